@@ -1,0 +1,1 @@
+"""`python -m benchmarks`: how anyone convinces themselves of the numbers."""

@@ -1,0 +1,74 @@
+"""Ratios that mean something on a busy machine: one process, the same work, interleaved, best of several.
+
+CPU time is measured, on one thread by default: on a loaded machine threads that wait for each other spin,
+which makes both clocks lie.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case: its time, and how it compares with the case it is measured against.
+
+    Attributes:
+        part: which part of the benchmark it belongs to, e.g. ``"core"`` or ``"captum"``.
+        model: name of the model.
+        case: what was run, e.g. ``"directional"``.
+        group_size: mean number of points per group; 1 for per-point attribution; None where it has no meaning.
+        seconds: CPU seconds of the fastest of several runs.
+        against: name of the case it is compared with.
+        ratio: seconds of `against` divided by `seconds` (a speed-up), or the other way round where `unit` says so.
+        unit: ``"x faster"`` or ``"passes"`` (multiples of one forward+backward pass over the same data).
+        goal: the bound the ratio is meant to reach, None if there is none.
+        note: data used, settings scaled down, and the like.
+    """
+
+    part: str
+    model: str
+    case: str
+    group_size: int | None
+    seconds: float
+    against: str
+    ratio: float
+    unit: str
+    goal: float | None = None
+    note: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the goal is reached; None if there is none."""
+        if self.goal is None:
+            return None
+        return self.ratio <= self.goal if self.unit == "passes" else self.ratio >= self.goal
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as plain data, for JSON."""
+        return asdict(self) | {"reached": self.reached}
+
+
+def best_times(cases: Mapping[str, Callable[[], Any]], repeats: int = 5, slow: Mapping[str, int] | None = None) -> dict[str, float]:
+    """CPU seconds of the fastest run of every case, the cases taking turns.
+
+    Args:
+        cases: name → what to run.
+        repeats: how many turns.
+        slow: name → fewer turns, for cases that take long.
+    """
+    best = dict.fromkeys(cases, float("inf"))
+    for turn in range(repeats):
+        for name, run in cases.items():
+            if slow is not None and turn >= slow.get(name, repeats):
+                continue
+            gc.collect()
+            start = time.process_time()
+            run()
+            best[name] = min(best[name], time.process_time() - start)
+    return best

@@ -1,0 +1,27 @@
+"""Group data attribution: which parts of the training data made a model what it is.
+
+Names in the order a newcomer meets them.
+"""
+
+from ggda_ext import properties
+from ggda_ext.attribution import attribute, property_scores
+from ggda_ext.gradients import STRATEGIES, GroupGradients, Plan, PointGradients
+from ggda_ext.groups import Groups
+from ggda_ext.losses import BatchLoss, ExampleLoss
+from ggda_ext.properties import property_gradient
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Groups",
+    "attribute",
+    "properties",
+    "GroupGradients",
+    "PointGradients",
+    "Plan",
+    "STRATEGIES",
+    "BatchLoss",
+    "ExampleLoss",
+    "property_gradient",
+    "property_scores",
+]

@@ -1,0 +1,111 @@
+"""Group scores of a property, at one set of parameters or summed over checkpoints.
+
+With the curvature left out (TracIn's P = I) the score of group G for a property g is
+
+    τ_G = Σ_c w_c ⟨∇g(θ_c), Σ_{i∈G} ∇ℓ_i(θ_c)⟩
+
+over checkpoints θ_c with weights w_c (TracIn: their learning rates). Adapters put the toolkit's own
+curvature between the two gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.data import DataLike
+from ggda_ext.gradients import Directions, GroupGradients, PointGradients
+from ggda_ext.groups import GroupsLike
+from ggda_ext.properties import PointProperty, Property, property_gradient
+
+LoadCheckpoint = Callable[[nn.Module, Any], Any]
+
+
+def attribute(
+    model: nn.Module,
+    loss_fn: Any,
+    data: DataLike,
+    groups: GroupsLike,
+    property: Property,
+    *,
+    checkpoints: Iterable[Any] | None = None,
+    weights: Sequence[float] | None = None,
+    load_checkpoint: LoadCheckpoint | None = None,
+    **provider_options: Any,
+) -> Tensor:
+    """How much every group of training points pulls at a property of the model.
+
+    A positive score means that training on the group lowers the property (a loss falls), so removing the
+    group is predicted to raise it.
+
+    Args:
+        model: the trained model, in eval mode if it has dropout or BatchNorm.
+        loss_fn: the training loss, ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
+        data: the training set.
+        groups: a `Groups` or anything it accepts; None for groups of one.
+        property: what to explain, a callable ``g(model) -> Tensor`` or one of `ggda_ext.properties`.
+        checkpoints: state dicts or their paths; the model's current parameters if left out. The model gets its
+            own parameters back afterwards.
+        weights: one weight per checkpoint; 1 if left out.
+        load_checkpoint: ``load_checkpoint(model, checkpoint)``, if a checkpoint is neither.
+        **provider_options: see `GroupGradients`: `parameters`, `strategy`, `batch_size`, `show_progress`, …
+
+    Returns:
+        Scores `[m, k]`, one row per component of the property.
+    """
+    provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
+    if checkpoints is None:
+        if weights is not None:
+            raise ValueError("weights is given without checkpoints: pass both, or neither.")
+        return property_scores(provider, property)
+    listed = [checkpoints] if isinstance(checkpoints, str | dict) else list(checkpoints)
+    if not listed:
+        raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
+    factors = [1.0] * len(listed) if weights is None else list(weights)
+    if len(factors) != len(listed):
+        raise ValueError(f"weights has {len(factors)} entries for {len(listed)} checkpoints.")
+    load = load_checkpoint or load_state
+    scores: Tensor | None = None
+    with parameters_restored(model):
+        for checkpoint, factor in zip(listed, factors, strict=True):
+            load(model, checkpoint)
+            part = factor * property_scores(provider, property)
+            scores = part if scores is None else scores + part
+    assert scores is not None
+    return scores
+
+
+def property_scores(provider: GroupGradients, property: Property) -> Tensor:
+    """Scores `[m, k]` of a property at the current parameters."""
+    return provider.scores(property_directions(provider, property))
+
+
+def property_directions(provider: GroupGradients, property: Property) -> Directions:
+    """A property as directions: its gradient `[m, p]`, or the test points themselves for a property of points."""
+    if isinstance(property, PointProperty):
+        return PointGradients(property.loss, property.data)
+    return property_gradient(property, provider.model, provider.space.parameters)
+
+
+def load_state(model: nn.Module, checkpoint: Any) -> None:
+    """Load a state dict, or the file that holds one."""
+    if not isinstance(checkpoint, dict):
+        checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    model.load_state_dict(checkpoint)
+
+
+@contextmanager
+def parameters_restored(model: nn.Module) -> Iterator[None]:
+    """Give the model its parameters, buffers and train or eval modes back at the end."""
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        model.load_state_dict(state)
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,242 @@
+"""Batches of a data set by index, as cheaply as the data allows.
+
+Fetching tensor data item by item can cost more than running the model on it, so what is
+already a tensor is indexed as a tensor (a contiguous run as a view, without a copy).
+Everything else goes through a DataLoader that keeps the user's workers, pinned memory and
+collate function, and draws nothing from the global random state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+DataLike = Any
+"""A DataLoader, a Dataset, a tensor, a tuple of tensors, or a dict of tensors."""
+
+_SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class IndexedData:
+    """One interface to whatever holds the examples; example i is the i-th one the user's loader gives.
+
+    Args:
+        data: a DataLoader, a Dataset, a tensor, a tuple of tensors or a dict of tensors.
+        name: how errors call it.
+
+    Attributes:
+        n: number of examples, or None for a stream (an IterableDataset) of unknown length.
+    """
+
+    def __init__(self, data: DataLike, name: str = "data") -> None:
+        self.name = name
+        self._loader = data if isinstance(data, DataLoader) else None
+        source = data.dataset if isinstance(data, DataLoader) else data
+        if isinstance(source, IndexedData):
+            raise TypeError(f"{name} is already indexed.")
+        self.is_stream = isinstance(source, IterableDataset)
+        self._source = source
+        self._order = None if self._loader is None or self.is_stream else _loader_order(self._loader, name)
+        own_collate = self._loader is not None and self._loader.collate_fn is not default_collate
+        self._tensors = None if own_collate or self.is_stream else _as_tensors(source, name)
+        self.n = self._length()
+        if self.n == 0:
+            raise ValueError(f"{name} is empty: it holds no examples.")
+
+    def _length(self) -> int | None:
+        if self._order is not None:
+            return len(self._order)
+        if self._tensors is not None:
+            return len(_first_tensor(self._tensors))
+        if isinstance(self._source, Sized):
+            return len(self._source)
+        if self.is_stream:
+            return None
+        raise TypeError(
+            f"{self.name} is a {type(self._source).__name__}, which has no length: pass a DataLoader, a "
+            "map-style Dataset, a tensor, a tuple of tensors or a dict of tensors."
+        )
+
+    def sequential(self, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
+        """All examples in order, as `(indices, batch)`."""
+        if self.is_stream:
+            yield from self._stream(batch_size)
+            return
+        assert self.n is not None
+        starts = range(0, self.n, batch_size)
+        runs = [np.arange(start, min(start + batch_size, self.n)) for start in starts]
+        yield from zip(runs, self.batches(runs), strict=True)
+
+    def _stream(self, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
+        loader = self._loader or _own_loader(self._source, None, batch_size=batch_size)
+        seen = 0
+        for batch in loader:
+            size = batch_length(batch)
+            yield np.arange(seen, seen + size), batch
+            seen += size
+
+    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
+        """One batch for every sequence of indices, in that order."""
+        if self.is_stream:
+            raise TypeError(
+                f"{self.name} is an IterableDataset, whose points cannot be fetched by index: pass a "
+                "map-style Dataset, or use one property with strategy='directional' or 'forward'."
+            )
+        if self._tensors is not None:
+            for indices in index_batches:
+                yield _index(self._tensors, self._positions(indices))
+        else:
+            positions = (self._positions(indices).tolist() for indices in index_batches)
+            yield from _own_loader(self._source, self._loader, batch_sampler=_Batches(positions))
+
+    def first(self, count: int) -> Any:
+        """The first `count` examples as one batch."""
+        if self.is_stream:
+            return take(next(batch for _, batch in self._stream(count)), count)
+        assert self.n is not None
+        return next(iter(self.batches([np.arange(min(count, self.n))])))
+
+    def _positions(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        indices = np.asarray(indices)
+        return indices if self._order is None else self._order[indices]
+
+
+class _Batches:
+    """Index batches as a batch sampler that is iterated once."""
+
+    def __init__(self, batches: Iterator[list[int]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches
+
+
+def _own_loader(source: Dataset, loader: DataLoader | None, **batching: Any) -> DataLoader:
+    """A DataLoader over `source` that treats it as the user's `loader` does, with our batches."""
+    kept: dict[str, Any] = {}
+    if loader is not None:
+        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"):
+            kept[name] = getattr(loader, name)
+        if loader.num_workers:
+            kept |= {name: getattr(loader, name) for name in ("multiprocessing_context", "prefetch_factor")}
+    return DataLoader(source, generator=torch.Generator(), **kept, **batching)
+
+
+def _loader_order(loader: DataLoader, name: str) -> np.ndarray | None:
+    """Data set positions in the order a loader gives them; None for 0, 1, 2, …"""
+    sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+    if isinstance(sampler, SequentialSampler) and not loader.drop_last:
+        return None
+    if isinstance(sampler, _SHUFFLING):
+        raise ValueError(
+            f"{name} is a DataLoader that shuffles ({type(sampler).__name__}), so its points have no fixed "
+            "index: pass the data set, or a DataLoader with shuffle=False."
+        )
+    batches = loader.batch_sampler if loader.batch_sampler is not None else [loader.sampler]
+    order, again = ([int(i) for batch in batches for i in batch] for _ in range(2))
+    if order != again:
+        raise ValueError(
+            f"{name} is a DataLoader whose sampler gives another order each time "
+            f"({type(sampler or loader.batch_sampler).__name__}): pass one with a fixed order."
+        )
+    return np.asarray(order)
+
+
+def _as_tensors(source: Any, name: str) -> Any:
+    """The tensors behind `source` with examples along dim 0, or None if it is not made of tensors."""
+    if isinstance(source, Tensor):
+        return source
+    if type(source) is TensorDataset:
+        return source.tensors
+    if type(source) is Subset:
+        inner = _as_tensors(source.dataset, name)
+        return None if inner is None else _Selected(inner, np.asarray(source.indices))
+    arrays = list(source.values()) if isinstance(source, Mapping) else source
+    if not isinstance(arrays, tuple | list) or not arrays or isinstance(source, Dataset):
+        return None
+    if not all(isinstance(array, Tensor | np.ndarray) for array in arrays):
+        raise TypeError(
+            f"{name} is a {type(source).__name__} that does not hold tensors only: pass a DataLoader, a "
+            "Dataset, a tensor, a tuple of tensors or a dict of tensors."
+        )
+    lengths = [len(array) for array in arrays]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"{name} holds tensors of different lengths: {lengths}.")
+    tensors = [torch.as_tensor(array) for array in arrays]
+    return dict(zip(source, tensors, strict=True)) if isinstance(source, Mapping) else tuple(tensors)
+
+
+class _Selected:
+    """Some rows of tensors, as `Subset` selects them, without copying them."""
+
+    def __init__(self, tensors: Any, positions: np.ndarray) -> None:
+        self.tensors, self.positions = tensors, positions
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+def _first_tensor(tensors: Any) -> Sized:
+    if isinstance(tensors, Mapping):
+        return next(iter(tensors.values()))
+    return tensors[0] if isinstance(tensors, tuple) else tensors
+
+
+def _index(tensors: Any, indices: np.ndarray) -> Any:
+    if isinstance(tensors, _Selected):
+        return _index(tensors.tensors, tensors.positions[indices])
+    run = len(indices) > 0 and indices[-1] - indices[0] == len(indices) - 1 and bool((np.diff(indices) == 1).all())
+    at: Any = slice(int(indices[0]), int(indices[-1]) + 1) if run else torch.from_numpy(indices.astype(np.int64))
+    return _map(lambda tensor: tensor[at if run else at.to(tensor.device)], tensors)
+
+
+def _map(function: Any, batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):  # also a tokenizer's BatchEncoding, as a plain dict
+        return {key: _map(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map(function, value) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(_map(function, value) for value in batch)
+    return batch
+
+
+def take(batch: Any, count: int) -> Any:
+    """The first `count` examples of a batch."""
+    return _map(lambda tensor: tensor[:count], batch)
+
+
+def as_batch_of_one(example: Any) -> Any:
+    """One example, without a batch dimension, as a batch."""
+    return _map(lambda tensor: tensor.unsqueeze(0), example)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor on `device`."""
+    return _map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def batch_length(batch: Any) -> int:
+    """Number of examples in a batch: the length of its first tensor."""
+    found: list[int] = []
+    _map(lambda tensor: found.append(len(tensor)) if tensor.dim() else None, batch)
+    if not found:
+        raise TypeError(f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension.")
+    return found[0]

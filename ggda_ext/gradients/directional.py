@@ -1,0 +1,42 @@
+"""`directional`: the score of every point along a few directions, at the price of one training pass.
+
+Layers that are linear in their parameters give the score of point i along v as Σ_layers ⟨layer(a_i; v), d_i⟩:
+a forward pass, an activation-only backward pass, and one more forward product per direction. No row of
+length p is ever formed, so group size 1 costs what group size 1024 costs.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ggda_ext.gradients.capture import Layer, Observer, observe
+from ggda_ext.gradients.job import Job
+
+
+def scores(job: Job, directions: Tensor) -> Tensor:
+    """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
+    result = job.empty_scores(len(directions))
+    parts = {key: job.space.part(directions, value) for key, value in _by_id(job).items()}
+    for labels, batch in job.natural_batches():
+        observer = _PointScores(parts, directions.new_zeros(len(directions), len(labels)))
+        observe(job.space, job.layers, job.loss, batch, observer)
+        result.index_add_(1, labels, observer.scores)
+    return result
+
+
+def _by_id(job: Job) -> dict[int, Tensor]:
+    return {id(value): value for value in job.space.parameters.values()}
+
+
+class _PointScores(Observer):
+    def __init__(self, parts: dict[int, Tensor], scores: Tensor) -> None:
+        self.parts, self.scores = parts, scores
+
+    def forward(self, layer: Layer, a: Tensor) -> list[Tensor]:
+        weights = self.parts[id(layer.weight)] if layer.weight is not None else [None] * len(self.scores)
+        biases = self.parts[id(layer.bias)] if layer.bias is not None else [None] * len(self.scores)
+        return [layer.apply(a, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+    def backward(self, layer: Layer, kept: list[Tensor], d: Tensor, repeats: int) -> None:
+        for row, tangent in zip(self.scores, kept, strict=True):
+            row += tangent.mul_(d).reshape(len(row), -1).sum(1)

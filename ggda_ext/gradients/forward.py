@@ -1,0 +1,54 @@
+"""`forward`: the score of point i along v is d/dε ℓ(x_i; θ + εv), by forward-mode differentiation.
+
+For any layer that supports forward mode; fused attention does not, so the math kernel is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ggda_ext.gradients.job import Job
+from ggda_ext.gradients.parameters import ParameterSpace
+
+
+def scores(job: Job, directions: Tensor) -> Tensor:
+    """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
+    result = job.empty_scores(len(directions))
+    moves = tangents(job.space, directions)
+    for labels, batch in job.natural_batches():
+        for row, tangent in zip(result, moves, strict=True):
+            row.index_add_(0, labels, point_scores(job.loss_module, job.space, tangent, batch))
+    return result
+
+
+def tangents(space: ParameterSpace, directions: Tensor) -> list[dict[str, Tensor]]:
+    """Directions `[m, p]` by parameter; an embedding's padding row, which gets no gradient, stands still."""
+    still = {
+        id(module.weight): module.padding_idx
+        for module in space.model.modules()
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None
+    }
+    moves = [space.split(direction) for direction in directions]
+    for name, parameter in space.parameters.items():
+        if id(parameter) in still:
+            for move in moves:
+                move[name] = move[name].clone()
+                move[name][still[id(parameter)]] = 0
+    return moves
+
+
+def point_scores(loss_module: nn.Module, space: ParameterSpace, tangent: dict[str, Tensor], batch: Any) -> Tensor:
+    """Derivative of every example's loss along one direction `[b]`."""
+    with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        duals = {
+            f"model.{name}": forward_ad.make_dual(value.detach(), tangent[name])
+            for name, value in space.parameters.items()
+        }
+        losses, derivative = forward_ad.unpack_dual(functional_call(loss_module, duals, (batch,)))
+    return torch.zeros_like(losses) if derivative is None else derivative

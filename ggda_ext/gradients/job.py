@@ -1,0 +1,162 @@
+"""What every strategy is given: a model at its current parameters, a loss, data, groups and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ggda_ext.data import IndexedData, to_device
+from ggda_ext.gradients.capture import Layer
+from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.groups import GroupBatch, Groups
+from ggda_ext.losses import ExampleLoss
+
+
+@dataclass(frozen=True)
+class PointGradients:
+    """The gradients of single test points as directions, given by what they are gradients of.
+
+    A provider that knows the points, not only their gradients `[m, p]`, can score them without forming those.
+    """
+
+    loss: ExampleLoss
+    data: IndexedData
+
+    @property
+    def n(self) -> int:
+        if self.data.n is None:
+            raise TypeError(f"{self.data.name} has no length: pass test points with a known number.")
+        return self.data.n
+
+    def batches(self, job: Job) -> Iterator[Any]:
+        """The test points in order, on the model's device."""
+        return (to_device(batch, job.space.device) for _, batch in self.data.sequential(job.batch_size))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One question to a strategy. Batches come on the model's device."""
+
+    space: ParameterSpace
+    loss: ExampleLoss
+    data: IndexedData
+    groups: Groups
+    layers: list[Layer]
+    batch_size: int
+    memory_budget: int
+    show_progress: bool = False
+    title: str = "ggda"
+
+    @cached_property
+    def loss_module(self) -> nn.Module:
+        """The per-example loss as a module around the model, for functional calls with other parameters."""
+        return LossModule(self.space.model, self.loss)
+
+    @property
+    def rows_in_budget(self) -> int:
+        """How many rows of length p fit into the memory budget."""
+        row = self.space.size * torch.empty(0, dtype=self.space.dtype).element_size()
+        return int(min(max(1, self.memory_budget // row), 1024))
+
+    def empty_scores(self, m: int) -> Tensor:
+        """Zeros `[m, k]` to add scores to."""
+        return torch.zeros(m, len(self.groups), dtype=self.space.dtype, device=self.space.device)
+
+    def natural_batches(self) -> Iterator[tuple[Tensor, Any]]:
+        """All points in the order of the data set: `(their group ids, batch)`."""
+        labels = torch.from_numpy(self.groups.labels.astype(np.int64))
+        for indices, batch in self._bar(self._in_order(), self.groups.sizes.sum(), lambda item: len(item[0])):
+            if indices[-1] >= self.groups.n:
+                raise ValueError(
+                    f"groups was built for {self.groups.n} training points, but {self.data.name} gives more: "
+                    "build it with one label per point."
+                )
+            at = slice(int(indices[0]), int(indices[-1]) + 1) if self._complete else torch.from_numpy(indices)
+            yield labels[at].to(self.space.device), to_device(batch, self.space.device)
+
+    @property
+    def _complete(self) -> bool:
+        return int(self.groups.sizes.sum()) == self.groups.n
+
+    def _in_order(self) -> Iterator[tuple[np.ndarray, Any]]:
+        if self._complete:
+            seen = 0
+            for indices, batch in self.data.sequential(self.batch_size):
+                seen += len(indices)
+                yield indices, batch
+            if seen < self.groups.n:
+                raise ValueError(
+                    f"groups was built for {self.groups.n} training points, but {self.data.name} gives only "
+                    f"{seen}: build it with one label per point."
+                )
+            return
+        inside = np.flatnonzero(self.groups.labels >= 0)
+        runs = [inside[low : low + self.batch_size] for low in range(0, len(inside), self.batch_size)]
+        yield from zip(runs, self.data.batches(runs), strict=True)
+
+    def grouped_batches(
+        self, most_groups: int | None = None, most_points: int | None = None
+    ) -> Iterator[tuple[GroupBatch, Any]]:
+        """Batches that hold groups back to back, with their segments."""
+        size = min(self.batch_size, most_points or self.batch_size)
+        batches = self.data.batches(group.indices for group in self.groups.batches(size, most_groups))
+        pairs = zip(self.groups.batches(size, most_groups), batches, strict=True)
+        for groups, batch in self._bar(pairs, self.groups.sizes.sum(), lambda item: len(item[0])):
+            yield groups, to_device(batch, self.space.device)
+
+    def scores_of(self, blocks: Iterable[tuple[Tensor, Tensor]], directions: Tensor) -> Tensor:
+        """Inner products of directions `[m, p]` with streamed rows `[m, k]`."""
+        scores = self.empty_scores(len(directions))
+        for ids, rows in blocks:
+            scores[:, ids.to(scores.device)] = directions @ rows.T
+        return scores
+
+    def _bar(self, items: Iterator[Any], total: int, size: Any) -> Iterator[Any]:
+        if not self.show_progress:
+            yield from items
+            return
+        with tqdm(total=int(total), desc=self.title, unit="point") as bar:
+            for item in items:
+                yield item
+                bar.update(size(item))
+
+
+class LossModule(nn.Module):
+    """Per-example losses of a batch, with the model as the submodule `model`."""
+
+    def __init__(self, model: nn.Module, loss: ExampleLoss) -> None:
+        super().__init__()
+        self.training = model.training
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.loss.each(self.model, batch)
+
+
+def merge_pieces(
+    pieces: Iterator[tuple[Tensor, Tensor, bool]], max_rows: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of at most `max_rows` finished rows from `(ids, rows, whether the group is complete)`."""
+    ids: list[Tensor] = []
+    rows: list[Tensor] = []
+    begun: Tensor | None = None
+    for piece_ids, piece_rows, complete in pieces:
+        if begun is not None:
+            piece_rows += begun
+        begun = None if complete else piece_rows
+        if not complete:
+            continue
+        if rows and sum(map(len, rows)) + len(piece_rows) > max_rows:
+            yield torch.cat(ids), torch.cat(rows)
+            ids, rows = [], []
+        ids.append(piece_ids)
+        rows.append(piece_rows)
+    if rows:
+        yield torch.cat(ids), torch.cat(rows)

@@ -1,0 +1,42 @@
+"""`persample`: vmap(grad) per point, then summed by segment; the reference, and the fallback for small groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from ggda_ext.data import as_batch_of_one
+from ggda_ext.gradients.job import Job, merge_pieces
+from ggda_ext.gradients.layers import segment_sum
+from ggda_ext.gradients.parameters import ParameterSpace
+
+
+def scores(job: Job, directions: Tensor) -> Tensor:
+    """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
+    return job.scores_of(blocks(job, job.rows_in_budget), directions)
+
+
+def blocks(job: Job, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Group-summed gradients as `(group ids [b], rows [b, p])`, at most `max_rows` at a time."""
+
+    def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
+        for groups, batch in job.grouped_batches(most_points=max_rows):
+            rows = point_gradients(job.loss_module, job.space, batch)
+            yield torch.from_numpy(groups.ids), segment_sum(rows, groups.starts.tolist()), groups.complete
+
+    return merge_pieces(pieces(), max_rows)
+
+
+def point_gradients(loss_module: nn.Module, space: ParameterSpace, batch: Any) -> Tensor:
+    """Gradients of every example `[b, p]`."""
+    parameters = {f"model.{name}": value.detach() for name, value in space.parameters.items()}
+
+    def loss_of_one(values: dict[str, Tensor], example: Any) -> Tensor:
+        return functional_call(loss_module, values, (as_batch_of_one(example),)).sum()
+
+    gradients = vmap(grad(loss_of_one), in_dims=(None, 0))(parameters, batch)
+    return torch.cat([gradients[name].flatten(1) for name in parameters], 1)

@@ -1,0 +1,167 @@
+"""The provider of group-summed gradients: checks once, plans, and hands the work to a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.data import DataLike, IndexedData
+from ggda_ext.gradients import backward, directional, forward, ghost, persample, segmented
+from ggda_ext.gradients.checks import check_deterministic_modules, check_finite_rows, check_finite_scores
+from ggda_ext.gradients.job import Job, PointGradients
+from ggda_ext.gradients.parameters import ParameterChoice, ParameterSpace
+from ggda_ext.gradients.plan import STRATEGIES, Plan, choose, named
+from ggda_ext.gradients.survey import Survey
+from ggda_ext.groups import Groups, GroupsLike
+from ggda_ext.losses import as_example_loss
+
+Directions = Tensor | PointGradients
+
+_SCORES: dict[str, Callable[[Job, Tensor], Tensor]] = {
+    "directional": directional.scores,
+    "forward": forward.scores,
+    "segmented": segmented.scores,
+    "backward": backward.scores,
+    "persample": persample.scores,
+}
+_BLOCKS: dict[str, Callable[[Job, int], Iterator[tuple[Tensor, Tensor]]]] = {
+    "segmented": segmented.blocks,
+    "backward": backward.blocks,
+    "persample": persample.blocks,
+}
+
+
+class GroupGradients:
+    """Gradients of the loss summed over groups of training points, at the model's current parameters.
+
+    It answers two questions: `scores(directions)`, inner products with given directions, without forming
+    gradients where that can be avoided; and `blocks()`, the gradients themselves, streamed. Parameters may
+    change between calls (other checkpoints); the model is left as it was after every call.
+
+    Args:
+        model: any `nn.Module`, in eval mode if it has dropout or BatchNorm.
+        loss_fn: ``loss_fn(output, target)`` of any reduction, None for the summed outputs, or an `ExampleLoss`.
+        data: the training set: a DataLoader that does not shuffle, a Dataset, tensors, or a dict of tensors.
+        groups: a `Groups` or anything it accepts; None for groups of one.
+        parameters: names of parameters or modules, modules or parameters that count; by default all that
+            require a gradient.
+        strategy: ``"auto"``, or the name of one (see `plan`).
+        batch_size: points per batch; by default as many as fit the budget, at most 1024.
+        memory_budget: bytes for one batch's activations and for one block of rows.
+        show_progress: whether to show a progress bar on passes over the data.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        data: DataLike,
+        groups: GroupsLike = None,
+        *,
+        parameters: ParameterChoice = None,
+        strategy: str = "auto",
+        batch_size: int | None = None,
+        memory_budget: int = 256 * 2**20,
+        show_progress: bool = False,
+    ) -> None:
+        if strategy != "auto" and strategy not in STRATEGIES:
+            raise ValueError(f"strategy={strategy!r} is not one of 'auto', {', '.join(map(repr, STRATEGIES))}.")
+        for name, value in (("batch_size", batch_size), ("memory_budget", memory_budget)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
+        self.model, self.loss = model, as_example_loss(loss_fn)
+        self.data = data if isinstance(data, IndexedData) else IndexedData(data, "the training data")
+        if groups is None and self.data.n is None:
+            raise TypeError("the training data is a stream without a length: pass groups with one label per point.")
+        self.groups = Groups.singletons(self.data.n or 0) if groups is None else Groups.of(groups, self.data.n)
+        self.space = ParameterSpace(model, parameters)
+        self.strategy, self.memory_budget, self.show_progress = strategy, memory_budget, show_progress
+        self._batch_size = batch_size
+
+    @property
+    def p(self) -> int:
+        """Number of chosen parameters: the length of a row."""
+        return self.space.size
+
+    def plan(self, directions: int | Directions | None = 1) -> Plan:
+        """What will be done for a number of directions, for test points, or (None) for gradient rows."""
+        points = isinstance(directions, PointGradients)
+        m = directions.n if points else len(directions) if isinstance(directions, Tensor) else directions or 0  # type: ignore[union-attr]
+        if self.strategy == "auto":
+            return choose(self._survey.facts, int(m), rows=directions is None, points=points)
+        return named(self.strategy, self._survey.facts, int(m), rows=directions is None, points=points)
+
+    def scores(self, directions: Directions) -> Tensor:
+        """Inner products of directions with every group's summed gradient.
+
+        Args:
+            directions: a tensor `[m, p]`, or the `PointGradients` of m test points.
+
+        Returns:
+            Scores `[m, k]`, on the model's device, in its dtype.
+        """
+        check_deterministic_modules(self.model)
+        plan = self.plan(directions)
+        if isinstance(directions, Tensor):
+            scores = _SCORES[plan.strategy](self._job(plan), self._checked(directions))
+        elif plan.strategy == "ghost":
+            scores = ghost.scores(self._job(plan), directions)
+        else:
+            scores = self._scores_by_rows(plan, directions)
+        check_finite_scores(scores, self.groups)
+        return scores
+
+    def blocks(self, max_rows: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """The group-summed gradients, as `(group ids [b], rows [b, p])` with b at most `max_rows`."""
+        check_deterministic_modules(self.model)
+        plan = self.plan(None)
+        job = self._job(plan)
+        for ids, rows in _BLOCKS[plan.strategy](job, max_rows or job.rows_in_budget):
+            check_finite_rows(rows, ids, self.groups)
+            yield ids, rows
+
+    def rows(self) -> Tensor:
+        """All group-summed gradients at once `[k, p]`: only for k and p that fit into memory."""
+        rows = torch.empty(len(self.groups), self.p, dtype=self.space.dtype, device=self.space.device)
+        for ids, block in self.blocks():
+            rows[ids.to(rows.device)] = block
+        return rows
+
+    def _scores_by_rows(self, plan: Plan, points: PointGradients) -> Tensor:
+        """Test gradients in blocks that fit the budget, one pass over the training data for each block."""
+        tests = GroupGradients(
+            self.model, points.loss, points.data, parameters=self.space.parameters.values(),
+            batch_size=self._batch_size, memory_budget=self.memory_budget,
+        )  # fmt: skip
+        job = self._job(plan)
+        scores = torch.empty(points.n, len(self.groups), dtype=self.space.dtype, device=self.space.device)
+        for ids, rows in tests.blocks():
+            scores[ids.to(scores.device)] = _SCORES[plan.strategy](job, rows)
+        return scores
+
+    def _checked(self, directions: Tensor) -> Tensor:
+        if directions.dim() != 2 or directions.shape[1] != self.p:
+            raise ValueError(
+                f"directions has shape {list(directions.shape)}: pass [m, {self.p}], one row per direction."
+            )
+        directions = directions.detach().to(self.space.device, self.space.dtype)
+        if not bool(torch.isfinite(directions.sum())) and not bool(torch.isfinite(directions).all()):
+            raise ValueError("directions holds NaN or infinite numbers: look at the property or test point they are of.")
+        return directions
+
+    def _job(self, plan: Plan) -> Job:
+        return Job(
+            self.space, self.loss, self.data, self.groups, self._survey.layers, plan.facts.batch_size,
+            self.memory_budget, self.show_progress, f"{plan.strategy} group scores",
+        )  # fmt: skip
+
+    @cached_property
+    def _survey(self) -> Survey:
+        check_deterministic_modules(self.model)
+        return Survey(
+            self.space, self.loss, self.data, self.groups, self._batch_size, self.memory_budget, self.strategy
+        )

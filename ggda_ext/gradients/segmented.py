@@ -1,0 +1,107 @@
+"""`segmented`: one pass over batches of many groups; group gradients by segment-wise products of a and d.
+
+The rows of one layer are formed for a few groups at a time in a small reused buffer (large temporaries
+page-fault and are three times slower), used, and overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.gradients.capture import Layer, Observer, observe
+from ggda_ext.gradients.job import Job, merge_pieces
+
+BUFFER_BYTES = 8 * 2**20
+
+
+def scores(job: Job, directions: Tensor) -> Tensor:
+    """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
+    result = job.empty_scores(len(directions))
+    buffer = _Buffer(job.space.dtype, job.space.device)
+    for groups, batch in job.grouped_batches():
+        ids = torch.from_numpy(groups.ids).to(result.device)
+        observer = _SegmentScores(job, directions, groups.starts.tolist(), ids, result, buffer)
+        observe(job.space, job.layers, job.loss, batch, observer)
+    return result
+
+
+def blocks(job: Job, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Group-summed gradients as `(group ids [b], rows [b, p])`, at most `max_rows` at a time."""
+
+    def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
+        for groups, batch in job.grouped_batches(most_groups=max_rows):
+            rows = torch.zeros(len(groups.ids), job.space.size, dtype=job.space.dtype, device=job.space.device)
+            observe(job.space, job.layers, job.loss, batch, _SegmentRows(job, groups.starts.tolist(), rows))
+            yield torch.from_numpy(groups.ids), rows, groups.complete
+
+    return merge_pieces(pieces(), max_rows)
+
+
+class _Buffer:
+    """A flat piece of memory, reused for the rows of one layer after the other."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.memory = torch.empty(0, dtype=dtype, device=device)
+
+    def rows(self, count: int, parameter: nn.Parameter) -> Tensor:
+        if self.memory.numel() < count * parameter.numel():
+            self.memory = self.memory.new_empty(count * parameter.numel())
+        return self.memory[: count * parameter.numel()].view(count, *parameter.shape)
+
+
+class _SegmentScores(Observer):
+    def __init__(
+        self, job: Job, directions: Tensor, starts: list[int], ids: Tensor, scores: Tensor, buffer: _Buffer
+    ) -> None:
+        self.space, self.directions, self.buffer = job.space, directions, buffer
+        self.starts, self.ids, self.scores = starts, ids, scores
+
+    def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
+        starts = [start * repeats for start in self.starts]
+        if layer.bias is not None:
+            rows = layer.rule.bias_rows(layer.module, d, starts)
+            self.scores.index_add_(1, self.ids, self._columns(layer.bias) @ rows.flatten(1).T)
+        if layer.weight is None:
+            return
+        if isinstance(layer.module, nn.Embedding):
+            self._embedding(layer, kept, d)
+            return
+        step = max(1, BUFFER_BYTES // (layer.weight.numel() * layer.weight.element_size()))
+        for low in range(0, len(self.ids), step):
+            bounds = starts[low : low + step + 1]
+            rows = self.buffer.rows(len(bounds) - 1, layer.weight)
+            cut = slice(bounds[0], bounds[-1])
+            layer.rule.weight_rows(layer.module, kept[cut], d[cut], [b - bounds[0] for b in bounds], rows)
+            self.scores.index_add_(1, self.ids[low : low + step], self._columns(layer.weight) @ rows.flatten(1).T)
+
+    def _embedding(self, layer: Layer, tokens: Tensor, d: Tensor) -> None:
+        """A gather-dot: rows of length vocabulary x width would be nearly all zeros."""
+        lengths = torch.tensor(self.starts, device=d.device).diff()
+        labels = torch.repeat_interleave(self.ids, lengths)
+        assert layer.weight is not None
+        for row, direction in zip(self.scores, self.space.part(self.directions, layer.weight), strict=True):
+            tangent = layer.apply(tokens, direction, None)
+            row.index_add_(0, labels, (tangent * d).reshape(len(labels), -1).sum(1))
+
+    def _columns(self, parameter: nn.Parameter) -> Tensor:
+        low, high = self.space.spans[id(parameter)]
+        return self.directions[:, low:high]
+
+
+class _SegmentRows(Observer):
+    """Adds every layer's segment gradients to rows `[s, p]` (adds, because a layer may be called twice)."""
+
+    def __init__(self, job: Job, starts: list[int], rows: Tensor) -> None:
+        self.space, self.starts, self.rows = job.space, starts, rows
+
+    def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
+        starts = [start * repeats for start in self.starts]
+        if layer.bias is not None:
+            self.space.part(self.rows, layer.bias).add_(layer.rule.bias_rows(layer.module, d, starts))
+        if layer.weight is not None:
+            out = torch.empty(len(self.rows), *layer.weight.shape, dtype=d.dtype, device=d.device)
+            layer.rule.weight_rows(layer.module, kept, d, starts, out)
+            self.space.part(self.rows, layer.weight).add_(out)

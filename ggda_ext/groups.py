@@ -1,0 +1,375 @@
+"""Groups: a checked partition of the training set, built once and then only applied.
+
+Vocabulary used everywhere in the package:
+
+* an *index* is the position of a training point, 0 … n-1;
+* a *group id* is the position of a group, 0 … k-1;
+* a *label* of a point is the id of its group, or -1 for a point that was left out;
+* a *segment* is a run of neighbouring points of one batch that belong to one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+Rest = Literal["error", "drop", "group"]
+GroupsLike = Any
+"""A `Groups`, one label per point, a list of index lists, or a dict ``{name: indices}``."""
+
+LEFT_OUT = -1
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """Training indices of one batch, group after group.
+
+    Attributes:
+        indices: training indices `[b]`.
+        ids: group id of every segment `[s]`.
+        starts: where each segment starts, and where the last one ends `[s + 1]`.
+        complete: False if the (only) group of this batch goes on in the next one.
+    """
+
+    indices: np.ndarray
+    ids: np.ndarray
+    starts: np.ndarray
+    complete: bool
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class Groups:
+    """A partition of `n` training points into `k` non-empty groups.
+
+    Args:
+        groups: one label per training point (NumPy, torch, pandas, list; numbers or
+            strings), or a list of index lists, or a dict ``{name: indices}``.
+            Negative numbers, NaN and None mark points in no group, as scikit-learn's
+            clusterers do with -1.
+        n: number of training points; checked against labels, needed with index lists
+            only if the last points are in no group.
+        names: names of the groups, in the order of their ids. By default the sorted
+            user labels, or the keys of the dict.
+        rest: what becomes of points in no group: an ``"error"``, ``"drop"`` (left out of
+            every group) or ``"group"`` (one more group, the last, named ``"rest"``).
+
+    >>> groups = Groups(["b", "a", "b", "b"])
+    >>> len(groups), groups.n, groups.names, groups.sizes.tolist()
+    (2, 4, ('a', 'b'), [1, 3])
+    >>> groups[1].tolist(), groups.labels.tolist()
+    ([0, 2, 3], [1, 0, 1, 1])
+    """
+
+    def __init__(
+        self,
+        groups: GroupsLike,
+        n: int | None = None,
+        *,
+        names: Sequence[Hashable] | None = None,
+        rest: Rest = "error",
+    ) -> None:
+        if rest not in ("error", "drop", "group"):
+            raise ValueError(f"rest={rest!r} is not one of 'error', 'drop', 'group'.")
+        if isinstance(groups, Groups):
+            labels, found_names = groups.labels.copy(), groups.names
+        elif isinstance(groups, Mapping):
+            labels = _labels_of_lists(list(groups.values()), n)
+            found_names = tuple(groups)
+        elif _is_list_of_lists(groups):
+            labels, found_names = _labels_of_lists(groups, n), None
+        else:
+            labels, found_names = _labels_of_values(groups)
+        if n is not None and len(labels) != n:
+            raise ValueError(
+                f"groups has labels for {len(labels)} points, but the training set has {n}: "
+                "pass one label per training point, in the order of the data set."
+            )
+        if len(labels) == 0:
+            raise ValueError("groups is empty: pass at least one training point.")
+        left_out = np.flatnonzero(labels < 0)
+        if len(left_out) and rest == "error" and not isinstance(groups, Groups):
+            raise ValueError(
+                f"groups is not a partition: {len(left_out)} of {len(labels)} points are in no "
+                f"group, first {_first(left_out)}. Put them in a group, or pass rest='drop' to "
+                "leave them out, or rest='group' to make them one group."
+            )
+        k = int(labels.max()) + 1
+        if len(left_out) and rest == "group":
+            labels[left_out] = k
+            found_names = (*(found_names or range(k)), "rest")
+            k += 1
+        if k == 0:
+            raise ValueError("groups has no group: every point is marked as in no group.")
+        if names is not None:
+            if len(names) != k:
+                raise ValueError(f"names has {len(names)} entries for {k} groups.")
+            found_names = tuple(names)
+        self._set(labels, k, found_names)
+
+    def _set(self, labels: np.ndarray, k: int, names: tuple[Hashable, ...] | None) -> None:
+        labels = labels.astype(np.int32 if max(k, len(labels)) < 2**31 else np.int64, copy=False)
+        sizes = np.bincount(labels if labels.min() >= 0 else labels[labels >= 0], minlength=k)
+        empty = np.flatnonzero(sizes == 0)
+        if len(empty):
+            raise ValueError(
+                f"{len(empty)} of {k} groups are empty, first {_first(empty)}: "
+                "remove them, every group needs at least one training point."
+            )
+        labels.flags.writeable = False
+        sizes.flags.writeable = False
+        self._labels, self._sizes, self._names = labels, sizes, names
+
+    @classmethod
+    def of(cls, groups: GroupsLike, n: int | None = None) -> Groups:
+        """`groups` itself if it is a `Groups` (its size checked), else built from it."""
+        if isinstance(groups, Groups):
+            if n is not None and groups.n != n:
+                raise ValueError(
+                    f"groups was built for {groups.n} training points, but the training set "
+                    f"has {n}: build it from this data set."
+                )
+            return groups
+        return cls(groups, n)
+
+    @classmethod
+    def singletons(cls, n: int) -> Groups:
+        """Every point a group of its own: plain, per-point data attribution."""
+        if n < 1:
+            raise ValueError(f"n={n}: a training set has at least one point.")
+        return cls(np.arange(n))
+
+    @property
+    def n(self) -> int:
+        """Number of training points, left-out ones included."""
+        return len(self._labels)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Group id of every training index `[n]`; -1 where a point was left out."""
+        return self._labels
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Number of points in every group `[k]`."""
+        return self._sizes
+
+    @property
+    def names(self) -> tuple[Hashable, ...] | None:
+        """The user's own names of the groups, if there are any."""
+        return self._names
+
+    def name(self, group_id: int) -> Hashable:
+        """Name of a group: the user's, or its id."""
+        return self._names[group_id] if self._names is not None else group_id
+
+    @property
+    def are_singletons(self) -> bool:
+        """Whether every group has exactly one point and no point was left out."""
+        return len(self) == self.n
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """Training indices group after group, ascending within a group."""
+        order = np.argsort(self._labels, kind="stable").astype(self._labels.dtype, copy=False)
+        order = order[self.n - int(self._sizes.sum()) :]
+        order.flags.writeable = False
+        return order
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Where each group starts in `order`, and where the last one ends `[k + 1]`."""
+        return np.concatenate([[0], np.cumsum(self._sizes)])
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, group_id: int) -> np.ndarray:
+        k = len(self)
+        if not -k <= group_id < k:
+            raise IndexError(f"group id {group_id} is out of range: there are {k} groups.")
+        group_id %= k
+        return self.order[self.offsets[group_id] : self.offsets[group_id + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[j] for j in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Groups):
+            return NotImplemented
+        return np.array_equal(self.labels, other.labels) and self.names == other.names
+
+    __hash__ = None  # type: ignore[assignment]  # equality looks at the members
+
+    def __repr__(self) -> str:
+        low, high = int(self.sizes.min()), int(self.sizes.max())
+        return f"Groups(k={len(self)}, n={self.n}, sizes {low}…{high})"
+
+    def sum(self, values: Tensor, dim: int = -1) -> Tensor:
+        """Add up per-point values `[…, n, …]` by group `[…, k, …]`."""
+        if values.shape[dim] != self.n:
+            raise ValueError(
+                f"values has {values.shape[dim]} entries along dim {dim}; groups has {self.n} points."
+            )
+        inside = torch.from_numpy(self.order.astype(np.int64)).to(values.device)
+        labels = torch.from_numpy(np.repeat(np.arange(len(self)), self.sizes)).to(values.device)
+        shape = list(values.shape)
+        shape[dim] = len(self)
+        return values.new_zeros(shape).index_add_(dim, labels, values.index_select(dim, inside))
+
+    def batches(self, batch_size: int, most_groups: int | None = None) -> Iterator[GroupBatch]:
+        """Index batches of at most `batch_size` points and `most_groups` groups.
+
+        Whole groups stand back to back where they fit; a group larger than `batch_size`
+        comes in pieces, each a batch of its own.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: pass at least 1.")
+        offsets, order, k = self.offsets, self.order, len(self)
+        first = 0
+        while first < k:
+            start = int(offsets[first])
+            end = int(np.searchsorted(offsets, start + batch_size, side="right")) - 1
+            end = min(end, first + (most_groups or k))
+            if end > first:
+                indices = order[start : int(offsets[end])]
+                yield GroupBatch(indices, np.arange(first, end), offsets[first : end + 1] - start, True)
+                first = end
+                continue
+            stop = int(offsets[first + 1])
+            for piece in range(start, stop, batch_size):
+                indices = order[piece : min(piece + batch_size, stop)]
+                starts = np.array([0, len(indices)])
+                yield GroupBatch(indices, np.array([first]), starts, piece + batch_size >= stop)
+            first += 1
+
+    def batch_sampler(self, batch_size: int) -> GroupBatchSampler:
+        """A `batch_sampler` for `torch.utils.data.DataLoader` that keeps groups together."""
+        return GroupBatchSampler(self, batch_size)
+
+
+class GroupBatchSampler(Sampler[list[int]]):
+    """The index batches of `Groups.batches`, as a DataLoader's `batch_sampler`."""
+
+    def __init__(self, groups: Groups, batch_size: int) -> None:
+        self.groups, self.batch_size = groups, batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch.indices.tolist() for batch in self.groups.batches(self.batch_size))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.groups.batches(self.batch_size))
+
+
+def _first(indices: np.ndarray, most: int = 5) -> str:
+    return ", ".join(map(str, indices[:most].tolist())) + (", …" if len(indices) > most else "")
+
+
+def _is_list_of_lists(groups: Any) -> bool:
+    if isinstance(groups, str | bytes) or not isinstance(groups, Sequence) or not groups:
+        return False
+    first = groups[0]
+    if isinstance(first, Tensor | np.ndarray):
+        return first.ndim > 0
+    return isinstance(first, Iterable) and not isinstance(first, str | bytes)
+
+
+def _labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
+    members = [_as_numpy(indices) for indices in lists]
+    sizes = np.array([len(indices) for indices in members])
+    empty = np.flatnonzero(sizes == 0)
+    if len(empty):
+        raise ValueError(
+            f"{len(empty)} of {len(lists)} groups are empty, first {_first(empty)}: "
+            "remove them, every group needs at least one training point."
+        )
+    joined = np.concatenate(members) if members else np.empty(0, np.int64)
+    if joined.ndim != 1 or joined.dtype.kind not in "iu":
+        raise TypeError(f"groups as index lists must hold whole numbers, not {joined.dtype}.")
+    n = int(joined.max()) + 1 if n is None else n
+    outside = joined[(joined < 0) | (joined >= n)]
+    if len(outside):
+        raise ValueError(
+            f"groups is not a partition: {len(outside)} indices are outside 0 … {n - 1}, "
+            f"first {_first(outside)}."
+        )
+    doubled = np.flatnonzero(np.bincount(joined, minlength=n) > 1)
+    if len(doubled):
+        raise ValueError(
+            f"groups is not a partition: {len(doubled)} points stand in a group more than once, "
+            f"first {_first(doubled)}. Every point may be in one group only."
+        )
+    labels = np.full(n, LEFT_OUT, np.int64)
+    labels[joined] = np.repeat(np.arange(len(lists)), sizes)
+    return labels
+
+
+def _labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
+    """Labels and names from one value per point; names are None for plain ids 0 … k-1."""
+    array = _as_numpy(values)
+    if array.ndim != 1:
+        raise ValueError(
+            f"groups as labels must be one-dimensional, not of shape {tuple(array.shape)}: "
+            "pass one label per training point."
+        )
+    if array.dtype.kind == "f":
+        absent = np.isnan(array)
+        if not np.array_equal(array[~absent], np.round(array[~absent])):
+            raise TypeError("groups holds fractional numbers: bin them into labels first.")
+        array = np.where(absent, LEFT_OUT, array).astype(np.int64)
+    if array.dtype.kind in "iu":
+        return _labels_of_integers(array)
+    if array.dtype.kind == "b":
+        labels, names = _labels_of_integers(array.astype(np.int8))
+        return labels, tuple(bool(name) for name in names or (False, True)[: int(labels.max()) + 1])
+    return _labels_of_objects(array.tolist())
+
+
+def _labels_of_integers(array: np.ndarray) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
+    highest = int(array.max()) if len(array) else LEFT_OUT
+    absent = array < 0 if array.dtype.kind == "i" and len(array) and array.min() < 0 else None
+    if highest <= 4 * len(array) + 1_000_000:  # dense: count instead of sorting
+        present = np.bincount(array if absent is None else array[~absent], minlength=highest + 1) > 0
+        ids = np.flatnonzero(present)
+        labels = (np.cumsum(present, dtype=np.int32 if len(ids) < 2**31 else np.int64) - 1)[array]
+    else:
+        ids, labels = np.unique(array, return_inverse=True)
+        below = int(np.searchsorted(ids, 0))
+        ids, labels = ids[below:], labels - below
+    if absent is not None:
+        labels[absent] = LEFT_OUT
+    plain = len(ids) == 0 or (ids[0] == 0 and ids[-1] == len(ids) - 1)
+    return labels, None if plain else tuple(ids.tolist())
+
+
+def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, ...]]:
+    seen: dict[Hashable, int] = {}
+    try:
+        labels = np.fromiter((seen.setdefault(value, len(seen)) for value in values), np.int64, len(values))
+    except TypeError as error:
+        raise TypeError(f"groups holds labels that cannot be compared: {error}.") from error
+    absent = {value for value in seen if value is None or value != value or str(value) in ("NaT", "<NA>")}
+    names = [value for value in seen if value not in absent]
+    try:
+        names.sort()  # type: ignore[type-var]
+    except TypeError:
+        pass  # labels of mixed types keep the order in which they appear
+    new_id = np.full(len(seen) + 1, LEFT_OUT, np.int64)
+    new_id[[seen[name] for name in names]] = np.arange(len(names))
+    return new_id[labels], tuple(names)
+
+
+def _as_numpy(values: Any) -> np.ndarray:
+    if isinstance(values, Tensor):
+        return values.detach().cpu().numpy()
+    if hasattr(values, "to_numpy"):  # pandas and polars columns, missing values as None or NaN
+        return np.asarray(values.to_numpy())
+    return np.asarray(values)
