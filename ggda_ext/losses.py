@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import batch_length
+from ggda_ext.data import as_batch_of_one, batch_length
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 
 
 class ExampleLoss:
     """Per-example losses of a model on a batch: the one thing gradient providers need to know."""
+
+    vectorized = False
+    """Whether the model runs under `torch.func.vmap`, where a layer sees one example at a time."""
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         """Loss of every example `[b]`."""
@@ -61,6 +64,28 @@ class BatchLoss(ExampleLoss):
                 f"return one loss per example, of shape [{size}]."
             )
         return losses.flatten(1).sum(1) if losses.dim() > 1 else losses
+
+
+class FunctionalLoss(ExampleLoss):
+    """``fn(parameters, example)``, written for one example in the manner of `torch.func`, made per-example by vmap.
+
+    Args:
+        fn: a scalar of the model's parameters (a dict by name) and one example.
+        batch_of_one: whether `fn` expects the example with a batch dimension of one.
+    """
+
+    vectorized = True
+
+    def __init__(self, fn: Callable[[dict[str, Tensor], Any], Tensor], *, batch_of_one: bool = False) -> None:
+        self.fn, self.batch_of_one = fn, batch_of_one
+
+    def each(self, model: nn.Module, batch: Any) -> Tensor:
+        parameters: dict[str, Tensor] = dict(model.named_parameters())
+
+        def alone(example: Any) -> Tensor:
+            return self.fn(parameters, as_batch_of_one(example) if self.batch_of_one else example).sum()
+
+        return torch.func.vmap(alone, randomness="different")(batch)
 
 
 def as_example_loss(loss_fn: Any) -> ExampleLoss:

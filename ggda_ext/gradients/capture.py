@@ -87,34 +87,36 @@ def observe(
     leaves: list[Tensor] = []
     overwritten: set[str] = set()
 
+    def tap(layer: Layer, a: Tensor, output: Tensor) -> Tensor:
+        a = a.detach().clone() if layer.copies_input else a.detach()
+        version = a._version
+        if len(output) != size and len(output) == 1:  # shared by the batch, as position embeddings are
+            a, output = a.expand(size, *a.shape[1:]), output.expand(size, *output.shape[1:])
+        repeats, remainder = divmod(len(output), size)
+        if remainder:
+            raise UnknownLayer(
+                f"layer {layer.name!r} returned {list(output.shape)} for a batch of {size} examples, "
+                "so its rows cannot be told apart by example"
+            )
+        kept = observer.forward(layer, a)
+        tapped = output
+        if not output.requires_grad:
+            tapped = output.detach().requires_grad_()
+            leaves.append(tapped)
+            output = tapped.clone() if layer.copies_output else tapped
+
+        def on_backward(d: Tensor) -> None:
+            if a._version != version:
+                overwritten.add(layer.name)
+            observer.backward(layer, kept, d.detach(), repeats)
+
+        tapped.register_hook(on_backward)
+        return output
+
     def hook(layer: Layer) -> Callable[..., Tensor]:
         def on_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            a = (args[0] if args else kwargs["input"]).detach()
-            if layer.copies_input:
-                a = a.clone()
-            version = a._version
-            if len(output) != size and len(output) == 1:  # shared by the batch, as position embeddings are
-                a, output = a.expand(size, *a.shape[1:]), output.expand(size, *output.shape[1:])
-            repeats, remainder = divmod(len(output), size)
-            if remainder:
-                raise UnknownLayer(
-                    f"layer {layer.name!r} returned {list(output.shape)} for a batch of {size} examples, "
-                    "so its rows cannot be told apart by example"
-                )
-            kept = observer.forward(layer, a)
-            tapped = output
-            if not output.requires_grad:
-                tapped = output.detach().requires_grad_()
-                leaves.append(tapped)
-                output = tapped.clone() if layer.copies_output else tapped
-
-            def on_backward(d: Tensor) -> None:
-                if a._version != version:
-                    overwritten.add(layer.name)
-                observer.backward(layer, kept, d.detach(), repeats)
-
-            tapped.register_hook(on_backward)
-            return output
+            a = args[0] if args else kwargs["input"]
+            return _UnderVmap.apply(output, a, layer, tap) if loss.vectorized else tap(layer, a, output)
 
         return on_forward
 
@@ -128,3 +130,27 @@ def observe(
         for handle in handles:
             handle.remove()
     return overwritten
+
+
+class _UnderVmap(torch.autograd.Function):
+    """Taps a layer that runs under `torch.func.vmap`, where only a vmap rule meets the whole batch."""
+
+    @staticmethod
+    def forward(output: Tensor, a: Tensor, layer: Layer, tap: Callable[..., Tensor]) -> Tensor:
+        raise UnknownLayer(f"layer {layer.name!r} does not see the examples")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        raise NotImplementedError  # never reached: `forward` refuses
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], output: Tensor, a: Tensor, layer: Layer, tap: Callable[..., Tensor]
+    ) -> tuple[Tensor, int]:
+        if in_dims[0] is None or in_dims[1] is None:
+            raise UnknownLayer(f"layer {layer.name!r} does not see the examples")
+        output, a = output.movedim(in_dims[0], 0), a.movedim(in_dims[1], 0)
+        if output.dim() < 3 or output.shape[1] != 1 or layer.rule.rank == output.dim():
+            return tap(layer, a, output), 0
+        shape = output.shape  # examples came as batches of one
+        return tap(layer, a.flatten(0, 1), output.flatten(0, 1)).view(shape), 0

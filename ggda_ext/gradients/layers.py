@@ -26,6 +26,9 @@ Starts = list[int]
 class LayerRule:
     """How one kind of layer acts on its input with given parameters, and its segment-summed gradients."""
 
+    rank: int | None = None
+    """Number of dimensions of a batched input, if only that many will do."""
+
     def apply(self, layer: Any, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """layer(a; weight, bias), linear in (weight, bias)."""
         raise NotImplementedError
@@ -61,6 +64,9 @@ class _TransposedLinear(_Linear):
 
 
 class _Conv(LayerRule):
+    def __init__(self, space_dims: int) -> None:
+        self.rank = space_dims + 2
+
     def apply(self, layer: _ConvNd, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         a, padding = _padded(layer, a)
         return torch.convolution(
@@ -119,9 +125,9 @@ def _batch_norm(layer: _BatchNorm, a: Tensor, weight: Tensor | None, bias: Tenso
 
 _RULES: list[tuple[type[nn.Module], LayerRule]] = [
     (nn.Linear, _Linear()),
-    (nn.Conv1d, _Conv()),
-    (nn.Conv2d, _Conv()),
-    (nn.Conv3d, _Conv()),
+    (nn.Conv1d, _Conv(1)),
+    (nn.Conv2d, _Conv(2)),
+    (nn.Conv3d, _Conv(3)),
     (nn.Embedding, _Embedding()),
     (nn.LayerNorm, _Norm(lambda m, a, w, b: F.layer_norm(a, m.normalized_shape, w, b, m.eps), True)),
     (nn.RMSNorm, _Norm(lambda m, a, w, b: F.rms_norm(a, m.normalized_shape, w, m.eps), True)),
