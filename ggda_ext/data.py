@@ -84,7 +84,9 @@ class IndexedData:
         yield from zip(runs, self.batches(runs), strict=True)
 
     def _stream(self, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
-        loader = self._loader or _own_loader(self._source, None, batch_size=batch_size)
+        loader = self._loader
+        if loader is None:
+            loader = _own_loader(self._source, None, batch_size=batch_size)
         seen = 0
         for batch in loader:
             size = batch_length(batch)

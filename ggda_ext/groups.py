@@ -334,19 +334,21 @@ def _labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | N
 
 
 def _labels_of_integers(array: np.ndarray) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
-    highest = int(array.max()) if len(array) else LEFT_OUT
-    absent = array < 0 if array.dtype.kind == "i" and len(array) and array.min() < 0 else None
-    if highest <= 4 * len(array) + 1_000_000:  # dense: count instead of sorting
-        present = np.bincount(array if absent is None else array[~absent], minlength=highest + 1) > 0
+    absent = array < 0
+    inside = array[~absent] if absent.any() else array
+    if len(inside) == 0:
+        return np.full(len(array), LEFT_OUT, np.int64), None
+    if int(inside.max()) <= 4 * len(array) + 1_000_000:  # dense: count instead of sorting
+        present = np.bincount(inside) > 0
         ids = np.flatnonzero(present)
-        labels = (np.cumsum(present, dtype=np.int32 if len(ids) < 2**31 else np.int64) - 1)[array]
+        found = (np.cumsum(present, dtype=np.int32) - 1)[inside]
     else:
-        ids, labels = np.unique(array, return_inverse=True)
-        below = int(np.searchsorted(ids, 0))
-        ids, labels = ids[below:], labels - below
-    if absent is not None:
-        labels[absent] = LEFT_OUT
-    plain = len(ids) == 0 or (ids[0] == 0 and ids[-1] == len(ids) - 1)
+        ids, found = np.unique(inside, return_inverse=True)
+    labels = found
+    if len(inside) < len(array):
+        labels = np.full(len(array), LEFT_OUT, found.dtype)
+        labels[~absent] = found
+    plain = ids[0] == 0 and ids[-1] == len(ids) - 1
     return labels, None if plain else tuple(ids.tolist())
 
 
@@ -372,4 +374,6 @@ def _as_numpy(values: Any) -> np.ndarray:
         return values.detach().cpu().numpy()
     if hasattr(values, "to_numpy"):  # pandas and polars columns, missing values as None or NaN
         return np.asarray(values.to_numpy())
+    if isinstance(values, list | tuple) and any(isinstance(value, str) for value in values):
+        return np.array([*values, None], dtype=object)[:-1]  # or numbers among them would become text
     return np.asarray(values)

@@ -248,8 +248,7 @@ class OutputsProperty(_DataProperty):
         value = _checked(self.fn(outputs, targets))
         m = len(value)
         slopes = [
-            torch.autograd.grad(value[j], outputs, retain_graph=j + 1 < m, allow_unused=True)[0]
-            for j in range(m)
+            torch.autograd.grad(value[j], outputs, retain_graph=j + 1 < m, allow_unused=True)[0] for j in range(m)
         ]
         if any(slope is None for slope in slopes):
             raise ValueError("property does not depend on the outputs: compute it from fn's first argument.")
@@ -281,8 +280,7 @@ class OutputsProperty(_DataProperty):
 def _check_repeats(again: Tensor, before: Tensor) -> None:
     if again.shape != before.shape or float((again - before).abs().max()) > 1e-2 * float(before.abs().max()):
         raise ValueError(
-            "data gives other outputs in a second pass: use model.eval(), and test data without random "
-            "augmentation."
+            "data gives other outputs in a second pass: use model.eval(), and test data without random augmentation."
         )
 
 
@@ -304,9 +302,7 @@ class LinearProperty:
 
 def stack(*properties: Property) -> LinearProperty:
     """Several properties as one vector `[m_1 + m_2 + …]`, component after component."""
-    return LinearProperty(
-        properties, lambda parts: torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts])
-    )
+    return LinearProperty(properties, lambda parts: torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts]))
 
 
 def weighted_sum(properties: Sequence[Property], weights: Sequence[float]) -> LinearProperty:
@@ -348,9 +344,7 @@ def mean_loss(data: DataLike, loss_fn: LossFn, *, batch_size: int = 256) -> Mean
 def contrast(data_a: DataLike, data_b: DataLike, loss_fn: LossFn, *, batch_size: int = 256) -> LinearProperty:
     """Mean loss of set A minus mean loss of set B."""
     loss = as_example_loss(loss_fn)
-    sets = [
-        MeanProperty(data, loss, batch_size, name) for data, name in ((data_a, "data_a"), (data_b, "data_b"))
-    ]
+    sets = [MeanProperty(data, loss, batch_size, name) for data, name in ((data_a, "data_a"), (data_b, "data_b"))]
     return weighted_sum(sets, (1.0, -1.0))
 
 
@@ -533,9 +527,7 @@ def _correct_probability(outputs: Tensor, targets: Any, temperature: float) -> T
     return probabilities.gather(1, _class_labels(targets, probabilities)[:, None]).squeeze(1)
 
 
-def _of_probabilities(
-    data: DataLike, fn: OutputsFn, batch_size: int, rates: _Rates | None = None
-) -> OutputsProperty:
+def _of_probabilities(data: DataLike, fn: OutputsFn, batch_size: int, rates: _Rates | None = None) -> OutputsProperty:
     """A property ``fn(probabilities [N, C], labels [N])`` of the whole test set."""
 
     def of(outputs: Tensor, targets: Any) -> Tensor:
@@ -563,9 +555,7 @@ class _Rates:
             )
         names, ids = np.unique(values, return_inverse=True)
         if len(names) < 2:
-            raise ValueError(
-                f"sensitive holds {len(names)} group(s) {names.tolist()}: a gap needs at least 2."
-            )
+            raise ValueError(f"sensitive holds {len(names)} group(s) {names.tolist()}: a gap needs at least 2.")
         self.names, self.ids = names.tolist(), torch.from_numpy(ids)
 
     def check_length(self, n: int) -> None:

@@ -125,16 +125,16 @@ def macro_f1(model: nn.Module) -> Tensor:
     return (tp / (tp + (fp + fn) / 2)).mean()
 
 
-def rates(model: nn.Module, keep: Tensor) -> Tensor:
-    return torch.stack([p(model)[keep & torch.from_numpy(g == GROUP), 1].mean() for g in "abc"])
+def rates(model: nn.Module, keep: Tensor, c: int = 1) -> Tensor:
+    return torch.stack([p(model)[keep & torch.from_numpy(g == GROUP), c].mean() for g in "abc"])
 
 
 def spread(values: Tensor) -> Tensor:
     return values.max() - values.min()
 
 
-def odds(model: nn.Module) -> Tensor:
-    return torch.stack([spread(rates(model, Y == 1)), spread(rates(model, Y != 1))])
+def odds(model: nn.Module, c: int = 1) -> Tensor:
+    return torch.stack([spread(rates(model, c == Y, c)), spread(rates(model, c != Y, c))])
 
 
 def binned_error(model: nn.Module) -> Tensor:
@@ -145,10 +145,7 @@ def binned_error(model: nn.Module) -> Tensor:
     weights = weights / weights.sum(0)
     for b in range(7):
         size = weights[b].sum()
-        total = (
-            total
-            + size / N * ((weights[b] * correct).sum() / size - (weights[b] * confidence).sum() / size).abs()
-        )
+        total = total + size / N * ((weights[b] * correct).sum() / size - (weights[b] * confidence).sum() / size).abs()
     return total
 
 
@@ -210,6 +207,10 @@ READY = {
         lambda b: equalized_odds_gap(DATA, GROUP, agg="mean", batch_size=b),
         lambda m: odds(m).mean(),
     ),
+    "equalized_odds_gap of class 2": (
+        lambda b: equalized_odds_gap(DATA, GROUP, agg="mean", positive=2, batch_size=b),
+        lambda m: odds(m, 2).mean(),
+    ),
     "soft_calibration_error": (
         lambda b: soft_calibration_error(DATA, bins=7, temperature=0.02, batch_size=b),
         binned_error,
@@ -217,16 +218,12 @@ READY = {
     "fgsm": (lambda b: attacked_loss(DATA, CE, fgsm(0.3), batch_size=b), fgsm_loss),
     "pgd": (lambda b: attacked_loss(DATA, CE, pgd(0.5, 0.2, 4, clamp=(-2, 2)), batch_size=b), pgd_loss),
     "of_outputs": (
-        lambda b: of_outputs(
-            DATA, lambda f, y: torch.stack([f.std(), f.max(), f[y == 0].norm()]), batch_size=b
-        ),
+        lambda b: of_outputs(DATA, lambda f, y: torch.stack([f.std(), f.max(), f[y == 0].norm()]), batch_size=b),
         lambda m: torch.stack([z(m).std(), z(m).max(), z(m)[Y == 0].norm()]),
     ),
     "stack": (
         lambda b: stack(soft_f1(DATA, batch_size=b), point_losses(DATA, CE), lambda m: m(X2).norm()),
-        lambda m: torch.cat(
-            [macro_f1(m)[None], F.cross_entropy(z(m), Y, reduction="none"), m(X2).norm()[None]]
-        ),
+        lambda m: torch.cat([macro_f1(m)[None], F.cross_entropy(z(m), Y, reduction="none"), m(X2).norm()[None]]),
     ),
 }
 EVERY = pytest.mark.parametrize("name", READY)
@@ -295,9 +292,12 @@ def test_everything_is_left_as_it_was(name: str) -> None:
     values = {key: value.clone() for key, value in model.state_dict().items()}
     with torch.no_grad():
         gradient(ready, model)
-    assert not model.last.bias.requires_grad and model.first.weight.requires_grad
-    assert model.first.training and not model.last.training
-    assert model.last.bias.grad is marker and torch.equal(marker, torch.ones_like(marker))
+    assert not model.last.bias.requires_grad
+    assert model.first.weight.requires_grad
+    assert model.first.training
+    assert not model.last.training
+    assert model.last.bias.grad is marker
+    assert torch.equal(marker, torch.ones_like(marker))
     assert all(q.grad is None for key, q in model.named_parameters() if key != "last.bias")
     assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
 
@@ -310,7 +310,8 @@ def test_frozen_parameters_and_inference_mode_do_not_matter(name: str) -> None:
     assert torch.equal(gradient(ready, model), expected)
     with torch.inference_mode():
         again = gradient(ready, model)
-    assert torch.equal(again, expected) and not expected.requires_grad
+    assert torch.equal(again, expected)
+    assert not expected.requires_grad
     assert not any(q.requires_grad for q in model.parameters())
 
 
@@ -408,8 +409,10 @@ def test_attack_stays_in_its_box_and_raises_the_loss() -> None:
     (moved, target), inside = seen[0], X.clamp(-3, 3)
     assert attacked > mean_loss(DATA, CE)(model)
     assert (moved - X).abs().max() <= max(0.1, float((X - inside).abs().max())) + 1e-12
-    assert moved.abs().max() <= 3 and not moved.requires_grad
-    assert target is not None and torch.equal(target, Y)
+    assert moved.abs().max() <= 3
+    assert not moved.requires_grad
+    assert target is not None
+    assert torch.equal(target, Y)
     torch.testing.assert_close(attacked_loss(DATA, CE, fgsm(0))(model), mean_loss(DATA, CE)(model))
 
 
@@ -419,7 +422,8 @@ def test_attack_stays_in_its_box_and_raises_the_loss() -> None:
 def test_law_property_rows_of_the_point_losses_sum_to_n_times_the_mean_loss() -> None:
     model = build()
     rows, mean = gradient(point_losses(DATA, CE), model), gradient(mean_loss(DATA, CE), model)
-    assert rows.shape[0] == N and mean.shape[0] == 1
+    assert rows.shape[0] == N
+    assert mean.shape[0] == 1
     torch.testing.assert_close(rows.sum(0), N * mean[0], rtol=1e-12, atol=1e-12)
 
 
@@ -503,7 +507,8 @@ def test_point_properties_work_under_vmap_as_providers_use_them() -> None:
 
 def test_doctests_of_the_module() -> None:
     result = doctest.testmod(properties)
-    assert result.attempted >= 4 and result.failed == 0
+    assert result.attempted >= 4
+    assert result.failed == 0
 
 
 # property_gradient on plain callables -------------------------------------------------------------
@@ -521,7 +526,8 @@ def test_columns_follow_the_dict_and_unused_parameters_are_zero() -> None:
     chosen = {"last.bias": model.last.bias, "first.weight": model.first.weight}
     whole = model.first(X).square().sum()
     rows = property_gradient(lambda m: m.first(X).square().sum(), model, chosen)
-    assert rows.shape == (1, 3 + 20) and torch.equal(rows[0, :3], torch.zeros(3, dtype=torch.float64))
+    assert rows.shape == (1, 3 + 20)
+    assert torch.equal(rows[0, :3], torch.zeros(3, dtype=torch.float64))
     torch.testing.assert_close(rows[0, 3:], torch.autograd.grad(whole, model.first.weight)[0].flatten())
     ready = property_gradient(mean_loss(DATA, CE), model, chosen)
     expected = torch.autograd.grad(F.cross_entropy(z(model), Y), list(chosen.values()))

@@ -34,8 +34,6 @@ class Layer:
     rule: LayerRule
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    copies_input: bool = False
-    """Whether the model overwrites the layer's input in place later on, so that it has to be copied."""
     copies_output: bool = False
     """Whether the model overwrites the layer's output in place and nothing before it requires a gradient."""
 
@@ -78,18 +76,13 @@ def known_layers(space: ParameterSpace) -> tuple[list[Layer], dict[str, str]]:
 
 def observe(
     space: ParameterSpace, layers: list[Layer], loss: ExampleLoss, batch: Any, observer: Observer
-) -> set[str]:
-    """Run the summed loss of a batch forward and backward, telling `observer` about every layer call.
-
-    Returns the names of the layers whose input was overwritten before it could be used.
-    """
+) -> None:
+    """Run the summed loss of a batch forward and backward, telling `observer` about every layer call."""
     size = batch_length(batch)
     leaves: list[Tensor] = []
-    overwritten: set[str] = set()
 
     def tap(layer: Layer, a: Tensor, output: Tensor) -> Tensor:
-        a = a.detach().clone() if layer.copies_input else a.detach()
-        version = a._version
+        a = a.detach()
         if len(output) != size and len(output) == 1:  # shared by the batch, as position embeddings are
             a, output = a.expand(size, *a.shape[1:]), output.expand(size, *output.shape[1:])
         repeats, remainder = divmod(len(output), size)
@@ -104,13 +97,7 @@ def observe(
             tapped = output.detach().requires_grad_()
             leaves.append(tapped)
             output = tapped.clone() if layer.copies_output else tapped
-
-        def on_backward(d: Tensor) -> None:
-            if a._version != version:
-                overwritten.add(layer.name)
-            observer.backward(layer, kept, d.detach(), repeats)
-
-        tapped.register_hook(on_backward)
+        tapped.register_hook(lambda d: observer.backward(layer, kept, d.detach(), repeats))
         return output
 
     def hook(layer: Layer) -> Callable[..., Tensor]:
@@ -129,7 +116,6 @@ def observe(
     finally:
         for handle in handles:
             handle.remove()
-    return overwritten
 
 
 class _UnderVmap(torch.autograd.Function):

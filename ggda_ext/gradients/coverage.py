@@ -31,21 +31,19 @@ def covered_layers(
         return layers, unknown
     direction = random_direction(space)
 
-    def scores() -> tuple[dict[int, Tensor], set[str]]:
+    def scores() -> dict[int, Tensor]:
         observer = _ParameterScores(space, direction, batch_length(batch), watcher)
-        return observer.scores, observe(space, layers, loss, batch, observer)
+        observe(space, layers, loss, batch, observer)
+        return observer.scores
 
     try:
         try:
-            found, overwritten = scores()
+            found = scores()
         except RuntimeError as error:
             if "in-place" not in str(error):
                 raise
             layers = [replace(layer, copies_output=True) for layer in layers]
-            found, overwritten = scores()
-        if overwritten:
-            layers = [replace(layer, copies_input=layer.name in overwritten) for layer in layers]
-            found, _ = scores()
+            found = scores()
     except UnknownLayer as error:
         return layers, dict.fromkeys(space.parameters, str(error))
     return layers, _differences(space, loss, batch, direction, found)

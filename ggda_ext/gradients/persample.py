@@ -38,5 +38,6 @@ def point_gradients(loss_module: nn.Module, space: ParameterSpace, batch: Any) -
     def loss_of_one(values: dict[str, Tensor], example: Any) -> Tensor:
         return functional_call(loss_module, values, (as_batch_of_one(example),)).sum()
 
-    gradients = vmap(grad(loss_of_one), in_dims=(None, 0))(parameters, batch)
+    with space.gradients(enabled=False):
+        gradients = vmap(grad(loss_of_one), in_dims=(None, 0))(parameters, batch)
     return torch.cat([gradients[name].flatten(1) for name in parameters], 1)

@@ -1,0 +1,182 @@
+"""Groups: whatever users have as groups becomes one checked, immutable partition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from ggda_ext import Groups
+
+SAME = {
+    "list": ["b", "a", "b", "c"],
+    "tuple": ("b", "a", "b", "c"),
+    "strings": np.array(["b", "a", "b", "c"]),
+    "objects": np.array(["b", "a", "b", "c"], dtype=object),
+    "pandas": pd.Series(["b", "a", "b", "c"], index=[7, 8, 9, 10]),
+    "categories": pd.Series(["b", "a", "b", "c"], dtype="category"),
+    "integers": [4, 2, 4, 9],
+    "unsigned": np.array([4, 2, 4, 9], dtype=np.uint8),
+    "huge": np.array([10**15, 5, 10**15, 10**17]),
+    "floats": np.array([4.0, 2.0, 4.0, 9.0]),
+    "torch": torch.tensor([4, 2, 4, 9]),
+    "lists": [[1], [0, 2], [3]],
+    "arrays": [np.array([1]), np.array([0, 2]), np.array([3])],
+    "tensors": [torch.tensor([1]), torch.tensor([2, 0]), torch.tensor([3])],
+    "dict": {"a": [1], "b": [0, 2], "c": [3]},
+    "groups": Groups([1, 0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_every_form_of_the_same_groups_is_the_same_partition(form):
+    groups = Groups(SAME[form])
+    assert groups.labels.tolist() == [1, 0, 1, 2]
+    assert groups.sizes.tolist() == [1, 2, 1]
+    assert (len(groups), groups.n) == (3, 4)
+    assert [members.tolist() for members in groups] == [[1], [0, 2], [3]]
+    assert groups[-1].tolist() == [3]
+
+
+def test_names_are_the_users_own_labels():
+    assert Groups(["b", "a", "b"]).names == ("a", "b")
+    assert Groups([4, 2, 4]).names == (2, 4)
+    assert Groups([True, False]).names == (False, True)
+    assert Groups([True, True]).names == (True,)
+    assert Groups({"x": [0], "y": [1]}).names == ("x", "y")
+    assert Groups([0, 1]).names is None
+    assert Groups([0, 1]).name(1) == 1
+    assert Groups([[0], [1]], names=["u", "v"]).name(1) == "v"
+    assert Groups([1, "b", 0, "a"]).names == (1, "b", 0, "a")  # not sortable: as they appear
+
+
+@pytest.mark.parametrize("labels", [[0, -1, 1], [0, None, 1], [0.0, np.nan, 1.0], pd.Series(["a", None, "b"]), pd.Series([0, pd.NA, 1], dtype="Int64")])
+def test_rest_says_what_becomes_of_points_in_no_group(labels):
+    with pytest.raises(ValueError, match=r"1 of 3 points are in no group, first 1.*rest='drop'.*rest='group'"):
+        Groups(labels)
+    dropped = Groups(labels, rest="drop")
+    assert dropped.labels.tolist() == [0, -1, 1]
+    assert dropped.sizes.tolist() == [1, 1]
+    assert not dropped.are_singletons
+    own = Groups(labels, rest="group")
+    assert own.labels.tolist() == [0, 2, 1]
+    assert own.names is not None
+    assert own.names[-1] == "rest"
+
+
+def test_rest_of_index_lists_is_what_they_do_not_name():
+    with pytest.raises(ValueError, match="2 of 5 points are in no group, first 1, 4"):
+        Groups([[0, 2], [3]], n=5)
+    assert Groups([[0, 2], [3]], n=5, rest="drop").labels.tolist() == [0, -1, 0, 1, -1]
+    assert Groups([[0, 2], [3]], n=5, rest="group")[2].tolist() == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("groups", "n", "message"),
+    [
+        ([0, 1, 0], 4, "labels for 3 points, but the training set has 4"),
+        (Groups([0, 1, 0]), 4, "built for 3 training points, but the training set has 4"),
+        ([[0, 1], [1, 2]], None, "1 points stand in a group more than once, first 1"),
+        ([[0], [7], [-1]], 3, r"2 indices are outside 0 … 2, first 7, -1"),
+        ([[0], [], [1]], None, "1 of 3 groups are empty, first 1"),
+        ({"a": [0], "b": []}, None, "1 of 2 groups are empty"),
+        ([], None, "groups is empty"),
+        ([-1, -1], None, "2 of 2 points are in no group"),
+        (np.zeros((2, 2), int), None, r"one-dimensional, not of shape \(2, 2\)"),
+        ([0.5, 1.0], None, "fractional numbers: bin them"),
+        ([[0.5], [1.0]], None, "must hold whole numbers"),
+    ],
+)
+def test_not_a_partition_is_one_error_that_names_the_offenders(groups, n, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Groups.of(groups, n)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="rest='keep' is not one of"):
+        Groups([0], rest="keep")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="names has 1 entries for 2 groups"):
+        Groups([0, 1], names=["a"])
+    with pytest.raises(ValueError, match="no group"):
+        Groups([-1], rest="drop")
+    with pytest.raises(IndexError, match="group id 2 is out of range: there are 2 groups"):
+        Groups([0, 1])[2]
+    with pytest.raises(ValueError, match="batch_size=0"):
+        next(Groups([0, 1]).batches(0))
+    with pytest.raises(ValueError, match="3 entries along dim 0; groups has 2 points"):
+        Groups([0, 1]).sum(torch.ones(3), 0)
+
+
+def test_immutable():
+    labels = np.array([0, 1, 0])
+    groups = Groups(labels)
+    labels[:] = 0
+    assert groups.labels.tolist() == [0, 1, 0]
+    for array in (groups.labels, groups.sizes, groups.order, groups[0]):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_singletons():
+    assert Groups.singletons(3).are_singletons
+    assert Groups.singletons(3).labels.tolist() == [0, 1, 2]
+    assert not Groups([0, 0, 1]).are_singletons
+    assert Groups([2, 0, 1]).are_singletons
+    with pytest.raises(ValueError, match="n=0"):
+        Groups.singletons(0)
+
+
+@given(labels=st.lists(st.integers(0, 6), min_size=1, max_size=40), batch_size=st.integers(1, 12), most=st.none() | st.integers(1, 3))
+def test_batches_hold_every_point_once_group_by_group(labels, batch_size, most):
+    groups = Groups(labels)
+    seen: list[int] = []
+    for batch in groups.batches(batch_size, most):
+        assert 1 <= len(batch) <= batch_size
+        assert len(batch.ids) <= (most or len(groups))
+        assert batch.starts[0] == 0
+        assert batch.starts[-1] == len(batch)
+        for j, low, high in zip(batch.ids, batch.starts, batch.starts[1:], strict=False):
+            assert high > low
+            assert (groups.labels[batch.indices[low:high]] == j).all()
+        whole = sum(groups.sizes[batch.ids])
+        assert whole == len(batch) or len(batch.ids) == 1  # only a lone group comes in pieces
+        if not batch.complete:
+            assert whole > len(batch)
+        seen += batch.indices.tolist()
+    assert seen == groups.order.tolist()
+    assert sum(batch.complete for batch in groups.batches(batch_size, 1)) == len(groups)
+
+
+@given(labels=st.lists(st.integers(-1, 4), min_size=1, max_size=30).filter(lambda labels: max(labels) >= 0))
+def test_sum_adds_up_members(labels):
+    groups = Groups(labels, rest="drop")
+    values = torch.arange(2 * len(labels), dtype=torch.float64).view(2, -1)
+    expected = torch.stack([values[:, members.tolist()].sum(1) for members in groups], 1)
+    assert torch.equal(groups.sum(values), expected)
+    assert torch.equal(groups.sum(values.T, 0), expected.T)
+
+
+def test_batch_sampler_feeds_a_data_loader():
+    groups = Groups([0, 1, 0, 1, 1])
+    sampler = groups.batch_sampler(3)
+    batches = [batch[0].tolist() for batch in DataLoader(TensorDataset(torch.arange(5)), batch_sampler=sampler)]
+    assert batches == [[0, 2], [1, 3, 4]]
+    assert len(sampler) == 2
+
+
+def test_equality_and_repr():
+    assert Groups([0, 1]) == Groups([[0], [1]])
+    assert Groups([0, 1]) != Groups([1, 0])
+    assert Groups(["a", "b"]) != Groups([0, 1])
+    assert repr(Groups([0, 0, 1])) == "Groups(k=2, n=3, sizes 1…2)"
+
+
+def test_a_million_labels_take_little_more_memory_than_themselves():
+    labels = np.random.default_rng(0).integers(0, 10_000, 1_000_000)
+    groups = Groups(labels)
+    held = groups.labels.nbytes + groups.order.nbytes + groups.sizes.nbytes + groups.offsets.nbytes
+    assert held <= 1.1 * labels.nbytes
