@@ -11,6 +11,7 @@ Vocabulary used everywhere in the package:
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -216,9 +217,7 @@ class Groups:
     def sum(self, values: Tensor, dim: int = -1) -> Tensor:
         """Add up per-point values `[…, n, …]` by group `[…, k, …]`."""
         if values.shape[dim] != self.n:
-            raise ValueError(
-                f"values has {values.shape[dim]} entries along dim {dim}; groups has {self.n} points."
-            )
+            raise ValueError(f"values has {values.shape[dim]} entries along dim {dim}; groups has {self.n} points.")
         inside = torch.from_numpy(self.order.astype(np.int64)).to(values.device)
         labels = torch.from_numpy(np.repeat(np.arange(len(self)), self.sizes)).to(values.device)
         shape = list(values.shape)
@@ -298,8 +297,7 @@ def _labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
     outside = joined[(joined < 0) | (joined >= n)]
     if len(outside):
         raise ValueError(
-            f"groups is not a partition: {len(outside)} indices are outside 0 … {n - 1}, "
-            f"first {_first(outside)}."
+            f"groups is not a partition: {len(outside)} indices are outside 0 … {n - 1}, first {_first(outside)}."
         )
     doubled = np.flatnonzero(np.bincount(joined, minlength=n) > 1)
     if len(doubled):
@@ -360,10 +358,8 @@ def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, .
         raise TypeError(f"groups holds labels that cannot be compared: {error}.") from error
     absent = {value for value in seen if value is None or value != value or str(value) in ("NaT", "<NA>")}
     names = [value for value in seen if value not in absent]
-    try:
-        names.sort()  # type: ignore[type-var]
-    except TypeError:
-        pass  # labels of mixed types keep the order in which they appear
+    with suppress(TypeError):  # labels of mixed types keep the order in which they appear
+        names.sort()  # type: ignore[call-arg]
     new_id = np.full(len(seen) + 1, LEFT_OUT, np.int64)
     new_id[[seen[name] for name in names]] = np.arange(len(names))
     return new_id[labels], tuple(names)

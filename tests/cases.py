@@ -70,8 +70,8 @@ class UnknownLayers(nn.Module):
 def _cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1, padding_mode="reflect"), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
-        nn.Conv2d(4, 6, 3, stride=2, groups=2), nn.GroupNorm(2, 6), nn.Flatten(1, 2), nn.Conv1d(12, 4, 2, padding="same"),
-        nn.Flatten(), nn.Linear(8, CLASSES),
+        nn.Conv2d(4, 6, 3, stride=2, groups=2), nn.GroupNorm(2, 6),
+        nn.Flatten(1, 2), nn.Conv1d(12, 4, 3, padding="same"), nn.Flatten(), nn.Linear(8, CLASSES),
     )  # fmt: skip
 
 
@@ -117,7 +117,14 @@ class Case:
         for i in range(len(x)):
             loss = F.cross_entropy(self.model(x[i : i + 1]), y[i : i + 1])
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            rows.append(torch.cat([torch.zeros(p.numel()).to(p) if g is None else g.flatten() for p, g in zip(parameters, gradients, strict=True)]))
+            rows.append(
+                torch.cat(
+                    [
+                        torch.zeros(p.numel()).to(p) if g is None else g.flatten()
+                        for p, g in zip(parameters, gradients, strict=True)
+                    ]
+                )
+            )
         return torch.stack(rows)
 
 

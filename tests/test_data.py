@@ -104,7 +104,7 @@ def test_streams_are_read_in_order_but_not_by_index(data):
     assert np.concatenate(indices).tolist() == list(range(7))
     assert torch.cat([batch[1] for batch in batches]).tolist() == list(range(7))
     assert values([stream.first(2)]) == [([0.0, 2.0], [0, 1])]
-    with pytest.raises(TypeError, match="the training data is an IterableDataset.*map-style"):
+    with pytest.raises(TypeError, match=r"the training data is an IterableDataset.*map-style"):
         next(stream.batches([[0]]))
 
 
@@ -117,7 +117,11 @@ def test_nothing_is_drawn_from_the_global_random_state():
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (DataLoader(TensorDataset(X, Y), shuffle=True), ValueError, "train is a DataLoader that shuffles.*shuffle=False"),
+        (
+            DataLoader(TensorDataset(X, Y), shuffle=True),
+            ValueError,
+            "train is a DataLoader that shuffles.*shuffle=False",
+        ),
         (DataLoader(TensorDataset(X, Y), sampler=SubsetRandomSampler(range(7))), ValueError, "shuffles"),
         ((X, Y[:3]), ValueError, r"different lengths: \[7, 3\]"),
         ((X, "labels"), TypeError, "does not hold tensors only"),

@@ -54,7 +54,16 @@ def test_names_are_the_users_own_labels():
     assert Groups([1, "b", 0, "a"]).names == (1, "b", 0, "a")  # not sortable: as they appear
 
 
-@pytest.mark.parametrize("labels", [[0, -1, 1], [0, None, 1], [0.0, np.nan, 1.0], pd.Series(["a", None, "b"]), pd.Series([0, pd.NA, 1], dtype="Int64")])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [0, -1, 1],
+        [0, None, 1],
+        [0.0, np.nan, 1.0],
+        pd.Series(["a", None, "b"]),
+        pd.Series([0, pd.NA, 1], dtype="Int64"),
+    ],
+)
 def test_rest_says_what_becomes_of_points_in_no_group(labels):
     with pytest.raises(ValueError, match=r"1 of 3 points are in no group, first 1.*rest='drop'.*rest='group'"):
         Groups(labels)
@@ -130,7 +139,11 @@ def test_singletons():
         Groups.singletons(0)
 
 
-@given(labels=st.lists(st.integers(0, 6), min_size=1, max_size=40), batch_size=st.integers(1, 12), most=st.none() | st.integers(1, 3))
+@given(
+    labels=st.lists(st.integers(0, 6), min_size=1, max_size=40),
+    batch_size=st.integers(1, 12),
+    most=st.none() | st.integers(1, 3),
+)
 def test_batches_hold_every_point_once_group_by_group(labels, batch_size, most):
     groups = Groups(labels)
     seen: list[int] = []

@@ -90,7 +90,12 @@ def test_a_loss_written_for_one_example_is_vectorised(batch_of_one):
     [
         (OutputLoss(lambda o, t: o.sum(0)[:2]), (OUT, CLASSES), ValueError, r"shape \[2\] for a batch of 5 examples"),
         (OutputLoss(lambda o, t: 1.0), (OUT, CLASSES), TypeError, "the loss returned a float"),
-        (BatchLoss(lambda m, b: m(b[0]).sum()), (OUT, CLASSES), ValueError, r"shape \[\] for a batch of 5.*of shape \[5\]"),
+        (
+            BatchLoss(lambda m, b: m(b[0]).sum()),
+            (OUT, CLASSES),
+            ValueError,
+            r"shape \[\] for a batch of 5.*of shape \[5\]",
+        ),
         (OutputLoss(nn.MSELoss()), "text", TypeError, "a batch is a str"),
     ],
 )
@@ -109,5 +114,5 @@ def test_a_model_that_returns_no_tensor_is_refused():
         def forward(self, x):
             return x, x
 
-    with pytest.raises(TypeError, match="the model returned a tuple.*BatchLoss"):
+    with pytest.raises(TypeError, match=r"the model returned a tuple.*BatchLoss"):
         OutputLoss(nn.MSELoss()).each(Pair(), (OUT, OUT))

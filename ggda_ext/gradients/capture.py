@@ -74,9 +74,7 @@ def known_layers(space: ParameterSpace) -> tuple[list[Layer], dict[str, str]]:
     return layers, unknown
 
 
-def observe(
-    space: ParameterSpace, layers: list[Layer], loss: ExampleLoss, batch: Any, observer: Observer
-) -> None:
+def observe(space: ParameterSpace, layers: list[Layer], loss: ExampleLoss, batch: Any, observer: Observer) -> None:
     """Run the summed loss of a batch forward and backward, telling `observer` about every layer call."""
     size = batch_length(batch)
     leaves: list[Tensor] = []

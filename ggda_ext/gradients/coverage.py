@@ -19,6 +19,7 @@ from ggda_ext.gradients.capture import Layer, Observer, UnknownLayer, known_laye
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.losses import ExampleLoss
 
+
 def covered_layers(
     space: ParameterSpace, loss: ExampleLoss, batch: Any, watcher: Observer
 ) -> tuple[list[Layer], dict[str, str]]:
@@ -87,9 +88,7 @@ def tolerance(space: ParameterSpace) -> float:
     return 1e-7 if space.dtype == torch.float64 else 2e-3
 
 
-def reference_scores(
-    space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: Tensor
-) -> tuple[Tensor, Tensor]:
+def reference_scores(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: Tensor) -> tuple[Tensor, Tensor]:
     """By one autograd pass per example: scores along a direction `[1, p]`, and gradient norms, `[b, parameters]`."""
     parameters = list(space.parameters.values())
     scores = direction.new_zeros(batch_length(batch), len(parameters))

@@ -16,16 +16,12 @@ from ggda_ext.gradients.job import Job
 def scores(job: Job, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
     result = job.empty_scores(len(directions))
-    parts = {key: job.space.part(directions, value) for key, value in _by_id(job).items()}
+    parts = {id(value): job.space.part(directions, value) for value in job.space.parameters.values()}
     for labels, batch in job.natural_batches():
         observer = _PointScores(parts, directions.new_zeros(len(directions), len(labels)))
         observe(job.space, job.layers, job.loss, batch, observer)
         result.index_add_(1, labels, observer.scores)
     return result
-
-
-def _by_id(job: Job) -> dict[int, Tensor]:
-    return {id(value): value for value in job.space.parameters.values()}
 
 
 class _PointScores(Observer):

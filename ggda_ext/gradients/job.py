@@ -140,9 +140,7 @@ class LossModule(nn.Module):
         return self.loss.each(self.model, batch)
 
 
-def merge_pieces(
-    pieces: Iterator[tuple[Tensor, Tensor, bool]], max_rows: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def merge_pieces(pieces: Iterator[tuple[Tensor, Tensor, bool]], max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of at most `max_rows` finished rows from `(ids, rows, whether the group is complete)`."""
     ids: list[Tensor] = []
     rows: list[Tensor] = []

@@ -11,6 +11,7 @@ by its bounds in `starts`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +76,7 @@ class _Conv(LayerRule):
 
     def weight_rows(self, layer: _ConvNd, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
         a, padding = _padded(layer, a)
-        for row, (low, high) in enumerate(zip(starts, starts[1:], strict=False)):
+        for row, (low, high) in enumerate(itertools.pairwise(starts)):
             _, gradient, _ = torch.ops.aten.convolution_backward(
                 d[low:high], a[low:high], layer.weight, None, layer.stride, padding, layer.dilation,
                 False, (0,) * len(padding), layer.groups, (False, True, False),
@@ -92,7 +93,7 @@ class _Embedding(LayerRule):
 
     def weight_rows(self, layer: nn.Embedding, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
         out.zero_()
-        for row, (low, high) in enumerate(zip(starts, starts[1:], strict=False)):
+        for row, (low, high) in enumerate(itertools.pairwise(starts)):
             tokens, gradient = a[low:high].reshape(-1), d[low:high].reshape(-1, d.shape[-1])
             if layer.padding_idx is not None:
                 kept = tokens != layer.padding_idx
@@ -159,7 +160,7 @@ def segment_sum(values: Tensor, starts: Starts) -> Tensor:
         return values
     if segments == 1:
         return values.sum(0, keepdim=True)
-    lengths = [high - low for low, high in zip(starts, starts[1:], strict=False)]
+    lengths = [high - low for low, high in itertools.pairwise(starts)]
     ids = torch.repeat_interleave(torch.tensor(lengths, device=values.device))
     return values.new_zeros(segments, *values.shape[1:]).index_add_(0, ids, values)
 
@@ -173,7 +174,7 @@ def _outer_products(left: Tensor, right: Tensor, starts: Starts, out: Tensor) ->
         shape = (len(starts) - 1, length * tokens, -1)
         torch.bmm(left.view(shape).transpose(1, 2), right.view(shape), out=out)
         return
-    for row, (low, high) in enumerate(zip(starts, starts[1:], strict=False)):
+    for row, (low, high) in enumerate(itertools.pairwise(starts)):
         torch.mm(left[low * tokens : high * tokens].T, right[low * tokens : high * tokens], out=out[row])
 
 

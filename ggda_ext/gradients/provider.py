@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -11,12 +13,13 @@ from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.gradients import backward, directional, forward, ghost, persample, segmented
+from ggda_ext.gradients.capture import Observer, observe
 from ggda_ext.gradients.checks import check_deterministic_modules, check_finite_rows, check_finite_scores
 from ggda_ext.gradients.job import Job, PointGradients
 from ggda_ext.gradients.parameters import ParameterChoice, ParameterSpace
 from ggda_ext.gradients.plan import STRATEGIES, Plan, choose, named
 from ggda_ext.gradients.survey import Survey
-from ggda_ext.groups import Groups, GroupsLike
+from ggda_ext.groups import GroupBatch, Groups, GroupsLike
 from ggda_ext.losses import as_example_loss
 
 Directions = Tensor | PointGradients
@@ -87,13 +90,27 @@ class GroupGradients:
         """Number of chosen parameters: the length of a row."""
         return self.space.size
 
+    def on(self, data: DataLike, groups: GroupsLike = None) -> GroupGradients:
+        """The same gradients on more data of the same kind; what was found out about the model is kept."""
+        other = copy.copy(self)
+        other.data = data if isinstance(data, IndexedData) else IndexedData(data, self.data.name)
+        other.groups = Groups.singletons(other.data.n or 0) if groups is None else Groups.of(groups, other.data.n)
+        facts = replace(self._survey.facts, points=int(other.groups.sizes.sum()), groups=len(other.groups))
+        survey = copy.copy(self._survey)
+        survey.facts = facts
+        other.__dict__["_survey"] = survey  # where cached_property keeps it
+        return other
+
     def plan(self, directions: int | Directions | None = 1) -> Plan:
         """What will be done for a number of directions, for test points, or (None) for gradient rows."""
-        points = isinstance(directions, PointGradients)
-        m = directions.n if points else len(directions) if isinstance(directions, Tensor) else directions or 0  # type: ignore[union-attr]
+        rows, points = directions is None, isinstance(directions, PointGradients)
+        if isinstance(directions, PointGradients):
+            m = directions.n
+        else:
+            m = len(directions) if isinstance(directions, Tensor) else directions or 0
         if self.strategy == "auto":
-            return choose(self._survey.facts, int(m), rows=directions is None, points=points)
-        return named(self.strategy, self._survey.facts, int(m), rows=directions is None, points=points)
+            return choose(self._survey.facts, m, rows=rows, points=points)
+        return named(self.strategy, self._survey.facts, m, rows=rows, points=points)
 
     def scores(self, directions: Directions) -> Tensor:
         """Inner products of directions with every group's summed gradient.
@@ -131,6 +148,15 @@ class GroupGradients:
             rows[ids.to(rows.device)] = block
         return rows
 
+    def observe(self, watch: Callable[[GroupBatch], Observer]) -> Iterator[GroupBatch]:
+        """Batches of whole groups, each run forward and backward under the observer that `watch` gives for it."""
+        check_deterministic_modules(self.model)
+        plan = named("segmented", self._survey.facts, 0, rows=True, points=False)
+        job = self._job(plan)
+        for groups, batch in job.grouped_batches():
+            observe(job.space, job.layers, job.loss, batch, watch(groups))
+            yield groups
+
     def _scores_by_rows(self, plan: Plan, points: PointGradients) -> Tensor:
         """Test gradients in blocks that fit the budget, one pass over the training data for each block."""
         tests = GroupGradients(
@@ -150,7 +176,9 @@ class GroupGradients:
             )
         directions = directions.detach().to(self.space.device, self.space.dtype)
         if not bool(torch.isfinite(directions.sum())) and not bool(torch.isfinite(directions).all()):
-            raise ValueError("directions holds NaN or infinite numbers: look at the property or test point they are of.")
+            raise ValueError(
+                "directions holds NaN or infinite numbers: look at the property or test point they are of."
+            )
         return directions
 
     def _job(self, plan: Plan) -> Job:

@@ -87,7 +87,9 @@ def _no_forward_mode(space: ParameterSpace, loss: ExampleLoss, batch: Any) -> st
     """Why forward-mode differentiation does not give the gradients of these examples, or None."""
     direction = random_direction(space)
     try:
-        scores = forward.point_scores(LossModule(space.model, loss), space, forward.tangents(space, direction)[0], batch)
+        scores = forward.point_scores(
+            LossModule(space.model, loss), space, forward.tangents(space, direction)[0], batch
+        )
     except (RuntimeError, NotImplementedError) as error:
         return f"forward-mode differentiation of the model failed: {str(error).splitlines()[0]}"
     expected, norms = reference_scores(space, loss, batch, direction)

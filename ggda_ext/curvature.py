@@ -1,0 +1,263 @@
+"""Curvature of the training loss: Hessian-vector products for many vectors at once, and solves with them.
+
+With L the mean training loss and H = ∇²L(θ), every product is ``H v = ∇⟨∇L(θ), v⟩``: one backward pass through
+the graph of the gradient for each vector, the graph itself built once for all of them. LiSSA iterates
+
+    e ← v + (1 - damping) e - H_batch e / scaling,      H⁻¹ v ≈ e / scaling
+
+on random batches; all vectors share each batch, so for a given seed the solve is one linear map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm.auto import tqdm
+
+from ggda_ext.data import IndexedData, batch_length, to_device
+from ggda_ext.gradients.parameters import ParameterSpace
+
+BatchLossFn = Callable[[nn.Module, Any], Tensor]
+
+_CHUNK_BYTES = 8 * 2**20  # vectors worked on at once: few enough to stay near the cache, enough to share overheads
+_CHECK_EVERY = 8  # LiSSA steps between looks at the size of the iterate
+_GROWTH = 10.0  # how far beyond linear growth an iterate counts as diverging
+
+
+class Hessian:
+    """The Hessian of a loss over a data set, with respect to some of the model's parameters.
+
+    Args:
+        space: the model and the parameters that count.
+        loss: ``loss(model, batch)``, a scalar: the mean or the sum over the batch.
+        data: the points the loss is taken over.
+        batch_size: points per pass in products with the whole data.
+    """
+
+    def __init__(self, space: ParameterSpace, loss: BatchLossFn, data: IndexedData, batch_size: int = 1024) -> None:
+        if data.n is None:
+            raise TypeError(f"{data.name} is a stream without a length: pass a map-style data set for the Hessian.")
+        self.space, self.loss, self.data, self.n, self.batch_size = space, loss, data, data.n, batch_size
+
+    def on_batch(self, batch: Any, vectors: Tensor) -> Iterator[tuple[slice, list[Tensor | None]]]:
+        """Products of the Hessian on one batch with `vectors [m, p]`.
+
+        Yields ``(rows, parts)`` for some vectors at a time: a part `[rows, *shape]` for every parameter, or None
+        where it is zero. A vector is not read again after its product was given out.
+        """
+        parameters = list(self.space.parameters.values())
+        chunk = max(1, _CHUNK_BYTES // (self.space.size * vectors.element_size()))
+        with self.space.gradients(enabled=True), sdpa_kernel(SDPBackend.MATH):
+            value = self.loss(self.space.model, to_device(batch, self.space.device))
+            if value.numel() != 1:
+                raise ValueError(
+                    f"the loss of a batch has shape {list(value.shape)}: return one number, its mean or sum."
+                )
+            first = torch.autograd.grad(value.reshape(()), parameters, create_graph=True, allow_unused=True)
+            used = [(g, p) for g, p in zip(first, parameters, strict=True) if g is not None and g.requires_grad]
+            for low in range(0, len(vectors), chunk):
+                rows = slice(low, min(low + chunk, len(vectors)))
+                if not used:
+                    yield rows, [None] * len(parameters)
+                    continue
+                cotangents = [self.space.part(vectors[rows], p) for _, p in used]
+                yield rows, _second([g for g, _ in used], parameters, cotangents, keep=rows.stop < len(vectors))
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        """Products `[m, p]` of the Hessian over the whole data with `vectors [m, p]`."""
+        result = torch.zeros_like(vectors)
+        for indices, batch in self.data.sequential(self.batch_size):
+            weight = 1.0 if len(indices) == self.n or self.reduction == "sum" else len(indices) / self.n
+            for rows, parts in self.on_batch(batch, vectors):
+                self.add(result[rows], parts, weight)
+        return result
+
+    def matrix(self) -> Tensor:
+        """The Hessian itself `[p, p]`."""
+        matrix = self @ torch.eye(self.space.size, dtype=self.space.dtype, device=self.space.device)
+        return (matrix + matrix.T) / 2
+
+    def add(self, target: Tensor, parts: list[Tensor | None], factor: float) -> None:
+        """target `[rows, p]` += factor · parts."""
+        for parameter, part in zip(self.space.parameters.values(), parts, strict=True):
+            if part is not None:
+                self.space.part(target, parameter).add_(part, alpha=factor)
+
+    @cached_property
+    def reduction(self) -> str:
+        """Whether the loss of a batch is the ``"mean"`` or the ``"sum"`` over its points, found by trying two."""
+        pair = to_device(self.data.first(2), self.space.device)
+        ones = [to_device(batch, self.space.device) for batch in self.data.batches([[0], [min(1, self.n - 1)]])]
+        with torch.no_grad():
+            together = self.loss(self.space.model, pair) * batch_length(pair)
+            alone = sum(self.loss(self.space.model, one) for one in ones[: batch_length(pair)])
+        if torch.allclose(together, torch.as_tensor(alone), rtol=1e-4):
+            return "mean"
+        if torch.allclose(together / batch_length(pair), torch.as_tensor(alone), rtol=1e-4):
+            return "sum"
+        raise ValueError(
+            f"the loss of two points together is {float(together) / 2:.6g}, which is neither the mean nor the sum of "
+            f"their losses (sum {float(alone):.6g}), so batches cannot be put together to a Hessian of the whole data: "
+            "use a loss with reduction='mean' or 'sum', or one batch that holds all the data."
+        )
+
+
+def _second(
+    gradients: list[Tensor], parameters: list[nn.Parameter], cotangents: list[Tensor], keep: bool
+) -> list[Tensor | None]:
+    """∂⟨gradients, cotangents⟩/∂parameters for a batch of cotangents `[c, *shape]`; zero where None."""
+    if len(cotangents[0]) == 1:
+        single = [cotangent[0] for cotangent in cotangents]
+        found = torch.autograd.grad(gradients, parameters, single, retain_graph=keep, allow_unused=True)
+        return [None if part is None else part[None] for part in found]
+    return list(
+        torch.autograd.grad(
+            gradients, parameters, cotangents, retain_graph=keep, allow_unused=True, is_grads_batched=True
+        )
+    )
+
+
+def lissa(
+    hessian: Hessian,
+    vectors: Tensor,
+    *,
+    depth: int,
+    scaling: float,
+    damping: float = 0.0,
+    repeat: int = 1,
+    batch_size: int = 1,
+    seed: int = 0,
+    show_progress: bool = False,
+) -> Tensor:
+    """H⁻¹ v by LiSSA for `vectors [m, p]`, all on the same random batches.
+
+    Every vector's estimate has the distribution it would have alone; only the errors of different vectors are
+    correlated. The global random state is not touched.
+
+    Args:
+        hessian: the Hessian.
+        vectors: right-hand sides `[m, p]`.
+        depth: steps of the recursion.
+        scaling: divides the Hessian; must exceed its largest eigenvalue on the batches.
+        damping: shrinks the iterate in every step; helps against negative curvature.
+        repeat: independent runs to average.
+        batch_size: points drawn without replacement for each step.
+        seed: of the batches.
+        show_progress: whether to show a progress bar.
+    """
+    for name, value, least in (("depth", depth, 0), ("repeat", repeat, 1), ("batch_size", batch_size, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value}: LiSSA needs at least {least}.")
+    vectors = vectors.detach()
+    sizes = vectors.norm(dim=1)
+    total: Tensor | None = None
+    with tqdm(total=repeat * depth, desc="LiSSA", leave=False, disable=not show_progress) as bar:
+        for run in range(repeat):
+            estimate = vectors.clone()
+            for step, batch in enumerate(_draws(hessian, depth, batch_size, [seed, run])):
+                for rows, parts in hessian.on_batch(batch, estimate):
+                    if damping:
+                        estimate[rows].mul_(1 - damping)
+                    estimate[rows].add_(vectors[rows])
+                    hessian.add(estimate[rows], parts, -1 / scaling)
+                look = step % _CHECK_EVERY == _CHECK_EVERY - 1 or step == depth - 1
+                if look and not _bounded(estimate, sizes, step + 1):
+                    raise _diverged(hessian, vectors, step + 1, depth, damping, scaling, batch_size, [seed, run])
+                bar.update()
+            total = estimate if total is None else total.add_(estimate)
+    assert total is not None
+    return total.div_(repeat * scaling)
+
+
+def _draws(hessian: Hessian, count: int, batch_size: int, seed: list[int]) -> Iterator[Any]:
+    """Random batches without replacement; all the data where the batch is that large."""
+    random, size = np.random.default_rng(seed), min(batch_size, hessian.n)
+    return hessian.data.batches(random.choice(hessian.n, size, replace=False) for _ in range(count))
+
+
+def _bounded(estimate: Tensor, sizes: Tensor, steps: int) -> bool:
+    """Whether the iterate grew no faster than it can while every step contracts: |e| ≤ (steps + 1) |v|."""
+    return bool((estimate.norm(dim=1) <= _GROWTH * (steps + 1) * sizes.clamp_min(1e-30)).all())
+
+
+def _diverged(
+    hessian: Hessian, vectors: Tensor, step: int, depth: int, damping: float, scaling: float, batch_size: int,
+    seed: list[int],
+) -> ValueError:  # fmt: skip
+    """The error for an iterate that grows, with values that would have held it."""
+    curvature = max((_extreme(hessian, vectors, batch) for batch in _draws(hessian, 4, batch_size, seed)), key=abs)
+    if curvature > (2 - damping) * scaling / 2:
+        fix = f"scaling={_round_up(1.5 * curvature)} (the batches have curvature up to about {curvature:.3g})"
+    else:
+        enough = min(0.5, _round_up(max(0.001, 2 * damping, -1.5 * curvature / scaling)))
+        fix = f"damping={enough} (the loss has directions of negative curvature), or a larger batch_size"
+    return ValueError(
+        f"LiSSA diverged at step {step} of recursion_depth={depth}, with damping={damping}, scaling={scaling}: the "
+        f"iterate grows. Try {fix}; a recursion_depth below {step} would only hide it."
+    )
+
+
+def _extreme(hessian: Hessian, vectors: Tensor, batch: Any) -> float:
+    """The eigenvalue of largest size of the Hessian on a batch, roughly, by power iteration."""
+    vector, value = vectors[:1] / vectors[:1].norm().clamp_min(1e-30), 0.0
+    for _ in range(10):
+        product = torch.zeros_like(vector)
+        for rows, parts in hessian.on_batch(batch, vector):
+            hessian.add(product[rows], parts, 1.0)
+        value = float((product * vector).sum())
+        vector = product / product.norm().clamp_min(1e-30)
+    return value
+
+
+def _round_up(value: float) -> float:
+    """To two significant digits, upwards."""
+    unit = 10.0 ** (np.floor(np.log10(value)) - 1)
+    return float(f"{np.ceil(value / unit) * unit:.2g}")
+
+
+def conjugate_gradients(
+    hessian: Hessian, vectors: Tensor, *, max_iter: int = 10, tol: float = 1e-7, regularization: float = 0.0
+) -> Tensor:
+    """(H + regularization I)⁻¹ v by at most `max_iter` steps of conjugate gradients from v, for `vectors [m, p]`.
+
+    A vector whose residual falls below `tol` stands still.
+    """
+    vectors = vectors.detach()
+
+    def product(x: Tensor) -> Tensor:
+        return (hessian @ x).add_(x, alpha=regularization)
+
+    solution = vectors.clone()
+    residual = vectors - product(solution)
+    direction = residual.clone()
+    squares = residual.square().sum(1, keepdim=True)
+    for _ in range(max_iter):
+        going = squares > tol**2
+        if not bool(going.any()):
+            break
+        bent = product(direction)
+        step = torch.where(going, squares / (direction * bent).sum(1, keepdim=True), 0)
+        solution += step * direction
+        residual -= step * bent
+        before, squares = squares, residual.square().sum(1, keepdim=True)
+        direction = residual + torch.where(going, squares / before, 0) * direction
+    return solution
+
+
+def direct_solve(matrix: Tensor, vectors: Tensor, regularization: float = 0.0) -> Tensor:
+    """(matrix + regularization I)⁻¹ v for `vectors [m, p]`."""
+    damped = matrix.clone()
+    damped.diagonal().add_(regularization)
+    try:
+        return torch.linalg.solve(damped, vectors.T).T
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(
+            f"the Hessian is singular with regularization={regularization}: pass a positive regularization, e.g. "
+            f"{_round_up(1e-3 * max(float(matrix.diagonal().abs().mean()), 1e-12)):g}."
+        ) from error

@@ -1,0 +1,158 @@
+"""k-means that stays fast up to a quarter as many clusters as points.
+
+Three steps: centres drawn in rounds with probability proportional to the squared distance to the nearest
+one so far (k-means++ in rounds), a few rounds that move centres from where they save least to where they
+save most, then Lloyd's algorithm. Nearest centres come from SciPy's k-d tree in few dimensions and from
+scikit-learn otherwise. Gradients are heavy-tailed (most near zero, a few huge), which is why the start
+matters: on MNIST gradients Lloyd from random points ends at 1.2 to 45 times the inertia of k-means++.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.spatial import cKDTree
+from sklearn.cluster import KMeans
+from sklearn.neighbors import NearestNeighbors
+
+TREE_DIMENSIONS = 15  # above this a k-d tree visits most leaves; scikit-learn draws the line here too
+TREE_CLUSTERS = 500  # below this scikit-learn's Lloyd iteration beats building and walking a tree
+RELOCATION_ROUNDS = 6
+
+
+def kmeans(points: np.ndarray, k: int, rng: np.random.Generator, max_iter: int, tol: float) -> np.ndarray:
+    """Cluster of every point `[n]`, from `points [n, d]`; fewer than `k` only if fewer points are distinct.
+
+    Stops when the squared shift of all centres is at most `tol` times the mean variance of the features
+    (scikit-learn's rule); many small clusters also stop once an iteration lowers the inertia by less than
+    the fraction `tol`.
+    """
+    if k == 1 or len(points) == 1:
+        return np.zeros(len(points), np.int64)
+    tree = points.shape[1] <= TREE_DIMENSIONS
+    if tree:
+        points = points.astype(np.float64)
+    centres = _seed(points, k, rng)
+    if len(centres) > 1:
+        centres = _relocate(points, centres)
+    if tree and k > TREE_CLUSTERS:
+        labels = _tree_lloyd(points, centres, max_iter, tol)
+    else:
+        seed = int(rng.integers(2**31))  # unused with given centres, but None would draw from the global state
+        fitted = KMeans(len(centres), init=centres, n_init=1, max_iter=max_iter, tol=tol, random_state=seed)
+        labels = fitted.fit(points).labels_
+    return np.unique(labels, return_inverse=True)[1]
+
+
+def inertia(points: np.ndarray, labels: np.ndarray) -> float:
+    """Sum of squared distances of `points [n, d]` to the mean of their cluster."""
+    centres, _ = means(points, labels, int(labels.max()) + 1)
+    return float(_squared_norms(points - centres[labels]).sum())
+
+
+def means(points: np.ndarray, labels: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean `[k, d]` (zero where empty) and size `[k]` of every cluster."""
+    sizes = np.bincount(labels, minlength=k)
+    sums = np.empty((k, points.shape[1]))
+    for column in range(points.shape[1]):
+        sums[:, column] = np.bincount(labels, points[:, column], minlength=k)
+    return (sums / np.maximum(sizes, 1)[:, None]).astype(points.dtype, copy=False), sizes
+
+
+def _seed(points: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarray:
+    """`k` of the points, drawn without replacement by squared distance to those drawn before, in rounds."""
+    distances = _squared_norms(points - points.mean(0))
+    chosen: list[np.ndarray] = []
+    count = 0
+    while count < k:
+        size = min(k - count, max(1, 3 * count), int((distances > 0).sum()))
+        if size == 0:
+            break  # fewer distinct points than clusters
+        with np.errstate(divide="ignore"):
+            race = rng.exponential(size=len(points)) / distances
+        new = np.argpartition(race, size - 1)[:size]
+        chosen.append(new)
+        count += size
+        if count < k:
+            to_new, _ = _nearest(points[new], points, 1)
+            distances = np.minimum(distances, to_new[:, 0] ** 2)
+            distances[new] = 0
+    return points[np.concatenate(chosen)] if chosen else points[:1]
+
+
+def _relocate(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """Lloyd steps that also move centres whose loss costs least into the clusters whose split gains most."""
+    k, best, lowest, stale = len(centres), centres, np.inf, 0
+    for _ in range(RELOCATION_ROUNDS):
+        distances, nearest = _nearest(centres, points, 2, slack=1.0)
+        labels = nearest[:, 0]
+        cost = np.bincount(labels, distances[:, 1] ** 2 - distances[:, 0] ** 2, minlength=k)
+        centres, sizes = means(points, labels, k)
+        offsets = points - centres[labels]
+        spread = _squared_norms(offsets)
+        total = float(spread.sum())
+        stale = stale + 1 if total > 0.99 * lowest else 0
+        if total < lowest:
+            best, lowest = centres.copy(), total
+        if stale == 2:
+            break
+        gain, halves = _best_splits(points, labels, centres, sizes, offsets, spread)
+        by_gain, by_cost = np.argsort(-gain, kind="stable"), np.argsort(cost, kind="stable")
+        moves = int((gain[by_gain] > cost[by_cost]).argmin())  # both are sorted: the first that does not pay
+        removed, split = by_cost[:moves], by_gain[:moves]
+        split = split[~np.isin(split, removed)]
+        if len(split) == 0:
+            break
+        centres[split], centres[removed[: len(split)]] = halves[0][split], halves[1][split]
+    return best
+
+
+def _best_splits(
+    points: np.ndarray,
+    labels: np.ndarray,
+    centres: np.ndarray,
+    sizes: np.ndarray,
+    offsets: np.ndarray,
+    spread: np.ndarray,
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Inertia saved `[k]` by cutting each cluster across the way to its farthest point, and both halves' means."""
+    k = len(centres)
+    last = np.maximum(np.cumsum(sizes) - 1, 0)
+    towards = points[np.lexsort((spread, labels))[last]] - centres
+    along = np.einsum("ij,ij->i", offsets, towards[labels])
+    reach = _squared_norms(towards)[labels]
+    gain, first, second = np.zeros(k), centres.copy(), centres.copy()
+    for cut in (0.0, 0.5):  # at the mean, or half way to the farthest point
+        far = along > cut * reach
+        b, far_sizes = means(points[far], labels[far], k)
+        near_sizes = sizes - far_sizes
+        a = (centres * sizes[:, None] - b * far_sizes[:, None]) / np.maximum(near_sizes, 1)[:, None]
+        saved = near_sizes * far_sizes / np.maximum(sizes, 1) * _squared_norms(a - b)
+        better = saved > gain
+        gain[better], first[better], second[better] = saved[better], a[better], b[better]
+    return gain, (first, second)
+
+
+def _tree_lloyd(points: np.ndarray, centres: np.ndarray, max_iter: int, tol: float) -> np.ndarray:
+    shift_allowed, previous = tol * float(points.var(0).mean()), np.inf
+    for _ in range(max_iter):
+        distances, nearest = _nearest(centres, points, 1)
+        labels, total = nearest[:, 0], float((distances**2).sum())
+        moved, sizes = means(points, labels, len(centres))
+        moved[sizes == 0] = centres[sizes == 0]
+        shift, centres = float(((moved - centres) ** 2).sum()), moved
+        if shift <= shift_allowed or previous - total < tol * total:
+            break
+        previous = total
+    return labels
+
+
+def _nearest(centres: np.ndarray, points: np.ndarray, count: int, slack: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Distances and indices `[n, count]` of the nearest centres; a tree may err by the fraction `slack`."""
+    if points.shape[1] <= TREE_DIMENSIONS:
+        return cKDTree(centres).query(points, np.arange(1, count + 1), eps=slack)
+    search = NearestNeighbors(n_neighbors=count, algorithm="brute").fit(centres)
+    return search.kneighbors(points)
+
+
+def _squared_norms(rows: np.ndarray) -> np.ndarray:
+    return np.einsum("ij,ij->i", rows, rows)

@@ -1,0 +1,102 @@
+"""Group sizes: no cluster above a limit, all of one size, or exactly as many as asked for.
+
+Clusters are cut in halves across the direction in which they spread most, at the size each side needs.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from scipy.spatial import cKDTree
+
+from ggda_ext.grouping.engine import means
+
+REFINEMENT_NEIGHBOURS = 8
+
+
+def cut_to_count(points: np.ndarray, labels: np.ndarray, k: int) -> np.ndarray:
+    """`k` clusters from fewer, none empty: widest clusters are cut first, then the largest sets of equal points."""
+    count = int(labels.max()) + 1
+    if count >= k:
+        return labels
+    centres, sizes = means(points, labels, count)
+    spread = np.bincount(labels, ((points - centres[labels]) ** 2).sum(1), minlength=count)
+    rounding = 1e-12 * sizes * float((points**2).sum(1).max())
+    spread[spread <= rounding] = 0
+    pieces = np.ones(count, np.int64)
+    heap = [(-spread[c], -sizes[c], c) for c in range(count) if sizes[c] > 1]
+    heapq.heapify(heap)
+    for _ in range(k - count):
+        _, _, c = heapq.heappop(heap)
+        pieces[c] += 1
+        if pieces[c] < sizes[c]:
+            heapq.heappush(heap, (-spread[c] / pieces[c], -sizes[c] / pieces[c], c))
+    return _cut(points, labels, pieces)
+
+
+def cut_to_size(points: np.ndarray, labels: np.ndarray, max_size: int) -> np.ndarray:
+    """Clusters of at most `max_size` points: each larger one in as few equal parts as that needs."""
+    return _cut(points, labels, -(-np.bincount(labels) // max_size))
+
+
+def equal_sizes(points: np.ndarray, k: int) -> np.ndarray:
+    """`k` clusters whose sizes differ by at most one: repeated halving, then trading between neighbours."""
+    labels = _cut(points, np.zeros(len(points), np.int64), np.array([k]))
+    return _trade(points, labels, k) if k > 1 else labels
+
+
+def _cut(points: np.ndarray, labels: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+    """Cluster c in `pieces[c]` parts of equal size (within one), the first of which keeps its id."""
+    new, free = labels.copy(), len(pieces)
+    order = np.argsort(labels, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(labels, minlength=len(pieces)))])
+    for c in np.flatnonzero(pieces > 1):
+        parts = [(order[starts[c] : starts[c + 1]], int(pieces[c]))]
+        first = True
+        while parts:
+            members, count = parts.pop()
+            if count > 1:
+                left_count = count // 2
+                size, larger = divmod(len(members), count)
+                left = size * left_count + min(larger, left_count)
+                sorted_members = members[np.argsort(_along_spread(points[members]), kind="stable")]
+                parts += [(sorted_members[left:], count - left_count), (sorted_members[:left], left_count)]
+            elif first:
+                first = False
+            else:
+                new[members], free = free, free + 1
+    return new
+
+
+def _along_spread(points: np.ndarray) -> np.ndarray:
+    """Position of every point `[m]` along the direction of largest variance (three power iterations)."""
+    offsets = points - points.mean(0)
+    direction = offsets[np.einsum("ij,ij->i", offsets, offsets).argmax()]
+    for _ in range(3):
+        direction = (offsets @ direction) @ offsets
+        length = float(np.linalg.norm(direction))
+        if length == 0:
+            break
+        direction = direction / length
+    return offsets @ direction
+
+
+def _trade(points: np.ndarray, labels: np.ndarray, k: int) -> np.ndarray:
+    """Let pairs of near clusters divide their points anew, each by whose centre is nearer; sizes stay."""
+    labels = labels.copy()
+    members = np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels, minlength=k))[:-1])
+    centres, _ = means(points, labels, k)
+    neighbours = min(k - 1, REFINEMENT_NEIGHBOURS)
+    for rank in range(1, neighbours + 1):
+        near = cKDTree(centres).query(centres, [rank + 1])[1][:, 0]
+        for a, b in enumerate(near):
+            if a == b:
+                continue
+            both = np.concatenate([members[a], members[b]])
+            ranked = both[np.argsort(points[both] @ (centres[b] - centres[a]), kind="stable")]
+            members[a], members[b] = ranked[: len(members[a])], ranked[len(members[a]) :]
+            centres[a], centres[b] = points[members[a]].mean(0), points[members[b]].mean(0)
+    for group, indices in enumerate(members):
+        labels[indices] = group
+    return labels

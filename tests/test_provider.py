@@ -1,0 +1,354 @@
+"""The provider: refusals that name cause and fix, a model left as it was, plans, progress, memory, streams."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import N, make_case, relative_error
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
+from ggda_ext.data import IndexedData
+from ggda_ext.losses import BatchLoss, OutputLoss
+
+LOSS = nn.CrossEntropyLoss()
+LABELS = np.arange(N) % 4
+
+
+def provider(name: str = "mlp", **options) -> GroupGradients:
+    case = make_case(name)
+    return GroupGradients(case.model, LOSS, case.data, LABELS, **options)
+
+
+def direction(p: int) -> torch.Tensor:
+    return torch.randn(1, p, dtype=torch.float64)
+
+
+def score(found: GroupGradients) -> torch.Tensor:
+    return found.scores(direction(found.p))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "fast"}, "strategy='fast' is not one of 'auto', 'directional'"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"memory_budget": -1}, "memory_budget=-1"),
+        ({"parameters": ["body"]}, r"parameters= names 'body', which is no parameter or module.*0.weight"),
+        ({"parameters": []}, "parameters= chooses no parameter"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        provider(**options)
+
+
+def test_groups_that_do_not_fit_the_data_are_refused():
+    case = make_case("mlp")
+    with pytest.raises(ValueError, match="labels for 3 points, but the training set has 23"):
+        GroupGradients(case.model, LOSS, case.data, [0, 1, 2])
+
+
+def test_a_frozen_model_is_refused():
+    case = make_case("mlp")
+    case.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="none of which requires a gradient"):
+        GroupGradients(case.model, LOSS, case.data, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Dropout(0.5), r"train mode, where Dropout '1' is random.*model.eval\(\)"),
+        (nn.BatchNorm1d(7), r"train mode, where BatchNorm1d '1' mixes the examples.*model.eval\(\)"),
+    ],
+)
+def test_train_mode_is_refused_by_the_name_of_the_module(layer, message):
+    model = nn.Sequential(nn.Linear(6, 7), layer, nn.Linear(7, 3)).double()
+    case = make_case("mlp")
+    for ask in (score, lambda found: next(found.blocks()), lambda found: found.plan(1)):
+        with pytest.raises(ValueError, match=message):
+            ask(GroupGradients(model, LOSS, case.data, LABELS))
+    model[1].eval()
+    assert score(GroupGradients(model, LOSS, case.data, LABELS)).shape == (1, 4)
+
+
+def test_a_random_loss_or_augmented_data_is_refused():
+    case = make_case("mlp")
+    with pytest.raises(ValueError, match=r"came out as .*switch off what is random"):
+        score(GroupGradients(case.model, BatchLoss(lambda m, b: F.dropout(m(b[0]), 0.5).sum(1)), case.data, LABELS))
+
+    class Augmented(Dataset):
+        def __len__(self):
+            return N
+
+        def __getitem__(self, i):
+            return case.x[i] + torch.randn(6, dtype=torch.float64), case.y[i]
+
+    with pytest.raises(ValueError, match="the training data \\(augmentation"):
+        score(GroupGradients(case.model, LOSS, Augmented(), LABELS))
+
+
+def test_a_shuffled_loader_is_refused():
+    case = make_case("mlp")
+    with pytest.raises(ValueError, match="the training data is a DataLoader that shuffles"):
+        GroupGradients(case.model, LOSS, DataLoader(TensorDataset(*case.data), shuffle=True), LABELS)
+
+
+@pytest.mark.parametrize("strategy", ["directional", "forward", "segmented", "backward", "persample"])
+def test_non_finite_gradients_name_the_group(strategy):
+    case = make_case("mlp")
+    case.x[9] = float("nan")
+    found = GroupGradients(case.model, LOSS, case.data, [f"site {j}" for j in LABELS], strategy=strategy)
+    with pytest.raises(
+        ValueError, match=r"1 of 4 groups have non-finite .*first group 'site 1' \(training points \[1, 5, 9"
+    ):
+        score(found)
+    if strategy in ("segmented", "backward", "persample"):
+        with pytest.raises(ValueError, match="non-finite gradients, first group 'site 1'"):
+            list(found.blocks())
+
+
+@pytest.mark.parametrize(
+    ("shape", "value", "message"),
+    [
+        ((2, 5), 1.0, r"directions has shape \[2, 5\]: pass \[m, 73\]"),
+        ((73,), 1.0, r"directions has shape \[73\]: pass \[m, 73\]"),
+        ((1, 73), float("inf"), "directions holds NaN or infinite numbers"),
+    ],
+)
+def test_bad_directions_are_named(shape, value, message):
+    with pytest.raises(ValueError, match=message):
+        provider().scores(torch.full(shape, value))
+
+
+def test_an_unknown_layer_asked_for_by_name_is_named():
+    for strategy in ("directional", "segmented", "ghost"):
+        with pytest.raises(
+            ValueError, match=rf"strategy='{strategy}' cannot be used here.*parameter 'scale'.*UnknownLayers"
+        ):
+            provider("unknown", strategy=strategy).plan(1)
+    case = make_case("cnn")
+    with pytest.raises(ValueError, match="'ghost' cannot be used here: Conv2d '0' is not a Linear layer"):
+        GroupGradients(case.model, LOSS, case.data, LABELS, strategy="ghost").scores(points(case))
+    with pytest.raises(ValueError, match="the directions are not gradients of test points"):
+        score(provider(strategy="ghost"))
+    with pytest.raises(ValueError, match="'directional' cannot be used here: it never forms gradients"):
+        provider(strategy="directional").rows()
+
+
+def points(case) -> PointGradients:
+    return PointGradients(OutputLoss(LOSS), IndexedData((case.x[:5], case.y[:5])))
+
+
+class UsedElsewhere(nn.Module):
+    """A layer whose weight is also used outside of it: hooks on the layer see only a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x).relu() + F.linear(x, self.body.weight))
+
+
+class MixesExamples(nn.Module):
+    """A layer that sees the batch transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(x.view(-1, 2, 3).transpose(0, 1).reshape(2, -1, 3).repeat(1, 1, 2)).mean(0)[:, :6])
+
+
+@pytest.mark.parametrize("model", [UsedElsewhere, MixesExamples])
+def test_a_parameter_that_layers_do_not_show_never_gives_a_wrong_number(model):
+    case = make_case("mlp")
+    case.model = model().double()
+    found = GroupGradients(case.model, LOSS, case.data, LABELS)
+    v = torch.randn(3, found.p, dtype=torch.float64)
+    assert relative_error(found.scores(v), Groups(LABELS).sum(v @ case.gradients().T)) <= 1e-12
+    with pytest.raises(ValueError, match="cannot be used here"):
+        GroupGradients(case.model, LOSS, case.data, LABELS, strategy="directional").scores(v)
+
+
+def test_layers_without_forward_mode_and_vmap_fall_back_to_backward():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = nn.GRUCell(6, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.cell(x))
+
+    case = make_case("mlp")
+    case.model = Recurrent().double()
+    for m in (1, 50):
+        found = GroupGradients(case.model, LOSS, case.data, LABELS)
+        v = torch.randn(m, found.p, dtype=torch.float64)
+        assert relative_error(found.scores(v), Groups(LABELS).sum(v @ case.gradients().T)) <= 1e-12
+    with pytest.raises(ValueError, match="strategy='persample' cannot be used here: vmap over the model failed"):
+        GroupGradients(case.model, LOSS, case.data, LABELS, strategy="persample").rows()
+
+
+def state_of(model: nn.Module) -> list:
+    return [
+        {name: value.clone() for name, value in model.state_dict().items()},
+        [module.training for module in model.modules()],
+        [parameter.requires_grad for parameter in model.parameters()],
+        [parameter.grad for parameter in model.parameters()],
+        [
+            len(module._forward_hooks) + len(module._backward_hooks) + len(module._forward_pre_hooks)
+            for module in model.modules()
+        ],
+    ]
+
+
+def same_state(before: list, after: list) -> bool:
+    states = all(torch.equal(value, after[0][name]) for name, value in before[0].items())
+    gradients = all(a is b for a, b in zip(before[3], after[3], strict=True))
+    return states and gradients and before[1:3] + before[4:] == after[1:3] + after[4:]
+
+
+class Interrupted(OutputLoss):
+    """A loss that fails in the second batch after it was armed."""
+
+    def __init__(self) -> None:
+        super().__init__(LOSS)
+        self.error: type[BaseException] | None = None
+        self.calls = 0
+
+    def each(self, model, batch):
+        self.calls += self.error is not None
+        if self.error is not None and self.calls == 2:
+            raise self.error
+        return super().each(model, batch)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, None])
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "ghost"])
+def test_the_model_is_left_as_it_was(strategy, error):
+    case = make_case("cnn")
+    case.model[0].weight.requires_grad_(False)
+    case.model[6].train()
+    case.model[8].weight.grad = torch.ones_like(case.model[8].weight)
+    before = state_of(case.model)
+    loss = Interrupted()
+    found = GroupGradients(case.model, loss, case.data, LABELS, strategy=strategy, batch_size=4)
+    v = torch.randn(2, found.p, dtype=torch.float64)
+    expected = found.scores(v)
+    assert same_state(before, state_of(case.model))
+    if error is not None:
+        loss.error = error
+        with pytest.raises(error):
+            found.scores(v)
+        assert same_state(before, state_of(case.model))
+        loss.error = None
+    assert torch.equal(found.scores(v), expected)
+
+
+@pytest.mark.parametrize("strategy", ["segmented", "backward", "persample"])
+def test_the_model_is_as_it_was_between_blocks_too(strategy):
+    case = make_case("mlp")
+    before = state_of(case.model)
+    blocks = GroupGradients(case.model, LOSS, case.data, LABELS, strategy=strategy, batch_size=4).blocks(1)
+    next(blocks)
+    assert same_state(before, state_of(case.model))
+
+
+def test_the_global_random_state_is_not_touched():
+    before = torch.get_rng_state()
+    score_of = provider()
+    torch.set_rng_state(before)
+    score_of.scores(torch.ones(1, score_of.p))
+    list(score_of.blocks())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_plans_say_which_strategy_and_why():
+    line = provider().plan(1).explain()
+    assert line.startswith("directional: 1 direction, mean group size 5.75, every parameter is in a layer known")
+    assert "x one forward+backward pass over 23 points" in line
+    assert provider("unknown").plan(1).strategy == "forward"
+    assert "not known to be linear" in provider("unknown").plan(1).explain()
+    assert provider().plan(None).strategy == "segmented"
+    assert provider(strategy="backward").plan(3).explain().startswith("backward: asked for by name")
+
+
+def test_auto_follows_directions_and_group_size():
+    x, y = torch.randn(4096, 300), torch.zeros(4096, dtype=torch.long)
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10))
+
+    def taken(group_size: int, asked) -> str:
+        return GroupGradients(model, LOSS, (x, y), np.arange(4096) // group_size).plan(asked).strategy
+
+    tests = PointGradients(OutputLoss(LOSS), IndexedData((x[:100], y[:100])))
+    assert {taken(size, 1) for size in (1, 64, 1024)} == {"directional"}
+    assert taken(1, tests) == "ghost"
+    assert taken(1024, tests) in ("segmented", "backward")
+    assert taken(64, 100) == "segmented"
+
+
+def test_progress_bar_is_off_by_default_and_counts_points(capsys):
+    score(provider())
+    assert capsys.readouterr().err == ""
+    score(provider(show_progress=True))
+    assert "directional group scores: 100%" in capsys.readouterr().err
+
+
+def test_a_stream_is_scored_without_being_indexed():
+    case = make_case("mlp")
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return zip(case.x, case.y, strict=True)
+
+    found = GroupGradients(case.model, LOSS, DataLoader(Stream(), batch_size=5), LABELS)
+    v = torch.randn(1, found.p, dtype=torch.float64)
+    assert relative_error(found.scores(v), Groups(LABELS).sum(v @ case.gradients().T)) <= 1e-12
+    with pytest.raises(
+        ValueError, match="groups was built for 30 training points, but the training data gives only 23"
+    ):
+        GroupGradients(case.model, LOSS, DataLoader(Stream(), batch_size=5), np.arange(30) % 4).scores(v)
+    with pytest.raises(ValueError, match="groups was built for 10 training points, but the training data gives more"):
+        GroupGradients(case.model, LOSS, DataLoader(Stream(), batch_size=5), np.arange(10) % 4).scores(v)
+    with pytest.raises(TypeError, match="IterableDataset"):
+        found.rows()
+    with pytest.raises(TypeError, match="a stream without a length: pass groups"):
+        GroupGradients(case.model, LOSS, Stream())
+
+
+def test_rows_in_flight_are_bounded_by_the_budget():
+    row = 73 * 8
+    for strategy in ("segmented", "backward", "persample"):
+        found = provider(strategy=strategy, memory_budget=2 * row)
+        assert max(len(rows) for _, rows in found.blocks()) <= 2
+
+
+def test_attribute_refuses_what_does_not_belong_together():
+    case = make_case("mlp")
+    goal = properties.mean_loss(case.data, LOSS)
+    arguments = (case.model, LOSS, case.data, LABELS, goal)
+    with pytest.raises(ValueError, match="weights is given without checkpoints"):
+        attribute(*arguments, weights=[1.0])
+    with pytest.raises(ValueError, match="checkpoints is empty"):
+        attribute(*arguments, checkpoints=[])
+    with pytest.raises(ValueError, match="weights has 1 entries for 2 checkpoints"):
+        attribute(*arguments, checkpoints=[case.model.state_dict()] * 2, weights=[1.0])
+    before = state_of(case.model)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        attribute(*arguments, checkpoints=[case.model.state_dict(), {}])
+    assert same_state(before, state_of(case.model))
+
+
+def test_checkpoints_may_be_files(tmp_path):
+    case = make_case("mlp")
+    torch.save(case.model.state_dict(), tmp_path / "one.pt")
+    goal = properties.mean_loss(case.data, LOSS)
+    now = attribute(case.model, LOSS, case.data, LABELS, goal)
+    assert torch.equal(attribute(case.model, LOSS, case.data, LABELS, goal, checkpoints=[tmp_path / "one.pt"]), now)
