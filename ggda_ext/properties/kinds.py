@@ -1,0 +1,169 @@
+"""Kinds of properties that bring their own gradient: of points, of their mean, of all outputs, and sums of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.data import DataLike, IndexedData, to_device
+from ggda_ext.losses import ExampleLoss, model_output
+from ggda_ext.properties.gradient import Parameters, Property, Rows, checked_value, finite_values, property_gradient
+
+OutputsFn = Callable[[Tensor, Any], Tensor]
+
+
+class _DataProperty:
+    """A property of a test set, run batch by batch in the order of the data."""
+
+    def __init__(self, data: DataLike, batch_size: int, name: str = "data") -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: pass at least 1.")
+        self.data = data if isinstance(data, IndexedData) else IndexedData(data, name)
+        self.batch_size = batch_size
+
+    def _batches(self, model: nn.Module, batch_size: int | None = None) -> Iterator[tuple[np.ndarray, Any]]:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        for indices, batch in self.data.sequential(batch_size or self.batch_size):
+            yield indices, to_device(batch, device)
+
+
+class _LossProperty(_DataProperty):
+    """A property made of what `loss.each` gives for every test point."""
+
+    def __init__(self, data: DataLike, loss: ExampleLoss, batch_size: int = 256, name: str = "data") -> None:
+        super().__init__(data, batch_size, name)
+        self.loss = loss
+
+
+class PointProperty(_LossProperty):
+    """One component for each test point `[N]`: its loss, or another number that `loss.each` gives.
+
+    Providers may recognise it and use `loss` and `data` directly.
+    """
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        return torch.cat([self.loss.each(model, batch) for _, batch in self._batches(model)])
+
+    def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
+        """A row for each point `[N, p]`; point by point, as a row costs a backward of its whole batch."""
+        n = self.data.n or sum(len(indices) for indices, _ in self.data.sequential(self.batch_size))
+        found = Rows(n, parameters)
+        for indices, batch in self._batches(model, batch_size=1):
+            values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
+            for j in range(len(indices)):
+                found.add(int(indices[j]), values[j], keep=j + 1 < len(indices))
+        return found.result()
+
+    def mean(self) -> MeanProperty:
+        """The mean over the test points, a scalar property."""
+        return MeanProperty(self.data, self.loss, self.batch_size)
+
+
+class MeanProperty(_LossProperty):
+    """Mean over the test points of what `loss.each` gives: one pass, as it decomposes."""
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        losses = [self.loss.each(model, batch) for _, batch in self._batches(model)]
+        return torch.cat(losses).mean()
+
+    def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
+        """The row `[1, p]`."""
+        found, n = Rows(1, parameters), 0
+        for indices, batch in self._batches(model):
+            values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
+            found.add(0, values.sum())
+            n += len(indices)
+        return found.result() / n
+
+
+class OutputsProperty(_DataProperty):
+    """``fn(outputs [N, …], targets [N, …])`` of the whole test set, scalar or `[m]`; see `of_outputs`."""
+
+    def __init__(self, data: DataLike, fn: OutputsFn, batch_size: int = 256) -> None:
+        super().__init__(data, batch_size)
+        self.fn = fn
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        return self.fn(*self._outputs(model))
+
+    def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
+        """Rows `[m, p]` in two passes over the data."""
+        with torch.no_grad():
+            outputs, targets = self._outputs(model)
+        outputs.requires_grad_()
+        value = checked_value(self.fn(outputs, targets))
+        m = len(value)
+        slopes = [
+            torch.autograd.grad(value[j], outputs, retain_graph=j + 1 < m, allow_unused=True)[0] for j in range(m)
+        ]
+        if any(slope is None for slope in slopes):
+            raise ValueError("property does not depend on the outputs: compute it from fn's first argument.")
+        found = Rows(m, parameters)
+        for indices, batch in self._batches(model):
+            again, _ = model_output(model, batch)
+            run = slice(int(indices[0]), int(indices[-1]) + 1)
+            _check_repeats(again.detach(), outputs.detach()[run])
+            for j, slope in enumerate(slopes):
+                found.add(j, again, slope[run], keep=j + 1 < m)
+        return found.result()
+
+    def _outputs(self, model: nn.Module) -> tuple[Tensor, Any]:
+        """All outputs `[N, …]`, and all targets or None."""
+        outputs: list[Tensor] = []
+        targets: list[Any] = []
+        for indices, batch in self._batches(model):
+            output, target = model_output(model, batch)
+            if output.shape[:1] != (len(indices),) or (outputs and output.shape[1:] != outputs[0].shape[1:]):
+                raise ValueError(
+                    f"the model returned shape {list(output.shape)} for a batch of {len(indices)} examples: "
+                    "a property of all outputs needs one row per example, of the same shape in every batch."
+                )
+            outputs.append(output)
+            targets.append(target)
+        return torch.cat(outputs), None if targets[0] is None else torch.cat(targets)
+
+
+def _check_repeats(again: Tensor, before: Tensor) -> None:
+    if again.shape != before.shape or float((again - before).abs().max()) > 1e-2 * float(before.abs().max()):
+        raise ValueError(
+            "data gives other outputs in a second pass: use model.eval(), and test data without random augmentation."
+        )
+
+
+class LinearProperty:
+    """A linear map of several properties, the same for values and gradients; see `stack`, `weighted_sum`."""
+
+    def __init__(self, properties: Sequence[Property], join: Callable[[list[Tensor]], Tensor]) -> None:
+        if not properties:
+            raise ValueError("properties is empty: pass at least one property.")
+        self.properties, self.join = tuple(properties), join
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        return self.join([part(model) for part in self.properties])
+
+    def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
+        """Rows `[m, p]`."""
+        return self.join([property_gradient(part, model, parameters) for part in self.properties])
+
+
+def stack(*properties: Property) -> LinearProperty:
+    """Several properties as one vector `[m_1 + m_2 + …]`, component after component."""
+    return LinearProperty(properties, lambda parts: torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts]))
+
+
+def weighted_sum(properties: Sequence[Property], weights: Sequence[float]) -> LinearProperty:
+    """``Σ_i weights[i] · properties[i]``, for properties with the same number of components."""
+    if len(properties) != len(weights):
+        raise ValueError(f"weights has {len(weights)} entries for {len(properties)} properties.")
+
+    def join(parts: list[Tensor]) -> Tensor:
+        shapes = [list(part.shape) for part in parts]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ValueError(f"properties of shapes {shapes} cannot be added: use stack.")
+        return torch.stack([weight * part for weight, part in zip(weights, parts, strict=True)]).sum(0)
+
+    return LinearProperty(properties, join)

@@ -1,0 +1,299 @@
+"""The ready properties, each one line to use: losses, margins, accuracy, F1, fairness, robustness, calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_ext.attacks import Attack, AttackedLoss
+from ggda_ext.data import DataLike
+from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss
+from ggda_ext.properties.kinds import (
+    LinearProperty,
+    MeanProperty,
+    OutputsFn,
+    OutputsProperty,
+    PointProperty,
+    weighted_sum,
+)
+
+LossFn = Callable[..., Tensor] | ExampleLoss | None
+
+
+def of_outputs(data: DataLike, fn: OutputsFn, *, batch_size: int = 256) -> OutputsProperty:
+    """Any function of all the model's outputs on a test set, ``g(θ) = fn(f(X; θ), Y)``.
+
+    Args:
+        data: a DataLoader that does not shuffle, a Dataset, or tensors.
+        fn: ``fn(outputs [N, …], targets [N, …])`` gives a scalar or `[m]`. It may depend on the
+            parameters through `outputs` only. `targets` is None if the data has none.
+        batch_size: examples per forward pass; does not change the result.
+    """
+    return OutputsProperty(data, fn, batch_size)
+
+
+def point_losses(data: DataLike, loss_fn: LossFn, *, batch_size: int = 256) -> PointProperty:
+    """Loss of each test point `[N]`, ``g_j = loss(f(x_j), y_j)``."""
+    return PointProperty(data, as_example_loss(loss_fn), batch_size)
+
+
+def mean_loss(data: DataLike, loss_fn: LossFn, *, batch_size: int = 256) -> MeanProperty:
+    """Mean loss of a test set, ``1/N Σ_j loss(f(x_j), y_j)``."""
+    return MeanProperty(data, as_example_loss(loss_fn), batch_size)
+
+
+def contrast(data_a: DataLike, data_b: DataLike, loss_fn: LossFn, *, batch_size: int = 256) -> LinearProperty:
+    """Mean loss of set A minus mean loss of set B."""
+    loss = as_example_loss(loss_fn)
+    sets = [MeanProperty(data, loss, batch_size, name) for data, name in ((data_a, "data_a"), (data_b, "data_b"))]
+    return weighted_sum(sets, (1.0, -1.0))
+
+
+def attacked_loss(data: DataLike, loss_fn: LossFn, attack: Attack, *, batch_size: int = 256) -> MeanProperty:
+    """Mean loss ``1/N Σ_j loss(f(x'_j), y_j)``, with x' from `attack` at the current parameters, then fixed.
+
+    `attack` is ``fgsm(eps)``, ``pgd(eps, step, steps)`` or any `ggda_ext.attacks.Attack`.
+    """
+    return MeanProperty(data, AttackedLoss(as_example_loss(loss_fn), attack), batch_size)
+
+
+def margins(data: DataLike, *, soft: bool = True, batch_size: int = 256) -> PointProperty:
+    """Margin of each test point `[N]`, ``z_y - log Σ_{c≠y} exp z_c`` (TRAK's output function).
+
+    With ``soft=False``, ``z_y - max_{c≠y} z_c``. ``margins(data).mean()`` is their mean.
+    """
+    return PointProperty(data, OutputLoss(partial(_margin, soft=soft)), batch_size)
+
+
+def correct_logits(data: DataLike, *, batch_size: int = 256) -> PointProperty:
+    """Logit of the correct class of each test point `[N]`, ``z_y``; of one-logit models ``±z``."""
+    return PointProperty(data, OutputLoss(_correct_logit), batch_size)
+
+
+def soft_accuracy(data: DataLike, *, temperature: float = 1.0, batch_size: int = 256) -> MeanProperty:
+    """Mean probability of the correct class, ``1/N Σ_j softmax(z_j / temperature)[y_j]``."""
+    _check_positive("temperature", temperature)
+    return MeanProperty(data, OutputLoss(partial(_correct_probability, temperature=temperature)), batch_size)
+
+
+def soft_f1(
+    data: DataLike,
+    *,
+    average: Literal["macro", "binary"] = "macro",
+    positive: int = 1,
+    batch_size: int = 256,
+) -> OutputsProperty:
+    """F1 with probabilities P `[N, C]` for predictions, ``F1_c = 2 Σ_{y=c} P_c / (Σ P_c + #{y=c})``.
+
+    Args:
+        average: "macro", the mean over all C classes, or "binary", the F1 of class `positive`.
+    """
+    if average not in ("macro", "binary"):
+        raise ValueError(f"average={average!r} is not one of 'macro', 'binary'.")
+
+    def f1(probabilities: Tensor, labels: Tensor) -> Tensor:
+        is_class = labels[:, None] == torch.arange(probabilities.shape[1], device=labels.device)
+        hits, sizes = (probabilities * is_class).sum(0), is_class.sum(0)
+        scores = 2 * hits / (probabilities.sum(0) + sizes).clamp_min(torch.finfo(hits.dtype).tiny)
+        if average == "macro":
+            return scores.mean()
+        if not sizes[_checked_class(positive, probabilities)]:
+            raise ValueError(f"data has no point of class positive={positive}: its F1 is 0 for every model.")
+        return scores[positive]
+
+    return _of_probabilities(data, f1, batch_size)
+
+
+def demographic_parity_gap(
+    data: DataLike, sensitive: Any, *, positive: int = 1, batch_size: int = 256
+) -> OutputsProperty:
+    """Largest minus smallest mean probability of class `positive` over the sensitive groups.
+
+    Args:
+        sensitive: the group of each test point `[N]`, numbers or strings; two or more groups.
+    """
+    rates = _Rates(sensitive)
+
+    def gap(probabilities: Tensor, labels: Tensor) -> Tensor:
+        return rates.gap(probabilities[:, _checked_class(positive, probabilities)], "point")
+
+    return _of_probabilities(data, gap, batch_size, rates)
+
+
+def equalized_odds_gap(
+    data: DataLike,
+    sensitive: Any,
+    *,
+    agg: Literal["worst_case", "mean"] = "worst_case",
+    positive: int = 1,
+    batch_size: int = 256,
+) -> OutputsProperty:
+    """The larger, or the mean, of the gaps in true and in false positive rate over the sensitive groups.
+
+    The rates of a group are the mean probabilities of class `positive` over its points that are of this
+    class, and over those that are not. As fairlearn's `equalized_odds_difference`, with probabilities.
+
+    Args:
+        sensitive: the group of each test point `[N]`, numbers or strings; two or more groups.
+        agg: "worst_case", the larger of the two gaps, or "mean".
+    """
+    if agg not in ("worst_case", "mean"):
+        raise ValueError(f"agg={agg!r} is not one of 'worst_case', 'mean'.")
+    rates = _Rates(sensitive)
+
+    def gap(probabilities: Tensor, labels: Tensor) -> Tensor:
+        chosen = probabilities[:, _checked_class(positive, probabilities)]
+        true, false = labels == positive, labels != positive
+        gaps = torch.stack([rates.gap(chosen, "positive", true), rates.gap(chosen, "negative", false)])
+        return gaps.amax() if agg == "worst_case" else gaps.mean()
+
+    return _of_probabilities(data, gap, batch_size, rates)
+
+
+def soft_calibration_error(
+    data: DataLike, *, bins: int = 15, temperature: float = 0.01, batch_size: int = 256
+) -> OutputsProperty:
+    """Expected calibration error with soft bins, ``1/N Σ_b |Σ_j u_jb (correct_j - c_j)|``.
+
+    The confidence c_j is the largest probability; point j is in bin b, centred at t_b, with weight
+    ``u_j = softmax_b(-(c_j - t_b)² / temperature)``, a hard bin as the temperature goes to 0. Whether a
+    prediction is correct counts as a constant.
+    """
+    _check_positive("temperature", temperature)
+    _check_positive("bins", bins)
+
+    def error(probabilities: Tensor, labels: Tensor) -> Tensor:
+        confidence, predicted = probabilities.max(1)
+        centres = (torch.arange(bins, device=labels.device).to(confidence) + 0.5) / bins
+        weights = (-(confidence[:, None] - centres).square() / temperature).softmax(1)
+        return ((predicted == labels).to(confidence) - confidence).matmul(weights).abs().sum() / len(labels)
+
+    return _of_probabilities(data, error, batch_size)
+
+
+def class_probabilities(outputs: Tensor, temperature: float = 1.0) -> Tensor:
+    """Probabilities `[N, C]` of outputs that are C logits, or the one logit of class 1 (`[N]`, `[N, 1]`)."""
+    return (_class_logits(outputs) / temperature).softmax(1)
+
+
+def _class_logits(outputs: Tensor) -> Tensor:
+    """Logits `[N, C]`; one logit z of class 1 becomes ``(-z/2, z/2)``, whose softmax is the sigmoid of z."""
+    if outputs.dim() not in (1, 2):
+        raise ValueError(
+            f"the model returned shape {list(outputs.shape)}: properties of classes need outputs [N, C], "
+            "[N, 1] or [N]; for others use of_outputs."
+        )
+    logits = outputs.reshape(len(outputs), -1)
+    return torch.cat([-logits / 2, logits / 2], 1) if logits.shape[1] == 1 else logits
+
+
+def _class_labels(targets: Any, logits: Tensor) -> Tensor:
+    """Class indices `[N]` from targets `[N]` or `[N, 1]`, checked against `logits [N, C]`."""
+    if not isinstance(targets, Tensor) or targets.numel() != len(logits):
+        got = f"shape {list(targets.shape)}" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
+        raise ValueError(
+            f"data has targets of {got} for {len(logits)} examples: properties of classes need one class "
+            "index per example, [N]."
+        )
+    classes = logits.shape[1]
+    labels = targets.reshape(-1)
+    wrong = (labels < 0) | (labels >= classes) | (labels != labels.long())
+    try:
+        found = bool(wrong.any())
+    except RuntimeError:  # under vmap values cannot be looked at
+        found = False
+    if found:
+        raise ValueError(
+            f"data has {int(wrong.sum())} labels that are no class of the model, first "
+            f"{labels[wrong][0].item()}: it has {classes} classes, so pass whole numbers 0 … {classes - 1}."
+        )
+    return labels.long()
+
+
+def _margin(outputs: Tensor, targets: Any, soft: bool) -> Tensor:
+    logits = _class_logits(outputs)
+    labels = _class_labels(targets, logits)[:, None]
+    others = logits.masked_fill(labels == torch.arange(logits.shape[1], device=labels.device), -torch.inf)
+    return logits.gather(1, labels).squeeze(1) - (others.logsumexp(1) if soft else others.amax(1))
+
+
+def _correct_logit(outputs: Tensor, targets: Any) -> Tensor:
+    logits = _class_logits(outputs)
+    correct = logits.gather(1, _class_labels(targets, logits)[:, None]).squeeze(1)
+    return 2 * correct if outputs.numel() == len(outputs) else correct
+
+
+def _correct_probability(outputs: Tensor, targets: Any, temperature: float) -> Tensor:
+    probabilities = class_probabilities(outputs, temperature)
+    return probabilities.gather(1, _class_labels(targets, probabilities)[:, None]).squeeze(1)
+
+
+def _of_probabilities(data: DataLike, fn: OutputsFn, batch_size: int, rates: _Rates | None = None) -> OutputsProperty:
+    """A property ``fn(probabilities [N, C], labels [N])`` of the whole test set."""
+
+    def of(outputs: Tensor, targets: Any) -> Tensor:
+        probabilities = class_probabilities(outputs)
+        return fn(probabilities, _class_labels(targets, probabilities))
+
+    found = OutputsProperty(data, of, batch_size)
+    if rates is not None and found.data.n is not None:
+        rates.check_length(found.data.n)
+    return found
+
+
+class _Rates:
+    """Mean probabilities by sensitive group."""
+
+    def __init__(self, sensitive: Any) -> None:
+        values = np.asarray(sensitive.cpu() if isinstance(sensitive, Tensor) else sensitive)
+        if values.ndim != 1:
+            raise ValueError(f"sensitive has shape {list(values.shape)}: pass one value per test point, [N].")
+        missing = [j for j, value in enumerate(values.tolist()) if value is None or value != value]
+        if missing:
+            raise ValueError(
+                f"sensitive has {len(missing)} missing values, first at {missing[0]}: leave these points "
+                "out of the test data, or give them a group."
+            )
+        names, ids = np.unique(values, return_inverse=True)
+        if len(names) < 2:
+            raise ValueError(f"sensitive holds {len(names)} group(s) {names.tolist()}: a gap needs at least 2.")
+        self.names, self.ids = names.tolist(), torch.from_numpy(ids)
+
+    def check_length(self, n: int) -> None:
+        if len(self.ids) != n:
+            raise ValueError(
+                f"sensitive has {len(self.ids)} values for {n} test points: pass one per point, in the "
+                "order of the data."
+            )
+
+    def gap(self, chosen: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
+        """Largest minus smallest group mean of `chosen [N]`, over the points in `mask` (of this `kind`)."""
+        self.check_length(len(chosen))
+        members = self.ids.to(chosen.device)[:, None] == torch.arange(len(self.names), device=chosen.device)
+        if mask is not None:
+            members = members & mask[:, None]
+        sizes = members.sum(0)
+        if not bool(sizes.all()):
+            name = self.names[int(sizes.argmin())]
+            raise ValueError(
+                f"sensitive group {name!r} has no {kind} test point, so its rate is undefined: "
+                "add some, or merge or leave out the group."
+            )
+        means = chosen @ members.to(chosen) / sizes
+        return means.amax() - means.amin()
+
+
+def _checked_class(positive: int, probabilities: Tensor) -> int:
+    if not 0 <= positive < probabilities.shape[1]:
+        raise ValueError(f"positive={positive} is no class of the model, which has {probabilities.shape[1]}.")
+    return positive
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name}={value}: pass a number above 0.")
