@@ -99,13 +99,19 @@ def load_state(model: nn.Module, checkpoint: Any) -> None:
 
 
 @contextmanager
-def parameters_restored(model: nn.Module) -> Iterator[None]:
-    """Give the model its parameters, buffers and train or eval modes back at the end."""
+def parameters_restored(model: nn.Module, *, only_on_failure: bool = False) -> Iterator[None]:
+    """Give the model its parameters, buffers, modes and `requires_grad` back at the end, or only after an exception."""
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     modes = [(module, module.training) for module in model.modules()]
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    restore = True
     try:
         yield
+        restore = not only_on_failure
     finally:
-        model.load_state_dict(state)
-        for module, training in modes:
-            module.training = training
+        if restore:
+            model.load_state_dict(state)
+            for module, training in modes:
+                module.training = training
+            for parameter, requires in required:
+                parameter.requires_grad_(requires)

@@ -1,0 +1,65 @@
+"""Influence functions for groups: ∇gᵀ R Rᵀ Σ_{i∈G} ∇ℓ_i, with Captum's R Rᵀ ≈ H⁻¹, which groups never touch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import captum.influence
+from torch import Tensor
+
+from ggda_captum.group_influence import GroupInfluence
+from ggda_ext import GroupGradients, PointGradients
+from ggda_ext.gradients.parameters import ParameterSpace
+
+
+class ProjectedInfluence(GroupInfluence):
+    """Group scores through the projection R `[p, r]`, on the CPU as Captum's.
+
+    Only min(m, r) directions go over the training set: R Rᵀ ∇g for few properties or test points, else R itself.
+    """
+
+    def _projection(self, space: ParameterSpace) -> Tensor:
+        """Rᵀ as rows `[r, p]`, with the parameters in the order of `space`."""
+        raise NotImplementedError
+
+    def _group_influence(self, inputs: Any, show_progress: bool = False) -> Tensor:
+        provider = self._provider(show_progress)
+        projection = self._projection(provider.space)
+        tests = self._projected_tests(provider, projection, inputs)
+        if len(tests) < len(projection):
+            return provider.scores(tests @ projection).cpu()
+        return (tests @ provider.scores(projection)).cpu()
+
+    def _group_self_influence(self, show_progress: bool) -> Tensor:
+        provider = self._provider(show_progress)
+        return provider.scores(self._projection(provider.space)).square().sum(0).cpu()
+
+    def _projected_tests(self, provider: GroupGradients, projection: Tensor, inputs: Any) -> Tensor:
+        """Rᵀ∇g of every property or test point, as rows `[m, r]`."""
+        directions = self._directions(provider, inputs)
+        if isinstance(directions, PointGradients):
+            return self._point_provider(directions).scores(projection).T
+        return directions @ projection.T
+
+    def _in_space(self, space: ParameterSpace, rows: Tensor) -> Tensor:
+        """Rows `[r, p]` over the parameters in Captum's order, which follows `layers`, in the order of `space`."""
+        parameters = self._parameters()
+        pieces = rows.split([parameter.numel() for parameter in parameters], 1)
+        ordered = rows.new_empty(rows.shape)
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            low, high = space.spans[id(parameter)]
+            ordered[:, low:high] = piece
+        return ordered.to(space.device, space.dtype)
+
+
+class NaiveInfluenceFunction(ProjectedInfluence, captum.influence.NaiveInfluenceFunction):
+    """Captum's `NaiveInfluenceFunction`, with `groups=` and `influence(property=…)`.
+
+    Differences of the group path: with ``k=`` it uses `test_loss_fn`, which Captum then ignores; parameters outside
+    Linear and Conv2d layers count with ``sample_wise_grads_per_batch=True``, too.
+    """
+
+    R: Tensor
+
+    def _projection(self, space: ParameterSpace) -> Tensor:
+        return self._in_space(space, self.R.T)

@@ -1,0 +1,74 @@
+"""TracIn for groups: Σ_c η_c ⟨∇g(θ_c), Σ_{i∈G} ∇ℓ_i(θ_c)⟩ over checkpoints θ_c with learning rates η_c."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import captum.influence
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_captum.group_influence import CheckpointLoader, GroupInfluence
+from ggda_ext import PointGradients
+from ggda_ext.attribution import parameters_restored
+
+
+class CheckpointInfluence(GroupInfluence):
+    """Group scores summed over checkpoints; each is loaded once per call, and the last one stays, as in Captum."""
+
+    checkpoints: list[Any]
+    checkpoints_load_func: Callable[..., Any]
+
+    def _at_checkpoints(self, part: Callable[[], Tensor]) -> list[tuple[float, Tensor]]:
+        """The learning rate and ``part()`` at every checkpoint; after a failure the model is as it was before."""
+        load = CheckpointLoader(self.checkpoints_load_func)
+        parts = []
+        with parameters_restored(self.model, only_on_failure=True):
+            for checkpoint in self.checkpoints:
+                rate = load(self.model, checkpoint)
+                if not isinstance(rate, int | float | Tensor):
+                    raise TypeError(
+                        f"checkpoints_load_func returned {rate!r}: return the checkpoint's learning rate, a number."
+                    )
+                parts.append((rate, part()))
+        return parts
+
+    def _group_influence(self, inputs: Any, show_progress: bool = False, aggregate: bool = False) -> Tensor:
+        def scores() -> Tensor:
+            provider = self._provider(show_progress)
+            directions = self._directions(provider, inputs)
+            if aggregate and isinstance(directions, PointGradients):
+                directions = self._point_provider(directions, np.zeros(directions.n, np.int64)).rows()
+            elif aggregate:
+                directions = directions.sum(0, keepdim=True)  # type: ignore[union-attr]
+            return provider.scores(directions)
+
+        return _weighted_sum(self._at_checkpoints(scores))
+
+    def _group_self_influence(self, show_progress: bool) -> Tensor:
+        def norms() -> Tensor:
+            provider = self._provider(show_progress)
+            found = torch.zeros(len(provider.groups), dtype=provider.space.dtype, device=provider.space.device)
+            for ids, rows in provider.blocks():
+                found[ids.to(found.device)] = rows.square().sum(1)
+            return found
+
+        return _weighted_sum(self._at_checkpoints(norms))
+
+
+class TracInCP(CheckpointInfluence, captum.influence.TracInCP):
+    """Captum's `TracInCP`, with `groups=` and `influence(property=…)`.
+
+    Differences of the group path: with ``sample_wise_grads_per_batch=True`` Captum leaves out parameters outside
+    Linear and Conv2d layers, groups count them (a warning says so); a weighted mean loss counts as the loss of
+    each example alone, where Captum's depends on the batch; `test_loss_fn` may have another reduction than `loss_fn`.
+    """
+
+
+def _weighted_sum(parts: list[tuple[float, Tensor]]) -> Tensor:
+    total = parts[0][1] * parts[0][0]
+    for rate, part in parts[1:]:
+        total += part * rate
+    return total

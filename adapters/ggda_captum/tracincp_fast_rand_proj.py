@@ -1,0 +1,123 @@
+"""TracIn of the last layer's weight W alone, directly or through random projections.
+
+The gradient of point i is d_i a_iᵀ, of a group Σ_{i∈G} d_i a_iᵀ; projected, √η P_dᵀ (Σ_{i∈G} d_i a_iᵀ) P_a.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import captum.influence
+import torch
+from captum.influence._utils.common import KMostInfluentialResults
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ggda_captum.group_influence import OfProperty
+from ggda_captum.nearest_neighbors import ExactNearestNeighbors
+from ggda_captum.tracincp import CheckpointInfluence
+from ggda_ext import PointGradients
+
+Blocks = Iterable[tuple[Tensor, Tensor]]
+Projections = tuple[Tensor, Tensor] | None
+
+
+class TracInCPFast(CheckpointInfluence, captum.influence.TracInCPFast):
+    """Captum's `TracInCPFast`, with `groups=`, `influence(property=…)`, and DataLoaders as `inputs`.
+
+    Like Captum it leaves out the bias of the last layer. Difference of the group path: if the model changes the
+    output of `final_fc_layer` before returning it (a softmax), groups get the true gradient, Captum's lacks that step.
+    """
+
+    final_fc_layer: Any
+    _captum_takes_loaders = False
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [self.final_fc_layer.weight]
+
+    def _influence(self, inputs: Any, **options: Any) -> Tensor:
+        if self._one_by_one(inputs):
+            return torch.cat([super(TracInCPFast, self)._influence(batch, **options) for batch in inputs])
+        return super()._influence(inputs, **options)
+
+    def _get_k_most_influential(self, inputs: Any, *args: Any, **options: Any) -> KMostInfluentialResults:
+        if not self._one_by_one(inputs):
+            return super()._get_k_most_influential(inputs, *args, **options)
+        found = [super(TracInCPFast, self)._get_k_most_influential(batch, *args, **options) for batch in inputs]
+        return KMostInfluentialResults(*map(torch.cat, zip(*found, strict=True)))
+
+    def _one_by_one(self, inputs: Any) -> bool:
+        return isinstance(inputs, DataLoader) and self._by_captum(inputs) and not self._captum_takes_loaders
+
+
+class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
+    """Captum's `TracInCPFastRandProj`, with `groups=`, `influence(property=…)` and `self_influence()` of groups.
+
+    Nearest neighbours are exact by default if there are groups, or if the annoy package is missing. Only one row
+    per group is kept, `src_intermediate_quantities [groups, projection]`. Difference of the group path: the
+    training side uses `loss_fn`, where Captum uses `test_loss_fn` on both sides.
+    """
+
+    _captum_takes_loaders = True
+    src_intermediate_quantities: Tensor
+    projection_quantities: Projections
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        own = {name: kwargs.pop(name) for name in ("groups", "strategy") if name in kwargs}
+        bound = inspect.signature(captum.influence.TracInCPFastRandProj).bind(*args, **kwargs)
+        exact = own.get("groups") is not None or find_spec("annoy") is None
+        if exact and bound.arguments.get("nearest_neighbors") is None:
+            bound.arguments["nearest_neighbors"] = ExactNearestNeighbors()
+        super().__init__(*bound.args, **bound.kwargs, **own)
+
+    def self_influence(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Self influence of every group `[k]`, or of given points `[n]`, from their projections.
+
+        See `TracInCP.self_influence` for what it means. Without groups it raises NotImplementedError, as in Captum.
+        """
+        if self.groups is None:
+            return super().self_influence(*args, **kwargs)
+        bound = inspect.signature(captum.influence.TracInCPFastRandProj.self_influence).bind(self, *args, **kwargs)
+        points = bound.arguments.get("inputs")
+        if points is not None:
+            return self.compute_intermediate_quantities(points).square().sum(1)
+        return self._in_group_order(self.src_intermediate_quantities.square().sum(1))
+
+    def _by_captum(self, inputs: Any) -> bool:
+        return True  # its own code, on the projections below
+
+    def _get_intermediate_quantities_tracincp_fast_rand_proj(
+        self, inputs: Any, projection_quantities: Projections, test: bool = False
+    ) -> Tensor:
+        """Projections `[n, projection]` of points; of groups for the training side, of ∇g for a property."""
+        training = not hasattr(self, "src_intermediate_quantities")  # the constructor asks for it first
+        if isinstance(inputs, OfProperty) or (self._grouped and test):
+            return self._projected(lambda: self._test_blocks(inputs), projection_quantities)
+        if self._grouped and training:
+            return self._projected(lambda: self._provider().blocks(), projection_quantities)
+        return super()._get_intermediate_quantities_tracincp_fast_rand_proj(inputs, projection_quantities, test)
+
+    def _test_blocks(self, inputs: Any) -> Blocks:
+        directions = self._directions(self._provider(), inputs)
+        if isinstance(directions, PointGradients):
+            return self._point_provider(directions).blocks()
+        return [(torch.arange(len(directions)), directions)]
+
+    def _projected(self, blocks: Callable[[], Blocks], projections: Projections) -> Tensor:
+        """√η P_dᵀ G P_a of all rows G, the checkpoints side by side."""
+
+        def embedding() -> Tensor:
+            parts = [_project(rows.view(-1, *self.final_fc_layer.weight.shape), projections) for _, rows in blocks()]
+            return torch.cat(parts)
+
+        return torch.cat([part * rate**0.5 for rate, part in self._at_checkpoints(embedding)], 1)
+
+
+def _project(rows: Tensor, projections: Projections) -> Tensor:
+    if projections is not None:
+        of_d, of_a = projections
+        rows = of_d.T @ (rows @ of_a)
+    return rows.flatten(1)
