@@ -41,3 +41,57 @@ def tabular(n: int, features: int, classes: int, seed: int = 0) -> tuple[Tensor,
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, features, generator=generator)
     return x, torch.randint(0, classes, (n,), generator=generator)
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with BatchNorm, and a shortcut."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm2d(outside)
+        self.conv2, self.norm2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm2d(outside)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inside != outside:
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One block."""
+        out = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        out += self.shortcut(x)
+        return self.relu(out)
+
+
+def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
+    """ResNet-18 with the 3x3 stem used for CIFAR-10; `width` channels in the first stage (64 in the paper)."""
+    stem = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+    blocks, inside = [], width
+    for stage in range(4):
+        for block in range(2):
+            outside = width * 2**stage
+            blocks.append(ResidualBlock(inside, outside, 2 if stage and not block else 1))
+            inside = outside
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, classes)).eval()
+
+
+def images(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Made data of CIFAR-10's shape."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 3, 32, 32, generator=generator), torch.randint(0, 10, (n,), generator=generator)
+
+
+def small_bert() -> nn.Module:
+    """A BERT of four layers and width 128 with a classification head, randomly initialised."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512)
+    return BertForSequenceClassification(config).eval()
+
+
+def texts(n: int, length: int = 64, seed: int = 0) -> dict[str, Tensor]:
+    """Made data of QNLI's shape: random tokens of a BERT vocabulary, with padding."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(length // 2, length + 1, (n, 1), generator=generator)
+    mask = (torch.arange(length) < lengths).long()
+    ids = torch.randint(1000, 30_000, (n, length), generator=generator) * mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.randint(0, 2, (n,), generator=generator)}

@@ -25,7 +25,8 @@ class Row:
         seconds: CPU seconds of the fastest of several runs.
         against: name of the case it is compared with.
         ratio: seconds of `against` divided by `seconds` (a speed-up), or the other way round where `unit` says so.
-        unit: ``"x faster"`` or ``"passes"`` (multiples of one forward+backward pass over the same data).
+        unit: ``"x faster"``, ``"passes"`` (multiples of one forward+backward pass over the same data) or ``"times"``
+            (as much memory); more is better for the first, less for the others.
         goal: the bound the ratio is meant to reach, None if there is none.
         note: data used, settings scaled down, and the like.
     """
@@ -47,14 +48,16 @@ class Row:
         """Whether the goal is reached; None if there is none."""
         if self.goal is None:
             return None
-        return self.ratio <= self.goal if self.unit == "passes" else self.ratio >= self.goal
+        return self.ratio >= self.goal if self.unit == "x faster" else self.ratio <= self.goal
 
     def as_dict(self) -> dict[str, Any]:
         """The row as plain data, for JSON."""
         return asdict(self) | {"reached": self.reached}
 
 
-def best_times(cases: Mapping[str, Callable[[], Any]], repeats: int = 5, slow: Mapping[str, int] | None = None) -> dict[str, float]:
+def best_times(
+    cases: Mapping[str, Callable[[], Any]], repeats: int = 5, slow: Mapping[str, int] | None = None
+) -> dict[str, float]:
     """CPU seconds of the fastest run of every case, the cases taking turns.
 
     Args:

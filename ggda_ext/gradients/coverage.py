@@ -59,28 +59,27 @@ class _ParameterScores(Observer):
 
     def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
         self.watcher.backward(layer, kept, d, repeats)
-
-        def part(parameter: torch.nn.Parameter) -> Tensor:
-            return self.space.part(self.direction, parameter)[0]
-
-        bias = layer.apply(kept, None, part(layer.bias)) if layer.bias is not None else None
-        if bias is not None and layer.bias is not None:
-            self.scores[id(layer.bias)] += (bias * d).reshape(self.size, -1).sum(1)
+        if layer.bias is not None:
+            starts = list(range(0, len(d) + 1, repeats))
+            rows = layer.rule.bias_rows(layer.module, d, starts).reshape(self.size, -1)
+            self.scores[id(layer.bias)] += rows @ self.space.part(self.direction, layer.bias).flatten()
         if layer.weight is not None:
-            weight = layer.apply(kept, part(layer.weight), None)
-            self.scores[id(layer.weight)] += (weight * d).reshape(self.size, -1).sum(1)
+            tangent = layer.apply(kept, self.space.part(self.direction, layer.weight)[0], None)
+            self.scores[id(layer.weight)] += (tangent * d).reshape(self.size, -1).sum(1)
 
 
 def _differences(
     space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: Tensor, scores: dict[int, Tensor]
 ) -> dict[str, str]:
-    unknown: dict[str, str] = {}
     expected, norms = reference_scores(space, loss, batch, direction)
-    for column, (name, parameter) in enumerate(space.parameters.items()):
-        allowed = tolerance(space) * (norms[:, column] + 1e-3 * norms.amax(1))
-        if not bool(((scores[id(parameter)] - expected[:, column]).abs() <= allowed).all()):
-            unknown[name] = f"{name!r} is used in a way its layer alone does not show"
-    return unknown
+    found = torch.stack([scores[id(parameter)] for parameter in space.parameters.values()], 1)
+    allowed = tolerance(space) * (norms + 1e-3 * norms.amax(1, keepdim=True))
+    wrong = ~((found - expected).abs() <= allowed).all(0)
+    return {
+        name: f"{name!r} is used in a way its layer alone does not show"
+        for name, is_wrong in zip(space.parameters, wrong.tolist(), strict=True)
+        if is_wrong
+    }
 
 
 def tolerance(space: ParameterSpace) -> float:
@@ -91,17 +90,15 @@ def tolerance(space: ParameterSpace) -> float:
 def reference_scores(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: Tensor) -> tuple[Tensor, Tensor]:
     """By one autograd pass per example: scores along a direction `[1, p]`, and gradient norms, `[b, parameters]`."""
     parameters = list(space.parameters.values())
-    scores = direction.new_zeros(batch_length(batch), len(parameters))
-    norms = torch.zeros_like(scores)
+    scores, norms = [], []
     with space.gradients(enabled=True):
-        losses = loss.each(space.model, batch)
-        for example, value in enumerate(losses):
-            gradients = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-            for column, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-                if gradient is not None:
-                    scores[example, column] = (gradient * space.part(direction, parameter)[0]).sum()
-                    norms[example, column] = gradient.norm()
-    return scores, norms
+        for value in loss.each(space.model, batch):
+            gradients = torch.autograd.grad(value, parameters, retain_graph=True, materialize_grads=True)
+            rows = zip(gradients, parameters, strict=True)
+            scores += [torch.dot(g.flatten(), space.part(direction, p).flatten()) for g, p in rows]
+            norms += [g.norm() for g in gradients]
+    shape = (batch_length(batch), len(parameters))
+    return torch.stack(scores).view(shape), torch.stack(norms).view(shape)
 
 
 def random_direction(space: ParameterSpace) -> Tensor:

@@ -18,7 +18,9 @@ from ggda_ext.gradients.plan import Facts
 from ggda_ext.groups import Groups
 from ggda_ext.losses import ExampleLoss
 
-LARGEST_BATCH = 4096
+LARGEST_BATCH = 16_384
+CACHED_BYTES = 16 * 2**20  # a batch whose activations stay near the cache; more makes small models slower
+ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
 _BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent
 
 
@@ -42,9 +44,10 @@ class Survey:
         work = _Work(batch_length(batch))
         self.layers, uncovered = covered_layers(space, loss, batch, work)
         bytes_per_point = _BYTES_PER_ACTIVATION * activation_bytes
-        size = batch_size or int(min(max(1, memory_budget // bytes_per_point), LARGEST_BATCH))
+        points = int(groups.sizes.sum())
+        size = min(batch_size or _batch_size(bytes_per_point, memory_budget), points)
         self.facts = Facts(
-            points=int(groups.sizes.sum()),
+            points=points,
             groups=len(groups),
             parameters=space.size,
             work_per_point=float(space.size) if uncovered else max(work.forward_pass, 1.0),
@@ -56,6 +59,12 @@ class Survey:
             batch_size=size,
             working_bytes=bytes_per_point * size,
         )
+
+
+def _batch_size(bytes_per_point: int, memory_budget: int) -> int:
+    wanted = max(CACHED_BYTES // bytes_per_point, ENOUGH_POINTS)
+    size = int(max(1, min(wanted, memory_budget // bytes_per_point, LARGEST_BATCH)))
+    return size - size % 16 if size > 16 else size
 
 
 class _Work(Observer):

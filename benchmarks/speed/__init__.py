@@ -1,0 +1,73 @@
+"""`python -m benchmarks speed`: every strategy and every toolkit on the same work, as ratios in one process."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.speed.timing import Row
+
+PARTS = ("core", "captum", "dattri", "trak", "grouping")
+
+
+def run(parts: Iterable[str] = PARTS, quick: bool = False, threads: int = 1, path: Path | None = None) -> list[Row]:
+    """Measure the parts, print a table that grows as rows come in, and write JSON to `path`.
+
+    Rows that are done stay on disk if the run is stopped.
+    """
+    torch.set_num_threads(threads)
+    found: list[Row] = []
+    print(header())
+    for row in _rows(parts, quick):
+        found.append(row)
+        print(line(row), flush=True)
+        if path is not None:
+            _write(found, path, threads, quick)
+    goals = [row for row in found if row.reached is not None]
+    print(f"\n{sum(bool(row.reached) for row in goals)} of {len(goals)} goals reached", end="")
+    print(f"; written to {path}" if path is not None else "")
+    return found
+
+
+def header() -> str:
+    """The table's first line."""
+    left = f"{'part':8} {'model':20} {'case':36} {'size':>5} {'CPU s':>8}"
+    return f"{left}  {'ratio':>7} {'unit':9} {'goal':>6}      against"
+
+
+def line(row: Row) -> str:
+    """One row of the table."""
+    bound = "" if row.goal is None else f"{'≥' if row.unit == 'x faster' else '≤'}{row.goal:g}"
+    mark = {None: "    ", True: " ok ", False: "MISS"}[row.reached]
+    size = "" if row.group_size is None else str(row.group_size)
+    return (
+        f"{row.part:8} {row.model:20} {row.case:36} {size:>5} {row.seconds:8.3f}  {row.ratio:7.2f} {row.unit:9} "
+        f"{bound:>6} {mark} {row.against} ({row.note})"
+    )
+
+
+def _rows(parts: Iterable[str], quick: bool) -> Iterator[Row]:
+    for part in parts:
+        yield from importlib.import_module(f"benchmarks.speed.{part}").rows(quick)
+
+
+def _write(rows: list[Row], path: Path, threads: int, quick: bool) -> None:
+    about = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "threads": threads,
+        "quick": quick,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"about": about, "rows": [row.as_dict() for row in rows]}, indent=1))
+    part.replace(path)

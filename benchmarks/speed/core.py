@@ -1,0 +1,206 @@
+"""The core's strategies in multiples of one forward+backward pass, and against per-point toolkits on the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from captum.influence import TracInCP
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.speed import models
+from benchmarks.speed.memory import peak_bytes
+from benchmarks.speed.timing import Row, best_times
+from ggda_ext import GroupGradients, Groups, PointGradients, attribute, properties
+from ggda_ext.data import DataLike, IndexedData, take
+from ggda_ext.losses import OutputLoss
+
+LOSS = nn.CrossEntropyLoss()
+GROUP_SIZES = (1, 4, 16, 64, 256, 1024)
+TESTS = 100
+SLOW_CALLS = 2_000
+"""More backward calls or per-sample gradients than this are not timed: the table says so."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model with data of the right shape; `n` points, fewer with ``--quick``."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    data: Callable[[int], DataLike]
+    n: int
+    quick_n: int
+    batch_sizes: tuple[int, ...]
+    goal: float
+    note: str
+
+
+SETTINGS = [
+    Setting("LR", models.logistic_regression, lambda n: models.tabular(n, 23, 2), 100_000, 100_000,
+            (2048, 4096, 8192, 16384), 2.0, "made data of HELOC's shape, 100,000 rows"),
+    Setting("ANN-S", models.ann_s, lambda n: models.tabular(n, 23, 2), 60_000, 60_000,
+            (1024, 2048, 4096, 8192), 1.3, "made data of HELOC's shape"),
+    Setting("ANN-M", models.ann_m, lambda n: models.tabular(n, 23, 2), 60_000, 30_000,
+            (1024, 2048, 4096), 1.3, "made data of HELOC's shape"),
+    Setting("ANN-L", models.ann_l, lambda n: models.tabular(n, 784, 10), 20_000, 10_000,
+            (512, 1024, 2048), 1.3, "made data of MNIST's shape"),
+    Setting("ResNet-18", models.resnet18, models.images, 256, 64, (16, 32), 1.3, "made data of CIFAR-10's shape"),
+    Setting("ResNet-18, width 16", lambda: models.resnet18(16), models.images, 1024, 256,
+            (16, 32, 64), 1.3, "made data of CIFAR-10's shape"),
+    Setting("BERT, small", models.small_bert, models.texts, 1024, 256, (16, 32, 64), 1.3, "made data of QNLI's shape"),
+]  # fmt: skip
+
+
+def rows(quick: bool = False) -> Iterator[Row]:
+    """One property for every strategy, model and group size; many test points; the per-point toolkits."""
+    for setting in SETTINGS:
+        if quick and setting.name == "ResNet-18":
+            continue
+        yield from one_property(setting, quick)
+    yield from many_directions(quick)
+    yield from captum_and_vmap(quick)
+    yield from memory(quick)
+
+
+def training_pass(model: nn.Module, data: IndexedData, batch_size: int) -> None:
+    """One forward+backward pass over the data, as training does it."""
+    loss, parameters = OutputLoss(LOSS), list(model.parameters())
+    for _, batch in data.sequential(batch_size):
+        torch.autograd.grad(loss.total(model, batch), parameters)
+
+
+def passes(model: nn.Module, data: DataLike, batch_sizes: tuple[int, ...]) -> dict[str, Callable[[], None]]:
+    """Cases that run one pass at each batch size; the fastest of them is the unit of measurement."""
+    indexed = IndexedData(data)
+    return {f"pass {size}": lambda size=size: training_pass(model, indexed, size) for size in batch_sizes}  # type: ignore[misc]
+
+
+def unit_of(times: dict[str, float]) -> float:
+    """The fastest pass among measured cases."""
+    return min(seconds for name, seconds in times.items() if name.startswith("pass "))
+
+
+def one_property(setting: Setting, quick: bool) -> Iterator[Row]:
+    """Mean loss of 100 test points: the whole call, property gradient and checks included."""
+    torch.manual_seed(0)
+    n = setting.quick_n if quick else setting.n
+    model, data = setting.build(), setting.data(n)
+    goal = properties.mean_loss(_first(data, min(TESTS, n // 4)), LOSS)
+    cases: dict[str, Callable[[], Any]] = dict(passes(model, data, setting.batch_sizes))
+    sizes = [size for size in GROUP_SIZES if size <= n]
+    for strategy in ("auto", "directional", "forward", "segmented", "backward", "persample"):
+        for size in sizes if strategy != "forward" else sizes[-1:]:
+            groups = Groups(np.arange(n) // size)
+            if (strategy == "backward" and len(groups) > SLOW_CALLS) or (strategy == "persample" and n > SLOW_CALLS):
+                continue
+            if strategy == "persample" and (size > 1 or setting.name.startswith("BERT")):
+                continue
+            cases[f"{strategy} {size}"] = _call(model, data, groups, goal, strategy)
+    heavy = n < SLOW_CALLS
+    times = best_times(cases, 2 if heavy else 5)
+    unit = unit_of(times)
+    for name, seconds in times.items():
+        strategy, group_size = name.split()
+        if strategy == "pass":
+            continue
+        bound = setting.goal if strategy == "auto" else None
+        yield Row("core", setting.name, f"{strategy}, one property", int(group_size), seconds, "pass", seconds / unit,
+                  "passes", bound, f"{setting.note}, n = {n:,}")  # fmt: skip
+
+
+def _call(model: nn.Module, data: DataLike, groups: Groups, goal: Any, strategy: str) -> Callable[[], Tensor]:
+    return lambda: attribute(model, LOSS, data, groups, goal, strategy=strategy)
+
+
+def _first(data: DataLike, count: int) -> DataLike:
+    return take(data, count)
+
+
+def many_directions(quick: bool) -> Iterator[Row]:
+    """ANN-L, 100 test points: P = I at group size 1 and 64, and any P on the test side (100 dense directions)."""
+    torch.manual_seed(0)
+    n = 10_000 if quick else 20_000
+    model, (x, y) = models.ann_l(), models.tabular(n, 784, 10)
+    points = PointGradients(OutputLoss(LOSS), IndexedData((x[:TESTS], y[:TESTS])))
+    dense = torch.randn(TESTS, sum(parameter.numel() for parameter in model.parameters()))
+    single, grouped = Groups.singletons(n), Groups(np.arange(n) // 64)
+
+    def call(groups: Groups, directions: Any) -> Callable[[], Tensor]:
+        return lambda: GroupGradients(model, LOSS, (x, y), groups).scores(directions)
+
+    cases = dict(passes(model, (x, y), (512, 1024, 2048))) | {
+        "100 test points, P = I": call(single, points),
+        "100 test points, P = I, groups": call(grouped, points),
+        "100 directions, any P, groups": call(grouped, dense),
+    }
+    times = best_times(cases, 3)
+    unit = unit_of(times)
+    for name, size, bound in (
+        ("100 test points, P = I", 1, 2.0),
+        ("100 test points, P = I, groups", 64, 3.0),
+        ("100 directions, any P, groups", 64, 3.0),
+    ):
+        note = f"made data of MNIST's shape, n = {n:,}"
+        yield Row(
+            "core",
+            "ANN-L",
+            name.replace(", groups", ""),
+            size,
+            times[name],
+            "pass",
+            times[name] / unit,
+            "passes",
+            bound,
+            note,
+        )
+
+
+def captum_and_vmap(quick: bool) -> Iterator[Row]:
+    """ANN-L, one property at group size 1 against Captum's TracInCP (both modes) and vmap(grad)."""
+    torch.manual_seed(0)
+    n = 1_000 if quick else 3_000
+    model, (x, y) = models.ann_l(), models.tabular(n, 784, 10)
+    tests = (x[:TESTS], y[:TESTS])
+    goal = properties.mean_loss(tests, LOSS)
+
+    def captum(trick: bool, batch_size: int) -> Callable[[], Tensor]:
+        tracin = TracInCP(
+            model, TensorDataset(x, y), [model.state_dict()], checkpoints_load_func=lambda model, state: 1.0,
+            loss_fn=nn.CrossEntropyLoss(reduction="sum" if trick else "none"), batch_size=batch_size,
+            sample_wise_grads_per_batch=trick,
+        )  # fmt: skip
+        return lambda: tracin.influence(tests, aggregate=True)
+
+    cases: dict[str, Callable[[], Any]] = {
+        "auto": _call(model, (x, y), Groups.singletons(n), goal, "auto"),
+        "Captum TracInCP, sample-wise trick": captum(True, 100),
+        "Captum TracInCP, default": captum(False, 10),
+        "vmap(grad)": _call(model, (x, y), Groups.singletons(n), goal, "persample"),
+    }
+    times = best_times(cases, 5, {name: 2 for name in cases if name != "auto"})
+    for name, seconds in times.items():
+        if name == "auto":
+            continue
+        bound = 15.0 if name == "Captum TracInCP, sample-wise trick" else None
+        yield Row("core", "ANN-L", "auto, one property", 1, times["auto"], name, seconds / times["auto"], "x faster",
+                  bound, f"made data of MNIST's shape, n = {n:,}")  # fmt: skip
+
+
+def memory(quick: bool) -> Iterator[Row]:
+    """Largest tensor memory beyond model and data while ANN-L is scored, for k from 10 to 50,000 groups."""
+    n = 50_000
+    model, (x, y) = models.ann_l(), models.tabular(n, 784, 10)
+    goal = properties.mean_loss((x[:TESTS], y[:TESTS]), LOSS)
+    first = None
+    for k in (10, 1_000, 50_000):
+        peak = peak_bytes(_call(model, (x, y), Groups(np.arange(n) % k), goal, "auto"))
+        if peak is None:
+            return
+        first = first or max(peak, 1)
+        yield Row("core", "ANN-L", f"peak memory, {k:,} groups", n // k, 0.0, "10 groups", peak / first, "times",
+                  1.2, f"{peak / 2**20:.0f} MB beyond model and data, n = {n:,}")  # fmt: skip
