@@ -1,0 +1,167 @@
+"""One checkpoint of a dattri task, as the core sees it.
+
+dattri's losses are functions of ``(parameters, data)``: its influence functions give them a batch of one, TracIn
+and TRAK an example without a batch dimension. dattri lays gradients out in the order of `layer_name`, the core in
+the order of the model; rows change order here where the two differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from dattri.task import AttributionTask
+from torch import Tensor
+
+from ggda_ext.attribution import property_directions
+from ggda_ext.curvature import Hessian
+from ggda_ext.data import IndexedData
+from ggda_ext.gradients import Directions, GroupGradients, PointGradients
+from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.groups import Groups
+from ggda_ext.losses import FunctionalLoss
+from ggda_ext.properties import Property, property_gradient
+from ggda_ext.weighting import WeightedData, WeightedLoss
+
+MEMORY_BUDGET = 64 * 2**20
+"""Bytes for one block of gradients, and for one batch of activations."""
+
+
+class Checkpoint:
+    """A task at one of its checkpoints: gradients of groups and of test points, in dattri's layout.
+
+    Args:
+        task: the task; checkpoint `index` is loaded into its model.
+        index: number of the checkpoint.
+        layer_name: names of the parameters that count, None for all that require a gradient.
+        batch_of_one: whether the losses expect an example with a batch dimension of one.
+        strategy: the core's strategy.
+    """
+
+    def __init__(
+        self, task: AttributionTask, index: int, layer_name: list[str] | None, *, batch_of_one: bool, strategy: str
+    ) -> None:
+        if layer_name is not None:
+            known = dict(task.get_model().named_parameters())
+            unknown = [name for name in layer_name if name not in known]
+            if unknown:
+                raise ValueError(f"layer_name has {unknown[0]!r}, which is no parameter of the model: {list(known)}.")
+        task._load_checkpoints(index)
+        self.task, self.index, self.layer_name = task, index, layer_name
+        self.model, self.strategy = task.get_model(), strategy
+        self.loss = FunctionalLoss(task.original_loss_func, batch_of_one=batch_of_one)
+        self.target = FunctionalLoss(task.original_target_func, batch_of_one=batch_of_one)
+        if task.original_target_func is task.original_loss_func:
+            self.target = self.loss
+
+    def groups(self, data: IndexedData, groups: Groups) -> GroupGradients:
+        """Gradients of the training loss, summed by group."""
+        return self._provider(self.loss, data, groups, self.strategy)
+
+    def weighted_groups(self, data: IndexedData, groups: Groups, weights: Tensor) -> GroupGradients:
+        """Gradients of the training loss times a weight for each point `[n]`, summed by group."""
+        return self._provider(WeightedLoss(self.loss), WeightedData(data, weights), groups, self.strategy)
+
+    def blocks(self, provider: GroupGradients, max_rows: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """A provider's `(ids, rows [b, p])`, in dattri's layout."""
+        for ids, rows in provider.blocks(max_rows or self.max_rows):
+            yield ids, self.to_dattri(rows)
+
+    def paired_blocks(self, provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """`(ids, loss rows, target rows)` of training groups: their gradients of the loss and of the target."""
+        labels = torch.from_numpy(provider.groups.labels.astype("int64"))
+        for ids, rows in self.blocks(provider):
+            if self.target is self.loss:
+                yield ids, rows, rows
+                continue
+            position = torch.full((len(provider.groups) + 1,), -1)
+            position[ids] = torch.arange(len(ids))
+            some = Groups(position[labels].numpy(), rest="drop")
+            yield ids, rows, self.to_dattri(self._provider(self.target, provider.data, some, self.strategy).rows())
+
+    def points(self, data: IndexedData, count: int | None = None) -> GroupGradients:
+        """Gradients of the training loss at single points, the first `count` of them."""
+        ids = np.arange(data.n or 0)
+        return self._provider(
+            self.loss, data, Groups(np.where(ids < (count or len(ids)), ids, -1), rest="drop"), "auto"
+        )
+
+    def tests(self, data: IndexedData) -> GroupGradients:
+        """Gradients of the target at single test points."""
+        return self._provider(self.target, data, None, "auto")
+
+    def directions(self, tests: IndexedData | None, property: Property | None, provider: GroupGradients) -> Directions:
+        """Test points or a property as directions for the core, not formed where that can be avoided."""
+        if property is not None:
+            return property_directions(provider, property)
+        assert tests is not None
+        return PointGradients(self.target, tests)
+
+    def test_blocks(self, tests: IndexedData | None, property: Property | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """`(positions, rows [b, p])` of the gradients of test points or of a property, in dattri's layout."""
+        if property is None:
+            assert tests is not None
+            yield from self.blocks(self.tests(tests))
+            return
+        rows = self.to_dattri(property_gradient(property, self.model, self.space.parameters))
+        for ids in torch.arange(len(rows)).split(self.max_rows):
+            yield ids, rows[ids]
+
+    def hessian(self, data: IndexedData) -> Hessian:
+        """The Hessian of the training loss over all of `data`."""
+        batch_size = self.groups(data, Groups.singletons(data.n or 1)).plan(1).facts.batch_size
+        loss_func = self.task.original_loss_func
+        return Hessian(
+            self.space, lambda model, batch: loss_func(dict(model.named_parameters()), batch), data, batch_size
+        )
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of gradients that fit the memory budget."""
+        return max(1, MEMORY_BUDGET // (self.space.size * self.space.dtype.itemsize))
+
+    def to_dattri(self, rows: Tensor) -> Tensor:
+        """Rows `[b, p]` from the core's layout to dattri's."""
+        return rows if self._order is None else rows[:, self._order]
+
+    def to_core(self, rows: Tensor) -> Tensor:
+        """Rows `[b, p]` from dattri's layout to the core's."""
+        if self._order is None:
+            return rows
+        result = torch.empty_like(rows)
+        result[:, self._order] = rows
+        return result
+
+    @cached_property
+    def space(self) -> ParameterSpace:
+        """The parameters that count, in the core's layout."""
+        return ParameterSpace(self.model, self.layer_name)
+
+    @property
+    def layer_spans(self) -> list[tuple[int, int]]:
+        """Where the parameters of each module stand in dattri's layout."""
+        spans: dict[str, tuple[int, int]] = {}
+        low = 0
+        for name in self.layer_name or self.space.parameters:
+            module, high = name.rpartition(".")[0], low + self.space.parameters[name].numel()
+            spans[module] = (spans.get(module, (low, low))[0], high)
+            low = high
+        return list(spans.values())
+
+    @cached_property
+    def _order(self) -> Tensor | None:
+        """Where each column of dattri's layout stands in the core's; None if they are the same."""
+        names = list(self.space.parameters)
+        if self.layer_name is None or self.layer_name == names:
+            return None
+        spans = dict(zip(names, self.space.spans.values(), strict=True))
+        columns = [torch.arange(*spans[name]) for name in dict.fromkeys(self.layer_name)]
+        return torch.cat(columns).to(self.space.device)
+
+    def _provider(self, loss: Any, data: IndexedData, groups: Groups | None, strategy: str) -> GroupGradients:
+        return GroupGradients(
+            self.model, loss, data, groups, parameters=self.layer_name, strategy=strategy, memory_budget=MEMORY_BUDGET
+        )

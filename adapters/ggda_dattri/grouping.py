@@ -1,0 +1,68 @@
+"""What all grouped attributors share: their keywords, and checks of what the user passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ggda_dattri.checkpoint import Checkpoint
+from ggda_ext.data import IndexedData
+from ggda_ext.groups import Groups, GroupsLike
+from ggda_ext.properties import Property
+
+
+class Grouped:
+    """Mixin before a dattri attributor: takes `groups` and `strategy`, and knows when dattri's own code serves."""
+
+    task: Any
+    layer_name: Any
+    device: Any
+    batch_of_one: bool
+    """Whether this attributor gives its losses an example with a batch dimension."""
+
+    def __init__(self, *args: Any, groups: GroupsLike = None, strategy: str = "auto", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.groups = None if groups is None else Groups.of(groups)
+        self.strategy = strategy
+        if isinstance(self.layer_name, str):
+            self.layer_name = [self.layer_name]
+
+    @property
+    def _is_dattri(self) -> bool:
+        """Whether dattri's own code gives the answer: no groups, or groups of one and no strategy asked for."""
+        return self.groups is None or (self.groups.are_singletons and self.strategy == "auto")
+
+    def _train_data(self, loader: DataLoader, name: str = "train_dataloader") -> tuple[IndexedData, Groups]:
+        """The points of a loader, and the groups they are in."""
+        data = IndexedData(loader, name)
+        if data.n is None:
+            raise TypeError(f"{name} is a stream without a length: pass a DataLoader over a map-style data set.")
+        return data, Groups.singletons(data.n) if self.groups is None else Groups.of(self.groups, data.n)
+
+    def _in_group_order(self, scores: Tensor) -> Tensor:
+        """dattri's rows, one per training point, in the order of groups of one."""
+        if self.groups is None:
+            return scores
+        if len(scores) != self.groups.n:
+            Groups.of(self.groups, len(scores))
+        return scores.detach()[torch.from_numpy(self.groups.order.astype("int64")).to(scores.device)]
+
+    def _checkpoint(self, index: int) -> Checkpoint:
+        return Checkpoint(self.task, index, self.layer_name, batch_of_one=self.batch_of_one, strategy=self.strategy)
+
+    @property
+    def _checkpoints(self) -> range:
+        return range(len(self.task.get_checkpoints()))
+
+
+def check_one_of(test_dataloader: DataLoader | None, property: Property | None) -> None:
+    """Refuse both or neither of test points and property."""
+    if test_dataloader is None and property is None:
+        raise ValueError("attribute got neither test_dataloader nor property: pass one of them.")
+    if test_dataloader is not None and property is not None:
+        raise ValueError("attribute got both test_dataloader and property: pass one of them.")
+    if property is not None and not callable(property):
+        raise TypeError(f"property is a {type(property).__name__}: pass a callable g(model) -> Tensor.")

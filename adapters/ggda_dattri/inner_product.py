@@ -1,0 +1,214 @@
+"""Influence functions for groups: the score of group G for test point or property j is
+
+    τ[G, j] = mean over checkpoints of ⟨Σ_{i∈G} ∇ℓ_i, H⁻¹ ∇g_j⟩
+
+with the solve H⁻¹∇g done once for all groups, and the inner products by the core.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ggda_dattri.checkpoint import Checkpoint
+from ggda_dattri.grouping import Grouped, check_one_of
+from ggda_ext.data import IndexedData
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.properties import Property
+
+Solve = Callable[[Tensor], Tensor]
+"""H⁻¹ v for rows v `[m, p]` in dattri's layout."""
+Curvature = Literal["whole", "upstream"]
+
+
+class GroupedInnerProduct(Grouped):
+    """Mixin before a dattri influence function.
+
+    Args:
+        *args: dattri's own arguments.
+        groups: a partition of the training points of `attribute`; None for dattri's own code.
+        strategy: the core's gradient strategy.
+        curvature: ``"whole"``, the curvature of all cached data, or ``"upstream"``, dattri's own, which adds up
+            the inverse Hessians of the batches of the cached loader (see each class for what differs). By default
+            ``"whole"`` with groups, dattri's without them and for groups of one.
+        show_progress: whether to show progress bars in grouped solves.
+        **kwargs: dattri's own arguments.
+    """
+
+    batch_of_one = True
+    full_train_dataloader: Any
+    transform_test_rep: Any
+    generate_test_rep: Any
+    _compute_denom: Any
+
+    def __init__(
+        self, *args: Any, curvature: Curvature | None = None, show_progress: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if curvature not in (None, "whole", "upstream"):
+            raise ValueError(f"curvature={curvature!r} is not one of 'whole', 'upstream'.")
+        self._curvature, self.show_progress = curvature, show_progress
+
+    @property
+    def curvature(self) -> Curvature:
+        """The curvature in use, "whole" or "upstream"."""
+        return self._curvature or ("upstream" if self._is_dattri else "whole")
+
+    @property
+    def _is_dattri(self) -> bool:
+        return super()._is_dattri and self._curvature != "whole"
+
+    def attribute(
+        self,
+        train_dataloader: DataLoader,
+        test_dataloader: DataLoader | None = None,
+        relatif_method: str | None = None,
+        *,
+        property: Property | None = None,
+    ) -> Tensor:
+        """Influence of groups on test points `(groups, tests)` or on a property `(groups, properties)`.
+
+        Args:
+            train_dataloader: training points the groups partition; not shuffled.
+            test_dataloader: test points; not shuffled.
+            relatif_method: "l" or "theta" divides a group's row by ``sqrt(Gᵀ H⁻¹ G)`` or ``‖H⁻¹ G‖``, with G the
+                gradient of the group.
+            property: what to explain in place of test points, a callable ``g(model) -> Tensor``.
+        """
+        check_one_of(test_dataloader, property)
+        if self._is_dattri and property is None:
+            scores = super().attribute(train_dataloader, test_dataloader, relatif_method)  # type: ignore[misc]
+            return self._in_group_order(scores)
+        _check_relatif(relatif_method)
+        data, groups = self._prepared(train_dataloader)
+        tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
+        total: Tensor | None = None
+        for index in self._checkpoints:
+            checkpoint = self._checkpoint(index)
+            provider = checkpoint.groups(data, groups)
+            solve = self._solver(checkpoint)
+            if self.curvature == "upstream":
+                iter(train_dataloader)  # draws from the global random state, as dattri's loop does
+            factors = None if relatif_method is None else self._factors(checkpoint, provider, solve, relatif_method)
+            columns: list[tuple[Tensor, Tensor]] = []
+            for ids, rows in self._test_blocks(checkpoint, tests, test_dataloader, property):
+                columns.append((ids, provider.scores(checkpoint.to_core(solve(rows)))))
+            scores = torch.cat([block for _, block in columns])[torch.cat([ids for ids, _ in columns]).argsort()].T
+            scores = scores if factors is None else scores / factors[:, None]
+            total = scores if total is None else total + scores
+        assert total is not None
+        return self._result(total / len(self._checkpoints))
+
+    def self_attribute(self, train_dataloader: DataLoader, relatif_method: str | None = None) -> Tensor:
+        """Influence of every group on its own target, ``⟨G, H⁻¹ ∇g_G⟩`` `(groups,)`.
+
+        dattri itself fails, or mixes the points up, with several batches or a `relatif_method`; both work here.
+        """
+        if self._is_dattri and len(train_dataloader) == 1 and relatif_method is None:
+            return self._in_group_order(super().self_attribute(train_dataloader))  # type: ignore[misc]
+        _check_relatif(relatif_method)
+        data, groups = self._prepared(train_dataloader)
+        total: Tensor | None = None
+        for index in self._checkpoints:
+            checkpoint = self._checkpoint(index)
+            provider, solve = checkpoint.groups(data, groups), self._solver(checkpoint)
+            scores = torch.empty(len(groups), dtype=checkpoint.space.dtype, device=checkpoint.space.device)
+            for ids, rows, targets in checkpoint.paired_blocks(provider):
+                own = (rows * solve(targets)).sum(1)
+                if relatif_method is not None:
+                    own = own / self._denominators(checkpoint, rows, targets, solve, relatif_method)
+                scores[ids.to(scores.device)] = own
+            total = scores if total is None else total + scores
+        assert total is not None
+        return self._result(total / len(self._checkpoints))
+
+    def _solver(self, checkpoint: Checkpoint) -> Solve:
+        """H⁻¹ at a checkpoint, set up once and used for all vectors."""
+        solve = self._whole_solver(checkpoint) if self.curvature == "whole" else self._dattri_solver(checkpoint)
+
+        def checked(rows: Tensor) -> Tensor:
+            solved = solve(rows)
+            if not bool(torch.isfinite(solved).all()):
+                raise ValueError(
+                    f"{type(self).__name__} gave a solution that is not finite: the curvature is singular or not "
+                    f"positive. {self._remedy}"
+                )
+            return solved
+
+        return checked
+
+    _remedy = "Pass a positive regularization, or raise it."
+
+    def _whole_solver(self, checkpoint: Checkpoint) -> Solve:
+        """H⁻¹ with the curvature of the whole cached data."""
+        raise NotImplementedError
+
+    def _dattri_solver(self, checkpoint: Checkpoint) -> Solve:
+        """H⁻¹ as dattri computes it."""
+
+        def solve(rows: Tensor) -> Tensor:
+            with torch.no_grad():
+                return self.transform_test_rep(checkpoint.index, rows)
+
+        return solve
+
+    def _test_blocks(
+        self, checkpoint: Checkpoint, tests: IndexedData | None, loader: DataLoader | None, property: Property | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """`(positions, rows)` of the test side; with dattri's own batches and draws where its curvature is used."""
+        if self.curvature == "whole" or loader is None:
+            yield from checkpoint.test_blocks(tests, property)
+            return
+        seen = 0
+        for batch in loader:
+            with torch.no_grad():
+                rows = self.generate_test_rep(checkpoint.index, tuple(x.to(self.device).unsqueeze(0) for x in batch))
+            yield torch.arange(seen, seen + len(rows)), rows
+            seen += len(rows)
+
+    def _factors(self, checkpoint: Checkpoint, provider: GroupGradients, solve: Solve, method: str) -> Tensor:
+        """RelatIF's denominator of every group `[k]`."""
+        factors = torch.empty(len(provider.groups), dtype=checkpoint.space.dtype, device=checkpoint.space.device)
+        for ids, rows, targets in checkpoint.paired_blocks(provider):
+            factors[ids.to(factors.device)] = self._denominators(checkpoint, rows, targets, solve, method)
+        return factors
+
+    def _denominators(self, checkpoint: Checkpoint, rows: Tensor, targets: Tensor, solve: Solve, method: str) -> Tensor:
+        if self.curvature == "upstream":
+            with torch.no_grad():
+                return self._compute_denom(checkpoint.index, rows, targets, relatif_method=method)
+        solved = solve(rows)
+        if method == "theta":
+            return solved.norm(dim=1).clamp_min(1e-12)
+        return (targets * solved).sum(1).clamp_min(1e-12).sqrt()
+
+    def _prepared(self, train_dataloader: DataLoader) -> tuple[IndexedData, Any]:
+        data, groups = self._train_data(train_dataloader)
+        if self.full_train_dataloader is None:
+            self._without_cache(train_dataloader)
+        return data, groups
+
+    def _without_cache(self, train_dataloader: DataLoader) -> None:
+        """What happens without a call of `cache`: as in dattri, the training points stand for all data."""
+        warnings.warn(
+            f"{type(self).__name__}.cache was not called: train_dataloader is taken for the full training data.",
+            stacklevel=4,
+        )
+        self.full_train_dataloader = train_dataloader
+
+    def _curvature_data(self) -> IndexedData:
+        return IndexedData(self.full_train_dataloader, "the cached full_train_dataloader")
+
+    def _result(self, scores: Tensor) -> Tensor:
+        """Scores as dattri returns them: in the default dtype, on the attributor's device; without a graph."""
+        return scores.detach().to(self.device, torch.get_default_dtype())
+
+
+def _check_relatif(method: str | None) -> None:
+    if method not in (None, "l", "theta"):
+        raise ValueError(f"relatif_method={method!r} is not one of None, 'l', 'theta'.")

@@ -1,0 +1,77 @@
+"""dattri's random projections of group-summed gradients, in as few calls as fit into memory.
+
+dattri's projector generates its matrix anew on every call, which costs more than projecting a hundred rows, so
+rows are gathered, from the test side and the training side, before they are projected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from dattri.func.projection import random_project
+from torch import Tensor
+
+from ggda_dattri.checkpoint import Checkpoint
+from ggda_dattri.grouping import Grouped
+
+Blocks = Iterable[tuple[Tensor, Tensor]]
+"""Streamed `(ids [b], rows [b, p])`."""
+
+PROJECTION_BUDGET = 128 * 2**20
+"""Bytes of the rows projected in one call."""
+
+
+class GroupedProjection(Grouped):
+    """Mixin before a dattri attributor that projects gradients."""
+
+    projector_kwargs: Any
+    _shared_kwargs: dict[str, Any]
+    """dattri's defaults, which its constructor updates in place, for all instances; with groups they are put back."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        before = dict(self._shared_kwargs)
+        super().__init__(*args, **kwargs)
+        if self.groups is not None and self.projector_kwargs is self._shared_kwargs:
+            self.projector_kwargs = dict(self.projector_kwargs)
+            self._shared_kwargs.clear()
+            self._shared_kwargs.update(before)
+
+    @property
+    def _projects(self) -> bool:
+        """Whether gradients are projected at all."""
+        return self.projector_kwargs is not None and self.projector_kwargs.get("proj_type") != "identity"
+
+    def _project(self, checkpoint: Checkpoint, *sides: Blocks) -> list[Tensor]:
+        """Projected rows `[number of ids, proj_dim]` of every side, in the order of their ids."""
+        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sides]
+        for side, ids, rows in self._projected_blocks(checkpoint, *sides):
+            found[side].append((ids, rows))
+        return [
+            torch.cat([rows for _, rows in blocks])[torch.cat([ids for ids, _ in blocks]).argsort()] for blocks in found
+        ]
+
+    def _projected_blocks(self, checkpoint: Checkpoint, *sides: Blocks) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """`(side, ids, projected rows)`, with as many rows gathered for a call as the budget allows."""
+        space = checkpoint.space
+        most = max(1, PROJECTION_BUDGET // (space.size * space.dtype.itemsize))
+        waiting: list[tuple[int, Tensor, Tensor]] = []
+        for side, blocks in enumerate(sides):
+            for ids, rows in blocks:
+                if waiting and sum(len(block) for _, _, block in waiting) + len(rows) > most:
+                    yield from self._call_projector(checkpoint, waiting)
+                    waiting = []
+                waiting.append((side, ids, rows))
+        if waiting:
+            yield from self._call_projector(checkpoint, waiting)
+
+    def _call_projector(
+        self, checkpoint: Checkpoint, waiting: list[tuple[int, Tensor, Tensor]]
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        rows = torch.cat([block for _, _, block in waiting]) if len(waiting) > 1 else waiting[0][2]
+        if self._projects:
+            rows = random_project(rows, len(rows), **self.projector_kwargs)(rows, ensemble_id=checkpoint.index)
+        parts = rows.split([len(block) for _, _, block in waiting])
+        for (side, ids, _), part in zip(waiting, parts, strict=True):
+            yield side, ids, part

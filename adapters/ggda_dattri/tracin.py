@@ -1,0 +1,125 @@
+"""dattri's TracIn for groups: with w_c the weight of checkpoint c and P its random projection,
+
+    τ[G, j] = Σ_c w_c ⟨P Σ_{i∈G} ∇ℓ_i(θ_c), P ∇g_j(θ_c)⟩,
+
+both vectors normalised first if `normalized_grad` is set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from dattri.algorithm import tracin as dattri_tracin
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.utils.data import DataLoader
+
+from ggda_dattri.checkpoint import Checkpoint
+from ggda_dattri.grouping import check_one_of
+from ggda_dattri.projection import GroupedProjection
+from ggda_ext.data import IndexedData
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.properties import Property
+
+
+class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
+    """dattri's TracIn (also CosIn, Grad-Dot, Grad-Cos); for groups gradients are summed before they are projected.
+
+    With `normalized_grad` the sum of a group is normalised, not its members. dattri keeps the projector arguments
+    of one instance for all later ones; with groups they stay its own. NaN gradients, 0 in dattri, are an error.
+
+    Args:
+        *args: dattri's own arguments.
+        groups: a partition of the training points; None for dattri's own code.
+        strategy: the core's gradient strategy.
+        **kwargs: dattri's own arguments.
+    """
+
+    batch_of_one = False
+    _shared_kwargs = getattr(dattri_tracin, "DEFAULT_PROJECTOR_KWARGS", {})
+    weight_list: Any
+    normalized_grad: bool
+
+    def attribute(
+        self,
+        train_dataloader: DataLoader,
+        test_dataloader: DataLoader | None = None,
+        *,
+        property: Property | None = None,
+    ) -> Tensor:
+        """Influence of groups on test points `(groups, tests)` or on a property `(groups, properties)`.
+
+        Args:
+            train_dataloader: training points the groups partition; not shuffled.
+            test_dataloader: test points; not shuffled.
+            property: what to explain in place of test points, a callable ``g(model) -> Tensor``.
+        """
+        check_one_of(test_dataloader, property)
+        if self._is_dattri and property is None:
+            return self._in_group_order(super().attribute(train_dataloader, test_dataloader))
+        data, groups = self._train_data(train_dataloader)
+        tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
+        total: Tensor | None = None
+        for index, weight in self._weighted_checkpoints():
+            checkpoint = self._checkpoint(index)
+            provider = checkpoint.groups(data, groups)
+            scores = (self._projected if self._projects else self._plain)(checkpoint, provider, tests, property)
+            total = scores * weight if total is None else total + scores * weight
+        return _result(total)
+
+    def self_attribute(self, train_dataloader: DataLoader) -> Tensor:
+        """Squared norm of every group's gradient `(groups,)`, or the weights' sum if gradients are normalised."""
+        if self._is_dattri:
+            return self._in_group_order(super().self_attribute(train_dataloader))
+        data, groups = self._train_data(train_dataloader)
+        total: Tensor | None = None
+        for index, weight in self._weighted_checkpoints():
+            norms = self._norms(self._checkpoint(index), data, groups)
+            scores = torch.ones_like(norms) if self.normalized_grad else norms.square()
+            total = scores * weight if total is None else total + scores * weight
+        return _result(total)
+
+    def _plain(
+        self, checkpoint: Checkpoint, provider: GroupGradients, tests: IndexedData | None, property: Property | None
+    ) -> Tensor:
+        """Scores `[k, m]` without projection; gradients are formed only where norms need them."""
+        scores = provider.scores(checkpoint.directions(tests, property, provider)).T
+        if not self.normalized_grad:
+            return scores
+        scores = scores / _row_norms(checkpoint.blocks(provider), scores[:, 0])[:, None]
+        return scores / _row_norms(checkpoint.test_blocks(tests, property), scores[0])
+
+    def _projected(
+        self, checkpoint: Checkpoint, provider: GroupGradients, tests: IndexedData | None, property: Property | None
+    ) -> Tensor:
+        """Scores `[k, m]` of projected gradients."""
+        right, left = self._project(checkpoint, checkpoint.test_blocks(tests, property), checkpoint.blocks(provider))
+        return normalize(left) @ normalize(right).T if self.normalized_grad else left @ right.T
+
+    def _norms(self, checkpoint: Checkpoint, data: IndexedData, groups: Any) -> Tensor:
+        """Norms of the groups' gradients `[k]`, after projection if there is one."""
+        provider = checkpoint.groups(data, groups)
+        if self._projects:
+            return self._project(checkpoint, checkpoint.blocks(provider))[0].norm(dim=1)
+        return _row_norms(checkpoint.blocks(provider), torch.empty(len(groups), dtype=checkpoint.space.dtype))
+
+    def _weighted_checkpoints(self) -> zip[tuple[int, Any]]:
+        given, needed = len(self.weight_list), len(self._checkpoints)
+        if given != needed:
+            raise ValueError(f"weight_list has {given} entries for {needed} checkpoints: pass one for each.")
+        return zip(self._checkpoints, self.weight_list, strict=True)
+
+
+def _row_norms(blocks: Any, like: Tensor) -> Tensor:
+    """Norms of streamed rows, at least 1e-12."""
+    norms = torch.empty_like(like)
+    for ids, rows in blocks:
+        norms[ids.to(norms.device)] = rows.norm(dim=1).to(norms)
+    return norms.clamp_min(1e-12)
+
+
+def _result(scores: Tensor | None) -> Tensor:
+    """Scores as dattri returns them: in the default dtype, on the CPU, without a graph."""
+    assert scores is not None
+    return scores.detach().cpu().to(torch.get_default_dtype())

@@ -1,0 +1,182 @@
+"""dattri's TRAK for groups: with x_i the projected gradients, Q_i one minus the correct probability, φ_j the test side,
+
+    τ[G, j] = mean over checkpoints of φ_jᵀ F⁻¹ Σ_{i∈G} Q_i x_i
+
+where F is the Fisher of the points, Σ_i x_i x_iᵀ (exact: the sum of dattri's scores), or of the groups (batched).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from dattri.algorithm import trak as dattri_trak
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ggda_dattri.grouping import check_one_of
+from ggda_dattri.projection import GroupedProjection
+from ggda_ext.data import IndexedData, to_device
+from ggda_ext.fisher import Damping, EmpiricalFisher, check_invertible
+from ggda_ext.groups import Groups
+from ggda_ext.properties import Property
+
+
+@dataclass(frozen=True)
+class _Features:
+    """The training side at one checkpoint: ``F⁻¹ Σ Q_i x_i`` `[proj_dim, k]` and ``Σ x_i`` `[k, proj_dim]`."""
+
+    solved: Tensor
+    sums: Tensor
+    damping: float
+
+
+class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
+    """dattri's TRAK; for groups the gradients of a group are summed before they are projected.
+
+    dattri keeps the projector arguments of one instance for all later ones; with groups they stay its own. NaN
+    gradients, 0 in dattri, are an error, and `self_attribute` works after `cache`.
+
+    Args:
+        *args: dattri's own arguments.
+        groups: a partition of the training points; None for dattri's own code.
+        strategy: the core's gradient strategy.
+        fisher: ``"batched"``, from the sums of the groups, an approximation at about the price of two passes over
+            the data; or ``"exact"``, from every point, whose scores are the sums of dattri's.
+        damping: ridge of the batched Fisher relative to its mean diagonal, or ``"auto"``; on top of dattri's
+            `regularization`. The values used are in `dampings`, one per checkpoint.
+        **kwargs: dattri's own arguments.
+    """
+
+    batch_of_one = False
+    _shared_kwargs = getattr(dattri_trak, "DEFAULT_PROJECTOR_KWARGS", {})
+    full_train_dataloader: Any
+    norm_scaler: float
+    regularization: float
+
+    def __init__(
+        self,
+        *args: Any,
+        fisher: Literal["batched", "exact"] = "batched",
+        damping: Damping = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if fisher not in ("batched", "exact"):
+            raise ValueError(f"fisher={fisher!r} is not one of 'batched', 'exact'.")
+        self.fisher, self.damping = fisher, damping
+        self._cached: list[_Features] | None = None
+
+    def cache(self, full_train_dataloader: DataLoader) -> None:
+        """Compute and keep the features of the groups of the full training data."""
+        if self._is_dattri:
+            super().cache(full_train_dataloader)
+            return
+        self._cached = self._features(full_train_dataloader, "full_train_dataloader")
+        self.full_train_dataloader = full_train_dataloader
+
+    def attribute(
+        self,
+        test_dataloader: DataLoader | None = None,
+        train_dataloader: DataLoader | None = None,
+        *,
+        property: Property | None = None,
+    ) -> Tensor:
+        """Influence of groups on test points `(groups, tests)` or on a property `(groups, properties)`.
+
+        Args:
+            test_dataloader: test points; not shuffled.
+            train_dataloader: training points the groups partition, unless `cache` was called; not shuffled.
+            property: what to explain in place of test points, a callable ``g(model) -> Tensor``.
+        """
+        check_one_of(test_dataloader, property)
+        if self._is_dattri and property is None:
+            return self._in_group_order(super().attribute(test_dataloader, train_dataloader))
+        features = self._training_side(train_dataloader)
+        tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
+        total: Tensor | None = None
+        for index, feature in zip(self._checkpoints, features, strict=True):
+            checkpoint = self._checkpoint(index)
+            (projected,) = self._project(checkpoint, checkpoint.test_blocks(tests, property))
+            scores = (projected / self.norm_scaler) @ feature.solved
+            total = scores if total is None else total + scores
+        assert total is not None
+        return (total / len(features)).T.detach().to(self.device)
+
+    def self_attribute(self, train_dataloader: DataLoader | None = None) -> Tensor:
+        """Influence of every group on itself, ``(Σ x_i)ᵀ F⁻¹ Σ Q_i x_i``, as dattri a column `(groups, 1)`."""
+        if self._is_dattri and train_dataloader is not None:
+            return self._in_group_order(super().self_attribute(train_dataloader))
+        features = self._training_side(train_dataloader)
+        own = [(feature.sums * feature.solved.T).sum(1) for feature in features]
+        return torch.stack(own).mean(0)[:, None].to(self.device)
+
+    @property
+    def dampings(self) -> list[float]:
+        """The relative ridge in the cached Fisher of each checkpoint."""
+        if self._cached is None:
+            raise ValueError("dampings are known after cache: call cache(full_train_dataloader) first.")
+        return [feature.damping for feature in self._cached]
+
+    def _training_side(self, train_dataloader: DataLoader | None) -> list[_Features]:
+        if train_dataloader is not None and self.full_train_dataloader is not None:
+            raise ValueError("train_dataloader was passed after cache, which fixed the training points: leave it out.")
+        if train_dataloader is not None:
+            return self._features(train_dataloader, "train_dataloader")
+        if self.full_train_dataloader is None:
+            raise ValueError(
+                "there are no training points: call cache(full_train_dataloader), or pass train_dataloader."
+            )
+        if self._cached is None:  # dattri's own cache, used without groups, does not hold the features
+            self._cached = self._features(self.full_train_dataloader, "full_train_dataloader")
+        return self._cached
+
+    def _features(self, loader: DataLoader, name: str) -> list[_Features]:
+        data, groups = self._train_data(loader, name)
+        checkpoints = self._checkpoints
+        weights = sum(self._one_minus_probability(index, data) for index in checkpoints) / len(checkpoints)
+        exact = self.fisher == "exact" or self._is_dattri
+        return [(self._exact if exact else self._batched)(index, data, groups, weights) for index in checkpoints]
+
+    def _one_minus_probability(self, index: int, data: IndexedData) -> Any:
+        """Q of every training point `[n]` at one checkpoint."""
+        checkpoint = self._checkpoint(index)
+        parameters = {name: value.detach() for name, value in checkpoint.model.named_parameters()}
+        batches = (to_device(batch, checkpoint.space.device) for _, batch in data.sequential(1024))
+        with torch.no_grad():
+            return 1 - torch.cat([self.correct_probability_func(parameters, batch).flatten() for batch in batches])
+
+    def _exact(self, index: int, data: IndexedData, groups: Groups, weights: Tensor) -> _Features:
+        checkpoint = self._checkpoint(index)
+        labels = torch.from_numpy(groups.labels.astype("int64")).to(weights.device)
+        sums: Tensor | None = None
+        for _, ids, projected in self._projected_blocks(checkpoint, checkpoint.blocks(checkpoint.points(data))):
+            rows = projected / self.norm_scaler
+            if sums is None:
+                fisher = EmpiricalFisher(rows.shape[1], rows.device)
+                sums, weighted = (rows.new_zeros(len(groups), rows.shape[1]) for _ in range(2))
+            fisher.add(rows)
+            inside = labels[ids] >= 0
+            sums.index_add_(0, labels[ids][inside], rows[inside])
+            weighted.index_add_(0, labels[ids][inside], (rows * weights[ids, None])[inside])
+        assert sums is not None
+        matrix = fisher.matrix
+        matrix.diagonal().add_(self.regularization)
+        check_invertible(matrix, fisher.rows, f"raise regularization={self.regularization}")
+        return _Features(torch.linalg.solve(matrix, weighted.T), sums, 0.0)
+
+    def _batched(self, index: int, data: IndexedData, groups: Groups, weights: Tensor) -> _Features:
+        checkpoint = self._checkpoint(index)
+        plain, weighted = checkpoint.groups(data, groups), checkpoint.weighted_groups(data, groups, weights)
+        found = self._project(checkpoint, checkpoint.blocks(plain), checkpoint.blocks(weighted))
+        sums, weighted_sums = (rows / self.norm_scaler for rows in found)
+        fisher = EmpiricalFisher(sums.shape[1], sums.device).add(sums)
+        if self.damping == 0:  # dattri's regularization may do alone
+            matrix, damping = fisher.matrix, 0.0
+            matrix.diagonal().add_(self.regularization)
+            check_invertible(matrix, fisher.rows, "pass damping='auto', or a larger regularization")
+        else:
+            matrix, damping = fisher.damped(self.damping)
+            matrix.diagonal().add_(self.regularization)
+        return _Features(torch.linalg.solve(matrix, weighted_sums.T), sums, damping)
