@@ -1,0 +1,254 @@
+"""A projection in two factors per weight, straight from captured layer inputs a and output gradients d.
+
+    P_outᵀ (Σ_{i∈G} w_i d_i a_iᵀ) P_in = Σ_{i∈G} w_i (P_outᵀ d_i)(P_inᵀ a_i)ᵀ
+
+so the p-sized gradient of a group is never formed (the idea of LoGra). What is not the weight of a Linear, Conv or
+Embedding layer (biases, norms) is small and goes through a CountSketch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from trak.projectors import AbstractProjector
+from trak.utils import vectorize
+
+from ggda_ext import GroupGradients
+from ggda_ext.gradients.capture import Layer, Observer, known_layers
+from ggda_ext.gradients.layers import LayerRule, rule_for
+from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.groups import GroupBatch
+
+_OUTER: LayerRule | None = rule_for(nn.Linear(1, 1))
+_COLUMNS, _ROWS = 2048, 128  # blocks of a sketch: small enough to stay in the cache
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where the projection `[rows, cols]` of one weight stands in a projected gradient."""
+
+    low: int
+    rows: int
+    cols: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.low, self.low + self.rows * self.cols)
+
+
+class FactoredProjector(AbstractProjector):
+    """Random rotations of both sides of every weight, cut to a few dimensions each.
+
+    Not TRAK's matrix: the same estimator with other numbers. Scaled so that lengths come out as with TRAK's.
+
+    Args:
+        model: the model whose gradients are projected.
+        proj_dim: length of a projected gradient, at most; the weights share it evenly, so it may come out smaller.
+        seed: of the rotations; every model id has its own.
+        grad_wrt: names of the parameters that count, as for `TRAKer`; by default all.
+    """
+
+    def __init__(self, model: nn.Module, proj_dim: int, seed: int = 0, grad_wrt: Iterable[str] | None = None) -> None:
+        space = ParameterSpace(model, list(grad_wrt or dict(model.named_parameters())))
+        self.space = space
+        weights = {id(layer.weight): layer.weight for layer in known_layers(space)[0] if _is_factored(layer)}
+        rest = [value for value in space.parameters.values() if id(value) not in weights]
+        self._rest_spans: dict[int, tuple[int, int]] = {}
+        for parameter in rest:
+            low = self._rest_size
+            self._rest_spans[id(parameter)] = (low, low + parameter.numel())
+        self._rest_dim = min(self._rest_size, max(1, proj_dim // 8)) if rest else 0
+        share = (proj_dim - self._rest_dim) // max(len(weights), 1)
+        if share < 1:
+            raise ValueError(
+                f"proj_dim={proj_dim} is too small for {len(weights)} weights in two factors each: "
+                f"pass at least {2 * len(weights) + 1}."
+            )
+        self._slots: dict[int, _Slot] = {}
+        end = 0
+        for weight in weights.values():
+            assert weight is not None
+            self._slots[id(weight)] = slot = _Slot(end, *_split(share, len(weight), weight[0].numel()))
+            end = slot.span.stop
+        self._rest = slice(end, end + self._rest_dim)
+        super().__init__(space.size, end + self._rest_dim, seed, "factored", space.device)
+        self._model_id: int | None = None
+        self._factors: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def _rest_size(self) -> int:
+        return max((high for _, high in self._rest_spans.values()), default=0)
+
+    def project(self, grads: dict[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """Project gradients `[b, grad_dim]` that are already formed to `[b, proj_dim]`."""
+        rows = vectorize(grads, device=self.device) if isinstance(grads, dict) else grads
+        self._draw(model_id)
+        projected = rows.new_zeros(len(rows), self.proj_dim)
+        rest = rows.new_zeros(len(rows), self._rest_size)
+        for parameter in self.space.parameters.values():
+            part = self.space.part(rows, parameter)
+            slot = self._slots.get(id(parameter))
+            if slot is None:
+                rest[:, slice(*self._rest_spans[id(parameter)])] = part.reshape(len(rows), -1)
+                continue
+            left, right = self._factors[id(parameter)]
+            projected[:, slot.span] = (left.T @ part.flatten(2) @ right).flatten(1)
+        self._add_rest(rest, projected)
+        return projected
+
+    def captures(self, provider: GroupGradients) -> bool:
+        """Whether every gradient can be had from layer inputs and output gradients."""
+        return not provider.plan(None).facts.uncovered
+
+    def blocks(self, provider: GroupGradients, weights: Tensor, model_id: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Projected group sums of w_i ∇f_i, as `(group ids [s], projections [weightings, s, proj_dim])`.
+
+        A large group comes in pieces, to be added up.
+
+        Args:
+            provider: knows model, outputs f, data and groups.
+            weights: one row of weights per weighting `[weightings, n]`.
+            model_id: chooses the rotations.
+        """
+        self._draw(model_id)
+        watched: list[_Projections] = []
+
+        def watch(groups: GroupBatch) -> Observer:
+            watched.append(_Projections(self, groups, weights))
+            return watched[-1]
+
+        for groups in provider.observe(watch):
+            observer = watched.pop()
+            for rest, projected in zip(observer.rest, observer.projected, strict=True):
+                self._add_rest(rest, projected)
+            yield torch.from_numpy(groups.ids), observer.projected
+
+    def free_memory(self) -> None:
+        """Forget the rotations until they are needed again."""
+        self._model_id = None
+        self._factors = {}
+
+    def _add_rest(self, rest: Tensor, projected: Tensor) -> None:
+        projected *= self.proj_dim**0.5
+        if self._rest_dim:
+            scaled = self._signs * self.proj_dim**0.5
+            projected[:, self._rest] += count_sketch(rest, self._places, scaled, self._rest_dim)
+
+    def _draw(self, model_id: int) -> None:
+        if model_id == self._model_id:
+            return
+        generator = torch.Generator().manual_seed(self.seed + 10**6 * model_id)
+        self._factors = {}
+        for parameter in self.space.parameters.values():
+            slot = self._slots.get(id(parameter))
+            if slot is not None:
+                left = _rotation(len(parameter), slot.rows, generator)
+                right = _rotation(parameter[0].numel(), slot.cols, generator)
+                self._factors[id(parameter)] = (left.to(parameter), right.to(parameter))
+        if self._rest_dim:
+            places, signs = draw_sketch(self._rest_size, self._rest_dim, generator)
+            self._places, self._signs = places.to(self.space.device), signs.to(self.space.device)
+        self._model_id = model_id
+
+
+class _Projections(Observer):
+    """Projections of one batch: `projected` `[weightings, s, proj_dim]`, and the rows of what is not factored."""
+
+    def __init__(self, projector: FactoredProjector, groups: GroupBatch, weights: Tensor) -> None:
+        self.projector, self.starts = projector, groups.starts.tolist()
+        at = torch.from_numpy(groups.indices.astype("int64"))
+        self.weights = weights[:, at].to(projector.space.device, projector.space.dtype)
+        segments = len(groups.ids)
+        self.projected = self.weights.new_zeros(len(weights), segments, projector.proj_dim)
+        self.rest = self.weights.new_zeros(len(weights), segments, projector._rest_size)
+
+    def forward(self, layer: Layer, a: Tensor) -> Tensor:
+        """The projected input, where the layer's weight is factored: all that is needed of it."""
+        factors = self.projector._factors.get(id(layer.weight))
+        if factors is None:
+            return a
+        if _input_first(layer):
+            return layer.rule.apply(layer.module, a, factors[0], None)
+        weight = factors[1].T
+        assert layer.weight is not None
+        return _channels_last(
+            layer, layer.rule.apply(layer.module, a, weight.unflatten(1, layer.weight.shape[1:]), None)
+        )
+
+    def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
+        starts = [start * repeats for start in self.starts]
+        slot = self.projector._slots.get(id(layer.weight))
+        if slot is not None:
+            left, right = self.projector._factors[id(layer.weight)]
+            mine = _channels_last(layer, d) @ (right if _input_first(layer) else left)
+        for weights, projected, rest in zip(self.weights, self.projected, self.rest, strict=True):
+            by_row = weights.repeat_interleave(repeats)
+            if slot is not None:
+                weighted = mine * by_row.view(-1, *[1] * (mine.dim() - 1))
+                a, own = (weighted, kept) if _input_first(layer) else (kept, weighted)
+                out = d.new_empty(len(starts) - 1, slot.rows, slot.cols)
+                assert _OUTER is not None
+                _OUTER.weight_rows(None, a, own, starts, out)
+                projected[:, slot.span] += out.flatten(1)
+            self._add_small(layer, kept, d * by_row.view(-1, *[1] * (d.dim() - 1)), starts, rest)
+
+    def _add_small(self, layer: Layer, a: Tensor, d: Tensor, starts: list[int], rest: Tensor) -> None:
+        spans = self.projector._rest_spans
+        if layer.bias is not None:
+            rest[:, slice(*spans[id(layer.bias)])] += layer.rule.bias_rows(layer.module, d, starts).flatten(1)
+        if layer.weight is not None and id(layer.weight) in spans:
+            out = d.new_empty(len(starts) - 1, *layer.weight.shape)
+            layer.rule.weight_rows(layer.module, a, d, starts, out)
+            rest[:, slice(*spans[id(layer.weight)])] += out.flatten(1)
+
+
+def draw_sketch(size: int, dim: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random places `[size]` below `dim` and random signs `[size]`."""
+    places = torch.randint(dim, (size,), generator=generator)
+    return places, torch.randint(2, (size,), generator=generator).mul_(2).sub_(1).float()
+
+
+def count_sketch(rows: Tensor, places: Tensor, signs: Tensor, dim: int) -> Tensor:
+    """Rows `[b, d]` with coordinate j, times its sign, added to its place: `[b, dim]`."""
+    sketch = rows.new_empty(len(rows), dim)
+    signs = signs.to(rows.dtype)
+    for top in range(0, len(rows), _ROWS):
+        block = rows[top : top + _ROWS]
+        turned = rows.new_zeros(dim, len(block))
+        for low in range(0, rows.shape[1], _COLUMNS):
+            at = slice(low, low + _COLUMNS)
+            turned.index_add_(0, places[at], (block[:, at] * signs[at]).T.contiguous())
+        sketch[top : top + _ROWS] = turned.T
+    return sketch
+
+
+def _is_factored(layer: Layer) -> bool:
+    if layer.weight is None or layer.weight.dim() < 2:
+        return False
+    return not (isinstance(layer.module, _ConvNd) and layer.module.groups > 1)
+
+
+def _input_first(layer: Layer) -> bool:
+    """Whether the first dimension of the weight meets the input, as in an Embedding or a Conv1D of GPT-2."""
+    return not isinstance(layer.module, nn.Linear | _ConvNd)
+
+
+def _channels_last(layer: Layer, values: Tensor) -> Tensor:
+    return values.flatten(2).transpose(1, 2) if isinstance(layer.module, _ConvNd) else values
+
+
+def _split(share: int, rows: int, cols: int) -> tuple[int, int]:
+    """Two dimensions of about equal size whose product is at most `share`."""
+    left = max(1, min(rows, int(share**0.5)))
+    right = min(cols, share // left)
+    return max(1, min(rows, share // right)), right
+
+
+def _rotation(size: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Orthonormal columns `[size, dim]`, scaled so that projected vectors keep their length on average."""
+    columns, _ = torch.linalg.qr(torch.randn(size, dim, generator=generator))
+    return columns * (size / dim) ** 0.5

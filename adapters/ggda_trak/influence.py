@@ -1,0 +1,160 @@
+"""`FisherInfluence`: influence functions with the empirical Fisher of projected gradients, for groups.
+
+    τ_G(g) = ∇gᵀP (F + λ · mean diag(F) · I)⁻¹ Pᵀ Σ_{i∈G} ∇ℓ_i,    F = Σ_G u_G u_Gᵀ,  u_G = Pᵀ Σ_{i∈G} ∇ℓ_i
+
+averaged over checkpoints, with P one of TRAK's projectors. With ``fisher="exact"`` F = Σ_i φ_i φ_iᵀ over points,
+and a group's score is the sum of its members'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trak.projectors import BasicProjector, NoOpProjector, ProjectionType
+
+from ggda_ext import GroupGradients
+from ggda_ext.attribution import LoadCheckpoint, load_state, parameters_restored
+from ggda_ext.data import DataLike, IndexedData
+from ggda_ext.fisher import Damping, EmpiricalFisher, check_damping
+from ggda_ext.groups import GroupsLike
+from ggda_ext.properties import PointProperty, Property, property_gradient
+from ggda_trak.factored import FactoredProjector
+from ggda_trak.projection import Projection, check_dimension
+from ggda_trak.sums import point_rows
+
+
+class FisherInfluence:
+    """Influence of groups of training points on test losses or properties: the paper's Inf. (Fisher).
+
+    Args:
+        model: the trained model, in eval mode if it has dropout or BatchNorm.
+        data: the training set.
+        loss_fn: the training loss, ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
+        groups: a `Groups` or anything it accepts; None for groups of one.
+        checkpoints: state dicts or their paths, over which scores are averaged; the current parameters if left out.
+        load_checkpoint: ``load_checkpoint(model, checkpoint)``, if a checkpoint is neither.
+        proj_dim: length of projected gradients. If there are no more parameters than that, nothing is projected.
+        projector: one of TRAK's, or of `ggda_trak.projectors`; by default a BasicProjector of `proj_dim`.
+        projector_seed: of the default projector.
+        fisher: ``"batched"`` (of group sums) or ``"exact"`` (of single points).
+        damping: ridge λ relative to the mean diagonal of the Fisher, or ``"auto"``.
+        **provider_options: see `GroupGradients`: `parameters`, `strategy`, `batch_size`, `show_progress`, …
+
+    Attributes:
+        chosen_damping: the λ of every checkpoint, once scores were asked for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: DataLike,
+        loss_fn: Any,
+        groups: GroupsLike = None,
+        *,
+        checkpoints: Iterable[Any] | None = None,
+        load_checkpoint: LoadCheckpoint | None = None,
+        proj_dim: int = 512,
+        projector: Any = None,
+        projector_seed: int = 0,
+        fisher: str = "batched",
+        damping: Damping = "auto",
+        **provider_options: Any,
+    ) -> None:
+        if fisher not in ("batched", "exact"):
+            raise ValueError(f"fisher={fisher!r} is not one of 'batched', 'exact'.")
+        if proj_dim < 1:
+            raise ValueError(f"proj_dim={proj_dim}: pass at least 1.")
+        self.damping: Damping = "auto" if damping == "auto" else check_damping(damping)
+        self.provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
+        self.model, self.groups, self.fisher = model, self.provider.groups, fisher
+        space = self.provider.space
+        if projector is None and space.size > proj_dim:
+            projector = BasicProjector(
+                space.size, proj_dim, projector_seed, ProjectionType.normal, space.device, dtype=space.dtype
+            )
+        check_dimension(projector, space.size)
+        self.projection = Projection(projector or NoOpProjector(device=space.device), space, space.size**0.5)
+        self._checkpoints = [None] if checkpoints is None else list(checkpoints)
+        if not self._checkpoints:
+            raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
+        self._load = load_checkpoint or load_state
+        self._features: list[Tensor] = []
+        self.chosen_damping: list[float] = []
+
+    def influence(self, inputs: DataLike = None, *, property: Property | None = None) -> Tensor:
+        """How much every group lowers the loss of test points, or a property of the model.
+
+        Args:
+            inputs: test points, as the training data holds them.
+            property: what to explain in their place, a callable ``g(model) -> Tensor``.
+
+        Returns:
+            Scores `[m, k]`, one row per test point or component of the property; positive if training on the group
+            lowers it.
+        """
+        if (inputs is None) == (property is None):
+            raise ValueError("pass either inputs, test points, or property=, a function of the model.")
+        if property is None:
+            property = PointProperty(inputs, self.provider.loss, name="inputs")
+        scores: Tensor | None = None
+        for number in self._at_checkpoints():
+            if number == len(self._features):
+                self._features.append(self._made_features(number))
+            part = self._directions(property, number) @ self._features[number].T / len(self._checkpoints)
+            scores = part if scores is None else scores + part
+        assert scores is not None
+        return scores
+
+    def _at_checkpoints(self) -> Iterator[int]:
+        if self._checkpoints == [None]:
+            yield 0
+            return
+        with parameters_restored(self.model):
+            for number, checkpoint in enumerate(self._checkpoints):
+                self._load(self.model, checkpoint)
+                yield number
+
+    def _made_features(self, model_id: int) -> Tensor:
+        """Group sums times the damped inverse Fisher `[k, proj_dim]`."""
+        space = self.provider.space
+        dim = self.projection.projector.proj_dim or space.size
+        sums = torch.zeros(len(self.groups), dim, dtype=space.dtype, device=space.device)
+        fisher = EmpiricalFisher(dim, space.device)
+        if self.fisher == "exact":
+            labels = torch.from_numpy(self.groups.labels.astype("int64")).to(space.device)
+            for at, rows in point_rows(self.provider.on(self.provider.data), self.projection, model_id):
+                own = labels[at.to(space.device)]
+                fisher.add(rows[own >= 0])
+                sums.index_add_(0, own[own >= 0], rows[own >= 0])
+        else:
+            for ids, rows in self._group_rows(model_id):
+                sums.index_add_(0, ids.to(space.device), rows)
+            fisher.add(sums)
+        damped, chosen = fisher.damped(self.damping)
+        self.chosen_damping.append(chosen)
+        return torch.linalg.solve(damped, sums.T).T
+
+    def _group_rows(self, model_id: int) -> Iterator[tuple[Tensor, Tensor]]:
+        projector = self.projection.projector
+        if isinstance(projector, FactoredProjector) and projector.captures(self.provider):
+            for ids, projected in projector.blocks(self.provider, torch.ones(1, self.groups.n), model_id):
+                yield ids, projected[0] / self.projection.scale
+            return
+        for ids, rows in self.provider.blocks():
+            yield ids, self.projection(rows, model_id)
+
+    def _directions(self, property: Property, model_id: int) -> Tensor:
+        """Projected gradients of the property `[m, proj_dim]`."""
+        space = self.provider.space
+        if not isinstance(property, PointProperty):
+            return self.projection(property_gradient(property, self.model, space.parameters), model_id)
+        points: IndexedData = property.data
+        tests = GroupGradients(self.model, property.loss, points, parameters=space.parameters.values())
+        rows = torch.empty(len(tests.groups), self.projection.projector.proj_dim or space.size)
+        rows = rows.to(space.device, space.dtype)
+        for at, block in point_rows(tests, self.projection, model_id):
+            rows[at.to(rows.device)] = block
+        return rows

@@ -1,0 +1,155 @@
+"""Group sums on disk that survive being killed, beside TRAK's own store of a checkpoint.
+
+TRAK's `grads.mmap` holds the numerators of the groups, one row per group, and `_is_featurized.mmap` whether a group
+is complete. Beside them stand which points are in the sums, and what the Fisher is made of. Sums are not idempotent,
+so a change is first written to a journal as the new values, and the journal is replayed when a store is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.format import open_memmap
+
+from ggda_ext.groups import Groups
+
+SETTINGS = "ggda.json"
+
+
+class GroupStore:
+    """The group sums of one checkpoint.
+
+    Args:
+        folder: TRAK's folder of the checkpoint.
+        current: TRAK's arrays of the checkpoint: ``grads``, ``out_to_loss``, ``is_featurized``.
+        groups: the groups.
+        fisher: ``"batched"`` keeps summed output gradients, ``"exact"`` the Fisher itself, ``"loss"`` nothing more.
+        reset: whether to begin anew.
+    """
+
+    def __init__(self, folder: Path, current: dict[str, Any], groups: Groups, fisher: str, reset: bool) -> None:
+        self.folder, self.groups, self._journal = folder, groups, folder / "_journal.npz"
+        if reset:
+            self._journal.unlink(missing_ok=True)
+        self.flags = current["is_featurized"]
+        self.sums = {"numerators": current["grads"]}
+        k, p = self.sums["numerators"].shape
+        dtype = self.sums["numerators"].dtype
+        if fisher == "batched":
+            self.sums["fisher_rows"] = self._open("fisher_rows.mmap", (k, p), dtype, reset)
+        self.fisher = self._open("fisher.mmap", (p, p), np.float32, reset) if fisher == "exact" else None
+        self.points = self._open("_points.mmap", (groups.n,), np.int8, reset)
+        self.recover()
+
+    def _open(self, name: str, shape: tuple[int, ...], dtype: Any, reset: bool) -> np.memmap:
+        path = self.folder / name
+        return open_memmap(path, mode="w+" if reset or not path.exists() else "r+", shape=shape, dtype=dtype)
+
+    def add(
+        self, indices: np.ndarray, ids: np.ndarray, sums: dict[str, np.ndarray], fisher: np.ndarray | None = None
+    ) -> None:
+        """Add sums of the points `indices` to the rows `ids`, all or nothing.
+
+        Raises:
+            ValueError: if a sum does not fit the store's dtype; the store is left as it was.
+        """
+        change: dict[str, Any] = {"indices": indices, "ids": ids}
+        for name, values in sums.items():
+            with np.errstate(over="ignore"):
+                change[name] = (self.sums[name][ids].astype(values.dtype) + values).astype(self.sums[name].dtype)
+            if not np.isfinite(change[name]).all():
+                raise ValueError(
+                    f"the {name} of a group do not fit {self.sums[name].dtype}: leave use_half_precision=False, "
+                    "the default with groups."
+                )
+        if fisher is not None:
+            assert self.fisher is not None
+            change["fisher"] = self.fisher + fisher
+        part = self._journal.with_suffix(".part")
+        with part.open("wb") as file:
+            np.savez(file, **change)
+        os.replace(part, self._journal)
+        self.recover()
+
+    def recover(self) -> None:
+        """Carry out what the journal says, however much of it was done before."""
+        if self._journal.exists():
+            with np.load(self._journal) as change:
+                ids = change["ids"]
+                for name, rows in self.sums.items():
+                    rows[ids] = change[name]
+                if self.fisher is not None:
+                    self.fisher[:] = change["fisher"]
+                self.points[change["indices"]] = 1
+            self._journal.unlink()
+        self.flags[:, 0] = self.missing == 0
+
+    @property
+    def missing(self) -> np.ndarray:
+        """How many points of every group are not in the sums yet `[k]`."""
+        labels = self.groups.labels
+        inside = labels[(np.asarray(self.points) == 1) & (labels >= 0)]
+        return self.groups.sizes - np.bincount(inside, minlength=len(self.groups))
+
+    def delete_rows(self) -> None:
+        """Delete what is not needed once features are made."""
+        for name in ("fisher_rows.mmap", "fisher.mmap"):
+            (self.folder / name).unlink(missing_ok=True)
+
+
+def fingerprint(groups: Groups) -> str:
+    """A short text that differs for other groups."""
+    return hashlib.sha256(np.ascontiguousarray(groups.labels, dtype=np.int64).tobytes()).hexdigest()[:16]
+
+
+def check_settings(folder: Path, settings: dict[str, Any], *, compare: bool) -> None:
+    """Refuse a store made with other settings, naming the first that differs.
+
+    Args:
+        folder: the store.
+        settings: name → value, of this run.
+        compare: whether to use what is in the folder; otherwise it is overwritten.
+    """
+    path = folder / SETTINGS
+    if not compare or not (path.exists() or (folder / "metadata.json").exists()):
+        return
+    if not path.exists():
+        raise ValueError(f"save_dir={str(folder)!r} holds a store made without groups: pass another save_dir.")
+    before = json.loads(path.read_text())
+    for name, value in settings.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"save_dir={str(folder)!r} holds a store with other {name}: {before.get(name)!r} there, {value!r} "
+                "here. Pass another save_dir, or the same settings."
+            )
+
+
+def write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Record what a store was made with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / SETTINGS, settings)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file as a whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1))
+    os.replace(part, path)
+
+
+def open_means(folder: Path, n: int, models: int, reset: bool) -> np.memmap | None:
+    """The weights Q̄ of all points `[n]`, NaN where not known yet; None for a single checkpoint."""
+    if models == 1:
+        return None
+    path = folder / "out_to_loss_mean.mmap"
+    if path.exists() and not reset:
+        return open_memmap(path, mode="r+")
+    part = path.with_suffix(".part")
+    open_memmap(part, mode="w+", shape=(n,), dtype=np.float32)[:] = np.nan
+    os.replace(part, path)
+    return open_memmap(path, mode="r+")

@@ -1,0 +1,373 @@
+"""`TRAKer` with groups: TRAK's scores of groups of training points, from one row per group.
+
+    S[G, t] = (1/M) Σ_m v_{m,G}ᵀ A_m φ_{m,t},    v_{m,G} = Σ_{i∈G} Q̄_i φ_{m,i},    A_m ∝ (F_m + λI)⁻¹
+
+over checkpoints m, with φ the projected output gradients and Q̄_i TRAK's reweighting term, averaged over the
+checkpoints. With the exact Fisher this is the sum of TRAK's own scores over the group.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import trak
+from torch import Tensor
+from trak.gradient_computers import IterativeGradientComputer
+from trak.savers import ModelIDException
+
+from ggda_ext import GroupGradients, Groups
+from ggda_ext.attribution import load_state, parameters_restored
+from ggda_ext.fisher import EmpiricalFisher, check_damping, check_invertible
+from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.groups import GroupsLike
+from ggda_ext.properties import PointProperty, Property, property_gradient
+from ggda_trak.inputs import check_batch, target_indices, training_indices
+from ggda_trak.outputs import TaskOutputs
+from ggda_trak.projection import Projection, check_dimension, describe, release
+from ggda_trak.store import GroupStore, check_settings, fingerprint, open_means, write_json, write_settings
+from ggda_trak.sums import GroupSums, point_rows
+
+FISHERS = ("exact", "batched", "loss")
+STRATEGIES = ("auto", "segmented", "backward", "persample")
+
+
+class TRAKer(trak.TRAKer):
+    """`trak.TRAKer`, with scores `[groups, targets]` if `groups` is given.
+
+    Without groups, and with groups of one, TRAK's own code runs. With groups, `use_half_precision` is off unless
+    asked for (sums overflow float16), and where TRAK crashes this does not: ``torch.device("cpu")``, `proj_dim` of
+    100 or less, `finalize_features` twice, `inds` as a list, ``load_from_save_dir=False``, a batch partly done
+    before. `score` before `finalize_features` is an error, where TRAK logs one and returns.
+
+    Args:
+        *args: as for `trak.TRAKer`.
+        groups: a `Groups` or anything it accepts, for `train_set_size` points.
+        fisher: ``"batched"`` (output gradients summed by group; TRAK's at size one), ``"loss"`` (the paper's: loss
+            gradients summed by group) or ``"exact"`` (per point: the sum of TRAK's scores, without its speed).
+        strategy: how gradients are computed, see `GroupGradients`; other than ``"auto"`` it is used for groups of
+            one as well.
+        checkpoints: all checkpoints that will be used, if several: state dicts, or paths to them. The weights Q
+            are averaged over them.
+        memory_budget: bytes for activations, gradient rows, and rows that wait for their projection.
+        **kwargs: as for `trak.TRAKer`. With groups and without ``fisher="exact"``, `lambda_reg` is relative to the
+            mean diagonal of the Fisher, or ``"auto"``, the default (see `EmpiricalFisher.ledoit_wolf`).
+
+    Attributes:
+        damping: model id → relative ridge in its Fisher, once its features are finalized.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        groups: GroupsLike = None,
+        fisher: str = "batched",
+        strategy: str = "auto",
+        checkpoints: Sequence[Any] | None = None,
+        memory_budget: int = 512 * 2**20,
+        **kwargs: Any,
+    ) -> None:
+        self.groups: Groups | None = None
+        self._sums: GroupSums | None = None
+        self._provider: GroupGradients | None = None
+        self._grouped, self.damping = False, dict[int, float]()
+        if groups is None:
+            super().__init__(*args, **kwargs)
+            return
+        for name, value, known in (("fisher", fisher, FISHERS), ("strategy", strategy, STRATEGIES)):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}.")
+        if memory_budget < 1:
+            raise ValueError(f"memory_budget={memory_budget}: pass a positive number of bytes.")
+        if checkpoints is not None and (isinstance(checkpoints, str | dict) or not len(checkpoints)):
+            raise ValueError("checkpoints must be a list of state dicts or of paths, one for every checkpoint.")
+        given = inspect.signature(trak.TRAKer).bind(*args, **kwargs).arguments
+        self.groups = Groups.of(groups, given["train_set_size"])
+        self.fisher, self.strategy, self.memory_budget = fisher, strategy, memory_budget
+        ridge = given.get("lambda_reg", "auto" if fisher != "exact" else 0.0)
+        forced = strategy != "auto" or fisher == "loss" or given.get("lambda_reg") == "auto"
+        self._grouped = forced or not self.groups.are_singletons
+        self._checkpoints = checkpoints
+        self._save_dir, self._load = given.get("save_dir", "./trak_results"), given.get("load_from_save_dir", True)
+        if isinstance(given.get("device"), torch.device):
+            given["device"] = str(given["device"])
+        if self._grouped:
+            given = {"use_half_precision": False} | given | {"train_set_size": len(self.groups)}
+            if fisher == "exact":
+                given["lambda_reg"] = check_damping(ridge, "lambda_reg")
+            else:
+                self._damping = ridge if ridge == "auto" else check_damping(ridge, "lambda_reg")
+                given["lambda_reg"] = 0.0
+        self._half = given.get("use_half_precision", True)
+        super().__init__(**given)
+        self.train_set_size = self.groups.n
+        if not self.saver.experiments_file.exists():
+            write_json(self.saver.experiments_file, {})
+        for model_id in self.saver.model_ids:
+            found = self._folder(model_id) / "damping.json"
+            if found.exists():
+                self.damping[model_id] = json.loads(found.read_text())["damping"]
+        if self._grouped:
+            self.lambda_reg = ridge
+            self._means = open_means(self._folder(""), self.groups.n, self._models, reset=not self._load)
+
+    def init_projector(self, *args: Any, **kwargs: Any) -> None:
+        """As TRAK's; with groups, a projector or a store that does not fit is refused before anything is written."""
+        super().init_projector(*args, **kwargs)
+        if self.groups is None:
+            return
+        check_dimension(self.projector, self.num_params_for_grad)
+        settings = {
+            "n": self.groups.n, "k": len(self.groups), "groups": fingerprint(self.groups),
+            "fisher": self.fisher if self._grouped else "TRAK's",
+            "checkpoints": self._models if self._grouped else None,
+            "half_precision": self._half, "parameters": sorted(self.grad_wrt) if self.grad_wrt else "all",
+        }  # fmt: skip
+        folder = Path(self._save_dir).resolve()
+        check_settings(folder, settings | describe(self.projector), compare=self._load)
+        write_settings(folder, settings | describe(self.projector))
+
+    @property
+    def _models(self) -> int:
+        return 1 if self._checkpoints is None else len(self._checkpoints)
+
+    def _folder(self, model_id: int | str) -> Path:
+        return Path(self._save_dir).resolve() / str(model_id)
+
+    @property
+    def _names(self) -> list[str]:
+        return list(self.grad_wrt or dict(self.model.named_parameters()))
+
+    def load_checkpoint(self, checkpoint: Any, model_id: int, *args: Any, **kwargs: Any) -> None:
+        """As TRAK's."""
+        if not self._grouped:
+            super().load_checkpoint(checkpoint, model_id, *args, **kwargs)
+            return
+        self._commit()
+        new = self.saver.model_ids.get(model_id) is None
+        if new and len(self.saver.model_ids) >= self._models:
+            raise ValueError(
+                f"model_id={model_id} is checkpoint {len(self.saver.model_ids) + 1}, but this TRAKer was made for "
+                f"{self._models}: pass checkpoints=[…], all state dicts or their paths, to average Q over them."
+            )
+        super().load_checkpoint(checkpoint, model_id, *args, **kwargs)
+        if self.saver.current_store["grads"] is None:
+            self._sums = None  # deleted by finalize_features
+            return
+        projection = self._projection()
+        store = self._store(model_id, reset=new)
+        assert self.groups is not None
+        budget = self.memory_budget // 2
+        self._sums = GroupSums(store, self.groups, self.fisher, projection, model_id, budget)
+        self.saver.serialize_current_model_id_metadata()
+
+    def _store(self, model_id: int, reset: bool = False) -> GroupStore:
+        assert self.groups is not None
+        return GroupStore(self._folder(model_id), self.saver.current_store, self.groups, self.fisher, reset)
+
+    def featurize(self, batch: Iterable[Tensor], inds: Any = None, num_samples: int | None = None) -> None:
+        """Add a batch to the sums of its groups; groups may be cut across batches in any way.
+
+        Points that were done before this checkpoint was loaded are left out, so a loop can be run again after it was
+        interrupted. `groups.batch_sampler` gives whole groups, which is fastest.
+        """
+        if self.groups is None:
+            return super().featurize(batch, inds, num_samples)
+        if self.ckpt_loaded != self.saver.current_model_id or (self._grouped and self._sums is None):
+            raise ValueError("no checkpoint is loaded for featurizing: call load_checkpoint first.")
+        batch = check_batch(batch)
+        indices = training_indices(inds, num_samples, self._last_ind, len(batch[0]), self.groups.n)
+        self._last_ind += 0 if num_samples is None else num_samples
+        done = self._done(indices)
+        if done.all():
+            return None
+        if done.any():
+            batch, indices = tuple(tensor[torch.from_numpy(~done)] for tensor in batch), indices[~done]
+        if not self._grouped:
+            return super().featurize(batch, indices)
+        weights = self._out_to_loss(batch, indices)
+        assert self._sums is not None
+        self._sums.add(self._gradients(batch), batch, indices, weights)
+        self.saver.serialize_current_model_id_metadata()
+        return None
+
+    def _done(self, indices: np.ndarray) -> np.ndarray:
+        if self._sums is None:
+            return self.saver.current_store["is_featurized"][indices].reshape(-1) == 1
+        twice = indices[self._sums.now[indices]]
+        if len(twice):
+            raise ValueError(
+                f"inds holds {len(twice)} points that are featurized already, first {twice[:5].tolist()}: give every "
+                "point once per checkpoint."
+            )
+        return self._sums.before[indices]
+
+    def _commit(self) -> None:
+        if self._sums is not None:
+            self._sums.commit()
+            if self.ckpt_loaded == self.saver.current_model_id:
+                self.saver.serialize_current_model_id_metadata()
+
+    def _gradients(self, batch: tuple[Tensor, ...]) -> GroupGradients:
+        """The provider of output gradients, looked into once."""
+        if self._provider is None:
+            batched = isinstance(self.gradient_computer, IterativeGradientComputer)
+            outputs = TaskOutputs(self.task, batched, self.model, batch)
+            weights = torch.ones(len(batch[0]), device=batch[0].device)
+            self._provider = GroupGradients(
+                self.model, outputs, (*batch, weights), parameters=self._names, strategy=self.strategy,
+                memory_budget=max(1, self.memory_budget // 2),
+            )  # fmt: skip
+        return self._provider
+
+    def _projection(self) -> Projection:
+        return Projection(self.projector, ParameterSpace(self.model, self._names), float(self.normalize_factor))
+
+    def _out_to_loss(self, batch: tuple[Tensor, ...], indices: np.ndarray) -> Tensor:
+        """Q̄ of the points of a batch `[b]`: TRAK's Q, averaged over the checkpoints in a pass forward only."""
+        if self._means is None:
+            means = self._one_out_to_loss(batch)
+        else:
+            means = torch.from_numpy(self._means[indices])
+            if bool(means.isnan().any()):
+                means = torch.zeros(len(indices))
+                with parameters_restored(self.model):
+                    for checkpoint in self._checkpoints or ():
+                        load_state(self.model, checkpoint)
+                        means += self._one_out_to_loss(batch).cpu() / self._models
+                self._means[indices] = means.numpy()
+        if not bool(means.isfinite().all()):
+            bad = indices[(~means.isfinite()).cpu().numpy()]
+            raise ValueError(
+                f"the weight Q of {len(bad)} points is not finite, first {bad[:5].tolist()}: look for NaN or infinite "
+                "inputs there."
+            )
+        return means.to(batch[0].device)
+
+    def _one_out_to_loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        with torch.no_grad():
+            return self.gradient_computer.compute_loss_grad(batch).detach().reshape(-1).float()
+
+    def finalize_features(self, model_ids: Iterable[int] | None = None, del_grads: bool = False) -> None:
+        """As TRAK's; an incomplete group, or a Fisher that cannot be inverted, is an error."""
+        if self.groups is not None:
+            release(self.projector)
+        if not self._grouped:
+            super().finalize_features(model_ids, del_grads)
+            return
+        self._commit()
+        self._last_ind = 0
+        for model_id in list(self.saver.model_ids) if model_ids is None else model_ids:
+            if self.saver.model_ids.get(model_id) is None:
+                raise ModelIDException(f"model id {model_id} is not registered: call load_checkpoint first.")
+            if self.saver.model_ids[model_id]["is_finalized"] == 1:
+                self.logger.warning(f"model id {model_id} is finalized already.")
+                continue
+            self._finalize(model_id, del_grads)
+
+    def _finalize(self, model_id: int, del_grads: bool) -> None:
+        self.saver.load_current_store(model_id)
+        store = self._store(model_id)
+        missing = store.missing
+        if missing.any():
+            assert self.groups is not None
+            absent = np.flatnonzero((np.asarray(store.points) == 0) & (self.groups.labels >= 0))
+            raise ModelIDException(
+                f"model id {model_id}: {(missing > 0).sum()} of {len(missing)} groups are incomplete, {len(absent)} "
+                f"training points are missing, first {absent[:5].tolist()}: featurize them first."
+            )
+        numerators = torch.as_tensor(np.array(self.saver.current_store["grads"]), device=self.device)
+        fisher, self.damping[model_id] = self._fisher(store, numerators)
+        features = self.score_computer.get_x_xtx_inv(numerators, fisher)
+        current = self.saver.current_store
+        current["features"][:] = features.to(self.dtype).cpu().numpy()
+        current["out_to_loss"][:] = 1  # Q is in the numerators
+        write_json(self._folder(model_id) / "damping.json", {"damping": self.damping[model_id]})
+        if del_grads:
+            self.saver.del_grads(model_id)
+            store.delete_rows()
+        self.saver.model_ids[model_id]["is_finalized"] = 1
+        self.saver.serialize_current_model_id_metadata()
+
+    def _fisher(self, store: GroupStore, numerators: Tensor) -> tuple[Tensor, float]:
+        """The Fisher `[p, p]` for TRAK's score computer, and the relative ridge in it."""
+        if store.fisher is not None:
+            matrix = torch.as_tensor(np.array(store.fisher), device=self.device)
+            damped = matrix + self.lambda_reg * torch.eye(len(matrix), device=matrix.device)
+            assert self.groups is not None
+            check_invertible(damped, int(self.groups.sizes.sum()), "pass lambda_reg, a ridge, as for TRAK")
+            return matrix, self.lambda_reg / float(matrix.diagonal().mean())
+        rows = numerators
+        if self.fisher == "batched":
+            rows = torch.as_tensor(np.array(store.sums["fisher_rows"]), device=self.device)
+        return EmpiricalFisher(rows.shape[1], rows.device).add(rows).damped(self._damping)
+
+    def start_scoring_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As TRAK's."""
+        if self._grouped:
+            self._commit()
+        super().start_scoring_checkpoint(*args, **kwargs)
+
+    def score(
+        self,
+        batch: Iterable[Tensor] | None = None,
+        inds: Any = None,
+        num_samples: int | None = None,
+        *,
+        property: Property | None = None,
+    ) -> None:
+        """Add targets: a batch of points, or the components of a property of the model (give one of the two)."""
+        if (batch is None) == (property is None):
+            raise ValueError("pass either a batch of targets or property=, a function of the model.")
+        if self.groups is None and property is None:
+            super().score(batch, inds, num_samples)
+            return
+        model_id, experiment = self.saver.current_model_id, self.saver.current_experiment_name
+        if self.saver.model_ids[model_id]["is_finalized"] == 0:
+            raise ModelIDException(f"model id {model_id} is not finalized: call finalize_features before score.")
+        if batch is not None and not self._grouped:
+            super().score(batch, None if inds is None else np.asarray(inds), num_samples)
+            return
+        rows = self._target_rows(None if batch is None else check_batch(batch), property, model_id)
+        store = self.saver.current_store[f"{experiment}_grads"]
+        count = len(rows) if num_samples is None and property is not None and inds is None else num_samples
+        indices = target_indices(inds, count, self._last_ind_target, len(rows), len(store))
+        self._last_ind_target += 0 if count is None else count
+        store[indices] = rows.to(self.dtype).cpu().numpy()
+
+    def _target_rows(self, batch: tuple[Tensor, ...] | None, property: Property | None, model_id: int) -> Tensor:
+        """Projected gradients of targets `[m, proj_dim]`."""
+        projection = self._projection()
+        if batch is not None:
+            ones = torch.ones(len(batch[0]), device=batch[0].device)
+            gradients = self._gradients(batch).on((*batch, ones))
+        elif isinstance(property, PointProperty):
+            gradients = GroupGradients(self.model, property.loss, property.data, parameters=self._names)
+        else:
+            assert property is not None
+            return projection(property_gradient(property, self.model, projection.space.parameters), model_id)
+        rows = torch.empty(len(gradients.groups), self.proj_dim)
+        for at, block in point_rows(gradients, projection, model_id):
+            rows[at] = block.float().cpu()
+        return rows
+
+    def finalize_scores(self, exp_name: str, model_ids: Iterable[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """TRAK's scores, `[groups, targets]` with groups."""
+        if self.groups is None:
+            return super().finalize_scores(exp_name, model_ids, *args, **kwargs)
+        used = list(self.saver.model_ids) if model_ids is None else list(model_ids)
+        if self._grouped and len(used) != self._models:
+            raise ValueError(
+                f"model_ids holds {len(used)} checkpoints, but the weights Q of this store were averaged over "
+                f"{self._models}: score all of them, or make a store for those."
+            )
+        scores = super().finalize_scores(exp_name, used, *args, **kwargs)
+        if not self._grouped and (self.groups.order != np.arange(self.groups.n)).any():
+            scores[:] = scores[self.groups.order]
+            scores.flush()
+        return scores

@@ -1,0 +1,112 @@
+"""The empirical Fisher of (projected) gradients, exact or batched by group, with a ridge relative to its own size.
+
+    F = Σ_r φ_r φ_rᵀ  over rows φ_r: points (exact) or group sums (batched),    F_λ = F + λ · mean diag(F) · I
+
+The batched Fisher is an approximation: k rows say little about p directions unless k is well above p. A ridge
+makes up for it, and how much is needed can be told from the rows themselves: read as k samples, their second
+moment is best shrunk towards a multiple of I by the rule of Ledoit and Wolf (2004), which is a relative ridge.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Damping = float | Literal["auto"]
+
+LARGEST_DAMPING = 1e3  # beyond it F_λ is I times a number in float32
+
+
+class EmpiricalFisher:
+    """Sum of outer products of rows, added block by block.
+
+    Args:
+        dim: length p of a row.
+        device: where the matrix is kept.
+
+    >>> fisher = EmpiricalFisher(2).add(torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 1.0]]))
+    >>> fisher.matrix.tolist(), fisher.rows, fisher.mean_diagonal
+    ([[4.0, 0.0], [0.0, 2.0]], 3, 3.0)
+    >>> damped, damping = fisher.damped(0.5)
+    >>> damped.tolist(), damping
+    ([[5.5, 0.0], [0.0, 3.5]], 0.5)
+    """
+
+    def __init__(self, dim: int, device: torch.device | str = "cpu") -> None:
+        self.matrix = torch.zeros(dim, dim, device=device)
+        self.rows = 0
+        self._fourth_powers = 0.0
+
+    def add(self, rows: Tensor) -> EmpiricalFisher:
+        """Add rows `[b, p]`."""
+        rows = rows.detach().to(self.matrix.device)
+        if rows.dtype not in (torch.float32, torch.float64):
+            rows = rows.float()
+        if rows.dtype != self.matrix.dtype and not self.rows:
+            self.matrix = self.matrix.to(rows.dtype)
+        self.matrix += (rows.T @ rows).to(self.matrix.dtype)
+        self.rows += len(rows)
+        self._fourth_powers += float(rows.double().square().sum(1).square().sum())
+        return self
+
+    @property
+    def dim(self) -> int:
+        """Length p of a row."""
+        return len(self.matrix)
+
+    @property
+    def mean_diagonal(self) -> float:
+        """The scale of the Fisher, to which a ridge is relative."""
+        return float(self.matrix.diagonal().mean())
+
+    def ledoit_wolf(self) -> float:
+        """The relative ridge λ for which F_λ is the best shrinkage of the rows' second moment towards a multiple of I.
+
+        With S = F / k, μ = mean diag(S): λ = ρ / (1 - ρ), where ρ is the expected squared error of S over the
+        squared distance of S from μI.
+        """
+        second = self.matrix.double() / max(self.rows, 1)
+        size = float(second.square().sum())
+        spread = size - float(second.diagonal().mean()) ** 2 * self.dim
+        error = (self._fourth_powers / max(self.rows, 1) - size) / max(self.rows, 1)
+        if spread <= 0 or error >= spread:
+            return LARGEST_DAMPING
+        share = max(error, 0.0) / spread
+        return min(share / (1 - share), LARGEST_DAMPING)
+
+    def damped(self, damping: Damping = "auto") -> tuple[Tensor, float]:
+        """The damped Fisher `[p, p]` and the relative ridge λ in it.
+
+        Args:
+            damping: λ relative to the mean diagonal, or ``"auto"`` for `ledoit_wolf`.
+
+        Raises:
+            ValueError: if it cannot be inverted.
+        """
+        ridge = self.ledoit_wolf() if damping == "auto" else check_damping(damping)
+        damped = self.matrix.clone()
+        damped.diagonal().add_(ridge * self.mean_diagonal)
+        if ridge <= self.dim * torch.finfo(torch.float32).eps or not self.mean_diagonal > 0:  # else well conditioned
+            check_invertible(damped, self.rows, "pass a ridge such as 0.1, or 'auto'")
+        return damped, ridge
+
+
+def check_damping(damping: object, name: str = "damping") -> float:
+    """`damping` as a number, if it is one and not negative."""
+    if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 <= damping < float("inf"):
+        raise ValueError(f"{name}={damping!r}: pass a number from 0 on, relative to the mean diagonal, or 'auto'.")
+    return float(damping)
+
+
+def check_invertible(fisher: Tensor, rows: int, fix: str) -> None:
+    """Refuse a Fisher `[p, p]` made of `rows` rows whose inverse would be noise, saying how to mend it."""
+    inverse, failed = torch.linalg.inv_ex(fisher.double())
+    condition = float(torch.linalg.matrix_norm(fisher.double(), 1) * torch.linalg.matrix_norm(inverse, 1))
+    # the 1-norm condition is at most p times that of the 2-norm, so what is refused here is noise for certain
+    if int(failed) or not condition * torch.finfo(torch.float32).eps < len(fisher):
+        raise ValueError(
+            f"the Fisher of {rows} rows in {len(fisher)} dimensions is singular (condition {condition:.1g}), so scores "
+            f"would be noise: {fix}, or use a smaller projection dimension."
+        )

@@ -1,0 +1,57 @@
+"""`ggda_trak.TRAKer` against `trak.TRAKer`: without groups, groups of one, and sums over groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import trak
+from trak_cases import N, case, error, scores, summed, uneven_labels
+
+import ggda_trak
+
+TASKS = ("image_classification", "text_classification", "iterative_image_classification")
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("task", TASKS)
+def test_without_groups_it_is_trak_bit_for_bit(task: str, half: bool, tmp_path: Path) -> None:
+    options = {"use_half_precision": half, "lambda_reg": 0.1}
+    expected = scores(trak.TRAKer, case(task), tmp_path / "a", models=2, **options)
+    state = torch.get_rng_state()
+    found = scores(ggda_trak.TRAKer, case(task), tmp_path / "b", models=2, **options)
+    assert found.dtype == expected.dtype and np.array_equal(found, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_singletons_are_trak_bit_for_bit_in_group_order(half: bool, tmp_path: Path) -> None:
+    order = np.random.default_rng(2).permutation(N)
+    options = {"use_half_precision": half, "lambda_reg": 0.1}
+    expected = scores(trak.TRAKer, case(TASKS[0]), tmp_path / "a", models=2, **options)
+    for name, groups in (("same", np.arange(N)), ("permuted", [[i] for i in order])):
+        found = scores(ggda_trak.TRAKer, case(TASKS[0]), tmp_path / name, models=2, groups=groups, **options)
+        assert np.array_equal(found, expected if name == "same" else expected[order])
+
+
+@pytest.mark.parametrize("fisher", ["exact", "batched"])
+@pytest.mark.parametrize("strategy", ["segmented", "backward", "persample"])
+def test_singletons_on_the_group_path_equal_trak(fisher: str, strategy: str, tmp_path: Path) -> None:
+    expected = scores(trak.TRAKer, case(TASKS[0]), tmp_path / "a")
+    options = {"groups": np.arange(N), "fisher": fisher, "strategy": strategy, "lambda_reg": 0.0}
+    found = scores(ggda_trak.TRAKer, case(TASKS[0]), tmp_path / "b", **options)
+    assert error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("models", [1, 3])
+@pytest.mark.parametrize("task", TASKS)
+def test_additivity_exact_fisher_gives_the_sum_of_trak_scores(task: str, models: int, tmp_path: Path) -> None:
+    labels = uneven_labels()
+    options = {"lambda_reg": 1.0 if task == TASKS[1] else 0.0}
+    expected = summed(scores(trak.TRAKer, case(task), tmp_path / "a", models, **options), labels)
+    options |= {"groups": labels, "fisher": "exact"}
+    found = scores(ggda_trak.TRAKer, case(task), tmp_path / "b", models, size=37, **options)
+    assert found.shape == expected.shape
+    assert error(found, expected) < 1e-5
