@@ -1,4 +1,4 @@
-"""One small problem, two checkpoints with learning rates, and the five classes built alike from Captum or ggda_captum."""
+"""One small problem, two checkpoints with rates, and the five classes built alike from Captum and ggda_captum."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import captum.influence
+import ggda_captum
 import torch
 from captum.influence._core.arnoldi_influence_function import ArnoldiInfluenceFunction
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-
-import ggda_captum
 
 CAPTUM = SimpleNamespace(**{name: getattr(captum.influence, name) for name in captum.influence.__all__})
 CAPTUM.ArnoldiInfluenceFunction = ArnoldiInfluenceFunction

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ggda_captum
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-import ggda_captum
 from ggda_ext import Groups
 from tests.captum_cases import (
     CAPTUM,
     CLASSES,
     LAST_LAYER,
+    UNEVEN,
     M,
     N,
-    UNEVEN,
     captums,
     load,
     ours,

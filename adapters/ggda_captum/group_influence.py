@@ -29,7 +29,7 @@ from ggda_ext.attribution import parameters_restored, property_directions
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients.provider import Directions
 from ggda_ext.groups import GroupsLike
-from ggda_ext.losses import as_example_loss
+from ggda_ext.losses import ExampleLoss, as_example_loss
 from ggda_ext.properties import Property
 
 
@@ -163,14 +163,14 @@ class GroupInfluence(DataInfluence):
     def _train_data(self) -> IndexedData:
         return IndexedData(self.train_dataloader, "train_dataset")
 
-    def _provider(self, show_progress: bool = False) -> GroupGradients:
-        """The group-summed gradients of the training loss at the model's current parameters."""
+    def _provider(self, show_progress: bool = False, inputs: Any = None) -> GroupGradients:
+        """The group-summed gradients of the training loss, at the model's current parameters, to explain `inputs`."""
         if not self._said_what_captum_drops:
             self._said_what_captum_drops = True
             _warn_of_dropped(self._dropped_by_captum())
         return GroupGradients(
             self.model,
-            self.loss_fn,
+            self._example_loss(self.loss_fn, inputs),
             self._train_data,
             self.groups,
             parameters=self._parameters(),
@@ -182,7 +182,11 @@ class GroupInfluence(DataInfluence):
         """What the group gradients are multiplied with: a property's gradient, or those of test points."""
         if isinstance(inputs, OfProperty):
             return property_directions(provider, inputs.property)
-        return PointGradients(as_example_loss(self.test_loss_fn), points_of(inputs))
+        return PointGradients(self._example_loss(self.test_loss_fn, inputs), points_of(inputs))
+
+    def _example_loss(self, loss_fn: Any, inputs: Any) -> ExampleLoss:
+        """The loss of each example, of training or test points, when `inputs` is to be explained."""
+        return as_example_loss(loss_fn)
 
     def _point_provider(self, points: PointGradients, groups: GroupsLike = None) -> GroupGradients:
         """The gradients of test points, each for itself or summed by `groups`."""

@@ -37,7 +37,7 @@ class CheckpointInfluence(GroupInfluence):
 
     def _group_influence(self, inputs: Any, show_progress: bool = False, aggregate: bool = False) -> Tensor:
         def scores() -> Tensor:
-            provider = self._provider(show_progress)
+            provider = self._provider(show_progress, inputs)
             directions = self._directions(provider, inputs)
             if aggregate and isinstance(directions, PointGradients):
                 directions = self._point_provider(directions, np.zeros(directions.n, np.int64)).rows()

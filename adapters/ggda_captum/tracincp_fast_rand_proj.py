@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from ggda_captum.group_influence import OfProperty
 from ggda_captum.nearest_neighbors import ExactNearestNeighbors
 from ggda_captum.tracincp import CheckpointInfluence
-from ggda_ext import PointGradients
+from ggda_ext import ExampleLoss, PointGradients
+from ggda_ext.losses import as_example_loss, example_losses, model_output
 
 Blocks = Iterable[tuple[Tensor, Tensor]]
 Projections = tuple[Tensor, Tensor] | None
@@ -28,8 +29,8 @@ Projections = tuple[Tensor, Tensor] | None
 class TracInCPFast(CheckpointInfluence, captum.influence.TracInCPFast):
     """Captum's `TracInCPFast`, with `groups=`, `influence(property=…)`, and DataLoaders as `inputs`.
 
-    Like Captum it leaves out the bias of the last layer. Difference of the group path: if the model changes the
-    output of `final_fc_layer` before returning it (a softmax), groups get the true gradient, Captum's lacks that step.
+    Like Captum it leaves out the bias of the last layer, and takes the model's output for the output of that layer;
+    where the model goes on after it (a softmax), `property` is explained by true gradients on both sides instead.
     """
 
     final_fc_layer: Any
@@ -37,6 +38,11 @@ class TracInCPFast(CheckpointInfluence, captum.influence.TracInCPFast):
 
     def _parameters(self) -> list[nn.Parameter]:
         return [self.final_fc_layer.weight]
+
+    def _example_loss(self, loss_fn: Any, inputs: Any) -> ExampleLoss:
+        if isinstance(inputs, OfProperty):
+            return as_example_loss(loss_fn)
+        return LastLayerLoss(loss_fn, self.final_fc_layer)
 
     def _influence(self, inputs: Any, **options: Any) -> Tensor:
         if self._one_by_one(inputs):
@@ -51,6 +57,29 @@ class TracInCPFast(CheckpointInfluence, captum.influence.TracInCPFast):
 
     def _one_by_one(self, inputs: Any) -> bool:
         return isinstance(inputs, DataLoader) and self._by_captum(inputs) and not self._captum_takes_loaders
+
+
+class LastLayerLoss(ExampleLoss):
+    """The loss as a function of the last layer alone: whatever the model does after it counts as the identity.
+
+    At output f the loss is taken at ``f + (z - stop(z))`` with z the layer's output: the value is that of f, and the
+    gradient at z is ∂loss/∂f.
+    """
+
+    def __init__(self, loss_fn: Any, layer: nn.Module) -> None:
+        self.loss_fn, self.layer = loss_fn, layer
+
+    def each(self, model: nn.Module, batch: Any) -> Tensor:
+        """Loss of every example `[b]`."""
+        seen: list[Tensor] = []
+        handle = self.layer.register_forward_hook(lambda module, args, output: seen.append(output))
+        try:
+            output, target = model_output(model, batch)
+        finally:
+            handle.remove()
+        if seen and seen[-1] is not output and seen[-1].shape == output.shape:
+            output = output.detach() + (seen[-1] - seen[-1].detach())
+        return example_losses(self.loss_fn, output, target)
 
 
 class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
@@ -101,7 +130,7 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
         return super()._get_intermediate_quantities_tracincp_fast_rand_proj(inputs, projection_quantities, test)
 
     def _test_blocks(self, inputs: Any) -> Blocks:
-        directions = self._directions(self._provider(), inputs)
+        directions = self._directions(self._provider(inputs=inputs), inputs)
         if isinstance(directions, PointGradients):
             return self._point_provider(directions).blocks()
         return [(torch.arange(len(directions)), directions)]
