@@ -101,8 +101,9 @@ class FactoredProjector(AbstractProjector):
         return projected
 
     def captures(self, provider: GroupGradients) -> bool:
-        """Whether every gradient can be had from layer inputs and output gradients."""
-        return not provider.plan(None).facts.uncovered
+        """Whether every gradient can be had from layer inputs and output gradients of the projector's own model."""
+        own = self.space.spans.keys() == provider.space.spans.keys()
+        return own and not provider.plan(None).facts.uncovered
 
     def blocks(self, provider: GroupGradients, weights: Tensor, model_id: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Projected group sums of w_i ∇f_i, as `(group ids [s], projections [weightings, s, proj_dim])`.
