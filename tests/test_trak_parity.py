@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ggda_trak
 import numpy as np
 import pytest
 import torch
 import trak
 from trak_cases import N, case, error, scores, summed, uneven_labels
-
-import ggda_trak
 
 TASKS = ("image_classification", "text_classification", "iterative_image_classification")
 
@@ -22,7 +21,8 @@ def test_without_groups_it_is_trak_bit_for_bit(task: str, half: bool, tmp_path: 
     expected = scores(trak.TRAKer, case(task), tmp_path / "a", models=2, **options)
     state = torch.get_rng_state()
     found = scores(ggda_trak.TRAKer, case(task), tmp_path / "b", models=2, **options)
-    assert found.dtype == expected.dtype and np.array_equal(found, expected)
+    assert found.dtype == expected.dtype
+    assert np.array_equal(found, expected)
     assert torch.equal(torch.get_rng_state(), state)
 
 

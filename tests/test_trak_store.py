@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ggda_trak.store
 import numpy as np
 import pytest
 import torch
-from trak_cases import N, TARGETS, batches, case, error, featurize, scored, scores, take, uneven_labels
-
-import ggda_trak.store
-from ggda_ext import Groups
 from ggda_trak import FactoredProjector, SketchProjector, TRAKer
 from ggda_trak.projectors import BasicProjector
+from trak_cases import TARGETS, N, batches, case, error, featurize, scored, scores, take, uneven_labels
+
+from ggda_ext import Groups
 
 TASK = "image_classification"
 
@@ -304,7 +304,8 @@ def test_gradients_can_be_deleted_once_features_are_made(tmp_path: Path) -> None
     traker = made(tmp_path / "b")
     featurize(traker, given, [checkpoint])
     traker.finalize_features(del_grads=True)
-    assert not list((tmp_path / "b" / "0").glob("*rows*")) and not (tmp_path / "b" / "0" / "grads.mmap").exists()
+    assert not list((tmp_path / "b" / "0").glob("*rows*"))
+    assert not (tmp_path / "b" / "0" / "grads.mmap").exists()
     again = made(tmp_path / "b")
     again.load_checkpoint(checkpoint, 0)
     assert np.array_equal(scored(again, given, [checkpoint]), expected)
@@ -323,7 +324,8 @@ def test_half_precision_is_off_with_groups_and_overflow_is_an_error(tmp_path: Pa
     )  # fmt: skip
     with pytest.raises(ValueError, match="do not fit float16"):
         store.add(np.array([0]), np.array([1]), {"numerators": np.full((1, 3), 1e6, np.float32)})
-    assert not store.points.any() and not store.sums["numerators"].any()
+    assert not store.points.any()
+    assert not store.sums["numerators"].any()
 
 
 def test_store_size_goes_by_groups(tmp_path: Path) -> None:
@@ -333,4 +335,5 @@ def test_store_size_goes_by_groups(tmp_path: Path) -> None:
         return sum(path.stat().st_size for path in (tmp_path / name / "0").iterdir())
 
     few, many = size(np.arange(N) // 100, "few"), size(np.arange(N) // 4, "many")
-    assert few < 12_000 and 10 * few < many
+    assert few < 12_000
+    assert 10 * few < many

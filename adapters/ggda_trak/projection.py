@@ -46,10 +46,7 @@ class Projection:
     def __call__(self, rows: Tensor, model_id: int) -> Tensor:
         """Project rows `[b, d]` to `[b, proj_dim]`, in the dtype of the rows."""
         parts = [self._call(part, model_id) for part in rows.split(self.most_rows or max(len(rows), 1))]
-        projected = torch.cat(parts) if len(parts) > 1 else parts[0]
-        if projected is rows:  # a NoOpProjector gives the rows themselves
-            projected = projected.clone()
-        return projected.to(rows.dtype).div_(self.scale)
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).to(rows.dtype) / self.scale
 
     def _call(self, rows: Tensor, model_id: int) -> Tensor:
         if not isinstance(self.projector, ChunkedCudaProjector):
