@@ -152,9 +152,13 @@ def merge_pieces(pieces: Iterator[tuple[Tensor, Tensor, bool]], max_rows: int) -
         if not complete:
             continue
         if rows and sum(map(len, rows)) + len(piece_rows) > max_rows:
-            yield torch.cat(ids), torch.cat(rows)
+            yield _joined(ids), _joined(rows)
             ids, rows = [], []
         ids.append(piece_ids)
         rows.append(piece_rows)
     if rows:
-        yield torch.cat(ids), torch.cat(rows)
+        yield _joined(ids), _joined(rows)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)  # cat copies even a single part

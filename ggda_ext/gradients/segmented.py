@@ -33,9 +33,9 @@ def blocks(job: Job, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
 
     def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
         for groups, batch in job.grouped_batches(most_groups=max_rows):
-            rows = torch.zeros(len(groups.ids), job.space.size, dtype=job.space.dtype, device=job.space.device)
-            observe(job.space, job.layers, job.loss, batch, _SegmentRows(job, groups.starts.tolist(), rows))
-            yield torch.from_numpy(groups.ids), rows, groups.complete
+            observer = _SegmentRows(job, groups.starts.tolist())
+            observe(job.space, job.layers, job.loss, batch, observer)
+            yield torch.from_numpy(groups.ids), observer.finished(), groups.complete
 
     return merge_pieces(pieces(), max_rows)
 
@@ -92,16 +92,34 @@ class _SegmentScores(Observer):
 
 
 class _SegmentRows(Observer):
-    """Adds every layer's segment gradients to rows `[s, p]` (adds, because a layer may be called twice)."""
+    """Writes every layer's segment gradients into rows `[s, p]`, or adds them if the layer is called again."""
 
-    def __init__(self, job: Job, starts: list[int], rows: Tensor) -> None:
-        self.space, self.starts, self.rows = job.space, starts, rows
+    def __init__(self, job: Job, starts: list[int]) -> None:
+        self.space, self.starts = job.space, starts
+        self.rows = torch.empty(len(starts) - 1, job.space.size, dtype=job.space.dtype, device=job.space.device)
+        self.written: set[int] = set()
 
     def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
         starts = [start * repeats for start in self.starts]
         if layer.bias is not None:
-            self.space.part(self.rows, layer.bias).add_(layer.rule.bias_rows(layer.module, d, starts))
+            part, again = self._part(layer.bias)
+            gradients = layer.rule.bias_rows(layer.module, d, starts)
+            part.add_(gradients) if again else part.copy_(gradients)
         if layer.weight is not None:
-            out = torch.empty(len(self.rows), *layer.weight.shape, dtype=d.dtype, device=d.device)
+            part, again = self._part(layer.weight)
+            out = torch.empty_like(part, memory_format=torch.contiguous_format) if again else part
             layer.rule.weight_rows(layer.module, kept, d, starts, out)
-            self.space.part(self.rows, layer.weight).add_(out)
+            if again:
+                part.add_(out)
+
+    def _part(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+        again = id(parameter) in self.written
+        self.written.add(id(parameter))
+        return self.space.part(self.rows, parameter), again
+
+    def finished(self) -> Tensor:
+        """The rows, with zeros for parameters that were not used."""
+        for parameter in self.space.parameters.values():
+            if id(parameter) not in self.written:
+                self.space.part(self.rows, parameter).zero_()
+        return self.rows
