@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 STRATEGIES = ("directional", "forward", "ghost", "segmented", "backward", "persample")
 
-_ROW_WRITE = 30.0  # passes a row costs in `segmented`, shared by the points and tokens of a group
-_GROUP_CALL = 120.0  # passes a separate backward call costs in `backward`, likewise
+_ROW_WRITE = 6.0  # passes a row costs in `segmented`, shared by the points and tokens of a group
+_GROUP_CALL = 150.0  # passes a separate backward call costs in `backward`, likewise
 _VMAP = 30.0  # passes vmap(grad) costs over the two of its arithmetic, shared by tokens
 
 
