@@ -142,7 +142,12 @@ def _own_loader(source: Dataset, loader: DataLoader | None, **batching: Any) -> 
 
 def _loader_order(loader: DataLoader, name: str) -> np.ndarray | None:
     """Data set positions in the order a loader gives them; None for 0, 1, 2, …"""
-    sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+    if loader.batch_sampler is None:
+        raise ValueError(
+            f"{name} is a DataLoader with batch_size=None, whose items cannot be put into other batches: pass the "
+            "data set itself, or a DataLoader that batches single examples."
+        )
+    sampler = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(sampler, SequentialSampler) and not loader.drop_last:
         return None
     if isinstance(sampler, _SHUFFLING):
@@ -150,8 +155,7 @@ def _loader_order(loader: DataLoader, name: str) -> np.ndarray | None:
             f"{name} is a DataLoader that shuffles ({type(sampler).__name__}), so its points have no fixed "
             "index: pass the data set, or a DataLoader with shuffle=False."
         )
-    batches = loader.batch_sampler if loader.batch_sampler is not None else [loader.sampler]
-    order, again = ([int(i) for batch in batches for i in batch] for _ in range(2))
+    order, again = ([int(i) for batch in loader.batch_sampler for i in batch] for _ in range(2))
     if order != again:
         raise ValueError(
             f"{name} is a DataLoader whose sampler gives another order each time "

@@ -80,6 +80,13 @@ def test_a_loader_that_shuffles_has_no_index() -> None:
         )
 
 
+def test_a_loader_without_batches_of_points() -> None:
+    given = problem()
+    whole = DataLoader([given.train], batch_size=None)
+    with pytest.raises(ValueError, match="train_dataset is a DataLoader with batch_size=None"):
+        ggda_captum.TracInCP(given.model, whole, given.checkpoints, loss_fn=nn.NLLLoss(reduction="none"), groups=UNEVEN)
+
+
 @pytest.mark.parametrize("name", TRACIN)
 def test_a_folder_or_list_without_checkpoints(name: str, tmp_path: Path) -> None:
     given = problem()

@@ -51,8 +51,8 @@ class CheckpointInfluence(GroupInfluence):
         def norms() -> Tensor:
             provider = self._provider(show_progress)
             found = torch.zeros(len(provider.groups), dtype=provider.space.dtype, device=provider.space.device)
-            for ids, rows in provider.blocks():
-                found[ids.to(found.device)] = rows.square().sum(1)
+            for ids, rows in self._blocks(provider):
+                found[ids.to(found.device)] = torch.linalg.vector_norm(rows, dim=1).square()
             return found
 
         return _weighted_sum(self._at_checkpoints(norms))

@@ -1,0 +1,142 @@
+"""ggda_captum next to Captum on the same work: a mean test loss, 100 test points, the last layer, memory.
+
+Captum is given its best batch size for each mode (64 sample-wise, 16 without, 2,048 for the last layer); a mean
+test loss is Captum's ``aggregate=True`` over the test set, its cheapest way to say it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import captum.influence
+import ggda_captum
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.speed import models
+from benchmarks.speed.memory import peak_bytes
+from benchmarks.speed.timing import Row, best_times
+from ggda_ext import Groups, properties
+
+TESTS = 100
+SIZE = 64
+SIZES = (2, 4, 16, 64, 256, 1024)
+BEST, DEFAULT = "Captum, sample-wise", "Captum, default mode"
+RATE = 0.1
+
+
+class Work:
+    """ANN-L with made data of MNIST's shape and one checkpoint."""
+
+    def __init__(self, n: int) -> None:
+        torch.manual_seed(0)
+        self.n, self.model = n, models.ann_l()
+        self.data, self.tests = TensorDataset(*models.tabular(n, 784, 10)), models.tabular(TESTS, 784, 10, seed=1)
+
+    def tracin(self, toolkit: Any, reduction: str, batch_size: int, **options: Any) -> Any:
+        return toolkit.TracInCP(
+            self.model, self.data, [self.model.state_dict()], _load, loss_fn=nn.CrossEntropyLoss(reduction=reduction),
+            batch_size=batch_size, sample_wise_grads_per_batch=reduction != "none", **options,
+        )  # fmt: skip
+
+    def last_layer(self, toolkit: Any, **options: Any) -> Any:
+        return toolkit.TracInCPFast(
+            self.model, self.model.get_submodule("6"), self.data, [self.model.state_dict()], _load,
+            loss_fn=nn.CrossEntropyLoss(reduction="sum"), batch_size=2048, **options,
+        )  # fmt: skip
+
+    def groups(self, size: int) -> Groups:
+        """Scattered groups, as a clustering gives them."""
+        return Groups(np.random.default_rng(0).permutation(self.n) // size)
+
+
+def rows(quick: bool = False) -> Iterator[Row]:
+    """Speed-ups over Captum, and memory by number of groups."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Captum's remarks on inputs that require no gradient
+        work = Work(2_048 if quick else 10_240)
+        yield from _all_layers(work)
+        yield from _last_layer(work)
+        yield from _memory(work)
+        yield from _memory_of_one_batch(work)
+
+
+def _all_layers(work: Work) -> Iterator[Row]:
+    grouped = work.tracin(ggda_captum, "sum", SIZE, groups=work.groups(SIZE))
+    best, default = work.tracin(captum.influence, "sum", 64), work.tracin(captum.influence, "none", 16)
+    mean = properties.mean_loss(work.tests, nn.CrossEntropyLoss())
+    times = best_times(
+        {
+            "mean": lambda: grouped.influence(property=mean),
+            f"mean, {BEST}": lambda: best.influence(work.tests, aggregate=True),
+            f"mean, {DEFAULT}": lambda: default.influence(work.tests, aggregate=True),
+            "tests": lambda: grouped.influence(work.tests),
+            f"tests, {BEST}": lambda: best.influence(work.tests),
+        },
+        repeats=10,
+        slow={f"mean, {BEST}": 3, f"mean, {DEFAULT}": 2, f"tests, {BEST}": 2},
+    )
+    note = f"n = {work.n:,}"
+    yield _row("TracInCP, mean test loss", SIZE, times["mean"], BEST, times[f"mean, {BEST}"], 15, note)
+    yield _row("TracInCP, mean test loss", SIZE, times["mean"], DEFAULT, times[f"mean, {DEFAULT}"], 50, note)
+    yield _row(f"TracInCP, {TESTS} test points", SIZE, times["tests"], BEST, times[f"tests, {BEST}"], 15, note)
+
+
+def _last_layer(work: Work) -> Iterator[Row]:
+    plain = work.last_layer(captum.influence)
+    calls: dict[str, Callable[[Any], Tensor]] = {
+        f"{TESTS} test points": lambda influence: influence.influence(work.tests),
+        "self influence": lambda influence: influence.self_influence(),
+    }
+    for what, call in calls.items():
+        grouped = {size: work.last_layer(ggda_captum, groups=work.groups(size)) for size in SIZES}
+        cases: dict[str, Callable[[], Any]] = {"Captum": lambda call=call: call(plain)}  # type: ignore[misc]
+        cases |= {str(size): lambda call=call, it=it: call(it) for size, it in grouped.items()}  # type: ignore[misc]
+        times = best_times(cases)
+        for size in SIZES:
+            yield _row(f"TracInCPFast, {what}", size, times[str(size)], "Captum", times["Captum"], 1, f"n = {work.n:,}")
+
+
+def _memory(work: Work) -> Iterator[Row]:
+    """Peak memory with many groups, as a multiple of that with few."""
+    mean = properties.mean_loss(work.tests, nn.CrossEntropyLoss())
+    for what, call in {
+        "mean test loss": lambda influence: influence.influence(property=mean),
+        "self influence": lambda influence: influence.self_influence(),
+    }.items():
+        peaks = {}
+        for size in (1024, 4):
+            influence = work.tracin(ggda_captum, "sum", 64, groups=work.groups(size))
+            call(influence)  # what stays resident for good is not counted
+            peaks[size] = peak_bytes(lambda call=call, influence=influence: call(influence))  # type: ignore[misc]
+        few, many = peaks[1024], peaks[4]
+        if few and many:
+            note = f"{many / 2**20:.0f} MB with {work.n // 4:,} groups, {few / 2**20:.0f} MB with {work.n // 1024}"
+            yield Row(
+                "captum", "ANN-L", f"TracInCP memory, {what}", 4, 0.0, "group size 1024", many / few, "times", 2.0, note
+            )
+
+
+def _memory_of_one_batch(work: Work, points: int = 256) -> Iterator[Row]:
+    """Peak memory for a few points in one batch, as a multiple of what Captum's default mode needs for them."""
+    small = Work(points)
+    plain = small.tracin(captum.influence, "none", points)
+    grouped = small.tracin(ggda_captum, "none", points, groups=small.groups(16))
+    theirs = peak_bytes(lambda: plain.influence(work.tests, aggregate=True))
+    ours = peak_bytes(lambda: grouped.influence(work.tests, aggregate=True))
+    if theirs and ours is not None:
+        note = f"{ours / 2**20:.0f} MB and {theirs / 2**20:.0f} MB for {points} points in one batch"
+        yield Row("captum", "ANN-L", "TracInCP memory, one batch", 16, 0.0, DEFAULT, ours / theirs, "times", 0.1, note)
+
+
+def _row(case: str, size: int, seconds: float, against: str, theirs: float, goal: float, note: str) -> Row:
+    return Row("captum", "ANN-L", case, size, seconds, against, theirs / seconds, "x faster", goal, note)
+
+
+def _load(model: nn.Module, state: dict[str, Tensor]) -> float:
+    model.load_state_dict(state)
+    return RATE
