@@ -3,7 +3,7 @@
 Names in the order a newcomer meets them.
 """
 
-from ggda_ext import properties
+from ggda_ext import grouping, properties
 from ggda_ext.attribution import attribute, property_scores
 from ggda_ext.gradients import STRATEGIES, GroupGradients, Plan, PointGradients
 from ggda_ext.groups import Groups
@@ -16,6 +16,7 @@ __all__ = [
     "Groups",
     "attribute",
     "properties",
+    "grouping",
     "GroupGradients",
     "PointGradients",
     "Plan",

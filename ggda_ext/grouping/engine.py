@@ -9,9 +9,12 @@ matters: on MNIST gradients Lloyd from random points ends at 1.2 to 45 times the
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 from scipy.spatial import cKDTree
 from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.neighbors import NearestNeighbors
 
 TREE_DIMENSIONS = 15  # above this a k-d tree visits most leaves; scikit-learn draws the line here too
@@ -20,14 +23,14 @@ RELOCATION_ROUNDS = 6
 
 
 def kmeans(points: np.ndarray, k: int, rng: np.random.Generator, max_iter: int, tol: float) -> np.ndarray:
-    """Cluster of every point `[n]`, from `points [n, d]`; fewer than `k` only if fewer points are distinct.
+    """Cluster of every point `[n]`, from `points [n, d]`; now and then a few clusters fewer than `k`.
 
     Stops when the squared shift of all centres is at most `tol` times the mean variance of the features
     (scikit-learn's rule); many small clusters also stop once an iteration lowers the inertia by less than
     the fraction `tol`.
     """
-    if k == 1 or len(points) == 1:
-        return np.zeros(len(points), np.int64)
+    if k == 1 or k == len(points):
+        return np.arange(len(points)) % k
     tree = points.shape[1] <= TREE_DIMENSIONS
     if tree:
         points = points.astype(np.float64)
@@ -37,16 +40,17 @@ def kmeans(points: np.ndarray, k: int, rng: np.random.Generator, max_iter: int, 
     if tree and k > TREE_CLUSTERS:
         labels = _tree_lloyd(points, centres, max_iter, tol)
     else:
-        seed = int(rng.integers(2**31))  # unused with given centres, but None would draw from the global state
-        fitted = KMeans(len(centres), init=centres, n_init=1, max_iter=max_iter, tol=tol, random_state=seed)
-        labels = fitted.fit(points).labels_
+        lloyd = KMeans(len(centres), init=centres, n_init=1, max_iter=max_iter, tol=tol, random_state=0)
+        with warnings.catch_warnings():  # empty clusters are the caller's to fill
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            labels = lloyd.fit(points).labels_
     return np.unique(labels, return_inverse=True)[1]
 
 
 def inertia(points: np.ndarray, labels: np.ndarray) -> float:
     """Sum of squared distances of `points [n, d]` to the mean of their cluster."""
     centres, _ = means(points, labels, int(labels.max()) + 1)
-    return float(_squared_norms(points - centres[labels]).sum())
+    return float(_squared_norms(points - centres[labels]).sum(dtype=np.float64))
 
 
 def means(points: np.ndarray, labels: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

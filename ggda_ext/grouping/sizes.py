@@ -12,7 +12,7 @@ from scipy.spatial import cKDTree
 
 from ggda_ext.grouping.engine import means
 
-REFINEMENT_NEIGHBOURS = 8
+MOST_TRADES = 30_000  # pairs of clusters that trade: about three seconds
 
 
 def cut_to_count(points: np.ndarray, labels: np.ndarray, k: int) -> np.ndarray:
@@ -58,8 +58,7 @@ def _cut(points: np.ndarray, labels: np.ndarray, pieces: np.ndarray) -> np.ndarr
             members, count = parts.pop()
             if count > 1:
                 left_count = count // 2
-                size, larger = divmod(len(members), count)
-                left = size * left_count + min(larger, left_count)
+                left = len(members) * left_count // count
                 sorted_members = members[np.argsort(_along_spread(points[members]), kind="stable")]
                 parts += [(sorted_members[left:], count - left_count), (sorted_members[:left], left_count)]
             elif first:
@@ -87,7 +86,7 @@ def _trade(points: np.ndarray, labels: np.ndarray, k: int) -> np.ndarray:
     labels = labels.copy()
     members = np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels, minlength=k))[:-1])
     centres, _ = means(points, labels, k)
-    neighbours = min(k - 1, REFINEMENT_NEIGHBOURS)
+    neighbours = min(k - 1, 16, max(2, MOST_TRADES // k))
     for rank in range(1, neighbours + 1):
         near = cKDTree(centres).query(centres, [rank + 1])[1][:, 0]
         for a, b in enumerate(near):

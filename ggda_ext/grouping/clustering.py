@@ -1,0 +1,235 @@
+"""The paper's three clusterings as scikit-learn-like builders of `Groups`.
+
+``GradKMeansGroups(model, loss_fn, group_size=64, random_state=0).fit_groups(data)``; scikit-learn's
+``fit_predict`` gives the labels, and after ``fit`` the groups are in ``groups_``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+from sklearn.base import BaseEstimator, ClusterMixin
+from torch import nn
+
+from ggda_ext.grouping.engine import inertia, kmeans
+from ggda_ext.grouping.features import Layer, gradients, input_features, representations
+from ggda_ext.grouping.simple import RandomState, generator, group_count
+from ggda_ext.grouping.sizes import cut_to_count, cut_to_size, equal_sizes
+from ggda_ext.grouping.whitening import Whitening, check_features, content_order, whitened
+from ggda_ext.groups import Groups
+
+Self = TypeVar("Self", bound="KMeansGroups")
+
+
+class KMeansGroups(ClusterMixin, BaseEstimator):
+    """Groups of points with similar inputs: k-means on whitened raw features.
+
+    The same `random_state` gives the same groups bit for bit, and permuting the data permutes them, because
+    whatever is drawn depends on the features of a point and not on its place. (Points with exactly the same
+    features may change places if they are in different groups.)
+
+    Args:
+        group_size: mean size of a group: there are ⌈n / group_size⌉ groups.
+        n_groups: number of groups; pass this or `group_size`.
+        max_size: no group larger than this. Larger clusters are cut, so there may be more groups than asked for.
+        balanced: sizes differ by at most one. Costs spread where the data is uneven, as gradients are: there
+            `max_size` is the better choice.
+        whiten: ``"pca"`` (all directions of equal variance), ``"scale"`` (all features) or None. Directions and
+            features without variance are left out.
+        max_iter: Lloyd iterations at most.
+        tol: stop when the squared shift of all centres is at most this, in units of the features' variance;
+            above 500 clusters, also when an iteration lowers the inertia by less than this fraction.
+        random_state: a seed, or a NumPy generator. Global random states are neither read nor changed.
+        batch_size: examples fetched at a time from a data set or loader.
+
+    Attributes:
+        groups_: the `Groups`.
+        labels_: group id of every point `[n]`.
+        inertia_: sum of squared distances to the group means, in whitened features.
+        n_features_in_: number of features before whitening.
+
+    >>> import numpy as np
+    >>> KMeansGroups(n_groups=2, random_state=0).fit_groups(np.array([[0.0], [9.0], [0.1], [9.1]]))
+    Groups(k=2, n=4, sizes 2…2)
+    """
+
+    _own_units = True  # raw features are in metres, years and euros
+
+    def __init__(
+        self,
+        group_size: int | None = None,
+        n_groups: int | None = None,
+        *,
+        max_size: int | None = None,
+        balanced: bool = False,
+        whiten: Whitening = "pca",
+        max_iter: int = 60,
+        tol: float = 1e-3,
+        random_state: RandomState = None,
+        batch_size: int = 1024,
+    ) -> None:
+        self.group_size = group_size
+        self.n_groups = n_groups
+        self.max_size = max_size
+        self.balanced = balanced
+        self.whiten = whiten
+        self.max_iter = max_iter
+        self.tol = tol
+        self.random_state = random_state
+        self.batch_size = batch_size
+
+    def features(self, data: Any) -> np.ndarray:
+        """What is clustered, before whitening `[n, d]`."""
+        return input_features(data, self.batch_size)
+
+    def fit(self: Self, data: Any, y: Any = None) -> Self:
+        """Cluster `data`: an array, a tensor, a DataFrame, a data set or a DataLoader; `y` is not used."""
+        self._check_parameters()
+        rows = check_features(self.features(data))
+        n = len(rows)
+        k = group_count(n, self.group_size, self.n_groups)
+        if self.balanced and self.max_size is not None and self.max_size < -(-n // k):
+            raise ValueError(
+                f"max_size={self.max_size} is below the size of {k} balanced groups of {n} points: ask for more groups."
+            )
+        order = content_order(rows)
+        points = whitened(rows[order], self.whiten, self._own_units)
+        outwards = np.argsort(np.einsum("ij,ij->i", points, points), kind="stable")  # the same in any rotation
+        order, points = order[outwards], points[outwards]
+        sorted_labels = self._cluster(points, k)
+        labels = np.empty(n, np.int64)
+        labels[order] = sorted_labels
+        self.groups_ = Groups(labels)
+        self.labels_ = self.groups_.labels
+        self.inertia_ = inertia(points, sorted_labels)
+        self.n_features_in_ = rows.shape[1]
+        return self
+
+    def fit_groups(self, data: Any) -> Groups:
+        """Cluster `data` and return the `Groups`."""
+        return self.fit(data).groups_
+
+    def _cluster(self, points: np.ndarray, k: int) -> np.ndarray:
+        rng = generator(self.random_state)
+        if self.balanced:
+            return equal_sizes(points, k)
+        labels = cut_to_count(points, kmeans(points, k, rng, self.max_iter, self.tol), k)
+        return labels if self.max_size is None else cut_to_size(points, labels, self.max_size)
+
+    def _check_parameters(self) -> None:
+        if self.whiten not in ("pca", "scale", None):
+            raise ValueError(f"whiten={self.whiten!r} is not one of 'pca', 'scale', None.")
+        for name in ("max_iter", "batch_size", "max_size"):
+            value = getattr(self, name)
+            if name == "max_size" and value is None:
+                continue
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: pass a whole number of at least 1.")
+        if not self.tol >= 0:
+            raise ValueError(f"tol={self.tol!r}: pass a number of at least 0.")
+
+
+class ReprKMeansGroups(KMeansGroups):
+    """Groups of points the model sees alike: k-means on the whitened inputs of its last linear layer.
+
+    Args:
+        model: any module in eval mode; left as it was.
+        layer: name of the layer whose input is clustered; the last linear layer that runs if None.
+        loss_fn: only for a model with a calling convention of its own: a `BatchLoss` that calls it.
+        batch_size: examples per forward pass.
+        group_size, n_groups, max_size, balanced, whiten, max_iter, tol, random_state: as in `KMeansGroups`.
+    """
+
+    _own_units = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        group_size: int | None = None,
+        n_groups: int | None = None,
+        layer: Layer = None,
+        loss_fn: Any = None,
+        max_size: int | None = None,
+        balanced: bool = False,
+        whiten: Whitening = "pca",
+        max_iter: int = 60,
+        tol: float = 1e-3,
+        random_state: RandomState = None,
+        batch_size: int = 1024,
+    ) -> None:
+        super().__init__(
+            group_size,
+            n_groups,
+            max_size=max_size,
+            balanced=balanced,
+            whiten=whiten,
+            max_iter=max_iter,
+            tol=tol,
+            random_state=random_state,
+            batch_size=batch_size,
+        )
+        self.model = model
+        self.layer = layer
+        self.loss_fn = loss_fn
+
+    def features(self, data: Any) -> np.ndarray:
+        """Inputs of the layer `[n, d]`."""
+        return representations(self.model, data, layer=self.layer, batch_size=self.batch_size, loss_fn=self.loss_fn)
+
+
+class GradKMeansGroups(ReprKMeansGroups):
+    """Groups of points that pull the model the same way: k-means on whitened loss gradients.
+
+    The gradient is that of each point's loss with respect to the input of the last linear layer, the
+    paper's Grad-K-Means and its best grouping. It is clustered in the at most C − 1 dimensions it spans.
+
+    Args:
+        model: any module in eval mode; left as it was.
+        loss_fn: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
+        layer, batch_size: as in `ReprKMeansGroups`.
+        group_size, n_groups, max_size, balanced, whiten, max_iter, tol, random_state: as in `KMeansGroups`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        *,
+        group_size: int | None = None,
+        n_groups: int | None = None,
+        layer: Layer = None,
+        max_size: int | None = None,
+        balanced: bool = False,
+        whiten: Whitening = "pca",
+        max_iter: int = 60,
+        tol: float = 1e-3,
+        random_state: RandomState = None,
+        batch_size: int = 1024,
+    ) -> None:
+        super().__init__(
+            model,
+            group_size=group_size,
+            n_groups=n_groups,
+            layer=layer,
+            loss_fn=loss_fn,
+            max_size=max_size,
+            balanced=balanced,
+            whiten=whiten,
+            max_iter=max_iter,
+            tol=tol,
+            random_state=random_state,
+            batch_size=batch_size,
+        )
+
+    def features(self, data: Any) -> np.ndarray:
+        """Gradients with respect to the inputs of the layer, rotated to `[n, C]` where that keeps the clusters."""
+        return gradients(
+            self.model,
+            self.loss_fn,
+            data,
+            layer=self.layer,
+            batch_size=self.batch_size,
+            rotate=self.whiten != "scale",  # scaling is by feature, so it needs the features themselves
+        )

@@ -1,0 +1,253 @@
+"""What to cluster: raw inputs, representations, or gradients, as one array of rows `[n, d]`.
+
+The representation of a point is the input h of the last linear layer, its gradient feature ∂loss/∂h. As
+∂loss/∂h = δ·W, with δ the gradient at the layer's C outputs (softmax − onehot for cross-entropy) and
+W = L·Qᵀ with orthonormal columns in Q, the C numbers δ·L hold all distances and angles of the d in δ·W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ggda_ext.data import DataLike, IndexedData, batch_length, to_device
+from ggda_ext.gradients.checks import check_deterministic_modules
+from ggda_ext.losses import as_example_loss
+
+Layer = str | nn.Module | None
+"""A layer by name (as in `model.named_modules()`) or itself; None for the last linear layer that runs."""
+
+
+def input_features(data: Any, batch_size: int = 1024) -> np.ndarray:
+    """Raw features, flattened `[n, d]`, of an array, a DataFrame, or the first input of a data set or loader."""
+    if hasattr(data, "to_numpy"):
+        data = data.to_numpy()
+    if isinstance(data, np.ndarray | Tensor):
+        rows = _as_array(data) if isinstance(data, Tensor) else data
+        if rows.ndim < 1:
+            raise ValueError("data is a single number: pass one row of features per point.")
+        return rows.reshape(len(rows), -1)
+
+    def rows_of(batch: Any) -> Tensor:
+        inputs = batch[0] if isinstance(batch, tuple | list) else batch
+        if not isinstance(inputs, Tensor):
+            what = f"a dict with keys {list(inputs)}" if isinstance(inputs, Mapping) else f"a {type(inputs).__name__}"
+            raise TypeError(f"the inputs are {what}, not a tensor: pass the features to cluster as one array [n, d].")
+        return inputs.flatten(1) if inputs.dim() > 1 else inputs[:, None]
+
+    indexed = IndexedData(data)
+    return _collect(indexed.n, (rows_of(batch) for _, batch in indexed.sequential(batch_size)))
+
+
+def representations(
+    model: nn.Module, data: DataLike, *, layer: Layer = None, batch_size: int = 1024, loss_fn: Any = None
+) -> np.ndarray:
+    """Inputs `[n, d]` of the last linear layer, or of `layer`; the mean over tokens where it gets a sequence.
+
+    Args:
+        model: any module in eval mode (or without dropout and BatchNorm); left as it was.
+        data: what the model is called with, as in `GroupGradients`; a target in it is not used.
+        layer: the layer whose input is taken; found by running the first batch if None.
+        batch_size: examples per forward pass. Only the features of a batch outlive it.
+        loss_fn: a `BatchLoss`, for a model with a calling convention of its own; its value is not used.
+    """
+    loss = as_example_loss(loss_fn)
+
+    def rows_of(batch: Any, module: nn.Module) -> Tensor:
+        caught: list[Tensor] = []
+        with (
+            _hook(module.register_forward_pre_hook(lambda _, args: caught.append(_first_tensor(args)))),
+            torch.no_grad(),
+        ):
+            loss.each(model, batch)
+        return _per_example(_only(caught, module), batch).mean(1)
+
+    return _features(model, data, layer, batch_size, lambda batch: loss.each(model, batch), rows_of)
+
+
+def gradients(
+    model: nn.Module,
+    loss_fn: Any,
+    data: DataLike,
+    *,
+    layer: Layer = None,
+    batch_size: int = 1024,
+    rotate: bool = True,
+) -> np.ndarray:
+    """Gradients of the loss of each point with respect to the input of the last linear layer, or of `layer`.
+
+    Only what reaches the loss through that layer counts. Where the layer gets a sequence, the gradients of its
+    tokens are added up: the gradient along a shift of all tokens; padding adds nothing.
+
+    Args:
+        model: any module in eval mode (or without dropout and BatchNorm); left as it was.
+        loss_fn: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
+        data: inputs and targets, as in `GroupGradients`.
+        layer: the layer whose input is taken; found by running the first batch if None.
+        batch_size: examples per forward pass. The backward pass stops at the layer.
+        rotate: for a linear layer with fewer outputs than inputs, return the gradients in the C coordinates
+            that span them: the same distances in `[n, C]` instead of `[n, d]`.
+
+    Returns:
+        Rows `[n, C]` or `[n, d]`.
+    """
+    loss = as_example_loss(loss_fn)
+    rotations: dict[nn.Module, Tensor] = {}
+
+    def rows_of(batch: Any, module: nn.Module) -> Tensor:
+        rotated = rotate and _narrows(module)
+        if rotated and module not in rotations:
+            rotations[module] = _rotation(module)
+        leaves: list[Tensor] = []
+        with _hook(_start_graph(module, leaves, at_output=rotated)), torch.no_grad():
+            total = loss.each(model, batch).sum()
+            start = _only(leaves, module)
+            if not total.requires_grad:
+                raise ValueError(f"the loss does not depend on what {type(module).__name__} returns: pass layer=.")
+            (slope,) = torch.autograd.grad(total, start)
+        summed = _per_example(slope, batch).sum(1)
+        return (_wide(summed) @ rotations[module]).to(summed.dtype) if rotated else summed
+
+    return _features(model, data, layer, batch_size, lambda batch: loss.each(model, batch), rows_of)
+
+
+def _start_graph(module: nn.Module, leaves: list[Tensor], at_output: bool) -> RemovableHandle:
+    """Begin the autograd graph at the module's output or input; the leaf is added to `leaves`."""
+
+    def leaf(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            raise ValueError(f"{type(module).__name__} takes {tensor.dtype}, not real numbers: pass another layer=.")
+        torch.set_grad_enabled(True)  # from here to the loss; the end of the caller's no_grad restores it
+        leaves.append(tensor.detach().requires_grad_())
+        return leaves[-1].clone()  # the model may go on in place
+
+    def output_leaf(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+        # float32 products with a narrow matrix depend in the last bit on the place of a row; rounded ones do not
+        weight, bias = _wide(module.weight), None if module.bias is None else _wide(module.bias)
+        return leaf(nn.functional.linear(_wide(_first_tensor(arguments)), weight, bias).to(output.dtype))
+
+    if at_output:
+        return module.register_forward_hook(output_leaf)
+    return module.register_forward_pre_hook(lambda _, args: (leaf(_first_tensor(args)), *args[1:]))
+
+
+def last_linear(model: nn.Module, run: Callable[[], Any]) -> nn.Linear:
+    """The `nn.Linear` that runs last when `run` calls the model."""
+    ran: list[nn.Linear] = []
+    modules = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    handles = [module.register_forward_pre_hook(lambda module, _: ran.append(module)) for module in modules]
+    with _hook(*handles), torch.no_grad():
+        run()
+    if not ran:
+        raise ValueError(
+            f"{type(model).__name__} runs no nn.Linear layer, so it has no linear head: pass layer= with the name "
+            "of the module whose input is to be clustered."
+        )
+    return ran[-1]
+
+
+def _features(
+    model: nn.Module,
+    data: DataLike,
+    layer: Layer,
+    batch_size: int,
+    run: Callable[[Any], Any],
+    rows_of: Callable[[Any, nn.Module], Tensor],
+) -> np.ndarray:
+    check_deterministic_modules(model)
+    named = None if layer is None else _named_layer(model, layer)
+    device = next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
+    indexed = IndexedData(data)
+    batches = (to_device(batch, device) for _, batch in indexed.sequential(batch_size))
+    first = next(batches)
+    module = named or last_linear(model, lambda: run(first))
+    return _collect(indexed.n, (rows_of(batch, module) for batch in chain([first], batches)))
+
+
+def _named_layer(model: nn.Module, layer: str | nn.Module) -> nn.Module:
+    modules = dict(model.named_modules())
+    if isinstance(layer, str) and layer in modules:
+        return modules[layer]
+    if isinstance(layer, nn.Module) and any(layer is module for module in modules.values()):
+        return layer
+    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    raise ValueError(f"layer={layer!r} is not a module of the model; its linear layers are {linear}.")
+
+
+def _narrows(module: nn.Module) -> bool:
+    """Whether a module is a plain linear layer with fewer outputs than inputs."""
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
+    return module.out_features < module.in_features
+
+
+def _rotation(module: nn.Module) -> Tensor:
+    """L `[C, C]` with W = L·Qᵀ and orthonormal columns in Q."""
+    return torch.linalg.qr(_wide(module.weight).T, mode="r").R.T
+
+
+def _wide(tensor: Any) -> Tensor:
+    """A tensor in double precision, where its device has that."""
+    assert isinstance(tensor, Tensor)
+    return tensor.detach().to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
+def _per_example(values: Tensor, batch: Any) -> Tensor:
+    """Values `[b, …, d]` of a layer as `[b, tokens, d]`."""
+    size = batch_length(batch)
+    if values.shape[0] != size:
+        raise ValueError(
+            f"the layer runs on {values.shape[0]} rows for a batch of {size} examples: pass layer= with one that "
+            "keeps the examples along its first dimension."
+        )
+    return values.reshape(size, -1, values.shape[-1]) if values.dim() > 1 else values.reshape(size, 1, 1)
+
+
+def _first_tensor(arguments: tuple[Any, ...]) -> Tensor:
+    if not arguments or not isinstance(arguments[0], Tensor):
+        raise ValueError("the layer's first positional argument is not a tensor: pass another layer=.")
+    return arguments[0]
+
+
+def _only(caught: list[Tensor], module: nn.Module) -> Tensor:
+    if len(caught) != 1:
+        raise ValueError(
+            f"{type(module).__name__} ran {len(caught)} times in one forward pass: pass layer= with one that runs once."
+        )
+    return caught[0]
+
+
+@contextmanager
+def _hook(*handles: RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _collect(n: int | None, parts: Iterator[Tensor]) -> np.ndarray:
+    """The rows of all parts `[n, d]`, in one array that is allocated once if `n` is known."""
+    if n is None:
+        return np.concatenate([_as_array(part) for part in parts])
+    first = _as_array(next(parts))
+    rows = np.empty((n, first.shape[1]), first.dtype)
+    done = 0
+    for part in chain([first], map(_as_array, parts)):
+        rows[done : done + len(part)] = part
+        done += len(part)
+    if done != n:
+        raise ValueError(f"the data gave {done} examples, but says it has {n}.")
+    return rows
+
+
+def _as_array(tensor: Tensor) -> np.ndarray:
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy()

@@ -1,0 +1,181 @@
+"""Groups at random, or ones the user has already: labels, a column, the clusters of any estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from sklearn.base import clone
+from torch import Tensor
+
+from ggda_ext.grouping.features import input_features
+from ggda_ext.groups import Groups, Rest
+
+RandomState = int | np.random.Generator | np.random.RandomState | None
+
+
+def random_groups(
+    n: int, group_size: int | None = None, n_groups: int | None = None, *, random_state: RandomState = None
+) -> Groups:
+    """Every point in a group at random; sizes differ by at most one.
+
+    Args:
+        n: number of training points.
+        group_size: size of the groups: there are ⌈n / group_size⌉.
+        n_groups: number of groups; pass this or `group_size`.
+        random_state: a seed, or a NumPy generator. Global random states are neither read nor changed.
+
+    >>> random_groups(10, 4, random_state=0).sizes.tolist()
+    [4, 3, 3]
+    """
+    k = group_count(n, group_size, n_groups)
+    labels = np.arange(n) % k
+    generator(random_state).shuffle(labels)
+    return Groups(labels)
+
+
+def by_label(labels: Any, n: int | None = None, *, rest: Rest = "error") -> Groups:
+    """One group per class label, or per value of any other column of labels.
+
+    Args:
+        labels: one label per point (NumPy, torch, pandas, list), or a data set with ``.targets``.
+        n: number of training points, to check the labels against.
+        rest: what becomes of points with a missing or negative label, as in `Groups`.
+    """
+    return Groups(getattr(labels, "targets", labels), n, rest=rest)
+
+
+def by_column(
+    column: Any,
+    n: int | None = None,
+    *,
+    bins: int | Sequence[Any] | None = None,
+    freq: str | None = None,
+    rest: Rest = "error",
+) -> Groups:
+    """One group per value of a column (source, author, …), or per bin of a column of numbers or dates.
+
+    Args:
+        column: one value per point: a pandas or polars column, an array, a list.
+        n: number of training points, to check the column against.
+        bins: for numbers and dates, how many bins of about equal counts, or their edges (each bin holds its
+            lower edge, the last one also its upper); values outside the edges are in no group.
+        freq: for dates, one group per ``"Y"`` (year), ``"M"`` (month), ``"W"`` (week) or ``"D"`` (day).
+        rest: what becomes of points in no group (missing values, outside the edges), as in `Groups`.
+
+    >>> by_column([1.5, 20.0, 3.0, 70.0], bins=[0, 10, 100]).names
+    ('[0, 10)', '[10, 100]')
+    """
+    if bins is None and freq is None:
+        return Groups(column, n, rest=rest)
+    if bins is not None and freq is not None:
+        raise ValueError("bins and freq both say how to bin the column: pass one of them.")
+    values = np.asarray(column.to_numpy() if hasattr(column, "to_numpy") else column)
+    if isinstance(column, Tensor):
+        values = column.detach().cpu().numpy()
+    if values.dtype.kind == "O":
+        values = _objects_as_numbers(values)
+    if freq is not None:
+        labels, names = _by_period(values, freq)
+    else:
+        if values.ndim != 1 or values.dtype.kind not in "fiubM":
+            raise TypeError(f"bins= needs one number or date per point, not {values.dtype} {list(values.shape)}.")
+        labels, names = _by_bin(values, bins)
+    present = np.unique(labels[labels >= 0])
+    renumbered = np.where(labels >= 0, np.searchsorted(present, labels), -1)
+    groups_names = [names[j] for j in present] + (["rest"] if rest == "group" and (labels < 0).any() else [])
+    return Groups(renumbered, n, names=groups_names, rest=rest) if len(present) else Groups(renumbered, n, rest=rest)
+
+
+def from_clusters(estimator: Any, data: Any = None, *, n: int | None = None, rest: Rest = "error") -> Groups:
+    """The clusters that any scikit-learn clusterer finds.
+
+    Args:
+        estimator: a clusterer; it is cloned before it is fitted, so it stays as it is.
+        data: what to cluster: features `[n, d]`, a DataFrame, or a data set or loader of tensors. None if the
+            estimator is fitted already: then its ``labels_`` are taken.
+        n: number of training points, to check the clusters against.
+        rest: what becomes of points the clusterer calls noise (label −1), as in `Groups`.
+    """
+    if data is None:
+        if not hasattr(estimator, "labels_"):
+            raise ValueError(f"{type(estimator).__name__} is not fitted and data is None: pass the data to cluster.")
+        return Groups(estimator.labels_, n, rest=rest)
+    if not hasattr(estimator, "fit_predict"):
+        raise TypeError(f"{type(estimator).__name__} has no fit_predict: pass a scikit-learn clusterer.")
+    features = input_features(data)
+    labels = clone(estimator, safe=False).fit_predict(features)
+    return Groups(np.asarray(labels), len(features) if n is None else n, rest=rest)
+
+
+def group_count(n: int, group_size: int | None, n_groups: int | None) -> int:
+    """Number of groups k, from exactly one of `group_size` (k = ⌈n / group_size⌉) and `n_groups`."""
+    if (group_size is None) == (n_groups is None):
+        what = "neither" if group_size is None else "both"
+        raise ValueError(f"{what} of group_size and n_groups were given: pass exactly one.")
+    name, value = ("group_size", group_size) if n_groups is None else ("n_groups", n_groups)
+    for called, number in (("n", n), (name, value)):
+        if not isinstance(number, int | np.integer) or isinstance(number, bool):
+            raise TypeError(f"{called}={number!r}: pass a whole number.")
+        if number < 1:
+            raise ValueError(f"{called}={number}: pass at least 1.")
+    assert value is not None
+    if value > n:
+        raise ValueError(f"{name}={value} is more than the {n} training points there are.")
+    return int(value) if n_groups is not None else -(-n // int(value))
+
+
+def generator(random_state: RandomState) -> np.random.Generator:
+    """A NumPy generator from a seed, a generator (used as it is), or None (new entropy)."""
+    if isinstance(random_state, np.random.Generator):
+        return random_state
+    if isinstance(random_state, np.random.RandomState):
+        return np.random.default_rng(random_state.randint(2**31, size=4))
+    if random_state is not None and (not isinstance(random_state, int | np.integer) or random_state < 0):
+        raise ValueError(f"random_state={random_state!r}: pass a whole number ≥ 0, a NumPy generator or None.")
+    return np.random.default_rng(random_state)
+
+
+def _objects_as_numbers(values: np.ndarray) -> np.ndarray:
+    """A column of Python objects (dates, or numbers with None) as an array NumPy can compare."""
+    present = [value for value in values.tolist() if value is not None and value == value]
+    if present and all(hasattr(value, "isoformat") for value in present):
+        dates = [value.isoformat() if value is not None and value == value else "NaT" for value in values.tolist()]
+        return np.array(dates, "datetime64[us]")
+    try:
+        return np.array([np.nan if value is None else value for value in values.tolist()], np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"bins= and freq= need numbers or dates: {error}.") from error
+
+
+def _by_period(values: np.ndarray, freq: str) -> tuple[np.ndarray, list[str]]:
+    if freq not in ("Y", "M", "W", "D"):
+        raise ValueError(f"freq={freq!r} is not one of 'Y', 'M', 'W', 'D'.")
+    if values.dtype.kind != "M":
+        raise TypeError(f"freq= needs a column of dates, not {values.dtype}: convert it with pandas.to_datetime.")
+    periods = values.astype(f"datetime64[{freq}]")
+    found = np.unique(periods[~np.isnat(periods)])
+    labels = np.where(np.isnat(periods), -1, np.searchsorted(found, periods))
+    return labels, [str(period) for period in found]
+
+
+def _by_bin(values: np.ndarray, bins: Any) -> tuple[np.ndarray, list[str]]:
+    missing = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values.astype(np.float64))
+    if missing.all():
+        return np.full(len(values), -1), []
+    if isinstance(bins, int | np.integer):
+        if bins < 1:
+            raise ValueError(f"bins={bins}: pass at least 1, or the edges of the bins.")
+        ordered = np.sort(values[~missing])
+        starts = ordered[len(ordered) * np.arange(bins) // bins]
+        edges = np.append(np.unique(starts), ordered[-1])  # equal values stay together, so there may be fewer bins
+    else:
+        edges = np.asarray(bins, values.dtype if values.dtype.kind == "M" else None)
+        if edges.ndim != 1 or len(edges) < 2 or not (edges[1:] > edges[:-1]).all():
+            raise ValueError(f"bins={bins!r}: pass at least two edges in ascending order.")
+    labels = np.searchsorted(edges, values, side="right") - 1
+    labels[values == edges[-1]] = len(edges) - 2
+    labels[missing | (values < edges[0]) | (values > edges[-1])] = -1
+    ends = [")"] * (len(edges) - 2) + ["]"]
+    return labels, [f"[{low}, {high}{end}" for low, high, end in zip(edges[:-1], edges[1:], ends, strict=True)]

@@ -1,0 +1,104 @@
+"""Whitening: features of comparable scale before they are clustered.
+
+The paper whitens all inputs of k-means without saying how. Full whitening (``"pca"``) is the default: it is
+the one whose distances do not depend on the coordinates, so gradients give the same clusters in the C
+dimensions that span them as in the d of the layer. ``"scale"`` divides every feature by its standard
+deviation, as `scipy.cluster.vq.whiten` does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+Whitening = Literal["pca", "scale"] | None
+
+ROTATED_FEATURES = 1024  # rotating more of them to save a few dimensions costs more than it saves
+MOST_FEATURES = 8192
+_CHUNK = 8192
+
+
+def check_features(features: np.ndarray) -> np.ndarray:
+    """`features [n, d]` as finite floating-point numbers: float32 where that is exact, else float64."""
+    if features.dtype.kind not in "fiub":
+        raise TypeError(f"the features are of type {features.dtype}: encode them as numbers first.")
+    if features.ndim != 2 or 0 in features.shape:
+        raise ValueError(f"the features have shape {features.shape}: pass at least one row and one column [n, d].")
+    small = features.dtype.itemsize <= (4 if features.dtype.kind == "f" else 2)
+    rows = features.astype(np.float32 if small else np.float64, copy=False)
+    bad = np.flatnonzero(~np.isfinite(rows).all(1))
+    if len(bad):
+        first = ", ".join(map(str, bad[:5].tolist())) + (", …" if len(bad) > 5 else "")
+        raise ValueError(f"the features of {len(bad)} of {len(rows)} points hold NaN or infinity, first {first}.")
+    return rows
+
+
+def whitened(rows: np.ndarray, whiten: Whitening, own_units: bool) -> np.ndarray:
+    """Features `[n, r]` to cluster, from `rows [n, d]`, centred; r ≤ d leaves out directions without variance.
+
+    With ``"pca"`` every direction has variance one, with ``"scale"`` every feature; with None, or after
+    scaling, the rows are only rotated, which keeps all distances.
+
+    Args:
+        rows: finite features `[n, d]`.
+        whiten: ``"pca"``, ``"scale"`` or None.
+        own_units: whether every feature has a unit of its own, so that a small one is not rounding error.
+    """
+    mean = rows.mean(0, dtype=np.float64)
+    rounding = max(64 * float(np.finfo(rows.dtype).eps), 1e-6)  # of a standard deviation, and of eigh below
+    scale = np.sqrt(sum(np.square(part - mean).sum(0) for part in _parts(rows)) / len(rows))
+    varies = scale > rounding * np.abs(mean)
+    if not own_units:
+        varies &= scale > rounding * scale.max()
+    if whiten is not None and not varies.any():
+        raise ValueError(
+            f"all {len(rows)} points have the same features, which cannot be whitened: pass features that differ, "
+            "or whiten=None."
+        )
+    scaled = whiten == "scale" or (whiten == "pca" and own_units)
+    if scaled:
+        axes = np.diag(1 / scale[varies])
+        rows, mean = rows[:, varies], mean[varies]
+    else:
+        axes = np.eye(len(mean))
+    if rows.shape[1] <= ROTATED_FEATURES or whiten == "pca":
+        axes = axes @ _principal_axes(rows, mean, axes, whiten == "pca", rounding)
+    points = np.empty((len(rows), axes.shape[1]), rows.dtype)
+    for start, part in zip(range(0, len(rows), _CHUNK), _parts(rows), strict=True):
+        points[start : start + _CHUNK] = (part - mean) @ axes
+    return points if points.shape[1] else np.zeros((len(rows), 1), rows.dtype)
+
+
+def _principal_axes(rows: np.ndarray, mean: np.ndarray, axes: np.ndarray, unit: bool, rounding: float) -> np.ndarray:
+    """Directions of (rows − mean)·axes that have variance, `[d, r]`; of variance one if `unit`."""
+    d = rows.shape[1]
+    if d > MOST_FEATURES:
+        raise ValueError(
+            f"whiten='pca' needs a {d} × {d} matrix for {d} features: pass whiten='scale', or fewer features."
+        )
+    covariance = sum(((part - mean) @ axes).T @ ((part - mean) @ axes) for part in _parts(rows)) / len(rows)
+    variances, directions = np.linalg.eigh(covariance)
+    kept = variances > rounding**2 * max(float(variances.max()), np.finfo(np.float64).tiny)
+    rank = int(kept.sum())
+    if unit and 1 < rank >= len(rows) - 1:
+        warnings.warn(
+            f"whitening {len(rows)} points in {rank} dimensions makes all of them equally far apart, so k-means "
+            "cannot tell them apart: pass whiten='scale', or fewer features than points.",
+            stacklevel=5,
+        )
+    return directions[:, kept] / np.sqrt(variances[kept]) if unit else directions[:, kept]
+
+
+def _parts(rows: np.ndarray) -> Iterator[np.ndarray]:
+    """The rows in double precision, a part at a time."""
+    return (rows[start : start + _CHUNK].astype(np.float64) for start in range(0, len(rows), _CHUNK))
+
+
+def content_order(rows: np.ndarray) -> np.ndarray:
+    """An order of the points `[n]` that depends on their features only; equal rows stay in data order."""
+    big_endian = np.ascontiguousarray(rows.astype(rows.dtype.newbyteorder(">")))
+    as_bytes = big_endian.view(np.dtype((np.void, big_endian.shape[1] * big_endian.itemsize)))
+    return np.argsort(as_bytes[:, 0], kind="stable")
