@@ -47,6 +47,25 @@ def _captum_singletons(cls: type) -> type:
     return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
 
 
+def _dattri_singletons(cls: type) -> type:
+    from ggda_ext import Groups
+
+    def given_groups(method: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(method)
+
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(self, *args, **kwargs).arguments
+            loader = arguments.get("full_train_dataloader", arguments.get("train_dataloader"))
+            if loader is not None:  # only here are the training points known
+                self.groups = Groups.singletons(len(loader.sampler))
+            return method(self, *args, **kwargs)
+
+        return wrapped
+
+    methods = {name: given_groups(getattr(cls, name)) for name in ("cache", "attribute", "self_attribute")}
+    return type(cls.__name__, (cls,), methods | {"__module__": cls.__module__})
+
+
 TOOLKITS = {
     "captum": Toolkit(
         drop_in="ggda_captum",
@@ -58,6 +77,16 @@ TOOLKITS = {
             "captum.influence._core.arnoldi_influence_function",
         ),
         with_singletons=_captum_singletons,
+    ),
+    "dattri": Toolkit(
+        drop_in="ggda_dattri",
+        modules=(
+            "dattri.algorithm",
+            "dattri.algorithm.influence_function",
+            "dattri.algorithm.tracin",
+            "dattri.algorithm.trak",
+        ),
+        with_singletons=_dattri_singletons,
     ),
 }
 

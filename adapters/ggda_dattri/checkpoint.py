@@ -27,7 +27,9 @@ from ggda_ext.properties import Property, property_gradient
 from ggda_ext.weighting import WeightedData, WeightedLoss
 
 MEMORY_BUDGET = 64 * 2**20
-"""Bytes for one block of gradients, and for one batch of activations."""
+"""Bytes for one batch of activations, and for the gradients of some groups."""
+ROWS_BUDGET = 32 * 2**20
+"""Bytes for one block of gradients that is worked on: test vectors of a solve, rows to be projected."""
 
 
 class Checkpoint:
@@ -121,7 +123,7 @@ class Checkpoint:
     @property
     def max_rows(self) -> int:
         """Rows of gradients that fit the memory budget."""
-        return max(1, MEMORY_BUDGET // (self.space.size * self.space.dtype.itemsize))
+        return max(1, ROWS_BUDGET // (self.space.size * self.space.dtype.itemsize))
 
     def to_dattri(self, rows: Tensor) -> Tensor:
         """Rows `[b, p]` from the core's layout to dattri's."""

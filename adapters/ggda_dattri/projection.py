@@ -56,22 +56,31 @@ class GroupedProjection(Grouped):
         """`(side, ids, projected rows)`, with as many rows gathered for a call as the budget allows."""
         space = checkpoint.space
         most = max(1, PROJECTION_BUDGET // (space.size * space.dtype.itemsize))
-        waiting: list[tuple[int, Tensor, Tensor]] = []
+        gathered: Tensor | None = None
+        waiting: list[tuple[int, Tensor]] = []
+        filled = 0
         for side, blocks in enumerate(sides):
             for ids, rows in blocks:
-                if waiting and sum(len(block) for _, _, block in waiting) + len(rows) > most:
-                    yield from self._call_projector(checkpoint, waiting)
-                    waiting = []
-                waiting.append((side, ids, rows))
+                if waiting and filled + len(rows) > most:
+                    yield from self._call_projector(checkpoint, gathered, waiting)
+                    waiting, filled = [], 0
+                if gathered is None or len(rows) > len(gathered):
+                    gathered = rows.new_empty(max(most, len(rows)), rows.shape[1])
+                gathered[filled : filled + len(rows)] = rows
+                filled += len(rows)
+                waiting.append((side, ids))
         if waiting:
-            yield from self._call_projector(checkpoint, waiting)
+            yield from self._call_projector(checkpoint, gathered, waiting)
 
     def _call_projector(
-        self, checkpoint: Checkpoint, waiting: list[tuple[int, Tensor, Tensor]]
+        self, checkpoint: Checkpoint, gathered: Tensor | None, waiting: list[tuple[int, Tensor]]
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        rows = torch.cat([block for _, _, block in waiting]) if len(waiting) > 1 else waiting[0][2]
+        assert gathered is not None
+        sizes = [len(ids) for _, ids in waiting]
+        rows = gathered[: sum(sizes)]
         if self._projects:
             rows = random_project(rows, len(rows), **self.projector_kwargs)(rows, ensemble_id=checkpoint.index)
-        parts = rows.split([len(block) for _, _, block in waiting])
-        for (side, ids, _), part in zip(waiting, parts, strict=True):
+        else:
+            rows = rows.clone()
+        for (side, ids), part in zip(waiting, rows.split(sizes), strict=True):
             yield side, ids, part
