@@ -99,7 +99,7 @@ def build(
     """An instance of the class `name` of Captum or of ggda_captum."""
     options.setdefault("checkpoints_load_func", load)
     options.setdefault("loss_fn", nn.CrossEntropyLoss(reduction=reduction))
-    options.setdefault("batch_size", 6)
+    options.setdefault("batch_size", 9)
     if other_test_loss:
         options["test_loss_fn"] = nn.MultiMarginLoss(reduction=reduction)
     cls = getattr(toolkit, name)

@@ -8,7 +8,8 @@ from typing import Any
 import ggda_captum
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ggda_ext import Groups
@@ -53,6 +54,44 @@ def test_additivity(
     expected = GROUPS.sum(score(captums(name, given, **options), given.test))
     assert found.shape == (M, len(UNEVEN))
     assert relative_error(found, expected) < tolerance
+
+
+def _squares(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda output, target: F.mse_loss(output, F.one_hot(target, 3).to(output), reduction=reduction)
+
+
+def _marked(loss_fn: Any, reduction: str) -> Any:
+    loss_fn.reduction = reduction
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reduction"),
+    [
+        (None, "none"),
+        (_squares("none"), "none"),
+        (_squares("sum"), "sum"),
+        (_marked(_squares("mean"), "mean"), "mean"),
+        (nn.MultiLabelSoftMarginLoss(reduction="mean"), "mean"),
+    ],
+    ids=["no loss", "function, per output", "function, sum", "function, mean", "module, mean"],
+)
+def test_additivity_for_losses_of_any_kind(loss_fn: Any, reduction: str) -> None:
+    given = problem()
+    if isinstance(loss_fn, nn.Module):
+        given.train, given.test = ((x, F.one_hot(y, 3).to(x)) for x, y in (given.train, given.test))
+    options: dict[str, Any] = {"loss_fn": loss_fn, "reduction": reduction}
+    found = score(ours("TracInCP", given, groups=UNEVEN, **options), given.test)
+    expected = GROUPS.sum(score(captums("TracInCP", given, **options), given.test))
+    assert relative_error(found, expected) < 1e-12
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_points_left_out_of_every_group_count_in_none(name: str) -> None:
+    given = problem()
+    partial = Groups(UNEVEN[:3], N, rest="drop")
+    expected = GROUPS.sum(score(captums(name, given), given.test))[:, :3]
+    assert relative_error(score(ours(name, given, groups=partial), given.test), expected) < 1e-12
 
 
 @pytest.mark.parametrize("name", CLASSES)
