@@ -14,12 +14,17 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Sampler
+
+if TYPE_CHECKING:
+    from ggda_ext.data import DataLike
+    from ggda_ext.grouping.diagnostics import Summary
+    from ggda_ext.properties import Property
 
 Rest = Literal["error", "drop", "group"]
 GroupsLike = Any
@@ -213,6 +218,36 @@ class Groups:
     def __repr__(self) -> str:
         low, high = int(self.sizes.min()), int(self.sizes.max())
         return f"Groups(k={len(self)}, n={self.n}, sizes {low}…{high})"
+
+    def summary(
+        self,
+        model: nn.Module | None = None,
+        loss_fn: Any = None,
+        data: DataLike = None,
+        *,
+        property: Property | None = None,
+        features: Any = None,
+        targets: Any = None,
+        **provider_options: Any,
+    ) -> Summary:
+        """What to look at before trusting these groups; the result prints as a short table.
+
+        Sizes alone; with `model`, `loss_fn` and `data`, how aligned the gradients of every group are and which
+        groups are too large or coherent for first-order estimates; with `property`, the groups' scores and the
+        share of members that agree with their group's sign. About one training pass each for Linear layers.
+
+        Args:
+            model, loss_fn, data: as in `GroupGradients`.
+            property: what is explained, one number.
+            features: for the spread within groups: rows `[n, d]`, or the builder that made the groups (and `data`).
+            targets: class label of every point, if the data does not give whole numbers as targets.
+            **provider_options: see `GroupGradients`.
+        """
+        from ggda_ext.grouping.diagnostics import summarize  # it needs gradients, which need groups
+
+        return summarize(
+            self, model, loss_fn, data, property=property, features=features, targets=targets, **provider_options
+        )
 
     def sum(self, values: Tensor, dim: int = -1) -> Tensor:
         """Add up per-point values `[…, n, …]` by group `[…, k, …]`."""

@@ -7,6 +7,7 @@ of two gradients is ⟨a, a'⟩⟨d, d'⟩: for many test points, (A_test A_trai
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from ggda_ext.data import batch_length
 from ggda_ext.gradients.capture import Layer, Observer, observe
 from ggda_ext.gradients.job import Job, PointGradients
+from ggda_ext.losses import ExampleLoss
 
 Factors = dict[str, list[tuple[Tensor, Tensor]]]
 """Per layer, one (a, d) for each time it is called."""
@@ -38,18 +40,21 @@ class _Collect(Observer):
         self.factors[layer.name].append((kept, d))
 
 
+def collect(job: Job, loss: ExampleLoss, batch: Any) -> Factors:
+    """Factors of the gradients of a batch; zeros for a layer that the loss does not reach."""
+    observer = _Collect()
+    observe(job.space, job.layers, loss, batch, observer)
+    size = batch_length(batch)
+    for layer in job.layers:
+        if layer.name not in observer.factors:
+            weight: Tensor = layer.module.weight  # type: ignore[assignment]
+            zeros = weight.new_zeros(size, weight.shape[1]), weight.new_zeros(size, weight.shape[0])
+            observer.factors[layer.name].append(zeros)
+    return observer.factors
+
+
 def _factors_of(job: Job, points: PointGradients) -> Factors:
-    collected = []
-    for batch in points.batches(job):
-        observer = _Collect()
-        observe(job.space, job.layers, points.loss, batch, observer)
-        size = batch_length(batch)
-        for layer in job.layers:  # a layer the loss of this batch does not reach
-            if layer.name not in observer.factors:
-                weight: Tensor = layer.module.weight  # type: ignore[assignment]
-                zeros = weight.new_zeros(size, weight.shape[1]), weight.new_zeros(size, weight.shape[0])
-                observer.factors[layer.name].append(zeros)
-        collected.append(observer.factors)
+    collected = [collect(job, points.loss, batch) for batch in points.batches(job)]
     return {
         layer.name: [
             (torch.cat([a for a, _ in calls]), torch.cat([d for _, d in calls]))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData
-from ggda_ext.gradients import backward, directional, forward, ghost, persample, segmented
+from ggda_ext.gradients import backward, directional, forward, ghost, norms, persample, segmented
 from ggda_ext.gradients.capture import Observer, observe
 from ggda_ext.gradients.checks import check_deterministic_modules, check_finite_rows, check_finite_scores
 from ggda_ext.gradients.job import Job, PointGradients
@@ -147,6 +147,23 @@ class GroupGradients:
         for ids, block in self.blocks():
             rows[ids.to(rows.device)] = block
         return rows
+
+    def squared_norms(self) -> Tensor:
+        """Squared norm of every group's summed gradient `[k]`: without forming it if all layers are Linear, one token.
+
+        Otherwise from `blocks()`: in bounded memory, at the price of a gradient row per group.
+        """
+        check_deterministic_modules(self.model)
+        facts = self._survey.facts
+        seen = not facts.uncovered and facts.not_ghost is None
+        if seen and self.strategy == "auto" and int(self.groups.sizes.max()) <= facts.batch_size:
+            result = norms.squared_norms(self._job(self.plan(None)))
+        else:
+            result = torch.empty(len(self.groups), dtype=self.space.dtype, device=self.space.device)
+            for ids, rows in self.blocks():
+                result[ids.to(result.device)] = rows.square().sum(1)
+        check_finite_scores(result[None], self.groups)
+        return result
 
     def observe(self, watch: Callable[[GroupBatch], Observer]) -> Iterator[GroupBatch]:
         """Batches of whole groups, each run forward and backward under the observer that `watch` gives for it."""

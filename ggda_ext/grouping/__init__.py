@@ -1,6 +1,7 @@
 """Builders of `Groups`: at random, from what the user has, and the paper's three clusterings."""
 
 from ggda_ext.grouping.clustering import GradKMeansGroups, KMeansGroups, ReprKMeansGroups
+from ggda_ext.grouping.diagnostics import Summary
 from ggda_ext.grouping.features import gradients, representations
 from ggda_ext.grouping.simple import by_column, by_label, from_clusters, random_groups
 
@@ -14,4 +15,5 @@ __all__ = [
     "GradKMeansGroups",
     "representations",
     "gradients",
+    "Summary",
 ]

@@ -83,6 +83,10 @@ class KMeansGroups(ClusterMixin, BaseEstimator):
         """What is clustered, before whitening `[n, d]`."""
         return input_features(data, self.batch_size)
 
+    def whitened_features(self, data: Any) -> np.ndarray:
+        """What distances are measured in `[n, r]`: the features, checked and whitened."""
+        return whitened(check_features(self.features(data)), self.whiten, self._own_units)
+
     def fit(self: Self, data: Any, y: Any = None) -> Self:
         """Cluster `data`: an array, a tensor, a DataFrame, a data set or a DataLoader; `y` is not used."""
         self._check_parameters()

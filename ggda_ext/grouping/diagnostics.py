@@ -1,0 +1,244 @@
+"""What to look at before trusting a grouping: sizes, spread, agreement of signs, alignment of gradients.
+
+With g_i the gradient of point i and s_i = ⟨∇g, g_i⟩ its score for a property g, for every group G
+
+    same sign = share of members with sign(s_i) = sign(Σ s_i),    alignment = ‖Σ g_i‖² / Σ‖g_i‖²
+
+(about 1 for unrelated gradients, the group's size for equal ones: how good a batched Fisher will be). Both are
+exact and cost about one training pass each where no gradient needs to be formed; only numbers per point are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.attribution import property_directions
+from ggda_ext.data import IndexedData
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.grouping.engine import means
+from ggda_ext.grouping.whitening import check_features
+from ggda_ext.groups import Groups
+from ggda_ext.losses import LABEL_KEYS
+from ggda_ext.properties import Property
+
+LARGE = 0.2
+"""A first-order estimate keeps the curvature of the full data. Without a share s of the points (or of the Fisher's
+trace) about that share of the curvature is gone, so the effect is larger by 1 / (1 − s): a quarter at one fifth."""
+WHOLE_CLASS = 0.9
+"""Without nearly all of a class the model never predicts it: not a small step from the trained parameters."""
+_SHOWN = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """Diagnostics of a grouping; prints as a short table. What was not asked for is None.
+
+    Attributes:
+        groups: the groups.
+        spread: mean squared distance of the members to their mean, in the features given `[k]`.
+        total_spread: the same for all grouped points as one group.
+        scores: score of every group for the property `[k]`.
+        same_sign: share of members whose own score has the sign of the group's `[k]`.
+        alignment: ‖Σ grad‖² / Σ‖grad‖², between 0 and the group's size `[k]`; 1 for a group without gradients.
+        curvature: at least this share of the empirical Fisher's trace goes with the group, ‖Σ grad‖² / size
+            divided by Σ‖grad‖² over all points `[k]`: groups that are large in what the model learns from.
+        class_share: largest share of any one class that the group holds `[k]`.
+    """
+
+    groups: Groups
+    spread: np.ndarray | None = None
+    total_spread: float | None = None
+    scores: np.ndarray | None = None
+    same_sign: np.ndarray | None = None
+    alignment: np.ndarray | None = None
+    curvature: np.ndarray | None = None
+    class_share: np.ndarray | None = None
+    columns: dict[str, np.ndarray] = field(init=False, repr=False)
+    """One array `[k]` per column that there is, e.g. for ``pandas.DataFrame(summary.columns)``."""
+
+    def __post_init__(self) -> None:
+        found = {"group": np.array([self.groups.name(j) for j in range(len(self.groups))], dtype=object)}
+        found["size"] = self.groups.sizes
+        for name in ("spread", "scores", "same_sign", "alignment", "curvature", "class_share"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        object.__setattr__(self, "columns", found)
+
+    @property
+    def untrustworthy(self) -> dict[str, np.ndarray]:
+        """Ids of the groups for which first-order estimates are known to fail, by reason."""
+        found = {f"more than {LARGE:.0%} of all points": self.groups.sizes > LARGE * self.groups.n}
+        if self.class_share is not None:
+            found["nearly a whole class"] = self.class_share >= WHOLE_CLASS
+        if self.curvature is not None:
+            found[f"so coherent that more than {LARGE:.0%} of the curvature is theirs"] = self.curvature > LARGE
+        return {reason: np.flatnonzero(which) for reason, which in found.items() if which.any()}
+
+    def __str__(self) -> str:
+        return "\n".join([*self._overview(), *self._table(), *self._warnings()])
+
+    __repr__ = __str__
+
+    def _overview(self) -> list[str]:
+        sizes, n = self.groups.sizes, self.groups.n
+        inside = int(sizes.sum())
+        low, median, high = int(sizes.min()), float(np.median(sizes)), int(sizes.max())
+        lines = [
+            f"{len(sizes):,} groups of {inside:,} points: sizes {low:,} … {high:,}, median {median:g}, "
+            f"mean {sizes.mean():.1f}; the largest holds {high / n:.1%}"
+        ]
+        if inside < n:
+            lines.append(f"{n - inside:,} points are in no group")
+        if self.spread is not None and self.total_spread is not None:
+            within = float(self.spread @ sizes) / inside
+            share = within / self.total_spread if self.total_spread > 0 else 0.0
+            lines.append(f"spread within groups: {share:.1%} of that of all points")
+        if self.same_sign is not None:
+            members = float(self.same_sign @ sizes) / inside
+            lines.append(
+                f"members with the sign of their group: {members:.1%}; lowest group {self.same_sign.min():.1%}"
+            )
+        if self.alignment is not None:
+            lines.append(f"alignment of gradients: median {np.median(self.alignment):.3g} (1: unrelated; size: equal)")
+        return lines
+
+    def _table(self) -> list[str]:
+        by_score = self.scores is not None
+        weight = np.abs(self.scores) if self.scores is not None else self.groups.sizes
+        first = np.argsort(-weight, kind="stable")[:_SHOWN]
+        rows = [["score" if name == "scores" else name.replace("_", " ") for name in self.columns]]
+        rows += [[_shown(values[j]) for values in self.columns.values()] for j in first]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        rest = len(self.groups) - len(first)
+        order = "by absolute score" if by_score else "by size"
+        return ["", *lines, *([f"… and {rest:,} more, {order}"] if rest else [])]
+
+    def _warnings(self) -> list[str]:
+        if not self.untrustworthy:
+            return []
+        lines = ["", "Warning: first-order estimates are known to fail for these (ranks hold, magnitudes shrink):"]
+        for reason, ids in self.untrustworthy.items():
+            names = ", ".join(str(self.groups.name(int(j))) for j in ids[:_SHOWN]) + (
+                ", …" if len(ids) > _SHOWN else ""
+            )
+            what = f"group {names} is" if len(ids) == 1 else f"{len(ids)} groups, {names}, are each"
+            lines.append(f"  {what} {_fitting(reason, len(ids))}")
+        return lines
+
+
+def summarize(
+    groups: Groups,
+    model: nn.Module | None = None,
+    loss_fn: Any = None,
+    data: Any = None,
+    *,
+    property: Property | None = None,
+    features: Any = None,
+    targets: Any = None,
+    **provider_options: Any,
+) -> Summary:
+    """Diagnostics of `groups`, as far as what is given allows; see `Groups.summary`."""
+    if model is not None and data is None:
+        raise ValueError("model is given without data: pass model, loss_fn and data.")
+    if model is None and data is not None and not hasattr(features, "whitened_features"):
+        raise ValueError("data is given without a model: pass model, loss_fn and data.")
+    if model is None and (property is not None or provider_options):
+        what = "property" if property is not None else next(iter(provider_options))
+        raise ValueError(f"{what}= is given without a model: pass model, loss_fn and data as well.")
+    found: dict[str, Any] = {}
+    if features is not None:
+        found |= _spread(groups, features, data)
+    if model is not None:
+        provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
+        points = provider.on(provider.data, Groups.singletons(groups.n))
+        if property is not None:
+            found |= _signs(groups, points, property)
+        found |= _alignment(groups, provider, points)
+        targets = _targets(provider.data) if targets is None else targets
+    if targets is not None:
+        found["class_share"] = _class_share(groups, targets)
+    return Summary(groups, **found)
+
+
+def _spread(groups: Groups, features: Any, data: Any) -> dict[str, Any]:
+    if hasattr(features, "whitened_features"):
+        if data is None:
+            raise ValueError("features is a builder: pass the data it was fitted to as data=.")
+        features = features.whitened_features(data)
+    rows = features.detach().cpu().numpy() if isinstance(features, Tensor) else np.asarray(features)
+    rows = check_features(rows.reshape(len(rows), -1) if rows.ndim else rows)
+    if len(rows) != groups.n:
+        raise ValueError(f"features has {len(rows)} rows for {groups.n} training points: pass one row per point.")
+    labels, rows = groups.labels[groups.labels >= 0], rows[groups.labels >= 0].astype(np.float64)
+    centres, sizes = means(rows, labels, len(groups))
+    squares = np.square(rows - centres[labels]).sum(1)
+    total = np.square(rows - rows.mean(0)).sum(1).mean()
+    return {"spread": np.bincount(labels, squares) / sizes, "total_spread": float(total)}
+
+
+def _signs(groups: Groups, points: GroupGradients, property: Property) -> dict[str, Any]:
+    directions = property_directions(points, property)
+    m = len(directions) if isinstance(directions, Tensor) else directions.n
+    if m != 1:
+        raise ValueError(f"property has {m} components: pass one with a single number, such as their mean.")
+    each = points.scores(directions)[0]
+    scores = groups.sum(each)
+    inside = torch.from_numpy(groups.order.astype(np.int64)).to(each.device)
+    signs = scores.sign().repeat_interleave(torch.tensor(groups.sizes, device=each.device))
+    agrees = torch.zeros(groups.n, dtype=torch.float64, device=each.device)
+    agrees[inside] = (each[inside].sign() == signs).double()
+    return {"scores": scores.cpu().numpy(), "same_sign": groups.sum(agrees).cpu().numpy() / groups.sizes}
+
+
+def _alignment(groups: Groups, provider: GroupGradients, points: GroupGradients) -> dict[str, Any]:
+    each = points.squared_norms().double()
+    together, apart = provider.squared_norms().double().cpu().numpy(), groups.sum(each).cpu().numpy()
+    ratio = np.divide(together, apart, out=np.ones_like(apart), where=apart > 0)
+    total = float(each.sum())
+    curvature = together / groups.sizes / total if total > 0 else np.zeros_like(together)
+    return {"alignment": ratio, "curvature": curvature}
+
+
+def _targets(data: IndexedData) -> Tensor | None:
+    """Class labels in the data, if its targets are whole numbers, one per point."""
+    found = []
+    for _, batch in data.sequential(1024):
+        target: Any = None
+        if isinstance(batch, Mapping):
+            target = next((batch[key] for key in LABEL_KEYS if key in batch), None)
+        elif isinstance(batch, tuple | list) and len(batch) > 1:
+            target = batch[-1]
+        if not isinstance(target, Tensor) or target.dim() != 1 or target.is_floating_point():
+            return None
+        found.append(target.cpu())
+    return torch.cat(found)
+
+
+def _class_share(groups: Groups, targets: Any) -> np.ndarray:
+    """Largest share of a class that each group holds `[k]`; classes of one point do not count."""
+    classes = Groups(targets, rest="drop")
+    if classes.n != groups.n:
+        raise ValueError(f"targets has {classes.n} labels for {groups.n} training points: pass one per point.")
+    inside = (groups.labels >= 0) & (classes.labels >= 0)
+    pairs = groups.labels[inside].astype(np.int64) * len(classes) + classes.labels[inside]
+    found, counts = np.unique(pairs, return_counts=True)
+    sizes = classes.sizes[found % len(classes)]
+    share = np.zeros(len(groups))
+    if len(classes) > 1:
+        np.maximum.at(share, found // len(classes), np.where(sizes > 1, counts / sizes, 0.0))
+    return share
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float | np.floating) else str(value)
+
+
+def _fitting(reason: str, count: int) -> str:
+    return reason.replace("theirs", "its own") if count == 1 else reason
