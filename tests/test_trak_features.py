@@ -41,8 +41,8 @@ def test_strategy_every_provider_gives_the_same_scores(fisher: str, tmp_path: Pa
         )
         for name in ("segmented", "backward", "persample")
     ]
-    assert error(found[1], found[0]) < 2e-5
-    assert error(found[2], found[0]) < 2e-5
+    assert error(found[1], found[0]) < 1e-4
+    assert error(found[2], found[0]) < 1e-4
 
 
 def test_memory_budget_rows_projected_in_pieces_give_the_same_scores(tmp_path: Path) -> None:

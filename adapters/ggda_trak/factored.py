@@ -24,7 +24,7 @@ from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupBatch
 
 _OUTER: LayerRule | None = rule_for(nn.Linear(1, 1))
-_COLUMNS, _ROWS = 2048, 128  # blocks of a sketch: small enough to stay in the cache
+_ENTRIES, _ROWS = 1 << 18, 128  # blocks of a sketch: small enough to stay in the cache
 
 
 @dataclass(frozen=True)
@@ -220,8 +220,9 @@ def count_sketch(rows: Tensor, places: Tensor, signs: Tensor, dim: int) -> Tenso
     for top in range(0, len(rows), _ROWS):
         block = rows[top : top + _ROWS]
         turned = rows.new_zeros(dim, len(block))
-        for low in range(0, rows.shape[1], _COLUMNS):
-            at = slice(low, low + _COLUMNS)
+        columns = _ENTRIES // len(block)
+        for low in range(0, rows.shape[1], columns):
+            at = slice(low, low + columns)
             turned.index_add_(0, places[at], (block[:, at] * signs[at]).T.contiguous())
         sketch[top : top + _ROWS] = turned.T
     return sketch

@@ -19,7 +19,7 @@ from ggda_trak.factored import FactoredProjector
 from ggda_trak.projection import Projection
 from ggda_trak.store import GroupStore
 
-_LONGEST_WAIT = 60.0  # seconds of work that a killed process may lose, unless projecting itself takes long
+LONGEST_WAIT = 10.0  # seconds of work that a killed process may lose, unless projecting itself takes long
 
 
 class GroupSums:
@@ -38,7 +38,7 @@ class GroupSums:
         self, store: GroupStore, groups: Groups, fisher: str, projection: Projection, model_id: int, memory_budget: int
     ) -> None:
         self.store, self.groups, self.fisher = store, groups, fisher
-        self.projection, self.model_id = projection, model_id
+        self.projection, self.model_id, self.memory_budget = projection, model_id, memory_budget
         self.before = np.asarray(store.points) == 1
         self.now = np.zeros(groups.n, dtype=bool)
         self.names = ("fisher_rows", "numerators") if fisher == "batched" else ("numerators",)
@@ -117,11 +117,10 @@ class GroupSums:
             self._projected[name].append((keys[mine] % len(self.groups), projected[torch.from_numpy(mine)]))
 
     def _due(self) -> bool:
-        if not self.projection.collects or any(self._projected.values()):
-            return True
         if (self.before | self.now | (self.groups.labels < 0)).all():
             return True
-        return time.monotonic() - self._committed > max(_LONGEST_WAIT, 20 * self._price)
+        held = sum(rows.nbytes for parts in self._projected.values() for _, rows in parts)
+        return held > self.memory_budget or time.monotonic() - self._committed > max(LONGEST_WAIT, 20 * self._price)
 
     def commit(self) -> None:
         """Project what waits, and add everything to the store."""

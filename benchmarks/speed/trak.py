@@ -1,0 +1,118 @@
+"""ggda_trak next to TRAK on the same work: the whole loop, from the constructor to the scores of 100 targets.
+
+Upstream and drop-in get the same featurize batch size, the same projection dimension and float32 (TRAK's default,
+float16, is 26 times slower on a CPU). Groups are scattered over the data set; `groups.batch_sampler` brings them
+together, as the README advises, and "cut" is the same with plain batches in the order of the data set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ggda_trak
+import numpy as np
+import torch
+import trak
+
+from benchmarks.speed import models
+from benchmarks.speed.memory import peak_bytes
+from benchmarks.speed.timing import Row, best_times
+from ggda_ext import Groups
+
+TARGETS, DIMENSION = 100, 512
+SIZES = (4, 16, 64, 256)
+GOALS = {"official projector": 8.0, "SketchProjector": 30.0, "FactoredProjector": 40.0}
+
+
+class Work:
+    """ANN-L with made data of MNIST's shape and one checkpoint."""
+
+    def __init__(self, n: int, batch: int) -> None:
+        torch.manual_seed(0)
+        self.n, self.batch, self.model = n, batch, models.ann_l().eval()
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.data, self.targets = models.tabular(n, 784, 10), models.tabular(TARGETS, 784, 10, seed=1)
+
+    def groups(self, size: int) -> Groups:
+        """Scattered groups, as a clustering gives them."""
+        return Groups(np.random.default_rng(0).permutation(self.n) // size)
+
+    def projector(self, case: str) -> Any:
+        if case.startswith("Sketch"):
+            return ggda_trak.SketchProjector(self.parameters, DIMENSION)
+        return ggda_trak.FactoredProjector(self.model, DIMENSION) if case.startswith("Factored") else None
+
+    def run(self, toolkit: Any, *, batches: Any = None, **options: Any) -> int:
+        """The user's loop; returns the bytes of the checkpoint's store."""
+        plain = (np.arange(low, min(low + self.batch, self.n)) for low in range(0, self.n, self.batch))
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+            traker = toolkit.TRAKer(
+                self.model, "image_classification", self.n, save_dir=folder, device="cpu", proj_dim=DIMENSION,
+                use_half_precision=False, logging_level=100, **options,
+            )  # fmt: skip
+            state = self.model.state_dict()
+            traker.load_checkpoint(state, model_id=0)
+            for indices in batches or plain:
+                at = torch.as_tensor(np.asarray(indices))
+                traker.featurize([tensor[at] for tensor in self.data], inds=at.numpy())
+            traker.finalize_features()
+            traker.start_scoring_checkpoint("test", state, 0, num_targets=TARGETS)
+            traker.score(self.targets, num_samples=TARGETS)
+            traker.finalize_scores("test")
+            return sum(path.stat().st_size for path in Path(folder, "0").iterdir())
+
+    def grouped(self, case: str, size: int) -> int:
+        """The same with groups of one size."""
+        groups = self.groups(size)
+        batches = None if case.endswith("cut") else groups.batch_sampler(self.batch)
+        return self.run(ggda_trak, batches=batches, groups=groups, projector=self.projector(case))
+
+
+def rows(quick: bool = False) -> Iterator[Row]:
+    """Speed-ups over TRAK, and memory and store by number of groups."""
+    n = 2_000 if quick else 5_000
+    for batch in (1_000,) if quick else (1_000, 100):
+        yield from _times(Work(n, batch), quick)
+    yield from _memory(Work(n, 1_000))
+
+
+def _times(work: Work, quick: bool) -> Iterator[Row]:
+    upstream = "TRAK"
+    cases: dict[str, Any] = {upstream: lambda: work.run(trak)}
+    kinds = [(case, size) for size in ((64,) if quick or work.batch < 1000 else SIZES) for case in GOALS]
+    kinds.append(("official projector, cut", 64))
+    for case, size in kinds:
+        cases[f"{case} {size}"] = partial(work.grouped, case, size)
+    times = best_times(cases, repeats=3, slow={upstream: 1 if work.batch < 1000 else 2})
+    for case, size in kinds:
+        seconds = times[f"{case} {size}"]
+        goal = GOALS.get(case) if size == 64 and not quick else None
+        note = f"n={work.n:,}, proj_dim {DIMENSION}, featurize batch {work.batch:,}, {TARGETS} targets"
+        yield Row("trak", "ANN-L", case, size, seconds, upstream, times[upstream] / seconds, "x faster", goal, note)
+
+
+def _memory(work: Work) -> Iterator[Row]:
+    """Peak memory of the loop above what the process held before, and the bytes of the checkpoint's store."""
+    runs: dict[int, Callable[[], int]] = {1: lambda: work.run(trak)}
+    runs |= {size: partial(work.grouped, "official projector", size) for size in (16, 64, 256)}
+    base = 0
+    for size, run in runs.items():
+        stored: list[int] = []
+        peak = peak_bytes(partial(_into, stored, run))
+        if peak is None:
+            return
+        base = base or peak
+        note = f"peak {peak / 2**20:.0f} MB, store {stored[0] / 2**20:.1f} MB, n={work.n:,}, k={work.n // size:,}"
+        case = "memory, TRAK" if size == 1 else "memory, official projector"
+        extra = {"peak_bytes": peak, "store_bytes": stored[0]}
+        yield Row("trak", "ANN-L", case, size, 0.0, "TRAK", base / max(peak, 1), "x smaller", None, note, extra)
+
+
+def _into(stored: list[int], run: Callable[[], int]) -> None:
+    stored.append(run())
