@@ -7,7 +7,6 @@ from typing import Any
 
 import captum.influence
 import numpy as np
-import torch
 from torch import Tensor
 
 from ggda_captum.group_influence import CheckpointLoader, GroupInfluence
@@ -49,11 +48,7 @@ class CheckpointInfluence(GroupInfluence):
 
     def _group_self_influence(self, show_progress: bool) -> Tensor:
         def norms() -> Tensor:
-            provider = self._provider(show_progress)
-            found = torch.zeros(len(provider.groups), dtype=provider.space.dtype, device=provider.space.device)
-            for ids, rows in self._blocks(provider):
-                found[ids.to(found.device)] = torch.linalg.vector_norm(rows, dim=1).square()
-            return found
+            return self._provider(show_progress).squared_norms()
 
         return _weighted_sum(self._at_checkpoints(norms))
 

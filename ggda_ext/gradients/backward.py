@@ -12,7 +12,7 @@ from ggda_ext.gradients.job import Job, merge_pieces
 
 def scores(job: Job, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
-    return job.scores_of(blocks(job, job.rows_in_budget), directions)
+    return job.scores_of(blocks(job, job.rows_near_cache), directions)
 
 
 def blocks(job: Job, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:

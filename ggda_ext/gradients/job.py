@@ -18,6 +18,8 @@ from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupBatch, Groups
 from ggda_ext.losses import ExampleLoss
 
+CACHED_BLOCK_BYTES = 8 * 2**20
+
 
 @dataclass(frozen=True)
 class PointGradients:
@@ -61,9 +63,16 @@ class Job:
 
     @property
     def rows_in_budget(self) -> int:
-        """How many rows of length p fit into the memory budget."""
-        row = self.space.size * torch.empty(0, dtype=self.space.dtype).element_size()
-        return int(min(max(1, self.memory_budget // row), 1024))
+        """How many rows of length p fit into the memory budget, for consumers that want large blocks."""
+        return self._rows_in(self.memory_budget)
+
+    @property
+    def rows_near_cache(self) -> int:
+        """How many rows to form at a time when they are used at once: large temporaries page-fault."""
+        return self._rows_in(min(CACHED_BLOCK_BYTES, self.memory_budget))
+
+    def _rows_in(self, size: int) -> int:
+        return int(min(max(1, size // (self.space.size * self.space.dtype.itemsize)), 1024))
 
     def empty_scores(self, m: int) -> Tensor:
         """Zeros `[m, k]` to add scores to."""

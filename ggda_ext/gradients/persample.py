@@ -17,7 +17,7 @@ from ggda_ext.gradients.parameters import ParameterSpace
 
 def scores(job: Job, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
-    return job.scores_of(blocks(job, job.rows_in_budget), directions)
+    return job.scores_of(blocks(job, job.rows_near_cache), directions)
 
 
 def blocks(job: Job, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -133,7 +133,12 @@ class GroupGradients:
         return scores
 
     def blocks(self, max_rows: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """The group-summed gradients, as `(group ids [b], rows [b, p])` with b at most `max_rows`."""
+        """The group-summed gradients, as `(group ids [b], rows [b, p])`.
+
+        Args:
+            max_rows: most rows in a block; by default as many as fit the memory budget. Small blocks are faster
+                to form, large ones are for consumers that have a cost per block, such as random projections.
+        """
         check_deterministic_modules(self.model)
         plan = self.plan(None)
         job = self._job(plan)
@@ -144,7 +149,7 @@ class GroupGradients:
     def rows(self) -> Tensor:
         """All group-summed gradients at once `[k, p]`: only for k and p that fit into memory."""
         rows = torch.empty(len(self.groups), self.p, dtype=self.space.dtype, device=self.space.device)
-        for ids, block in self.blocks():
+        for ids, block in self._small_blocks():
             rows[ids.to(rows.device)] = block
         return rows
 
@@ -160,7 +165,7 @@ class GroupGradients:
             result = norms.squared_norms(self._job(self.plan(None)))
         else:
             result = torch.empty(len(self.groups), dtype=self.space.dtype, device=self.space.device)
-            for ids, rows in self.blocks():
+            for ids, rows in self._small_blocks():
                 result[ids.to(result.device)] = rows.square().sum(1)
         check_finite_scores(result[None], self.groups)
         return result
@@ -173,6 +178,9 @@ class GroupGradients:
         for groups, batch in job.grouped_batches():
             observe(job.space, job.layers, job.loss, batch, watch(groups))
             yield groups
+
+    def _small_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.blocks(self._job(self.plan(None)).rows_near_cache)
 
     def _scores_by_rows(self, plan: Plan, points: PointGradients) -> Tensor:
         """Test gradients in blocks that fit the budget, one pass over the training data for each block."""
