@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Explicit": {"regularization": 1.0},
     "CG": {"regularization": 1.0, "max_iter": 4},
     "Arnoldi": {"regularization": 2.0, "proj_dim": 8, "max_iter": 12},
-    "LiSSA": {"batch_size": N, "recursion_depth": 6, "scaling": 5.0, "damping": 0.01},
+    "LiSSA": {"batch_size": N, "recursion_depth": 4, "scaling": 5.0, "damping": 0.01},
     "DataInf": {"regularization": 0.2},
     "EKFAC": {"damping": 0.2},
 }
@@ -60,10 +60,10 @@ class Case:
         x, y = data
         return functional_call(self.model, parameters, (x.unsqueeze(0),)).softmax(1).gather(1, y.view(1, 1)).squeeze()
 
-    def train_loader(self, batch_size: int = 8) -> DataLoader:
+    def train_loader(self, batch_size: int = 12) -> DataLoader:
         return DataLoader(self.train, batch_size=batch_size)
 
-    def test_loader(self, batch_size: int = 3) -> DataLoader:
+    def test_loader(self, batch_size: int = 4) -> DataLoader:
         return DataLoader(self.test, batch_size=batch_size)
 
     def full_loader(self, batch_size: int = N) -> DataLoader:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -261,3 +263,49 @@ def test_trak_refuses_what_it_cannot_do():
             ggda_dattri, case, groups=GROUPS, regularization=0.0, fisher="exact",
             projector_kwargs={"proj_type": "normal", "proj_dim": 40},
         ).cache(case.train_loader())  # fmt: skip
+
+
+class Dicts(torch.utils.data.Dataset):
+    """The points of a data set as dicts."""
+
+    def __init__(self, points: Any) -> None:
+        self.points = points
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return dict(zip(("x", "y"), self.points[index], strict=True))
+
+
+def test_dict_batches_serve_as_well_as_tuples():
+    case = make_case()
+    tuples = make_tracin(ggda_dattri, case, groups=GROUPS, own_target=False)
+    expected = tuples.attribute(case.train_loader(), case.test_loader())
+
+    def loss(parameters: dict[str, Tensor], example: dict[str, Tensor]) -> Tensor:
+        logits = torch.func.functional_call(case.model, parameters, (example["x"],))
+        return cross_entropy(logits, example["y"])
+
+    task = type(tuples.task)(loss, case.model, case.checkpoints)
+    new = ggda_dattri.TracInAttributor(
+        task, torch.tensor([0.3, 0.7]), False, dict(PROJECTIONS["normal"]), groups=GROUPS
+    )
+    close(new.attribute(DataLoader(Dicts(case.train), 8), DataLoader(Dicts(case.test), 3)), expected)
+
+
+@pytest.mark.parametrize("groups", [np.arange(N), GROUPS])
+def test_a_loader_that_does_not_fit_is_refused_before_any_work(groups):
+    case = make_case()
+    attributor = make_tracin(ggda_dattri, case, groups=groups)
+    attributor.task._load_checkpoints = None  # any work would fail
+    with pytest.raises(ValueError, match="built for 23 training points"):
+        attributor.attribute(case.test_loader(), case.test_loader())
+    with pytest.raises(ValueError, match="shuffles"):
+        attributor.self_attribute(DataLoader(case.train, shuffle=True))
+
+
+def test_a_missing_dattri_says_what_to_install():
+    code = "import sys; sys.modules['dattri'] = None; import ggda_dattri"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "pip install 'ggda-ext[dattri]'" in run.stderr

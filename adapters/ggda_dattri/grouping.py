@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_ext.data import IndexedData
+from ggda_ext.gradients.plan import STRATEGIES
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.properties import Property
 
@@ -25,6 +27,8 @@ class Grouped:
 
     def __init__(self, *args: Any, groups: GroupsLike = None, strategy: str = "auto", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if strategy not in ("auto", *STRATEGIES):
+            raise ValueError(f"strategy={strategy!r} is not one of 'auto', {', '.join(map(repr, STRATEGIES))}.")
         self.groups = None if groups is None else Groups.of(groups)
         self.strategy = strategy
         if isinstance(self.layer_name, str):
@@ -42,13 +46,14 @@ class Grouped:
             raise TypeError(f"{name} is a stream without a length: pass a DataLoader over a map-style data set.")
         return data, Groups.singletons(data.n) if self.groups is None else Groups.of(self.groups, data.n)
 
-    def _in_group_order(self, scores: Tensor) -> Tensor:
-        """dattri's rows, one per training point, in the order of groups of one."""
+    def _in_group_order(self, loader: DataLoader | None, run: Callable[[], Tensor]) -> Tensor:
+        """dattri's rows, one per training point, in the order of groups of one; as they are without groups."""
         if self.groups is None:
-            return scores
-        if len(scores) != self.groups.n:
-            Groups.of(self.groups, len(scores))
-        return scores.detach()[torch.from_numpy(self.groups.order.astype("int64")).to(scores.device)]
+            return run()
+        if loader is not None:
+            self._train_data(loader)  # refuses a loader that does not fit before the work starts
+        scores = run().detach()
+        return scores[torch.from_numpy(self.groups.order.astype("int64")).to(scores.device)]
 
     def _checkpoint(self, index: int) -> Checkpoint:
         return Checkpoint(self.task, index, self.layer_name, batch_of_one=self.batch_of_one, strategy=self.strategy)

@@ -82,8 +82,10 @@ class GroupedInnerProduct(Grouped):
         """
         check_one_of(test_dataloader, property)
         if self._is_dattri and property is None:
-            scores = super().attribute(train_dataloader, test_dataloader, relatif_method)  # type: ignore[misc]
-            return self._in_group_order(scores)
+            own = super().attribute  # type: ignore[misc]
+            return self._in_group_order(
+                train_dataloader, lambda: own(train_dataloader, test_dataloader, relatif_method)
+            )
         _check_relatif(relatif_method)
         data, groups = self._prepared(train_dataloader)
         tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
@@ -110,7 +112,8 @@ class GroupedInnerProduct(Grouped):
         dattri itself fails, or mixes the points up, with several batches or a `relatif_method`; both work here.
         """
         if self._is_dattri and len(train_dataloader) == 1 and relatif_method is None:
-            return self._in_group_order(super().self_attribute(train_dataloader))  # type: ignore[misc]
+            own = super().self_attribute  # type: ignore[misc]
+            return self._in_group_order(train_dataloader, lambda: own(train_dataloader))
         _check_relatif(relatif_method)
         data, groups = self._prepared(train_dataloader)
         total: Tensor | None = None

@@ -57,7 +57,8 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
         """
         check_one_of(test_dataloader, property)
         if self._is_dattri and property is None:
-            return self._in_group_order(super().attribute(train_dataloader, test_dataloader))
+            own = super().attribute
+            return self._in_group_order(train_dataloader, lambda: own(train_dataloader, test_dataloader))
         data, groups = self._train_data(train_dataloader)
         tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
         total: Tensor | None = None
@@ -71,7 +72,8 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
     def self_attribute(self, train_dataloader: DataLoader) -> Tensor:
         """Squared norm of every group's gradient `(groups,)`, or the weights' sum if gradients are normalised."""
         if self._is_dattri:
-            return self._in_group_order(super().self_attribute(train_dataloader))
+            own = super().self_attribute
+            return self._in_group_order(train_dataloader, lambda: own(train_dataloader))
         data, groups = self._train_data(train_dataloader)
         total: Tensor | None = None
         for index, weight in self._weighted_checkpoints():

@@ -71,6 +71,8 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
     def cache(self, full_train_dataloader: DataLoader) -> None:
         """Compute and keep the features of the groups of the full training data."""
         if self._is_dattri:
+            if self.groups is not None:
+                self._train_data(full_train_dataloader, "full_train_dataloader")
             super().cache(full_train_dataloader)
             return
         self._cached = self._features(full_train_dataloader, "full_train_dataloader")
@@ -92,7 +94,8 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         """
         check_one_of(test_dataloader, property)
         if self._is_dattri and property is None:
-            return self._in_group_order(super().attribute(test_dataloader, train_dataloader))
+            own = super().attribute
+            return self._in_group_order(train_dataloader, lambda: own(test_dataloader, train_dataloader))
         features = self._training_side(train_dataloader)
         tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
         total: Tensor | None = None
@@ -107,7 +110,8 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
     def self_attribute(self, train_dataloader: DataLoader | None = None) -> Tensor:
         """Influence of every group on itself, ``(Σ x_i)ᵀ F⁻¹ Σ Q_i x_i``, as dattri a column `(groups, 1)`."""
         if self._is_dattri and train_dataloader is not None:
-            return self._in_group_order(super().self_attribute(train_dataloader))
+            own = super().self_attribute
+            return self._in_group_order(train_dataloader, lambda: own(train_dataloader))
         features = self._training_side(train_dataloader)
         own = [(feature.sums * feature.solved.T).sum(1) for feature in features]
         return torch.stack(own).mean(0)[:, None].to(self.device)
