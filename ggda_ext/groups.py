@@ -234,7 +234,8 @@ class Groups:
 
         Sizes alone; with `model`, `loss_fn` and `data`, how aligned the gradients of every group are and which
         groups are too large or coherent for first-order estimates; with `property`, the groups' scores and the
-        share of members that agree with their group's sign. About one training pass each for Linear layers.
+        share of members that agree with their group's sign. Takes two to four training passes if all layers are
+        Linear; other layers need the gradient of every point, which takes longer, a block at a time.
 
         Args:
             model, loss_fn, data: as in `GroupGradients`.

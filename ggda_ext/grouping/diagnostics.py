@@ -5,7 +5,8 @@ With g_i the gradient of point i and s_i = ⟨∇g, g_i⟩ its score for a prope
     same sign = share of members with sign(s_i) = sign(Σ s_i),    alignment = ‖Σ g_i‖² / Σ‖g_i‖²
 
 (about 1 for unrelated gradients, the group's size for equal ones: how good a batched Fisher will be). Both are
-exact and cost about one training pass each where no gradient needs to be formed; only numbers per point are kept.
+exact; signs take one training pass, alignment two to three if all layers are Linear, else the gradient of every
+point, a block at a time. Only single numbers per point are kept.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ LARGE = 0.2
 trace) about that share of the curvature is gone, so the effect is larger by 1 / (1 − s): a quarter at one fifth."""
 WHOLE_CLASS = 0.9
 """Without nearly all of a class the model never predicts it: not a small step from the trained parameters."""
+_CLASS = "nearly a whole class"
 _SHOWN = 8
 
 
@@ -75,7 +77,7 @@ class Summary:
         """Ids of the groups for which first-order estimates are known to fail, by reason."""
         found = {f"more than {LARGE:.0%} of all points": self.groups.sizes > LARGE * self.groups.n}
         if self.class_share is not None:
-            found["nearly a whole class"] = self.class_share >= WHOLE_CLASS
+            found[_CLASS] = self.class_share >= WHOLE_CLASS
         if self.curvature is not None:
             found[f"so coherent that more than {LARGE:.0%} of the curvature is theirs"] = self.curvature > LARGE
         return {reason: np.flatnonzero(which) for reason, which in found.items() if which.any()}
@@ -123,11 +125,11 @@ class Summary:
     def _warnings(self) -> list[str]:
         if not self.untrustworthy:
             return []
-        lines = ["", "Warning: first-order estimates are known to fail for these (ranks hold, magnitudes shrink):"]
+        worse = " (without a whole class, not even ranks)" if _CLASS in self.untrustworthy else ""
+        lines = ["", f"Warning: first-order estimates are known to fail; ranks hold, magnitudes are too small{worse}:"]
         for reason, ids in self.untrustworthy.items():
-            names = ", ".join(str(self.groups.name(int(j))) for j in ids[:_SHOWN]) + (
-                ", …" if len(ids) > _SHOWN else ""
-            )
+            names = ", ".join(str(self.groups.name(int(j))) for j in ids[:_SHOWN])
+            names += ", …" if len(ids) > _SHOWN else ""
             what = f"group {names} is" if len(ids) == 1 else f"{len(ids)} groups, {names}, are each"
             lines.append(f"  {what} {_fitting(reason, len(ids))}")
         return lines
