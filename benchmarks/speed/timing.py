@@ -27,8 +27,9 @@ class Row:
         seconds: CPU seconds of the fastest of several runs.
         against: name of the case it is compared with.
         ratio: seconds of `against` divided by `seconds` (a speed-up), or the other way round where `unit` says so.
-        unit: ``"x faster"``, ``"passes"`` (multiples of one forward+backward pass over the same data) or ``"times"``
-            (as much memory); more is better for the first, less for the others.
+        unit: ``"x faster"``, ``"passes"`` (multiples of one forward+backward pass over the same data), ``"times"`` (as
+            much memory or inertia) or ``"off"`` (distance from an expected share); more is better for the first, less
+            for the others.
         goal: the bound the ratio is meant to reach, None if there is none.
         note: data used, settings scaled down, and the like.
     """
