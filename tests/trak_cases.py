@@ -78,7 +78,7 @@ def batches(size: int = 50, seed: int | None = 0) -> Iterator[np.ndarray]:
 
 
 def take(tensors: tuple[Tensor, ...], at: np.ndarray) -> list[Tensor]:
-    return [tensor[torch.from_numpy(at)] for tensor in tensors]
+    return [tensor[torch.tensor(at)] for tensor in tensors]
 
 
 def featurize(traker: Any, case: Case, checkpoints: list[Any], size: int = 50, seed: int | None = 0) -> None:

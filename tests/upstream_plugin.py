@@ -66,6 +66,16 @@ def _dattri_singletons(cls: type) -> type:
     return type(cls.__name__, (cls,), methods | {"__module__": cls.__module__})
 
 
+def _trak_singletons(cls: type) -> type:
+    signature = inspect.signature(cls.__mro__[_first_upstream(cls, "trak")])
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        n = signature.bind(*args, **kwargs).arguments["train_set_size"]
+        cls.__init__(self, *args, groups=range(n), **kwargs)  # type: ignore[misc]
+
+    return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
+
+
 TOOLKITS = {
     "captum": Toolkit(
         drop_in="ggda_captum",
@@ -88,6 +98,7 @@ TOOLKITS = {
         ),
         with_singletons=_dattri_singletons,
     ),
+    "trak": Toolkit(drop_in="ggda_trak", modules=("trak", "trak.traker"), with_singletons=_trak_singletons),
 }
 
 

@@ -17,13 +17,13 @@ from trak.projectors import BasicProjector, NoOpProjector, ProjectionType
 
 from ggda_ext import GroupGradients
 from ggda_ext.attribution import LoadCheckpoint, load_state, parameters_restored
-from ggda_ext.data import DataLike, IndexedData
+from ggda_ext.data import DataLike
 from ggda_ext.fisher import Damping, EmpiricalFisher, check_damping
 from ggda_ext.groups import GroupsLike
-from ggda_ext.properties import PointProperty, Property, property_gradient
+from ggda_ext.properties import PointProperty, Property
 from ggda_trak.factored import FactoredProjector
 from ggda_trak.projection import Projection, check_dimension
-from ggda_trak.sums import point_rows
+from ggda_trak.rows import point_rows, property_rows
 
 
 class FisherInfluence:
@@ -103,7 +103,11 @@ class FisherInfluence:
         for number in self._at_checkpoints():
             if number == len(self._features):
                 self._features.append(self._made_features(number))
-            part = self._directions(property, number) @ self._features[number].T / len(self._checkpoints)
+            part = (
+                property_rows(self.model, property, self.projection, number)
+                @ self._features[number].T
+                / len(self._checkpoints)
+            )
             scores = part if scores is None else scores + part
         assert scores is not None
         return scores
@@ -120,9 +124,8 @@ class FisherInfluence:
     def _made_features(self, model_id: int) -> Tensor:
         """Group sums times the damped inverse Fisher `[k, proj_dim]`."""
         space = self.provider.space
-        dim = self.projection.projector.proj_dim or space.size
-        sums = torch.zeros(len(self.groups), dim, dtype=space.dtype, device=space.device)
-        fisher = EmpiricalFisher(dim, space.device)
+        sums = torch.zeros(len(self.groups), self.projection.dim, dtype=space.dtype, device=space.device)
+        fisher = EmpiricalFisher(self.projection.dim, space.device)
         if self.fisher == "exact":
             labels = torch.from_numpy(self.groups.labels.astype("int64")).to(space.device)
             for at, rows in point_rows(self.provider.on(self.provider.data), self.projection, model_id):
@@ -145,16 +148,3 @@ class FisherInfluence:
             return
         for ids, rows in self.provider.blocks():
             yield ids, self.projection(rows, model_id)
-
-    def _directions(self, property: Property, model_id: int) -> Tensor:
-        """Projected gradients of the property `[m, proj_dim]`."""
-        space = self.provider.space
-        if not isinstance(property, PointProperty):
-            return self.projection(property_gradient(property, self.model, space.parameters), model_id)
-        points: IndexedData = property.data
-        tests = GroupGradients(self.model, property.loss, points, parameters=space.parameters.values())
-        rows = torch.empty(len(tests.groups), self.projection.projector.proj_dim or space.size)
-        rows = rows.to(space.device, space.dtype)
-        for at, block in point_rows(tests, self.projection, model_id):
-            rows[at.to(rows.device)] = block
-        return rows

@@ -30,6 +30,11 @@ class Projection:
         self.projector, self.space, self.scale = projector, space, scale
 
     @property
+    def dim(self) -> int:
+        """Length of a projected row."""
+        return self.projector.proj_dim or self.space.size
+
+    @property
     def collects(self) -> bool:
         """Whether a call has a large price of its own, so that rows are better collected."""
         return isinstance(self.projector, BasicProjector) and self.projector.num_blocks > 1

@@ -142,10 +142,8 @@ def write_json(path: Path, content: Any) -> None:
     os.replace(part, path)
 
 
-def open_means(folder: Path, n: int, models: int, reset: bool) -> np.memmap | None:
-    """The weights Q̄ of all points `[n]`, NaN where not known yet; None for a single checkpoint."""
-    if models == 1:
-        return None
+def open_means(folder: Path, n: int, reset: bool) -> np.memmap:
+    """Numbers of all points `[n]`, NaN where not known yet."""
     path = folder / "out_to_loss_mean.mmap"
     if path.exists() and not reset:
         return open_memmap(path, mode="r+")

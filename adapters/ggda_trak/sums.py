@@ -8,7 +8,6 @@ A group may come in any number of batches. Rows that are expensive to project on
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from ggda_ext import GroupGradients, Groups
 from ggda_trak.factored import FactoredProjector
 from ggda_trak.projection import Projection
+from ggda_trak.rows import point_rows
 from ggda_trak.store import GroupStore
 
 LONGEST_WAIT = 10.0  # seconds of work that a killed process may lose, unless projecting itself takes long
@@ -135,7 +135,7 @@ class GroupSums:
         self._forget()
 
     def _summed(self, parts: list[tuple[np.ndarray, Tensor]], ids: np.ndarray) -> np.ndarray:
-        total = torch.zeros(len(ids), self.projection.projector.proj_dim or self.projection.space.size)
+        total = torch.zeros(len(ids), self.projection.dim)
         for some, rows in parts:
             total.index_add_(0, torch.from_numpy(np.searchsorted(ids, some)), rows.float().cpu())
         return total.numpy()
@@ -175,18 +175,6 @@ class _Rows:
         rows = torch.empty(0, self._space.size) if self._rows is None else self._rows[: len(keys)]
         self._slots = {}
         return keys, rows
-
-
-def point_rows(gradients: GroupGradients, projection: Projection, model_id: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Projected gradients of single points, as `(positions [b], rows [b, proj_dim])`."""
-    projector = projection.projector
-    if isinstance(projector, FactoredProjector) and projector.captures(gradients):
-        ones = torch.ones(1, gradients.groups.n)
-        for at, projected in projector.blocks(gradients, ones, model_id):
-            yield at, projected[0] / projection.scale
-        return
-    for at, rows in gradients.blocks():
-        yield at, projection(rows, model_id)
 
 
 def _rows_in(budget: int, projection: Projection, most: int) -> int:

@@ -22,16 +22,17 @@ from trak.gradient_computers import IterativeGradientComputer
 from trak.savers import ModelIDException
 
 from ggda_ext import GroupGradients, Groups
-from ggda_ext.attribution import load_state, parameters_restored
 from ggda_ext.fisher import EmpiricalFisher, check_damping, check_invertible
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupsLike
-from ggda_ext.properties import PointProperty, Property, property_gradient
+from ggda_ext.properties import Property
 from ggda_trak.inputs import check_batch, target_indices, training_indices
 from ggda_trak.outputs import TaskOutputs
 from ggda_trak.projection import Projection, check_dimension, describe, release
-from ggda_trak.store import GroupStore, check_settings, fingerprint, open_means, write_json, write_settings
-from ggda_trak.sums import GroupSums, point_rows
+from ggda_trak.rows import all_point_rows, property_rows
+from ggda_trak.store import GroupStore, check_settings, fingerprint, write_json, write_settings
+from ggda_trak.sums import GroupSums
+from ggda_trak.weights import MeanWeights
 
 FISHERS = ("exact", "batched", "loss")
 STRATEGIES = ("auto", "segmented", "backward", "persample")
@@ -48,15 +49,16 @@ class TRAKer(trak.TRAKer):
     Args:
         *args: as for `trak.TRAKer`.
         groups: a `Groups` or anything it accepts, for `train_set_size` points.
-        fisher: ``"batched"`` (output gradients summed by group; TRAK's at size one), ``"loss"`` (the paper's: loss
-            gradients summed by group) or ``"exact"`` (per point: the sum of TRAK's scores, without its speed).
+        fisher: ``"batched"`` (output gradients u_G summed by group, Σ_G u_G u_Gᵀ / |G|; TRAK's at size one),
+            ``"loss"`` (the paper's: loss gradients summed by group) or ``"exact"`` (per point: scores are the sums of
+            TRAK's, but take as long). The first two are approximations: they do not add up over groups.
         strategy: how gradients are computed, see `GroupGradients`; other than ``"auto"`` it is used for groups of
             one as well.
         checkpoints: all checkpoints that will be used, if several: state dicts, or paths to them. The weights Q
             are averaged over them.
         memory_budget: bytes for activations, gradient rows, and rows that wait for their projection.
         **kwargs: as for `trak.TRAKer`. With groups and without ``fisher="exact"``, `lambda_reg` is relative to the
-            mean diagonal of the Fisher, or ``"auto"``, the default (see `EmpiricalFisher.ledoit_wolf`).
+            mean diagonal of the Fisher, or ``"auto"``, the default (see `ggda_ext.fisher`).
 
     Attributes:
         damping: model id → relative ridge in its Fisher, once its features are finalized.
@@ -114,7 +116,9 @@ class TRAKer(trak.TRAKer):
                 self.damping[model_id] = json.loads(found.read_text())["damping"]
         if self._grouped:
             self.lambda_reg = ridge
-            self._means = open_means(self._folder(""), self.groups.n, self._models, reset=not self._load)
+            self._weights = MeanWeights(
+                self.model, self.gradient_computer, checkpoints, self._folder(""), self.groups.n, reset=not self._load
+            )
 
     def init_projector(self, *args: Any, **kwargs: Any) -> None:
         """As TRAK's; with groups, a projector or a store that does not fit is refused before anything is written."""
@@ -176,25 +180,24 @@ class TRAKer(trak.TRAKer):
         Points that were done before this checkpoint was loaded are left out, so a loop can be run again after it was
         interrupted. `groups.batch_sampler` gives whole groups, which is fastest.
         """
-        if self.groups is None:
-            return super().featurize(batch, inds, num_samples)
-        if self.ckpt_loaded != self.saver.current_model_id or (self._grouped and self._sums is None):
+        loaded = self.ckpt_loaded == self.saver.current_model_id
+        if self.groups is None or not (self._grouped or loaded):
+            super().featurize(batch, inds, num_samples)
+            return
+        if not loaded or (self._grouped and self._sums is None):
             raise ValueError("no checkpoint is loaded for featurizing: call load_checkpoint first.")
         batch = check_batch(batch)
         indices = training_indices(inds, num_samples, self._last_ind, len(batch[0]), self.groups.n)
-        self._last_ind += 0 if num_samples is None else num_samples
         done = self._done(indices)
-        if done.all():
-            return None
         if done.any():
             batch, indices = tuple(tensor[torch.from_numpy(~done)] for tensor in batch), indices[~done]
         if not self._grouped:
-            return super().featurize(batch, indices)
-        weights = self._out_to_loss(batch, indices)
-        assert self._sums is not None
-        self._sums.add(self._gradients(batch), batch, indices, weights)
-        self.saver.serialize_current_model_id_metadata()
-        return None
+            super().featurize(batch, indices)
+        elif len(indices):
+            assert self._sums is not None
+            self._sums.add(self._gradients(batch), batch, indices, self._weights(batch, indices))
+            self.saver.serialize_current_model_id_metadata()
+        self._last_ind += 0 if num_samples is None else num_samples
 
     def _done(self, indices: np.ndarray) -> np.ndarray:
         if self._sums is None:
@@ -227,31 +230,6 @@ class TRAKer(trak.TRAKer):
 
     def _projection(self) -> Projection:
         return Projection(self.projector, ParameterSpace(self.model, self._names), float(self.normalize_factor))
-
-    def _out_to_loss(self, batch: tuple[Tensor, ...], indices: np.ndarray) -> Tensor:
-        """Q̄ of the points of a batch `[b]`: TRAK's Q, averaged over the checkpoints in a pass forward only."""
-        if self._means is None:
-            means = self._one_out_to_loss(batch)
-        else:
-            means = torch.from_numpy(self._means[indices])
-            if bool(means.isnan().any()):
-                means = torch.zeros(len(indices))
-                with parameters_restored(self.model):
-                    for checkpoint in self._checkpoints or ():
-                        load_state(self.model, checkpoint)
-                        means += self._one_out_to_loss(batch).cpu() / self._models
-                self._means[indices] = means.numpy()
-        if not bool(means.isfinite().all()):
-            bad = indices[(~means.isfinite()).cpu().numpy()]
-            raise ValueError(
-                f"the weight Q of {len(bad)} points is not finite, first {bad[:5].tolist()}: look for NaN or infinite "
-                "inputs there."
-            )
-        return means.to(batch[0].device)
-
-    def _one_out_to_loss(self, batch: tuple[Tensor, ...]) -> Tensor:
-        with torch.no_grad():
-            return self.gradient_computer.compute_loss_grad(batch).detach().reshape(-1).float()
 
     def finalize_features(self, model_ids: Iterable[int] | None = None, del_grads: bool = False) -> None:
         """As TRAK's; an incomplete group, or a Fisher that cannot be inverted, is an error."""
@@ -305,6 +283,8 @@ class TRAKer(trak.TRAKer):
         rows = numerators
         if self.fisher == "batched":
             rows = torch.as_tensor(np.array(store.sums["fisher_rows"]), device=self.device)
+            assert self.groups is not None  # a group of alike points counts as its points would, not as their square
+            rows = rows / torch.from_numpy(np.sqrt(self.groups.sizes)).to(rows)[:, None]
         return EmpiricalFisher(rows.shape[1], rows.device).add(rows).damped(self._damping)
 
     def start_scoring_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -343,18 +323,11 @@ class TRAKer(trak.TRAKer):
     def _target_rows(self, batch: tuple[Tensor, ...] | None, property: Property | None, model_id: int) -> Tensor:
         """Projected gradients of targets `[m, proj_dim]`."""
         projection = self._projection()
-        if batch is not None:
-            ones = torch.ones(len(batch[0]), device=batch[0].device)
-            gradients = self._gradients(batch).on((*batch, ones))
-        elif isinstance(property, PointProperty):
-            gradients = GroupGradients(self.model, property.loss, property.data, parameters=self._names)
-        else:
+        if batch is None:
             assert property is not None
-            return projection(property_gradient(property, self.model, projection.space.parameters), model_id)
-        rows = torch.empty(len(gradients.groups), self.proj_dim)
-        for at, block in point_rows(gradients, projection, model_id):
-            rows[at] = block.float().cpu()
-        return rows
+            return property_rows(self.model, property, projection, model_id)
+        ones = torch.ones(len(batch[0]), device=batch[0].device)
+        return all_point_rows(self._gradients(batch).on((*batch, ones)), projection, model_id)
 
     def finalize_scores(self, exp_name: str, model_ids: Iterable[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRAK's scores, `[groups, targets]` with groups."""

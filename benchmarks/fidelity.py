@@ -1,0 +1,268 @@
+"""How faithful is a batched Fisher? Exact, batched and loss Fisher × damping × group size × grouping, on real data.
+
+Against two yardsticks, each a mean over test points of a Spearman correlation:
+
+* agreement — with the sums of TRAK's own scores over the groups (exact Fisher, no ridge);
+* LDS — with the margins of models really retrained on random halves of the groups (linear data-modelling score).
+
+The scale is reduced so that a run takes minutes: see `Scale`. One checkpoint; scores are computed from the rows that
+`ggda_trak.TRAKer` would store, so that all dampings share them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ggda_trak.outputs import TaskOutputs
+from ggda_trak.projection import Projection
+from ggda_trak.rows import all_point_rows
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+from trak.modelout_functions import ImageClassificationModelOutput
+from trak.projectors import BasicProjector, ProjectionType
+
+from benchmarks.speed import models
+from ggda_ext import GroupGradients, Groups
+from ggda_ext.fisher import Damping, EmpiricalFisher
+from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.grouping import GradKMeansGroups, random_groups
+
+DAMPINGS: tuple[Damping, ...] = (0.0, 0.01, 0.1, 0.3, 1.0, 10.0, "auto")
+FISHERS = ("exact", "batched", "loss")
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of everything.
+
+    Attributes:
+        points: training points, drawn at random for every seed.
+        tests: test points.
+        proj_dim: projection dimension.
+        sizes: group sizes.
+        subsets: retrained models per grouping, each on half of the groups.
+        seeds: repetitions with other points, initial weights, groups and subsets; seeds 0 and 1 are not among the
+            default ones, because the automatic damping was chosen on them.
+    """
+
+    points: int = 2048
+    tests: int = 60
+    proj_dim: int = 128
+    sizes: tuple[int, ...] = (4, 16, 64)
+    subsets: int = 40
+    seeds: tuple[int, ...] = (2, 3, 4)
+
+
+QUICK = Scale(points=512, tests=20, proj_dim=32, sizes=(4, 16), subsets=10, seeds=(2,))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A data set with a model and how to train it."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    epochs: int
+    rate: float
+    load: Callable[[Path], tuple[Pair, Pair]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of the table: a Fisher, a damping, a grouping and a size, for one seed."""
+
+    data: str
+    seed: int
+    grouping: str
+    size: int
+    groups: int
+    fisher: str
+    damping: str
+    chosen: float
+    agreement: float
+    lds: float
+
+
+def mnist(folder: Path) -> tuple[Pair, Pair]:
+    """Train and test digits `[n, 784]` in 0…1, with labels."""
+    with np.load(folder / "mnist.npz") as data:
+        parts = [(data[f"x_{part}"], data[f"y_{part}"]) for part in ("train", "test")]
+    train, test = ((torch.from_numpy(x).flatten(1) / 255, torch.from_numpy(y).long()) for x, y in parts)
+    return train, test
+
+
+def heloc(folder: Path) -> tuple[Pair, Pair]:
+    """Train and test applicants `[n, 23]`, standardised, with labels."""
+    with np.load(folder / "heloc.npz") as data:
+        x, y, is_test = torch.from_numpy(data["X"]), torch.from_numpy(data["y"]).long(), data["is_test"].astype(bool)
+    train, test = torch.from_numpy(~is_test), torch.from_numpy(is_test)
+    x = (x - x[train].mean(0)) / x[train].std(0).clamp_min(1e-6)
+    return (x[train], y[train]), (x[test], y[test])
+
+
+PROBLEMS = (
+    Problem("MNIST", models.ann_l, epochs=8, rate=1e-3, load=mnist),
+    Problem("HELOC", models.ann_s, epochs=12, rate=3e-3, load=heloc),
+)
+
+
+def run(folder: Path, scale: Scale | None = None, path: Path | None = None) -> list[Cell]:
+    """Measure every cell, print the tables, and write the cells as JSON to `path`."""
+    scale = scale or Scale()
+    print(f"{scale}, Spearman, mean ± sd over seeds, {torch.get_num_threads()} thread(s)")
+    cells: list[Cell] = []
+    for problem in PROBLEMS:
+        start = time.process_time()
+        for seed in scale.seeds:
+            cells += measured(problem, seed, scale, folder)
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(
+                    json.dumps({"scale": asdict(scale), "cells": [asdict(cell) for cell in cells]}, indent=1)
+                )
+        print(f"\n{problem.name} ({time.process_time() - start:.0f} CPU s)")
+        for line in table([cell for cell in cells if cell.data == problem.name]):
+            print(line)
+    return cells
+
+
+def measured(problem: Problem, seed: int, scale: Scale, folder: Path) -> Iterator[Cell]:
+    """All cells of one data set and seed."""
+    draw = np.random.default_rng(seed)
+    (x, y), (x_test, y_test) = problem.load(folder)
+    chosen = torch.from_numpy(draw.choice(len(x), scale.points, replace=False))
+    tested = torch.from_numpy(draw.choice(len(x_test), scale.tests, replace=False))
+    train, test = (x[chosen], y[chosen]), (x_test[tested], y_test[tested])
+    model = trained(problem, train, seed)
+    rows, weights, targets = features(model, train, test, scale.proj_dim)
+    reference = scores(rows, rows * weights, targets, 0.0)[0]
+    for grouping, size, groups, halves in partitions(model, train, scale, seed, draw):
+        margins = torch.stack([margin(trained(problem, half(train, groups, one), seed), test) for one in halves])
+        sizes = torch.from_numpy(groups.sizes.copy())[:, None]
+        numerators = groups.sum(rows * weights, 0)
+        sums = {"exact": rows, "batched": groups.sum(rows, 0) / sizes.sqrt(), "loss": numerators}
+        expected = groups.sum(reference, 0)
+        for fisher in FISHERS:
+            for damping in DAMPINGS:
+                try:
+                    found, ridge = scores(sums[fisher], numerators, targets, damping)
+                except ValueError:  # singular
+                    continue
+                yield Cell(
+                    problem.name, seed, grouping, size, len(groups), fisher, str(damping), ridge,
+                    agreement=mean_rank_correlation(found, expected),
+                    lds=mean_rank_correlation(halves.double() @ found.double(), margins),
+                )  # fmt: skip
+
+
+def partitions(
+    model: nn.Module, train: Pair, scale: Scale, seed: int, draw: np.random.Generator
+) -> Iterator[tuple[str, int, Groups, Tensor]]:
+    """Groupings by name, with random halves of their groups `[subsets, k]` as zeros and ones."""
+    for size in scale.sizes:
+        random = random_groups(scale.points, size, random_state=seed)
+        clustering = GradKMeansGroups(
+            model, nn.CrossEntropyLoss(), group_size=size, max_size=4 * size, random_state=seed
+        )
+        for name, groups in (("Random", random), ("Grad-K-Means", clustering.fit_groups(train))):
+            halves = torch.zeros(scale.subsets, len(groups))
+            for row in halves:
+                row[torch.from_numpy(draw.choice(len(groups), len(groups) // 2, replace=False))] = 1
+            yield name, size, groups, halves
+
+
+def half(train: Pair, groups: Groups, chosen: Tensor) -> Pair:
+    """The training points of the chosen groups."""
+    inside = chosen[torch.from_numpy(groups.labels.astype(np.int64))] > 0
+    return train[0][inside], train[1][inside]
+
+
+def trained(problem: Problem, train: Pair, seed: int) -> nn.Module:
+    """A model trained with Adam, the same way for every subset."""
+    torch.manual_seed(seed)
+    model = problem.model()
+    optimizer = torch.optim.Adam(model.parameters(), problem.rate)
+    for _ in range(problem.epochs):
+        for at in torch.randperm(len(train[0])).split(64):
+            optimizer.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(model(train[0][at]), train[1][at]).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def features(model: nn.Module, train: Pair, test: Pair, proj_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """TRAK's projected output gradients of training points `[n, p]`, their Q `[n, 1]`, and those of targets."""
+    task, space = ImageClassificationModelOutput(), ParameterSpace(model)
+    projector = BasicProjector(space.size, proj_dim, 0, ProjectionType.normal, "cpu")
+    projection = Projection(projector, space, space.size**0.5)
+
+    def projected(pair: Pair) -> Tensor:
+        outputs = TaskOutputs(task, False, model, pair)
+        gradients = GroupGradients(model, outputs, (*pair, torch.ones(len(pair[0]))))
+        return all_point_rows(gradients, projection, 0)
+
+    weights = task.get_out_to_loss_grad(model, dict(model.named_parameters()), {}, train)
+    return projected(train), weights.detach(), projected(test)
+
+
+def scores(of_fisher: Tensor, numerators: Tensor, targets: Tensor, damping: Damping) -> tuple[Tensor, float]:
+    """TRAK's scores `[rows, targets]` with the Fisher of some rows, and its relative ridge."""
+    fisher, ridge = EmpiricalFisher(of_fisher.shape[1]).add(of_fisher.double()).damped(damping)
+    return numerators.double() @ torch.linalg.solve(fisher, targets.double().T), ridge
+
+
+def margin(model: nn.Module, test: Pair) -> Tensor:
+    """TRAK's output f of every test point: the log-odds of its label."""
+    with torch.no_grad():
+        log = model(test[0]).log_softmax(1).double()
+        own = log.gather(1, test[1][:, None])[:, 0]
+        rest = log.scatter(1, test[1][:, None], -torch.inf).logsumexp(1)
+    return own - rest
+
+
+def mean_rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Spearman correlation of the columns of two matrices `[r, t]`, averaged."""
+    found = [spearmanr(a[:, t].numpy(), b[:, t].numpy()).statistic for t in range(a.shape[1])]
+    return float(np.nanmean(found))
+
+
+def table(cells: Iterable[Cell]) -> Iterator[str]:
+    """Lines of text: one per grouping, size and Fisher; agreement / LDS for every damping."""
+    found: dict[tuple[Any, ...], dict[str, list[Cell]]] = defaultdict(lambda: defaultdict(list))
+    for cell in cells:
+        found[(cell.grouping, cell.size, cell.fisher)][cell.damping].append(cell)
+    names = [str(damping) for damping in DAMPINGS]
+    yield f"{'grouping':13} {'size':>4} {'k':>5} {'Fisher':8}" + "".join(f"{'λ=' + name:>22}" for name in names)
+    for (grouping, size, fisher), by_damping in found.items():
+        entries = ""
+        k = round(np.mean([cell.groups for cell in next(iter(by_damping.values()))]))
+        for name in names:
+            some = by_damping.get(name, [])
+            if not some:
+                entries += f"{'singular':>22}"
+                continue
+            text = " / ".join(
+                f"{np.mean(values):.2f}±{np.std(values):.2f}"
+                for values in ([cell.agreement for cell in some], [cell.lds for cell in some])
+            )
+            ridge = f" ({np.mean([cell.chosen for cell in some]):.2g})" if name == "auto" else ""
+            entries += f"{text:>22}{ridge}"
+        yield f"{grouping:13} {size:4d} {k:5d} {fisher:8}{entries}"
+
+
+def data_folder(given: Path | None) -> Path:
+    """The folder with the data sets: as given, or in the environment variable GGDA_DATA_DIR."""
+    folder = given or (Path(os.environ["GGDA_DATA_DIR"]) if "GGDA_DATA_DIR" in os.environ else None)
+    if folder is None or not (folder / "mnist.npz").exists() or not (folder / "heloc.npz").exists():
+        raise SystemExit("pass --data-dir (or set GGDA_DATA_DIR): a folder with mnist.npz and heloc.npz.")
+    return folder
