@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -95,10 +94,7 @@ class GroupGradients:
         other = copy.copy(self)
         other.data = data if isinstance(data, IndexedData) else IndexedData(data, self.data.name)
         other.groups = Groups.singletons(other.data.n or 0) if groups is None else Groups.of(groups, other.data.n)
-        facts = replace(self._survey.facts, points=int(other.groups.sizes.sum()), groups=len(other.groups))
-        survey = copy.copy(self._survey)
-        survey.facts = facts
-        other.__dict__["_survey"] = survey  # where cached_property keeps it
+        other.__dict__["_survey"] = self._survey.on(other.groups)  # where cached_property keeps it
         return other
 
     def plan(self, directions: int | Directions | None = 1) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +47,9 @@ class Survey:
         self.layers, uncovered = covered_layers(space, loss, batch, work)
         bytes_per_point = _BYTES_PER_ACTIVATION * activation_bytes
         points = int(groups.sizes.sum())
-        size = min(batch_size or _batch_size(bytes_per_point, memory_budget), points)
+        self._bytes_per_point = bytes_per_point
+        self._most_points = batch_size or _batch_size(bytes_per_point, memory_budget)
+        size = min(self._most_points, points)
         self.facts = Facts(
             points=points,
             groups=len(groups),
@@ -59,6 +63,17 @@ class Survey:
             batch_size=size,
             working_bytes=bytes_per_point * size,
         )
+
+    def on(self, groups: Groups) -> Survey:
+        """The same model with other groups of more data of the same kind."""
+        other = copy.copy(self)
+        points = int(groups.sizes.sum())
+        size = min(self._most_points, points)
+        working_bytes = self._bytes_per_point * size
+        other.facts = replace(
+            self.facts, points=points, groups=len(groups), batch_size=size, working_bytes=working_bytes
+        )
+        return other
 
 
 def _batch_size(bytes_per_point: int, memory_budget: int) -> int:
