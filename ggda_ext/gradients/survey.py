@@ -21,7 +21,7 @@ from ggda_ext.groups import Groups
 from ggda_ext.losses import ExampleLoss
 
 LARGEST_BATCH = 16_384
-CACHED_BYTES = 16 * 2**20  # a batch whose activations stay near the cache; more makes small models slower
+CACHED_BYTES = 13 * 2**20  # a batch whose activations stay near the cache; more makes small models slower
 ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
 _BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent
 
