@@ -129,7 +129,7 @@ def test_singletons_group_path_forced(name):
     for attributor in (old, new):
         attributor.cache(case.full_loader())
     expected = old.attribute(case.train_loader(), case.test_loader())
-    close(new.attribute(case.train_loader(), case.test_loader()), expected, 2e-6)
+    close(new.attribute(case.train_loader(), case.test_loader()), expected, 1e-6)
 
 
 @pytest.mark.parametrize("relatif", ["l", "theta"])
