@@ -16,7 +16,8 @@ from torch import Tensor
 Damping = float | Literal["auto"]
 
 AUTO_DAMPING = 0.3
-"""λ per dimension and row: near the best constant λ for every group size, grouping and data set tried."""
+"""λ · k / p. On data not used to choose it, agreement with TRAK is at most 0.13 below that with the best λ for each
+group size, grouping and data set, where any one λ for all of them loses 0.18 or more somewhere."""
 
 
 class EmpiricalFisher:
