@@ -10,8 +10,7 @@ Vocabulary used everywhere in the package:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
+from ggda_ext.labels import first_few, is_list_of_lists, labels_of_lists, labels_of_values
+
 if TYPE_CHECKING:
     from ggda_ext.data import DataLike
     from ggda_ext.grouping.diagnostics import Summary
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 Rest = Literal["error", "drop", "group"]
 GroupsLike = Any
 """A `Groups`, one label per point, a list of index lists, or a dict ``{name: indices}``."""
-
-LEFT_OUT = -1
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,12 @@ class Groups:
         if isinstance(groups, Groups):
             labels, found_names = groups.labels.copy(), groups.names
         elif isinstance(groups, Mapping):
-            labels = _labels_of_lists(list(groups.values()), n)
+            labels = labels_of_lists(list(groups.values()), n)
             found_names = tuple(groups)
-        elif _is_list_of_lists(groups):
-            labels, found_names = _labels_of_lists(groups, n), None
+        elif is_list_of_lists(groups):
+            labels, found_names = labels_of_lists(groups, n), None
         else:
-            labels, found_names = _labels_of_values(groups)
+            labels, found_names = labels_of_values(groups)
         if n is not None and len(labels) != n:
             raise ValueError(
                 f"groups has labels for {len(labels)} points, but the training set has {n}: "
@@ -105,7 +104,7 @@ class Groups:
         if len(left_out) and rest == "error" and not isinstance(groups, Groups):
             raise ValueError(
                 f"groups is not a partition: {len(left_out)} of {len(labels)} points are in no "
-                f"group, first {_first(left_out)}. Put them in a group, or pass rest='drop' to "
+                f"group, first {first_few(left_out)}. Put them in a group, or pass rest='drop' to "
                 "leave them out, or rest='group' to make them one group."
             )
         k = int(labels.max()) + 1
@@ -127,7 +126,7 @@ class Groups:
         empty = np.flatnonzero(sizes == 0)
         if len(empty):
             raise ValueError(
-                f"{len(empty)} of {k} groups are empty, first {_first(empty)}: "
+                f"{len(empty)} of {k} groups are empty, first {first_few(empty)}: "
                 "remove them, every group needs at least one training point."
             )
         labels.flags.writeable = False
@@ -302,110 +301,3 @@ class GroupBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self.groups.batches(self.batch_size))
-
-
-def _first(indices: np.ndarray, most: int = 5) -> str:
-    return ", ".join(map(str, indices[:most].tolist())) + (", …" if len(indices) > most else "")
-
-
-def _is_list_of_lists(groups: Any) -> bool:
-    if isinstance(groups, str | bytes) or not isinstance(groups, Sequence) or not groups:
-        return False
-    first = groups[0]
-    if isinstance(first, Tensor | np.ndarray):
-        return first.ndim > 0
-    return isinstance(first, Iterable) and not isinstance(first, str | bytes)
-
-
-def _labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
-    members = [_as_numpy(indices) for indices in lists]
-    sizes = np.array([len(indices) for indices in members])
-    empty = np.flatnonzero(sizes == 0)
-    if len(empty):
-        raise ValueError(
-            f"{len(empty)} of {len(lists)} groups are empty, first {_first(empty)}: "
-            "remove them, every group needs at least one training point."
-        )
-    joined = np.concatenate(members) if members else np.empty(0, np.int64)
-    if joined.ndim != 1 or joined.dtype.kind not in "iu":
-        raise TypeError(f"groups as index lists must hold whole numbers, not {joined.dtype}.")
-    n = int(joined.max()) + 1 if n is None else n
-    outside = joined[(joined < 0) | (joined >= n)]
-    if len(outside):
-        raise ValueError(
-            f"groups is not a partition: {len(outside)} indices are outside 0 … {n - 1}, first {_first(outside)}."
-        )
-    doubled = np.flatnonzero(np.bincount(joined, minlength=n) > 1)
-    if len(doubled):
-        raise ValueError(
-            f"groups is not a partition: {len(doubled)} points stand in a group more than once, "
-            f"first {_first(doubled)}. Every point may be in one group only."
-        )
-    labels = np.full(n, LEFT_OUT, np.int64)
-    labels[joined] = np.repeat(np.arange(len(lists)), sizes)
-    return labels
-
-
-def _labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
-    """Labels and names from one value per point; names are None for plain ids 0 … k-1."""
-    array = _as_numpy(values)
-    if array.ndim != 1:
-        raise ValueError(
-            f"groups as labels must be one-dimensional, not of shape {tuple(array.shape)}: "
-            "pass one label per training point."
-        )
-    if array.dtype.kind == "f":
-        absent = np.isnan(array)
-        if not np.array_equal(array[~absent], np.round(array[~absent])):
-            raise TypeError("groups holds fractional numbers: bin them into labels first.")
-        array = np.where(absent, LEFT_OUT, array).astype(np.int64)
-    if array.dtype.kind in "iu":
-        return _labels_of_integers(array)
-    if array.dtype.kind == "b":
-        labels, names = _labels_of_integers(array.astype(np.int8))
-        return labels, tuple(bool(name) for name in names or (False, True)[: int(labels.max()) + 1])
-    return _labels_of_objects(array.tolist())
-
-
-def _labels_of_integers(array: np.ndarray) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
-    absent = array < 0
-    inside = array[~absent] if absent.any() else array
-    if len(inside) == 0:
-        return np.full(len(array), LEFT_OUT, np.int64), None
-    if int(inside.max()) <= 4 * len(array) + 1_000_000:  # dense: count instead of sorting
-        present = np.bincount(inside) > 0
-        ids = np.flatnonzero(present)
-        found = (np.cumsum(present, dtype=np.int32) - 1)[inside]
-    else:
-        ids, found = np.unique(inside, return_inverse=True)
-    labels = found
-    if len(inside) < len(array):
-        labels = np.full(len(array), LEFT_OUT, found.dtype)
-        labels[~absent] = found
-    plain = ids[0] == 0 and ids[-1] == len(ids) - 1
-    return labels, None if plain else tuple(ids.tolist())
-
-
-def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, ...]]:
-    seen: dict[Hashable, int] = {}
-    try:
-        labels = np.fromiter((seen.setdefault(value, len(seen)) for value in values), np.int64, len(values))
-    except TypeError as error:
-        raise TypeError(f"groups holds labels that cannot be compared: {error}.") from error
-    absent = {value for value in seen if value is None or value != value or str(value) in ("NaT", "<NA>")}
-    names = [value for value in seen if value not in absent]
-    with suppress(TypeError):  # labels of mixed types keep the order in which they appear
-        names.sort()  # type: ignore[call-arg]
-    new_id = np.full(len(seen) + 1, LEFT_OUT, np.int64)
-    new_id[[seen[name] for name in names]] = np.arange(len(names))
-    return new_id[labels], tuple(names)
-
-
-def _as_numpy(values: Any) -> np.ndarray:
-    if isinstance(values, Tensor):
-        return values.detach().cpu().numpy()
-    if hasattr(values, "to_numpy"):  # pandas and polars columns, missing values as None or NaN
-        return np.asarray(values.to_numpy())
-    if isinstance(values, list | tuple) and any(isinstance(value, str) for value in values):
-        return np.array([*values, None], dtype=object)[:-1]  # or numbers among them would become text
-    return np.asarray(values)

@@ -1,0 +1,125 @@
+"""Group labels from whatever users have: numbers, strings, pandas columns, or lists of indices.
+
+All give one label per point, the ids 0 … k-1 of its group, with -1 for a point in no group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+LEFT_OUT = -1
+
+
+def first_few(indices: np.ndarray, most: int = 5) -> str:
+    """The first indices as text, for an error."""
+    return ", ".join(map(str, indices[:most].tolist())) + (", …" if len(indices) > most else "")
+
+
+def is_list_of_lists(groups: Any) -> bool:
+    """Whether groups are given by their members, not by one label per point."""
+    if isinstance(groups, str | bytes) or not isinstance(groups, Sequence) or not groups:
+        return False
+    first = groups[0]
+    if isinstance(first, Tensor | np.ndarray):
+        return first.ndim > 0
+    return isinstance(first, Iterable) and not isinstance(first, str | bytes)
+
+
+def labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
+    """Labels `[n]` from the member indices of every group."""
+    members = [_as_numpy(indices) for indices in lists]
+    sizes = np.array([len(indices) for indices in members])
+    empty = np.flatnonzero(sizes == 0)
+    if len(empty):
+        raise ValueError(
+            f"{len(empty)} of {len(lists)} groups are empty, first {first_few(empty)}: "
+            "remove them, every group needs at least one training point."
+        )
+    joined = np.concatenate(members) if members else np.empty(0, np.int64)
+    if joined.ndim != 1 or joined.dtype.kind not in "iu":
+        raise TypeError(f"groups as index lists must hold whole numbers, not {joined.dtype}.")
+    n = int(joined.max()) + 1 if n is None else n
+    outside = joined[(joined < 0) | (joined >= n)]
+    if len(outside):
+        raise ValueError(
+            f"groups is not a partition: {len(outside)} indices are outside 0 … {n - 1}, first {first_few(outside)}."
+        )
+    doubled = np.flatnonzero(np.bincount(joined, minlength=n) > 1)
+    if len(doubled):
+        raise ValueError(
+            f"groups is not a partition: {len(doubled)} points stand in a group more than once, "
+            f"first {first_few(doubled)}. Every point may be in one group only."
+        )
+    labels = np.full(n, LEFT_OUT, np.int64)
+    labels[joined] = np.repeat(np.arange(len(lists)), sizes)
+    return labels
+
+
+def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
+    """Labels and names from one value per point; names are None for plain ids 0 … k-1."""
+    array = _as_numpy(values)
+    if array.ndim != 1:
+        raise ValueError(
+            f"groups as labels must be one-dimensional, not of shape {tuple(array.shape)}: "
+            "pass one label per training point."
+        )
+    if array.dtype.kind == "f":
+        absent = np.isnan(array)
+        if not np.array_equal(array[~absent], np.round(array[~absent])):
+            raise TypeError("groups holds fractional numbers: bin them into labels first.")
+        array = np.where(absent, LEFT_OUT, array).astype(np.int64)
+    if array.dtype.kind in "iu":
+        return _labels_of_integers(array)
+    if array.dtype.kind == "b":
+        labels, names = _labels_of_integers(array.astype(np.int8))
+        return labels, tuple(bool(name) for name in names or (False, True)[: int(labels.max()) + 1])
+    return _labels_of_objects(array.tolist())
+
+
+def _labels_of_integers(array: np.ndarray) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
+    absent = array < 0
+    inside = array[~absent] if absent.any() else array
+    if len(inside) == 0:
+        return np.full(len(array), LEFT_OUT, np.int64), None
+    if int(inside.max()) <= 4 * len(array) + 1_000_000:  # dense: count instead of sorting
+        present = np.bincount(inside) > 0
+        ids = np.flatnonzero(present)
+        found = (np.cumsum(present, dtype=np.int32) - 1)[inside]
+    else:
+        ids, found = np.unique(inside, return_inverse=True)
+    labels = found
+    if len(inside) < len(array):
+        labels = np.full(len(array), LEFT_OUT, found.dtype)
+        labels[~absent] = found
+    plain = ids[0] == 0 and ids[-1] == len(ids) - 1
+    return labels, None if plain else tuple(ids.tolist())
+
+
+def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, ...]]:
+    seen: dict[Hashable, int] = {}
+    try:
+        labels = np.fromiter((seen.setdefault(value, len(seen)) for value in values), np.int64, len(values))
+    except TypeError as error:
+        raise TypeError(f"groups holds labels that cannot be compared: {error}.") from error
+    absent = {value for value in seen if value is None or value != value or str(value) in ("NaT", "<NA>")}
+    names = [value for value in seen if value not in absent]
+    with suppress(TypeError):  # labels of mixed types keep the order in which they appear
+        names.sort()  # type: ignore[call-arg]
+    new_id = np.full(len(seen) + 1, LEFT_OUT, np.int64)
+    new_id[[seen[name] for name in names]] = np.arange(len(names))
+    return new_id[labels], tuple(names)
+
+
+def _as_numpy(values: Any) -> np.ndarray:
+    if isinstance(values, Tensor):
+        return values.detach().cpu().numpy()
+    if hasattr(values, "to_numpy"):  # pandas and polars columns, missing values as None or NaN
+        return np.asarray(values.to_numpy())
+    if isinstance(values, list | tuple) and any(isinstance(value, str) for value in values):
+        return np.array([*values, None], dtype=object)[:-1]  # or numbers among them would become text
+    return np.asarray(values)
