@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -31,8 +31,6 @@ from ggda_ext.gradients.provider import Directions
 from ggda_ext.groups import GroupsLike
 from ggda_ext.losses import ExampleLoss, as_example_loss
 from ggda_ext.properties import Property
-
-BLOCK_BYTES = 8 * 2**20
 
 
 class GroupInfluence(DataInfluence):
@@ -179,11 +177,6 @@ class GroupInfluence(DataInfluence):
             strategy=self.strategy,
             show_progress=show_progress,
         )
-
-    @staticmethod
-    def _blocks(provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor]]:
-        """The group-summed gradients as `(ids, rows [b, p])` in small blocks: quicker than large ones, flat memory."""
-        return provider.blocks(max(1, BLOCK_BYTES // (provider.p * provider.space.dtype.itemsize)))
 
     def _directions(self, provider: GroupGradients, inputs: Any) -> Directions:
         """What the group gradients are multiplied with: a property's gradient, or those of test points."""

@@ -126,13 +126,13 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
         if isinstance(inputs, OfProperty) or (self._grouped and test):
             return self._projected(lambda: self._test_blocks(inputs), projection_quantities)
         if self._grouped and training:
-            return self._projected(lambda: self._blocks(self._provider()), projection_quantities)
+            return self._projected(lambda: self._provider().small_blocks(), projection_quantities)
         return super()._get_intermediate_quantities_tracincp_fast_rand_proj(inputs, projection_quantities, test)
 
     def _test_blocks(self, inputs: Any) -> Blocks:
         directions = self._directions(self._provider(inputs=inputs), inputs)
         if isinstance(directions, PointGradients):
-            return self._blocks(self._point_provider(directions))
+            return self._point_provider(directions).small_blocks()
         return [(torch.arange(len(directions)), directions)]
 
     def _projected(self, blocks: Callable[[], Blocks], projections: Projections) -> Tensor:

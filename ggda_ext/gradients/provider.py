@@ -142,10 +142,14 @@ class GroupGradients:
             check_finite_rows(rows, ids, self.groups)
             yield ids, rows
 
+    def small_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """`blocks()` of few rows that stay near the cache: the fastest way where each row is used once."""
+        return self.blocks(self._job(self.plan(None)).rows_near_cache)
+
     def rows(self) -> Tensor:
         """All group-summed gradients at once `[k, p]`: only for k and p that fit into memory."""
         rows = torch.empty(len(self.groups), self.p, dtype=self.space.dtype, device=self.space.device)
-        for ids, block in self._small_blocks():
+        for ids, block in self.small_blocks():
             rows[ids.to(rows.device)] = block
         return rows
 
@@ -161,7 +165,7 @@ class GroupGradients:
             result = norms.squared_norms(self._job(self.plan(None)))
         else:
             result = torch.empty(len(self.groups), dtype=self.space.dtype, device=self.space.device)
-            for ids, rows in self._small_blocks():
+            for ids, rows in self.small_blocks():
                 result[ids.to(result.device)] = rows.square().sum(1)
         check_finite_scores(result[None], self.groups)
         return result
@@ -174,9 +178,6 @@ class GroupGradients:
         for groups, batch in job.grouped_batches():
             observe(job.space, job.layers, job.loss, batch, watch(groups))
             yield groups
-
-    def _small_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.blocks(self._job(self.plan(None)).rows_near_cache)
 
     def _scores_by_rows(self, plan: Plan, points: PointGradients) -> Tensor:
         """Test gradients in blocks that fit the budget, one pass over the training data for each block."""
