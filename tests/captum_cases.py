@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -104,7 +105,8 @@ def build(
         options["test_loss_fn"] = nn.MultiMarginLoss(reduction=reduction)
     cls = getattr(toolkit, name)
     if name in LAST_LAYER:
-        if name == "TracInCPFastRandProj" and toolkit is CAPTUM:
+        both_choose_annoy = options.get("groups") is None and find_spec("annoy") is not None
+        if name == "TracInCPFastRandProj" and (toolkit is CAPTUM or both_choose_annoy):
             options.setdefault("nearest_neighbors", ggda_captum.ExactNearestNeighbors())
         return cls(given.model, "last", given.train_set, given.checkpoints, **options)
     options |= {"layers": layers, "sample_wise_grads_per_batch": reduction != "none"}
