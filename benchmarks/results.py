@@ -1,0 +1,185 @@
+"""Result folders `results/<time>-<name>/`: config.json says how the rows were made, rows.jsonl holds one row per line.
+
+Rows are appended and flushed one by one, so a run that was stopped, even by kill -9 or a full disk, goes on after its
+last whole line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path("results")
+_PACKAGES = ("ggda-ext", "torch", "captum", "dattri", "traker", "transformers", "scikit-learn", "numpy", "scipy")
+_FIXED = ("command", "scale")  # what a run that goes on must share with the run it continues
+
+
+class ResultFolder:
+    """A run's config and its rows, each row a dict with a unique ``"key"``.
+
+    Use `open` to start a folder or to go on with one.
+
+    Attributes:
+        path: the folder.
+        config: what config.json holds.
+        rows: all rows so far, oldest first.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        self.path, self.config, self.rows = path, config, rows
+        self._keys = {row["key"] for row in rows}
+
+    @classmethod
+    def open(
+        cls, name: str, config: Mapping[str, Any], resume: Path | None = None, base: Path = RESULTS
+    ) -> ResultFolder:
+        """A new folder `<base>/<time>-<name>`, or the folder `resume` with the rows it holds.
+
+        Args:
+            name: what runs, e.g. ``"check"``.
+            config: how it runs: command, scale, threads, seeds, data sources. Versions and machine are added.
+            resume: folder of a stopped run with the same command and scale.
+            base: where new folders go.
+        """
+        given = dict(config) | about_this_machine()
+        if resume is None:
+            folder = cls(_new_folder(base, name), given | {"started": _now(), "finished": None}, [])
+            folder._write_config()
+            return folder
+        old = read_config(resume)
+        for field in _FIXED:
+            if field in given and given[field] != old.get(field):
+                raise ValueError(
+                    f"{resume} holds a run with {field}={old.get(field)!r}, not {given[field]!r}: resume it with the "
+                    f"same {field}, or start a new run without --resume."
+                )
+        sources = {**old.get("data", {}), **given.get("data", {})}
+        folder = cls(resume, old | given | {"data": sources, "finished": None}, read_rows(resume, repair=True))
+        folder._write_config()
+        return folder
+
+    @staticmethod
+    def latest_unfinished(name: str, base: Path = RESULTS) -> Path:
+        """The newest folder of this name whose run did not come to its end."""
+        for path in sorted(base.glob(f"*-{name}"), reverse=True):
+            if (path / "config.json").exists() and read_config(path)["finished"] is None:
+                return path
+        raise FileNotFoundError(f"no stopped {name!r} run in {base.resolve()}: nothing to resume.")
+
+    def done(self, key: str) -> bool:
+        """Whether a row with this key is there."""
+        return key in self._keys
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row and have it on disk before returning."""
+        key = row["key"]
+        if self.done(key):
+            raise ValueError(f"row {key!r} is in {self.path} already.")
+        line = json.dumps(row, default=_plain, ensure_ascii=False)
+        with (self.path / "rows.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows.append(json.loads(line))
+        self._keys.add(key)
+
+    def add_source(self, data: str, source: str, stand_in: bool) -> None:
+        """Note in the config where a data set came from."""
+        self.config.setdefault("data", {})[data] = {"source": source, "stand_in": stand_in}
+        self._write_config()
+
+    def finish(self) -> None:
+        """Mark the run as complete: `--resume` will not pick it."""
+        self.config["finished"] = _now()
+        self._write_config()
+
+    def _write_config(self) -> None:
+        part = self.path / "config.json.part"
+        part.write_text(json.dumps(self.config, indent=1, default=_plain, ensure_ascii=False), encoding="utf-8")
+        part.replace(self.path / "config.json")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A folder's config."""
+    try:
+        found: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is no result folder: it has no config.json.") from None
+    return found
+
+
+def read_rows(path: Path, repair: bool = False) -> list[dict[str, Any]]:
+    """A folder's rows; the half line a killed run may leave at the end is ignored, with `repair` also cut off."""
+    file = path / "rows.jsonl"
+    if not file.exists():
+        return []
+    whole, newline, half = file.read_bytes().rpartition(b"\n")
+    if half and repair:
+        os.truncate(file, len(whole) + len(newline))
+    rows = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}, is not JSON ({error}): delete the line to go on.") from None
+    return rows
+
+
+def about_this_machine() -> dict[str, Any]:
+    """Versions and machine, for config.json."""
+    versions = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    machine = {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+    return {"versions": versions, "machine": machine}
+
+
+def _processor() -> str:
+    names = Path("/proc/cpuinfo")
+    if names.exists():
+        for line in names.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _new_folder(base: Path, name: str) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for count in range(1, 1000):
+        path = base / (f"{stamp}-{name}" if count == 1 else f"{stamp}.{count}-{name}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(f"{base} already holds 999 folders {stamp}-{name}.")
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def _plain(value: Any) -> Any:
+    """NumPy and torch numbers and arrays, paths: as JSON can hold them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} does not fit into a row: {value!r}")

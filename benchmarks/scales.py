@@ -1,0 +1,230 @@
+"""How much of everything: the scales `smoke`, `quick`, `laptop` and `paper`, as numbers and nothing else.
+
+Data sets are called heloc, mnist, cifar10, qnli; tasks (a data set with a model) as in `benchmarks.tasks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DataScale:
+    """Size of a data set.
+
+    Attributes:
+        train: training points; None for all there are.
+        test: test points; None for all there are.
+    """
+
+    train: int | None = None
+    test: int | None = None
+
+
+@dataclass(frozen=True)
+class CheckScale:
+    """Size of the check of one task against the original toolkits.
+
+    Attributes:
+        points: training points the original scores one by one; the group version gets the same.
+        tests: test points.
+        group_size: mean size of the (uneven) groups.
+        batch: training points in a batch of the original; it holds that many gradients at once.
+        depth: steps of LiSSA; vectors of Arnoldi's Krylov space.
+    """
+
+    points: int
+    tests: int
+    group_size: int
+    batch: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class ExperimentScale:
+    """Size of the paper's experiments.
+
+    Attributes:
+        model_seeds: retrainings behind every accuracy.
+        grouping_seeds: groupings drawn per method.
+        group_sizes: mean group sizes; 1 is ordinary attribution.
+        removed: shares removed for the retraining score.
+        pruned: shares removed for pruning.
+        noise: share of flipped labels.
+        lds_subsets: models retrained on random halves of the groups.
+        left_out_groups: at most that many groups are left out one by one.
+        trak_models: models of the TRAK ensemble.
+        lissa_depth: steps of LiSSA.
+        lissa_repeats: LiSSA runs averaged.
+    """
+
+    model_seeds: int
+    grouping_seeds: int
+    group_sizes: tuple[int, ...]
+    removed: tuple[float, ...] = (0.01, 0.05, 0.1, 0.2)
+    pruned: tuple[float, ...] = (0.25, 0.5, 0.75)
+    noise: float = 0.2
+    lds_subsets: int = 50
+    left_out_groups: int = 32
+    trak_models: int = 10
+    lissa_depth: int = 200
+    lissa_repeats: int = 20
+
+
+@dataclass(frozen=True)
+class Scale:
+    """All numbers of a run.
+
+    Attributes:
+        name: ``"smoke"``, ``"quick"``, ``"laptop"`` or ``"paper"``.
+        about: one line for `--help`.
+        data: data set → its size.
+        epochs: task → epochs of training.
+        resnet_width: channels of ResNet-18's first stage (64 in the paper).
+        text_length: tokens per question and sentence.
+        check: task → size of the check.
+        experiments: task → size of the experiments.
+    """
+
+    name: str
+    about: str
+    data: Mapping[str, DataScale]
+    epochs: Mapping[str, int]
+    resnet_width: int
+    text_length: int
+    check: Mapping[str, CheckScale]
+    experiments: Mapping[str, ExperimentScale]
+
+
+_PAPER_SIZES = (1, 4, 16, 64, 256, 1024)
+_SMALL = ExperimentScale(
+    model_seeds=2, grouping_seeds=1, group_sizes=(1, 16), removed=(0.2,), pruned=(0.5,), lds_subsets=8,
+    left_out_groups=4, trak_models=1, lissa_depth=10, lissa_repeats=1,
+)  # fmt: skip
+_QUICK = ExperimentScale(
+    model_seeds=3, grouping_seeds=1, group_sizes=(1, 16, 64, 256), removed=(0.05, 0.2), pruned=(0.5,), lds_subsets=24,
+    left_out_groups=16, trak_models=2, lissa_depth=50, lissa_repeats=1,
+)  # fmt: skip
+_FULL = ExperimentScale(model_seeds=10, grouping_seeds=3, group_sizes=_PAPER_SIZES)
+_REDUCED = ExperimentScale(
+    model_seeds=3, grouping_seeds=1, group_sizes=(1, 16, 64, 256), lds_subsets=16, left_out_groups=8, trak_models=1,
+    lissa_depth=20, lissa_repeats=1,
+)  # fmt: skip
+_PAPER_EPOCHS = {
+    "heloc-lr": 200, "heloc-ann-s": 300, "heloc-ann-m": 400, "mnist-ann-l": 50, "cifar10-resnet18": 50, "qnli-bert": 3,
+}  # fmt: skip
+
+SCALES: dict[str, Scale] = {
+    "smoke": Scale(
+        name="smoke",
+        about="seconds: shows that everything runs; its numbers mean nothing",
+        data={
+            "heloc": DataScale(256, 64),
+            "mnist": DataScale(256, 64),
+            "cifar10": DataScale(64, 16),
+            "qnli": DataScale(48, 16),
+        },
+        epochs={
+            "heloc-lr": 2,
+            "heloc-ann-s": 2,
+            "heloc-ann-m": 2,
+            "mnist-ann-l": 1,
+            "cifar10-resnet18": 1,
+            "qnli-bert": 1,
+        },
+        resnet_width=4,
+        text_length=16,
+        check={
+            "heloc-lr": CheckScale(128, 4, 8, 32, 3),
+            "heloc-ann-s": CheckScale(128, 4, 8, 32, 3),
+            "heloc-ann-m": CheckScale(128, 4, 8, 32, 3),
+            "mnist-ann-l": CheckScale(64, 4, 8, 32, 3),
+            "cifar10-resnet18": CheckScale(32, 2, 8, 8, 2),
+            "qnli-bert": CheckScale(24, 2, 8, 4, 1),
+        },
+        experiments=dict.fromkeys(_PAPER_EPOCHS, _SMALL),
+    ),
+    "quick": Scale(
+        name="quick",
+        about="minutes on two cores: all four data sets, the two large ones reduced (the default)",
+        data={
+            "heloc": DataScale(),
+            "mnist": DataScale(10_000, 2_000),
+            "cifar10": DataScale(2_000, 500),
+            "qnli": DataScale(512, 128),
+        },
+        epochs={
+            "heloc-lr": 20,
+            "heloc-ann-s": 20,
+            "heloc-ann-m": 20,
+            "mnist-ann-l": 5,
+            "cifar10-resnet18": 4,
+            "qnli-bert": 1,
+        },
+        resnet_width=8,
+        text_length=32,
+        check={
+            "heloc-lr": CheckScale(2_048, 20, 64, 64, 10),
+            "heloc-ann-s": CheckScale(2_048, 20, 64, 64, 10),
+            "heloc-ann-m": CheckScale(2_048, 20, 64, 64, 10),
+            "mnist-ann-l": CheckScale(1_024, 20, 64, 64, 10),
+            "cifar10-resnet18": CheckScale(256, 5, 64, 16, 5),
+            "qnli-bert": CheckScale(64, 2, 16, 4, 3),
+        },
+        experiments=dict.fromkeys(_PAPER_EPOCHS, _QUICK),
+    ),
+    "laptop": Scale(
+        name="laptop",
+        about="an hour or so: HELOC and MNIST at the paper's size, CIFAR-10 and QNLI reduced",
+        data={
+            "heloc": DataScale(),
+            "mnist": DataScale(),
+            "cifar10": DataScale(10_000, 2_000),
+            "qnli": DataScale(4_000, 1_000),
+        },
+        epochs={
+            "heloc-lr": 200,
+            "heloc-ann-s": 300,
+            "heloc-ann-m": 400,
+            "mnist-ann-l": 50,
+            "cifar10-resnet18": 10,
+            "qnli-bert": 1,
+        },
+        resnet_width=16,
+        text_length=64,
+        check={
+            "heloc-lr": CheckScale(7_896, 100, 64, 64, 20),
+            "heloc-ann-s": CheckScale(7_896, 100, 64, 64, 20),
+            "heloc-ann-m": CheckScale(7_896, 100, 64, 64, 20),
+            "mnist-ann-l": CheckScale(4_096, 50, 64, 64, 20),
+            "cifar10-resnet18": CheckScale(1_024, 10, 64, 16, 10),
+            "qnli-bert": CheckScale(256, 4, 32, 4, 5),
+        },
+        experiments={
+            "heloc-lr": _FULL,
+            "heloc-ann-s": _FULL,
+            "heloc-ann-m": _FULL,
+            "mnist-ann-l": _REDUCED,
+            "cifar10-resnet18": _REDUCED,
+            "qnli-bert": _REDUCED,
+        },
+    ),
+    "paper": Scale(
+        name="paper",
+        about="everything at the paper's size, for a GPU",
+        data={"heloc": DataScale(), "mnist": DataScale(), "cifar10": DataScale(), "qnli": DataScale(50_000, None)},
+        epochs=_PAPER_EPOCHS,
+        resnet_width=64,
+        text_length=128,
+        check={
+            "heloc-lr": CheckScale(7_896, 1_000, 64, 64, 200),
+            "heloc-ann-s": CheckScale(7_896, 1_000, 64, 64, 200),
+            "heloc-ann-m": CheckScale(7_896, 1_000, 64, 64, 200),
+            "mnist-ann-l": CheckScale(60_000, 100, 64, 64, 200),
+            "cifar10-resnet18": CheckScale(10_000, 20, 64, 16, 50),
+            "qnli-bert": CheckScale(2_000, 10, 64, 8, 20),
+        },
+        experiments=dict.fromkeys(_PAPER_EPOCHS, _FULL),
+    ),
+}
