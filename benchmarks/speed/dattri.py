@@ -152,13 +152,14 @@ def _trak(work: Work) -> Iterator[Row]:
     cases = {
         "dattri": lambda: cache(upstream),
         "tests": lambda: cache(ggda_dattri, groups=work.groups()),
+        "tests, size 4": lambda: cache(ggda_dattri, groups=work.groups(4)),
         "exact": lambda: cache(ggda_dattri, groups=work.groups(), fisher="exact"),
     }
-    times = _measured(cases, memory, once=("dattri", "exact"))
+    times = _measured(cases, memory, once=("dattri", "exact", "tests, size 4"))
     note = f"n = {work.n:,}, proj_dim 512"
     yield _row("TRAK cache, batched Fisher", GROUP_SIZE, times["tests"], times["dattri"], 10.0, note)
     yield _row("TRAK cache, exact Fisher", GROUP_SIZE, times["exact"], times["dattri"], None, note)
-    yield from _memory("TRAK cache", memory, {"tests": GROUP_SIZE}, note)
+    yield from _memory("TRAK cache", memory, {"tests": GROUP_SIZE, "tests, size 4": 4}, note)
 
 
 def _row(case: str, size: int, seconds: float, against: float, goal: float | None, note: str) -> Row:
