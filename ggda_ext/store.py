@@ -235,7 +235,7 @@ def digest(*arrays: np.ndarray) -> str:
     for array in arrays:
         array = np.ascontiguousarray(array)
         found.update(f"{array.dtype.str}{array.shape}".encode())
-        found.update(memoryview(array.reshape(-1).view(np.uint8)))
+        found.update(array.reshape(-1).view(np.uint8).data)
     return found.hexdigest()[:16]
 
 

@@ -22,9 +22,9 @@ from ggda_ext.gradients.capture import Layer, Observer, known_layers
 from ggda_ext.gradients.layers import LayerRule, rule_for
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupBatch
+from ggda_ext.sketch import count_sketch, draw_sketch
 
 _OUTER: LayerRule | None = rule_for(nn.Linear(1, 1))
-_ENTRIES, _ROWS = 1 << 18, 128  # blocks of a sketch: small enough to stay in the cache
 
 
 @dataclass(frozen=True)
@@ -205,27 +205,6 @@ class _Projections(Observer):
             out = d.new_empty(len(starts) - 1, *layer.weight.shape)
             layer.rule.weight_rows(layer.module, a, d, starts, out)
             rest[:, slice(*spans[id(layer.weight)])] += out.flatten(1)
-
-
-def draw_sketch(size: int, dim: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random places `[size]` below `dim` and random signs `[size]`."""
-    places = torch.randint(dim, (size,), generator=generator)
-    return places, torch.randint(2, (size,), generator=generator).mul_(2).sub_(1).float()
-
-
-def count_sketch(rows: Tensor, places: Tensor, signs: Tensor, dim: int) -> Tensor:
-    """Rows `[b, d]` with coordinate j, times its sign, added to its place: `[b, dim]`."""
-    sketch = rows.new_empty(len(rows), dim)
-    signs = signs.to(rows.dtype)
-    for top in range(0, len(rows), _ROWS):
-        block = rows[top : top + _ROWS]
-        turned = rows.new_zeros(dim, len(block))
-        columns = _ENTRIES // len(block)
-        for low in range(0, rows.shape[1], columns):
-            at = slice(low, low + columns)
-            turned.index_add_(0, places[at], (block[:, at] * signs[at]).T.contiguous())
-        sketch[top : top + _ROWS] = turned.T
-    return sketch
 
 
 def _is_factored(layer: Layer) -> bool:

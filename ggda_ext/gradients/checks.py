@@ -48,11 +48,24 @@ def check_finite_rows(rows: Tensor, ids: Tensor, groups: Groups) -> None:
 
 def _refuse(bad: Tensor, groups: Groups, what: str) -> None:
     ids = bad.nonzero().flatten().tolist()
-    if not ids:
-        return
-    first = ids[0]
-    raise ValueError(
-        f"{len(ids)} of {len(groups)} groups have non-finite {what}, first group {groups.name(first)!r} (training "
-        f"points {groups[first][:5].tolist()}{', …' if groups.sizes[first] > 5 else ''}): look for NaN or infinite "
-        "inputs there, or a loss that overflows in this dtype."
-    )
+    if ids:
+        raise NonFinite(ids, groups, what)
+
+
+class NonFinite(ValueError):
+    """Some groups have gradients or scores that are not finite.
+
+    Args:
+        ids: their group ids.
+        groups: all groups.
+        what: ``"gradients"`` or ``"scores"``.
+    """
+
+    def __init__(self, ids: list[int], groups: Groups, what: str) -> None:
+        self.ids, self.what = ids, what
+        first = ids[0]
+        super().__init__(
+            f"{len(ids)} of {len(groups)} groups have non-finite {what}, first group {groups.name(first)!r} (training "
+            f"points {groups[first][:5].tolist()}{', …' if groups.sizes[first] > 5 else ''}): look for NaN or infinite "
+            "inputs there, or a loss that overflows in this dtype."
+        )
