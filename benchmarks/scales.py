@@ -30,15 +30,19 @@ class CheckScale:
         points: training points the original scores one by one; the group version gets the same.
         tests: test points.
         group_size: mean size of the (uneven) groups.
-        batch: training points in a batch of the original; it holds that many gradients at once.
+        batch: training points in a batch of the original, which holds that many gradients at once.
+        curvature_points: training points the Hessian is taken over.
         depth: steps of LiSSA; vectors of Arnoldi's Krylov space.
+        projected_parameters: at most that many parameters, the last ones, are projected; None for all.
     """
 
     points: int
     tests: int
     group_size: int
     batch: int
+    curvature_points: int
     depth: int
+    projected_parameters: int | None = None
 
 
 @dataclass(frozen=True)
@@ -136,12 +140,14 @@ SCALES: dict[str, Scale] = {
         resnet_width=4,
         text_length=16,
         check={
-            "heloc-lr": CheckScale(128, 4, 8, 32, 3),
-            "heloc-ann-s": CheckScale(128, 4, 8, 32, 3),
-            "heloc-ann-m": CheckScale(128, 4, 8, 32, 3),
-            "mnist-ann-l": CheckScale(64, 4, 8, 32, 3),
-            "cifar10-resnet18": CheckScale(32, 2, 8, 8, 2),
-            "qnli-bert": CheckScale(24, 2, 8, 4, 1),
+            "heloc-lr": CheckScale(points=128, tests=4, group_size=8, batch=64, curvature_points=32, depth=3),
+            "heloc-ann-s": CheckScale(points=128, tests=4, group_size=8, batch=64, curvature_points=32, depth=3),
+            "heloc-ann-m": CheckScale(points=128, tests=4, group_size=8, batch=64, curvature_points=32, depth=3),
+            "mnist-ann-l": CheckScale(points=64, tests=4, group_size=8, batch=64, curvature_points=16, depth=3),
+            "cifar10-resnet18": CheckScale(points=32, tests=2, group_size=8, batch=16, curvature_points=8, depth=2),
+            "qnli-bert": CheckScale(
+                points=24, tests=2, group_size=8, batch=8, curvature_points=4, depth=2, projected_parameters=200_000
+            ),
         },
         experiments=dict.fromkeys(_PAPER_EPOCHS, _SMALL),
     ),
@@ -165,12 +171,14 @@ SCALES: dict[str, Scale] = {
         resnet_width=8,
         text_length=32,
         check={
-            "heloc-lr": CheckScale(2_048, 20, 64, 64, 10),
-            "heloc-ann-s": CheckScale(2_048, 20, 64, 64, 10),
-            "heloc-ann-m": CheckScale(2_048, 20, 64, 64, 10),
-            "mnist-ann-l": CheckScale(1_024, 20, 64, 64, 10),
-            "cifar10-resnet18": CheckScale(256, 5, 64, 16, 5),
-            "qnli-bert": CheckScale(64, 2, 16, 4, 3),
+            "heloc-lr": CheckScale(points=2_048, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
+            "heloc-ann-s": CheckScale(points=2_048, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
+            "heloc-ann-m": CheckScale(points=2_048, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
+            "mnist-ann-l": CheckScale(points=1_024, tests=20, group_size=64, batch=512, curvature_points=128, depth=5),
+            "cifar10-resnet18": CheckScale(points=256, tests=4, group_size=32, batch=64, curvature_points=32, depth=3),
+            "qnli-bert": CheckScale(
+                points=64, tests=2, group_size=16, batch=16, curvature_points=8, depth=2, projected_parameters=2_000_000
+            ),
         },
         experiments=dict.fromkeys(_PAPER_EPOCHS, _QUICK),
     ),
@@ -194,12 +202,18 @@ SCALES: dict[str, Scale] = {
         resnet_width=16,
         text_length=64,
         check={
-            "heloc-lr": CheckScale(7_896, 100, 64, 64, 20),
-            "heloc-ann-s": CheckScale(7_896, 100, 64, 64, 20),
-            "heloc-ann-m": CheckScale(7_896, 100, 64, 64, 20),
-            "mnist-ann-l": CheckScale(4_096, 50, 64, 64, 20),
-            "cifar10-resnet18": CheckScale(1_024, 10, 64, 16, 10),
-            "qnli-bert": CheckScale(256, 4, 32, 4, 5),
+            "heloc-lr": CheckScale(points=7_896, tests=100, group_size=64, batch=512, curvature_points=2_048, depth=20),
+            "heloc-ann-s": CheckScale(
+                points=7_896, tests=100, group_size=64, batch=512, curvature_points=2_048, depth=20
+            ),
+            "heloc-ann-m": CheckScale(
+                points=7_896, tests=100, group_size=64, batch=512, curvature_points=2_048, depth=20
+            ),
+            "mnist-ann-l": CheckScale(points=4_096, tests=50, group_size=64, batch=512, curvature_points=512, depth=10),
+            "cifar10-resnet18": CheckScale(
+                points=1_024, tests=10, group_size=64, batch=64, curvature_points=64, depth=5
+            ),
+            "qnli-bert": CheckScale(points=256, tests=4, group_size=32, batch=16, curvature_points=16, depth=3),
         },
         experiments={
             "heloc-lr": _FULL,
@@ -218,12 +232,22 @@ SCALES: dict[str, Scale] = {
         resnet_width=64,
         text_length=128,
         check={
-            "heloc-lr": CheckScale(7_896, 1_000, 64, 64, 200),
-            "heloc-ann-s": CheckScale(7_896, 1_000, 64, 64, 200),
-            "heloc-ann-m": CheckScale(7_896, 1_000, 64, 64, 200),
-            "mnist-ann-l": CheckScale(60_000, 100, 64, 64, 200),
-            "cifar10-resnet18": CheckScale(10_000, 20, 64, 16, 50),
-            "qnli-bert": CheckScale(2_000, 10, 64, 8, 20),
+            "heloc-lr": CheckScale(
+                points=7_896, tests=1_000, group_size=64, batch=512, curvature_points=7_896, depth=200
+            ),
+            "heloc-ann-s": CheckScale(
+                points=7_896, tests=1_000, group_size=64, batch=512, curvature_points=7_896, depth=200
+            ),
+            "heloc-ann-m": CheckScale(
+                points=7_896, tests=1_000, group_size=64, batch=512, curvature_points=7_896, depth=200
+            ),
+            "mnist-ann-l": CheckScale(
+                points=60_000, tests=100, group_size=64, batch=512, curvature_points=5_000, depth=50
+            ),
+            "cifar10-resnet18": CheckScale(
+                points=10_000, tests=20, group_size=64, batch=32, curvature_points=512, depth=20
+            ),
+            "qnli-bert": CheckScale(points=2_000, tests=10, group_size=64, batch=8, curvature_points=64, depth=10),
         },
         experiments=dict.fromkeys(_PAPER_EPOCHS, _FULL),
     ),
