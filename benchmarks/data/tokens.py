@@ -1,0 +1,60 @@
+"""Question and sentence pairs as tokens int64 [n, 3, L]: input ids, attention mask, token types, padded to L."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VOCABULARY, FIRST_WORD = 30522, 1000
+CLS, SEP = 101, 102
+
+
+def tokenize(questions: Sequence[str], sentences: Sequence[str], length: int, model: Path | None) -> Tensor:
+    """Tokens [n, 3, length] of the pairs by the tokenizer in the folder `model`; by hashed words if it is None."""
+    if length < 8:
+        raise ValueError(f"text_length={length}: at least 8, or nothing of the sentence is left.")
+    if model is None:
+        return hashed_words(questions, sentences, length)
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(model / "tokenizer.json"), pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    encoded = tokenizer(
+        list(questions),
+        list(sentences),
+        max_length=length,
+        padding="max_length",
+        truncation="longest_first",
+        return_token_type_ids=True,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+    return torch.stack([encoded["input_ids"], encoded["attention_mask"], encoded["token_type_ids"]], dim=1)
+
+
+def hashed_words(questions: Sequence[str], sentences: Sequence[str], length: int) -> Tensor:
+    """Tokens without a vocabulary: every word's id is its hash, in the range of BERT's words."""
+    tokens = torch.zeros(len(questions), 3, length, dtype=torch.int64)
+    for row, texts in enumerate(zip(questions, sentences, strict=True)):
+        first, second = (
+            [FIRST_WORD + zlib.crc32(word.encode()) % (VOCABULARY - FIRST_WORD) for word in words(text)]
+            for text in texts
+        )
+        first = [CLS, *first[: length // 2 - 2], SEP]
+        second = [*second[: length - len(first) - 1], SEP]
+        used = len(first) + len(second)
+        tokens[row, 0, :used] = torch.tensor(first + second)
+        tokens[row, 1, :used] = 1
+        tokens[row, 2, len(first) : used] = 1
+    return tokens
+
+
+def words(text: str) -> list[str]:
+    """Words and signs of a text, in lower case."""
+    return re.findall(r"\w+|[^\w\s]", text.lower())
