@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from trak.modelout_functions import ImageClassificationModelOutput
 from trak.projectors import BasicProjector, ProjectionType
 
-from benchmarks.speed import models
+from benchmarks import models
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.fisher import Damping, EmpiricalFisher
 from ggda_ext.gradients.parameters import ParameterSpace

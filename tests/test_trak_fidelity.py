@@ -10,7 +10,7 @@ import torch
 from ggda_trak import TRAKer
 
 from benchmarks import fidelity
-from benchmarks.speed.models import mlp
+from benchmarks.models import mlp
 from ggda_ext import Groups
 
 

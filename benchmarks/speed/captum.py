@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.speed import models
+from benchmarks import models
 from benchmarks.speed.memory import peak_bytes
 from benchmarks.speed.timing import Row, best_times
 from ggda_ext import Groups, properties

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.speed import models
+from benchmarks import models
 from benchmarks.speed.memory import peak_bytes
 from benchmarks.speed.timing import Row, best_times
 from ggda_ext import GroupGradients, Groups, PointGradients, attribute, properties

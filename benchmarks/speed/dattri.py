@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.speed import models
+from benchmarks import models
 from benchmarks.speed.memory import peak_bytes
 from benchmarks.speed.timing import Row, best_times
 from ggda_ext import Groups

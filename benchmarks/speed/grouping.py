@@ -17,7 +17,7 @@ from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
-from benchmarks.speed import models
+from benchmarks import models
 from benchmarks.speed.core import passes, unit_of
 from benchmarks.speed.timing import Row, best_times
 from ggda_ext import properties

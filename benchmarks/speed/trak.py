@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import trak
 
-from benchmarks.speed import models
+from benchmarks import models
 from benchmarks.speed.memory import peak_bytes
 from benchmarks.speed.timing import Row, best_times
 from ggda_ext import Groups

@@ -1,0 +1,121 @@
+"""Training one model with PyTorch's own Adam and schedulers: the definition that batched training is equal to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from tqdm.auto import tqdm
+
+from ggda_ext.training.recipe import Recipe, checked_data, checked_subset, order_generator, shuffled
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+MakeModel = Callable[[], nn.Module]
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model in eval mode, with the checkpoints asked for.
+
+    Attributes:
+        model: the model.
+        checkpoints: state dicts, on the CPU, after the epochs asked for.
+        rates: mean learning rate of the steps that led to each checkpoint, TracIn's weights.
+    """
+
+    model: nn.Module
+    checkpoints: tuple[State, ...] = ()
+    rates: tuple[float, ...] = ()
+
+
+def train_one(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: tuple[Tensor, Tensor],
+    recipe: Recipe,
+    *,
+    seed: int,
+    subset: Any = None,
+    checkpoint_epochs: Collection[int] = (),
+    show_progress: bool = False,
+) -> Trained:
+    """Train a model in place.
+
+    Args:
+        model: the model, freshly initialised (see `initial_model`).
+        loss_fn: ``loss_fn(model(x), y)``, a mean over the batch.
+        data: the training set ``(x, y)``, on the device to train on.
+        recipe: epochs, learning rate, batch size, weight decay, schedule.
+        seed: gives the batch order, and dropout if there is any.
+        subset: training indices or a mask `[n]`; all points if left out.
+        checkpoint_epochs: after which epochs, counted from 1, to keep the parameters.
+        show_progress: show a progress bar.
+    """
+    x, y = checked_data(data)
+    points = checked_subset(subset, len(x))
+    wanted = _checked_epochs(checkpoint_epochs, recipe.epochs)
+    model.to(x.device).train()
+    optimizer = Adam(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+    )
+    scheduler = _scheduler(optimizer, recipe, recipe.steps(len(points)))
+    order, used, checkpoints, rates = order_generator(seed), [], [], []
+    with seeded(seed, x.device):
+        for epoch in tqdm(range(1, recipe.epochs + 1), "training", unit="epoch", disable=not show_progress):
+            for at in shuffled(points, order).to(x.device).split(recipe.batch_size):
+                used.append(optimizer.param_groups[0]["lr"])
+                optimizer.zero_grad(set_to_none=True)
+                loss_fn(model(x[at]), y[at]).backward()
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+            if epoch in wanted:
+                checkpoints.append(state_on_cpu(model))
+                rates.append(float(np.mean(used)))
+                used.clear()
+    return Trained(model.eval(), tuple(checkpoints), tuple(rates))
+
+
+def initial_model(make_model: MakeModel, seed: int) -> nn.Module:
+    """A model whose initial weights follow from `seed`; the global random state stays as it was."""
+    with seeded(seed):
+        return make_model()
+
+
+def state_on_cpu(model: nn.Module) -> State:
+    """A copy of the model's parameters and buffers."""
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Draw from `seed` inside; the global random state stays as it was outside."""
+    devices = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(int(seed))
+        yield
+
+
+def _scheduler(optimizer: Adam, recipe: Recipe, steps: int) -> LRScheduler | None:
+    if recipe.schedule == "onecycle":
+        return OneCycleLR(optimizer, recipe.learning_rate, total_steps=steps)
+    if recipe.schedule == "linear":
+        return LambdaLR(optimizer, lambda step: 1 - step / steps)
+    return None
+
+
+def _checked_epochs(wanted: Collection[int], epochs: int) -> set[int]:
+    outside = [epoch for epoch in wanted if not 1 <= epoch <= epochs]
+    if outside:
+        raise ValueError(f"checkpoint_epochs holds {outside[0]}: pass epochs from 1 to {epochs}.")
+    return set(wanted)

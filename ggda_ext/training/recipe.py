@@ -1,0 +1,119 @@
+"""How a model is trained: Adam with a learning rate that follows a schedule, batches in an order given by a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Schedule = Literal["onecycle", "linear", "constant"]
+
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+"""Adam's defaults in PyTorch."""
+
+_UP, _START_DIVISOR, _END_DIVISOR = 0.3, 25.0, 1e4  # the defaults of OneCycleLR
+_LOW_BETA1, _HIGH_BETA1 = 0.85, 0.95
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Adam on mean losses of shuffled batches; the last batch of an epoch may be smaller.
+
+    Attributes:
+        epochs: passes over the training points.
+        learning_rate: the largest learning rate of the schedule.
+        batch_size: points per step.
+        weight_decay: Adam's L2 penalty, added to the gradient.
+        schedule: ``"onecycle"`` (PyTorch's `OneCycleLR` with its defaults, which cycles Adam's beta1 too),
+            ``"linear"`` (down to zero) or ``"constant"``.
+
+    >>> Recipe(epochs=2, learning_rate=0.1, batch_size=4).steps(10)
+    6
+    """
+
+    epochs: int
+    learning_rate: float
+    batch_size: int
+    weight_decay: float = 0.0
+    schedule: Schedule = "onecycle"
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: pass at least 1.")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate={self.learning_rate}: pass a positive number.")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay={self.weight_decay}: pass 0 or more.")
+        if self.schedule not in get_args(Schedule):
+            raise ValueError(f"schedule={self.schedule!r} is not one of {', '.join(map(repr, get_args(Schedule)))}.")
+
+    def steps_per_epoch(self, n: int) -> int:
+        """Batches of an epoch over `n` points."""
+        return -(-n // self.batch_size)
+
+    def steps(self, n: int) -> int:
+        """All steps of a training on `n` points."""
+        return self.epochs * self.steps_per_epoch(n)
+
+    def rates(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Learning rate and Adam's beta1 at every step `[steps]` of a training of that many steps."""
+        at = np.arange(steps)
+        if self.schedule == "constant":
+            return np.full(steps, self.learning_rate), np.full(steps, BETA1)
+        if self.schedule == "linear":
+            return self.learning_rate * (1 - at / steps), np.full(steps, BETA1)
+        low = self.learning_rate / _START_DIVISOR
+        top = _UP * steps - 1
+        rising = at <= top
+        share = np.where(rising, at / top, (at - top) / (steps - 1 - top))
+        falling = (1 + np.cos(np.pi * share)) / 2  # from 1 to 0 within each of the two phases
+        goal = np.where(rising, self.learning_rate, low / _END_DIVISOR)
+        start = np.where(rising, low, self.learning_rate)
+        beta_start = np.where(rising, _HIGH_BETA1, _LOW_BETA1)
+        beta_goal = np.where(rising, _LOW_BETA1, _HIGH_BETA1)
+        return goal + (start - goal) * falling, beta_goal + (beta_start - beta_goal) * falling
+
+
+def order_generator(seed: int) -> torch.Generator:
+    """Where the batch order of a training comes from: the same for `train_one` and `train_many`."""
+    return torch.Generator().manual_seed(int(seed))
+
+
+def shuffled(points: Tensor, generator: torch.Generator) -> Tensor:
+    """Training indices of one epoch, in the order in which they are used."""
+    return points[torch.randperm(len(points), generator=generator)]
+
+
+def checked_subset(subset: Any, n: int, name: str = "subset") -> Tensor:
+    """Training indices `[r]` from indices, a mask `[n]`, or None for all points."""
+    if subset is None:
+        return torch.arange(n)
+    found = torch.as_tensor(subset).detach().cpu()
+    if found.dim() != 1:
+        raise ValueError(f"{name} has shape {list(found.shape)}: pass indices or a mask, one-dimensional.")
+    if found.dtype == torch.bool:
+        if len(found) != n:
+            raise ValueError(f"{name} is a mask of {len(found)} entries for {n} training points.")
+        found = found.nonzero()[:, 0]
+    elif found.is_floating_point() or found.is_complex():
+        raise TypeError(f"{name} holds {found.dtype}: pass whole numbers or a mask.")
+    if len(found) == 0:
+        raise ValueError(f"{name} is empty: a model needs at least one training point.")
+    outside = found[(found < 0) | (found >= n)]
+    if len(outside):
+        raise ValueError(f"{name} holds {len(outside)} indices outside 0 … {n - 1}, first {int(outside[0])}.")
+    return found.long()
+
+
+def checked_data(data: Any) -> tuple[Tensor, Tensor]:
+    """The pair of tensors ``(x, y)`` that training needs."""
+    if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
+        raise TypeError(f"data is a {type(data).__name__}: pass a pair of tensors (x, y).")
+    x, y = data
+    if len(x) != len(y) or len(x) == 0:
+        raise ValueError(f"data holds {len(x)} inputs and {len(y)} targets: pass as many of both, at least one.")
+    return x, y
