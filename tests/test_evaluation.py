@@ -1,0 +1,193 @@
+"""Metrics of group scores: against dattri's and scikit-learn's, on cases with a known answer, and on bad input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from dattri.metric import lds, loo_corr
+from torch import nn
+
+from ggda_ext import Groups, attribute, evaluation, properties
+from ggda_ext.evaluation import (
+    Retrainer,
+    aggregated,
+    group_lds,
+    leave_group_out_correlation,
+    noisy_label_detection,
+    points_of,
+    pruning_score,
+    random_subsets,
+    removal_order,
+    retraining_score,
+)
+from ggda_ext.grouping import random_groups
+from ggda_ext.training import Recipe
+
+
+@pytest.fixture
+def groups() -> Groups:
+    return Groups([2, 0, 1, 1, 0, 2, 2, 0, 1, 2])  # sizes 3, 3, 4
+
+
+def test_removal_takes_whole_groups_and_random_points_of_the_last(groups: Groups) -> None:
+    removed = [removal_order([0.1, 3.0, -2.0], groups, 0.5, seed=seed) for seed in range(20)]
+    for indices in removed:
+        assert set(groups[1]) == set(indices[:3])
+        assert set(indices[3:]) < set(groups[0])
+        assert len(set(indices)) == 5
+    assert len({tuple(sorted(indices)) for indices in removed}) == 3  # any two of the three
+
+
+def test_removal_of_less_is_the_beginning_of_removal_of_more(groups: Groups) -> None:
+    everything = removal_order([0.1, 3.0, -2.0], groups, largest_first=False)
+    assert set(everything[:4]) == set(groups[2])
+    np.testing.assert_array_equal(removal_order([0.1, 3.0, -2.0], groups, 0.7, largest_first=False), everything[:7])
+
+
+def test_points_in_no_group_are_never_removed() -> None:
+    groups = Groups([0, -1, 1, 1], rest="drop")
+    assert sorted(removal_order([1.0, 2.0], groups)) == [0, 2, 3]
+    assert [points.tolist() for points in points_of(groups, np.array([[True, False], [True, True]]))] == [
+        [0],
+        [0, 2, 3],
+    ]
+
+
+def test_groups_of_equal_importance_are_removed_in_random_order() -> None:
+    groups = Groups.singletons(6)
+    assert len({tuple(removal_order(np.zeros(6), groups, seed=seed)) for seed in range(10)}) > 5
+
+
+def test_mean_aggregation_divides_by_the_size(groups: Groups) -> None:
+    np.testing.assert_allclose(aggregated(torch.tensor([3.0, 6.0, 8.0]), groups, "mean"), [1, 2, 2])
+
+
+def test_removal_curves_keep_the_right_points(groups: Groups) -> None:
+    def sums(subsets: list[np.ndarray]) -> np.ndarray:
+        return np.array([[kept.sum(), -kept.sum()] for kept in subsets], float)
+
+    best = retraining_score([0.1, 3.0, -2.0], groups, sums, [0.0, 0.3])
+    np.testing.assert_array_equal(best.values[:, 0], [45, 45 - groups[1].sum()])
+    np.testing.assert_array_equal(best.mean, [0, 0])
+    np.testing.assert_allclose(best.stderr, best.values[:, 0])  # two values v and -v
+    worst = pruning_score([0.1, 3.0, -2.0], groups, sums, [0.4])
+    assert worst.values[0, 0] == 45 - groups[2].sum()
+    by_mean = pruning_score([-1.8, 3.0, -2.0], groups, sums, [0.3], aggregation="mean")  # group 2 has four members
+    assert by_mean.values[0, 0] == 45 - groups[0].sum()
+
+
+def test_detection_of_noise_by_its_two_areas() -> None:
+    draw = np.random.default_rng(0)
+    groups = random_groups(200, 4, random_state=0)
+    noisy, importance = draw.random(200) < 0.2, draw.normal(size=50)
+    found = noisy_label_detection(importance, groups, noisy)
+    share = noisy.mean()
+    assert found.auc == pytest.approx(share / 2 + (1 - share) * found.roc_auc)  # how the two areas are related
+    assert found.checked[-1] == found.found[-1] == 1
+    assert noisy_label_detection(np.zeros(50), groups, noisy).auc == pytest.approx(0.5)
+
+
+def test_detection_finds_harmful_groups_first() -> None:
+    groups = Groups([0, 0, 1, 1, 1, 1])
+    found = noisy_label_detection([-1.0, 1.0], groups, [True, True, False, False, False, False])
+    assert (found.auc, found.roc_auc) == pytest.approx((1 - 1 / 6, 1.0))
+    np.testing.assert_allclose(found.checked, [0, 1 / 3, 1])
+    np.testing.assert_allclose(found.found, [0, 1, 1])
+
+
+def test_group_lds_is_the_one_of_dattri() -> None:
+    draw = np.random.default_rng(1)
+    groups = random_groups(24, 2, random_state=0)
+    importance, kept = draw.normal(size=(3, 12)), random_subsets(groups, 30, seed=2)
+    values = draw.normal(size=(30, 3)) - kept @ importance.T
+    ours = group_lds(importance, kept, values)
+    chosen = torch.from_numpy(np.stack([np.flatnonzero(row) for row in kept]))
+    theirs, _ = lds(torch.from_numpy(-importance.T), (torch.from_numpy(values), chosen))
+    np.testing.assert_allclose(ours.columns, theirs, rtol=1e-12)
+    assert ours.value == pytest.approx(float(theirs.mean()))
+    assert ours.interval[0] < ours.value < ours.interval[1]
+    assert group_lds(importance[0], kept, -kept @ importance[0]).value == pytest.approx(1)
+
+
+def test_leave_group_out_correlation_is_the_one_of_dattri() -> None:
+    draw = np.random.default_rng(3)
+    importance, rises = draw.normal(size=(2, 15)), draw.normal(size=(15, 2))
+    theirs, _ = loo_corr(torch.from_numpy(importance.T), (torch.from_numpy(rises), torch.arange(15)))
+    ours = leave_group_out_correlation(importance, rises)
+    np.testing.assert_allclose(ours.columns, theirs, rtol=1e-12)
+    monotone = leave_group_out_correlation(importance[0], np.exp(importance[0]), kind="spearman")
+    assert monotone.value == pytest.approx(1)
+    assert monotone.interval == pytest.approx((1, 1))
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    draw = np.random.default_rng(4)
+    covered = 0
+    for _ in range(100):
+        pair = draw.multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], 60)
+        low, high = leave_group_out_correlation(pair[:, 0], pair[:, 1], resamples=200).interval
+        covered += low <= 0.6 <= high
+    assert 85 <= covered <= 100
+
+
+def test_good_scores_lower_the_accuracy_more_and_predict_retraining() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(240, 6, generator=draw)
+    y = (x[:, 0] + 0.5 * x[:, 1] > 0).long()
+    train, test = (x[:160], y[:160].clone()), (x[160:], y[160:])
+    train[1][:40] = 1 - train[1][:40]  # these points harm
+    groups = Groups(np.arange(160) // 10)
+    recipe = Recipe(epochs=20, learning_rate=0.05, batch_size=32)
+    loss = nn.functional.cross_entropy
+
+    def make_model() -> nn.Module:
+        return nn.Linear(6, 2)
+
+    retrain = Retrainer(make_model, loss, train, test, recipe, seeds=(0, 1))
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss(model(train[0]), train[1]).backward()
+        optimizer.step()
+    importance = attribute(model, loss, train, groups, properties.mean_loss(test, loss))[0]
+    assert set(importance.argsort()[:4].tolist()) == {0, 1, 2, 3}
+    removed = retraining_score(importance, groups, retrain, [0.4])
+    pruned = pruning_score(importance, groups, retrain, [0.4])
+    assert removed.mean < pruned.mean - 0.1
+    assert noisy_label_detection(importance, groups, np.arange(160) < 40).roc_auc == pytest.approx(1)
+    kept = random_subsets(groups, 12)
+    losses = Retrainer(make_model, loss, train, test, recipe, measure="loss")(points_of(groups, kept))
+    assert group_lds(importance, kept, losses.mean(1), resamples=100).value > 0.7
+    own = Retrainer(make_model, loss, train, test, recipe, measure=lambda outputs, targets: len(targets))
+    assert own([np.arange(50)]).tolist() == [[80.0]]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: removal_order([1.0], [0, 1]), r"importance has shape \[1\]: pass one number for each of 2 groups"),
+        (
+            lambda: removal_order([1.0, float("nan")], [0, 1]),
+            r"importance holds 1 NaN or infinite numbers, first at \[1\]",
+        ),
+        (lambda: removal_order([1.0, 2.0], [0, 1], 1.5), "fraction=1.5"),
+        (lambda: aggregated([1.0, 2.0], [0, 1], "median"), "aggregation='median'"),
+        (lambda: noisy_label_detection([1.0, 2.0], [0, 1], [True]), "one entry for each of 2 points"),
+        (lambda: noisy_label_detection([1.0, 2.0], [0, 1], [False, False]), "marks 0 of 2 points"),
+        (lambda: random_subsets([0, 0], 3), "keeps 0 of them"),
+        (lambda: group_lds([1.0, 2.0], np.ones((4, 3)), np.arange(4)), r"kept has shape \[4, 3\]: pass \[subsets, 2\]"),
+        (lambda: group_lds([1.0, 2.0], np.ones((4, 2)), np.arange(3)), r"pass values \[4, 1\]"),
+        (lambda: leave_group_out_correlation([1.0, 2.0], [1.0, 2.0]), "at least 3"),
+        (lambda: leave_group_out_correlation([1.0], [1.0], kind="kendall"), "kind='kendall'"),
+    ],
+)
+def test_bad_input_is_named(call, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_one_seed_has_no_standard_error() -> None:
+    assert np.isnan(evaluation.standard_error(np.ones((2, 1)))).all()
