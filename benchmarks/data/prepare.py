@@ -68,12 +68,12 @@ def impute_by_median(x: np.ndarray, train: int) -> np.ndarray:
 
 
 def heloc(content: Content, clean: bool) -> tuple[Part, Part]:
-    """HELOC, standardised by the statistics of its training rows: float32 [n, 23]."""
+    """HELOC, every column scaled to 0..1 by its range in the training rows, as OpenXAI does: float32 [n, 23]."""
     x, y = heloc_rows(content)
     train = HELOC_TRAIN if len(x) > HELOC_TRAIN else int(0.8 * len(x))
     filled = impute_by_median(x, train) if clean else impute_by_class(x, y)
-    mean, deviation = filled[:train].mean(axis=0, dtype=np.float64), filled[:train].std(axis=0, dtype=np.float64)
-    scaled = torch.tensor((filled - mean) / np.where(deviation > 0, deviation, 1.0), dtype=torch.float32)
+    lowest, span = filled[:train].min(axis=0), np.ptp(filled[:train], axis=0)
+    scaled = torch.tensor((filled - lowest) / np.where(span > 0, span, 1.0), dtype=torch.float32)
     return (y[:train], lambda pick: scaled[:train][pick]), (y[train:], lambda pick: scaled[train:][pick])
 
 

@@ -33,7 +33,7 @@ class DataSet:
     Attributes:
         name: ``"heloc"``, ``"heloc-clean"``, ``"mnist"``, ``"cifar10"`` or ``"qnli"``.
         title: the name for tables; says so if the data is a stand-in.
-        train: inputs [n, ...] and labels int64 [n] to train on. Inputs are float32 [n, 23] (HELOC, standardised),
+        train: inputs [n, ...] and labels int64 [n] to train on. Inputs are float32 [n, 23] (HELOC, in 0..1),
             [n, 784] (MNIST, 0..1), [n, 3, 32, 32] (CIFAR-10, normalised per channel), or int64 [n, 3, L] (QNLI:
             input ids, attention mask, token types).
         test: the same to test on.
