@@ -5,12 +5,15 @@ the graph of the gradient for each vector, the graph itself built once for all o
 
     e ← v + (1 - damping) e - H_batch e / scaling,      H⁻¹ v ≈ e / scaling
 
-on random batches; all vectors share each batch, so for a given seed the solve is one linear map.
+on random batches; all vectors share each batch, so for a given seed the solve is one linear map. Under several ranks
+(see `ggda_ext.distributed`) products are shared out by points, LiSSA by vectors and runs, if there are enough of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from ggda_ext.data import IndexedData, batch_length, to_device
+from ggda_ext.distributed import all_reduce_sum, fingerprint, from_first_rank, my_share, rank, together, world_size
 from ggda_ext.gradients.parameters import ParameterSpace
 
 BatchLossFn = Callable[[nn.Module, Any], Tensor]
@@ -72,11 +76,19 @@ class Hessian:
     def __matmul__(self, vectors: Tensor) -> Tensor:
         """Products `[m, p]` of the Hessian over the whole data with `vectors [m, p]`."""
         result = torch.zeros_like(vectors)
-        for indices, batch in self.data.sequential(self.batch_size):
-            weight = 1.0 if len(indices) == self.n or self.reduction == "sum" else len(indices) / self.n
-            for rows, parts in self.on_batch(batch, vectors):
-                self.add(result[rows], parts, weight)
-        return result
+        with together(self._same(len(vectors))):
+            for indices, batch in self.data.my_share(self.batch_size):
+                weight = 1.0 if len(indices) == self.n or self.reduction == "sum" else len(indices) / self.n
+                for rows, parts in self.on_batch(batch, vectors):
+                    self.add(result[rows], parts, weight)
+        return all_reduce_sum(result)
+
+    def _same(self, m: int) -> dict[str, Any]:
+        """What has to be the same on all ranks, so that their shares of a product add up."""
+        if world_size() == 1:
+            return {}
+        parameters = fingerprint(self.space.model.parameters())
+        return {"the vectors": m, "the points of the Hessian": self.n, "the parameters": parameters}
 
     def matrix(self) -> Tensor:
         """The Hessian itself `[p, p]`."""
@@ -154,31 +166,70 @@ def lissa(
     for name, value, least in (("depth", depth, 0), ("repeat", repeat, 1), ("batch_size", batch_size, 1)):
         if value < least:
             raise ValueError(f"{name}={value}: LiSSA needs at least {least}.")
+    m, steps = len(vectors), _Steps(depth, scaling, damping, batch_size, from_first_rank(lambda: seed))
+    cut = repeat * m < world_size() <= min(batch_size, hessian.n)
+    mine = range(repeat * m) if cut else my_share(repeat * m)
     vectors = vectors.detach()
-    sizes = vectors.norm(dim=1)
-    total: Tensor | None = None
-    with tqdm(total=repeat * depth, desc="LiSSA", leave=False, disable=not show_progress) as bar:
+    total = torch.zeros_like(vectors)
+    with (
+        nullcontext() if cut else together(hessian._same(m)),
+        tqdm(total=repeat * depth, desc="LiSSA", leave=False, disable=not show_progress or rank() > 0) as bar,
+    ):
         for run in range(repeat):
-            estimate = vectors.clone()
-            for step, batch in enumerate(_draws(hessian, depth, batch_size, [seed, run])):
-                for rows, parts in hessian.on_batch(batch, estimate):
-                    if damping:
-                        estimate[rows].mul_(1 - damping)
-                    estimate[rows].add_(vectors[rows])
-                    hessian.add(estimate[rows], parts, -1 / scaling)
-                look = step % _CHECK_EVERY == _CHECK_EVERY - 1 or step == depth - 1
-                if look and not _bounded(estimate, sizes, step + 1):
-                    raise _diverged(hessian, vectors, step + 1, depth, damping, scaling, batch_size, [seed, run])
-                bar.update()
-            total = estimate if total is None else total.add_(estimate)
-    assert total is not None
-    return total.div_(repeat * scaling)
+            rows = slice(max(mine.start - run * m, 0), min(mine.stop - run * m, m))
+            if rows.start < rows.stop:
+                total[rows] += _estimate(hessian, vectors[rows], steps, run, cut, bar)
+    return (total if cut else all_reduce_sum(total)).div_(repeat * scaling)
 
 
-def _draws(hessian: Hessian, count: int, batch_size: int, seed: list[int]) -> Iterator[Any]:
-    """Random batches without replacement; all the data where the batch is that large."""
+@dataclass(frozen=True)
+class _Steps:
+    """The settings of a LiSSA solve."""
+
+    depth: int
+    scaling: float
+    damping: float
+    batch_size: int
+    seed: int
+
+
+def _estimate(hessian: Hessian, vectors: Tensor, steps: _Steps, run: int, cut: bool, bar: Any) -> Tensor:
+    """The iterate `[m, p]` after all steps of one run; with `cut` every rank takes a share of each batch."""
+    estimate, sizes = vectors.clone(), vectors.norm(dim=1)
+    for step, batch in enumerate(_draws(hessian, steps.depth, steps.batch_size, [steps.seed, run], cut)):
+        if cut:
+            product = _shared_product(hessian, batch, estimate, steps.batch_size)
+            estimate.mul_(1 - steps.damping).add_(vectors).sub_(product, alpha=1 / steps.scaling)
+        else:
+            for rows, parts in hessian.on_batch(batch, estimate):
+                if steps.damping:
+                    estimate[rows].mul_(1 - steps.damping)
+                estimate[rows].add_(vectors[rows])
+                hessian.add(estimate[rows], parts, -1 / steps.scaling)
+        look = step % _CHECK_EVERY == _CHECK_EVERY - 1 or step == steps.depth - 1
+        if look and not _bounded(estimate, sizes, step + 1):
+            raise _diverged(hessian, vectors, step + 1, steps, run)
+        bar.update()
+    return estimate
+
+
+def _shared_product(hessian: Hessian, batch: Any, vectors: Tensor, batch_size: int) -> Tensor:
+    """Products `[m, p]` of the Hessian on a batch of which this rank has a share."""
+    product = torch.zeros_like(vectors)
+    with together():
+        size = min(batch_size, hessian.n)
+        weight = 1.0 if hessian.reduction == "sum" else len(my_share(size)) / size
+        for rows, parts in hessian.on_batch(batch, vectors):
+            hessian.add(product[rows], parts, weight)
+    return all_reduce_sum(product)
+
+
+def _draws(hessian: Hessian, count: int, batch_size: int, seed: list[int], cut: bool = False) -> Iterator[Any]:
+    """Random batches without replacement, all the data where a batch is that large; this rank's share if `cut`."""
     random, size = np.random.default_rng(seed), min(batch_size, hessian.n)
-    return hessian.data.batches(random.choice(hessian.n, size, replace=False) for _ in range(count))
+    mine = my_share(size) if cut else range(size)
+    drawn = (random.choice(hessian.n, size, replace=False) for _ in range(count))
+    return hessian.data.batches(indices[mine.start : mine.stop] for indices in drawn)
 
 
 def _bounded(estimate: Tensor, sizes: Tensor, steps: int) -> bool:
@@ -186,20 +237,19 @@ def _bounded(estimate: Tensor, sizes: Tensor, steps: int) -> bool:
     return bool((estimate.norm(dim=1) <= _GROWTH * (steps + 1) * sizes.clamp_min(1e-30)).all())
 
 
-def _diverged(
-    hessian: Hessian, vectors: Tensor, step: int, depth: int, damping: float, scaling: float, batch_size: int,
-    seed: list[int],
-) -> ValueError:  # fmt: skip
+def _diverged(hessian: Hessian, vectors: Tensor, step: int, steps: _Steps, run: int) -> ValueError:
     """The error for an iterate that grows, with values that would have held it."""
-    curvature = max((_extreme(hessian, vectors, batch) for batch in _draws(hessian, 4, batch_size, seed)), key=abs)
+    damping, scaling = steps.damping, steps.scaling
+    draws = _draws(hessian, 4, steps.batch_size, [steps.seed, run])
+    curvature = max((_extreme(hessian, vectors, batch) for batch in draws), key=abs)
     if curvature > (2 - damping) * scaling / 2:
         fix = f"scaling={_round_up(1.5 * curvature)} (the batches have curvature up to about {curvature:.3g})"
     else:
         enough = min(0.5, _round_up(max(0.001, 2 * damping, -1.5 * curvature / scaling)))
         fix = f"damping={enough} (the loss has directions of negative curvature), or a larger batch_size"
     return ValueError(
-        f"LiSSA diverged at step {step} of recursion_depth={depth}, with damping={damping}, scaling={scaling}: the "
-        f"iterate grows. Try {fix}; a recursion_depth below {step} would only hide it."
+        f"LiSSA diverged at step {step} of recursion_depth={steps.depth}, with damping={damping}, scaling={scaling}: "
+        f"the iterate grows. Try {fix}; a recursion_depth below {step} would only hide it."
     )
 
 

@@ -26,6 +26,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
     default_collate,
 )
+from torch.utils.data.distributed import DistributedSampler
+
+from ggda_ext.distributed import my_share, share_of_stream, world_size
 
 DataLike = Any
 """A DataLoader, a Dataset, a tensor, a tuple of tensors, or a dict of tensors."""
@@ -81,6 +84,31 @@ class IndexedData:
         assert self.n is not None
         starts = range(0, self.n, batch_size)
         runs = [np.arange(start, min(start + batch_size, self.n)) for start in starts]
+        yield from zip(runs, self.batches(runs), strict=True)
+
+    def my_share(self, batch_size: int, *, whole_batches: bool = False) -> Iterator[tuple[np.ndarray, Any]]:
+        """This rank's share of all examples in order, as `(indices, batch)`; all of them on one rank.
+
+        Of a stream each rank reads everything and takes every so manieth batch.
+
+        Args:
+            batch_size: examples per batch.
+            whole_batches: whether to share out the batches of `sequential`, so that every example is in the same batch
+                whatever the number of ranks; by default shares are equal in examples.
+        """
+        if world_size() == 1:
+            yield from self.sequential(batch_size)
+            return
+        if self.is_stream:
+            yield from share_of_stream(self._stream(batch_size))
+            return
+        assert self.n is not None
+        if whole_batches:
+            mine = my_share(-(-self.n // batch_size))
+            low, high = mine.start * batch_size, min(mine.stop * batch_size, self.n)
+        else:
+            low, high = my_share(self.n).start, my_share(self.n).stop
+        runs = [np.arange(start, min(start + batch_size, high)) for start in range(low, high, batch_size)]
         yield from zip(runs, self.batches(runs), strict=True)
 
     def _stream(self, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
@@ -150,6 +178,11 @@ def _loader_order(loader: DataLoader, name: str) -> np.ndarray | None:
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(sampler, SequentialSampler) and not loader.drop_last:
         return None
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise ValueError(
+            f"{name} is a DataLoader with a DistributedSampler, which gives each rank other points: pass the data "
+            "set, or a DataLoader without that sampler; the work is split over the ranks here."
+        )
     if isinstance(sampler, _SHUFFLING):
         raise ValueError(
             f"{name} is a DataLoader that shuffles ({type(sampler).__name__}), so its points have no fixed "

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ggda_ext.distributed import all_reduce_sum, gather_objects, world_size
+
 Damping = float | Literal["auto"]
 
 AUTO_DAMPING = 0.3
@@ -48,6 +50,14 @@ class EmpiricalFisher:
             self.matrix = self.matrix.to(rows.dtype)
         self.matrix += (rows.T @ rows).to(self.matrix.dtype)
         self.rows += len(rows)
+        return self
+
+    def all_reduce(self) -> EmpiricalFisher:
+        """Add up over ranks, where each has added other rows; every rank then has the Fisher of all of them."""
+        if world_size() > 1:
+            dtypes = gather_objects(self.matrix.dtype)  # a rank without rows does not know theirs
+            self.matrix = all_reduce_sum(self.matrix.to(max(dtypes, key=lambda dtype: dtype.itemsize)))
+            self.rows = int(all_reduce_sum(torch.tensor(self.rows)))
         return self
 
     @property

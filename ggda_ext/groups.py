@@ -259,30 +259,42 @@ class Groups:
         shape[dim] = len(self)
         return values.new_zeros(shape).index_add_(dim, labels, values.index_select(dim, inside))
 
-    def batches(self, batch_size: int, most_groups: int | None = None) -> Iterator[GroupBatch]:
+    def batches(
+        self, batch_size: int, most_groups: int | None = None, within: tuple[int, int] | None = None
+    ) -> Iterator[GroupBatch]:
         """Index batches of at most `batch_size` points and `most_groups` groups.
 
         Whole groups stand back to back where they fit; a group larger than `batch_size`
         comes in pieces, each a batch of its own.
+
+        Args:
+            batch_size: most points in a batch.
+            most_groups: most groups in a batch.
+            within: only the points ``order[low:high]``, as if there were no others; all by default.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: pass at least 1.")
-        offsets, order, k = self.offsets, self.order, len(self)
-        first = 0
-        while first < k:
+        offsets, order, before = self.offsets, self.order, 0
+        if within is not None:
+            low, high = within
+            before = int(np.searchsorted(offsets, low, "right")) - 1
+            after = int(np.searchsorted(offsets, high, "left")) if low < high else before
+            offsets = offsets[before : after + 1].clip(low, high)
+        first, last = 0, len(offsets) - 1
+        while first < last:
             start = int(offsets[first])
             end = int(np.searchsorted(offsets, start + batch_size, side="right")) - 1
-            end = min(end, first + (most_groups or k))
+            end = min(end, first + (most_groups or last))
             if end > first:
-                indices = order[start : int(offsets[end])]
-                yield GroupBatch(indices, np.arange(first, end), offsets[first : end + 1] - start, True)
+                indices, ids = order[start : int(offsets[end])], np.arange(before + first, before + end)
+                yield GroupBatch(indices, ids, offsets[first : end + 1] - start, True)
                 first = end
                 continue
             stop = int(offsets[first + 1])
             for piece in range(start, stop, batch_size):
                 indices = order[piece : min(piece + batch_size, stop)]
                 starts = np.array([0, len(indices)])
-                yield GroupBatch(indices, np.array([first]), starts, piece + batch_size >= stop)
+                yield GroupBatch(indices, np.array([before + first]), starts, piece + batch_size >= stop)
             first += 1
 
     def batch_sampler(self, batch_size: int) -> GroupBatchSampler:

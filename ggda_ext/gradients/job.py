@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ggda_ext.data import IndexedData, to_device
+from ggda_ext.distributed import my_share, rank, share_of_stream
 from ggda_ext.gradients.capture import Layer
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupBatch, Groups
@@ -55,6 +56,8 @@ class Job:
     memory_budget: int
     show_progress: bool = False
     title: str = "ggda"
+    within: tuple[int, int] | None = None
+    """This rank's share of ``groups.order`` for `grouped_batches`; None for all of it."""
 
     @cached_property
     def loss_module(self) -> nn.Module:
@@ -79,9 +82,9 @@ class Job:
         return torch.zeros(m, len(self.groups), dtype=self.space.dtype, device=self.space.device)
 
     def natural_batches(self) -> Iterator[tuple[Tensor, Any]]:
-        """All points in the order of the data set: `(their group ids, batch)`."""
+        """This rank's share of all points, in the order of the data set: `(their group ids, batch)`."""
         labels = torch.from_numpy(self.groups.labels.astype(np.int64))
-        for indices, batch in self._bar(self._in_order(), self.groups.sizes.sum(), lambda item: len(item[0])):
+        for indices, batch in self._bar(self._in_order(), len(my_share(self._points)), lambda item: len(item[0])):
             if indices[-1] >= self.groups.n:
                 raise ValueError(
                     f"groups was built for {self.groups.n} training points, but {self.data.name} gives more: "
@@ -91,33 +94,45 @@ class Job:
             yield labels[at].to(self.space.device), to_device(batch, self.space.device)
 
     @property
+    def _points(self) -> int:
+        return int(self.groups.sizes.sum())
+
+    @property
     def _complete(self) -> bool:
-        return int(self.groups.sizes.sum()) == self.groups.n
+        return self._points == self.groups.n
 
     def _in_order(self) -> Iterator[tuple[np.ndarray, Any]]:
-        if self._complete:
-            seen = 0
-            for indices, batch in self.data.sequential(self.batch_size):
-                seen += len(indices)
-                yield indices, batch
-            if seen < self.groups.n:
-                raise ValueError(
-                    f"groups was built for {self.groups.n} training points, but {self.data.name} gives only "
-                    f"{seen}: build it with one label per point."
-                )
+        if self._complete and self.data.is_stream:
+            yield from share_of_stream(self._counted())
             return
-        inside = np.flatnonzero(self.groups.labels >= 0)
+        if self._complete:
+            yield from self.data.my_share(self.batch_size)
+            return
+        inside = np.flatnonzero(self.groups.labels >= 0)[my_share(self._points)]
         runs = [inside[low : low + self.batch_size] for low in range(0, len(inside), self.batch_size)]
         yield from zip(runs, self.data.batches(runs), strict=True)
+
+    def _counted(self) -> Iterator[tuple[np.ndarray, Any]]:
+        """The batches of a stream, which must not end before the groups do."""
+        seen = 0
+        for indices, batch in self.data.sequential(self.batch_size):
+            seen += len(indices)
+            yield indices, batch
+        if seen < self.groups.n:
+            raise ValueError(
+                f"groups was built for {self.groups.n} training points, but {self.data.name} gives only "
+                f"{seen}: build it with one label per point."
+            )
 
     def grouped_batches(
         self, most_groups: int | None = None, most_points: int | None = None
     ) -> Iterator[tuple[GroupBatch, Any]]:
-        """Batches that hold groups back to back, with their segments."""
+        """Batches of the points `within` that hold groups back to back, with their segments."""
         size = min(self.batch_size, most_points or self.batch_size)
-        batches = self.data.batches(group.indices for group in self.groups.batches(size, most_groups))
-        pairs = zip(self.groups.batches(size, most_groups), batches, strict=True)
-        for groups, batch in self._bar(pairs, self.groups.sizes.sum(), lambda item: len(item[0])):
+        batches = self.data.batches(group.indices for group in self.groups.batches(size, most_groups, self.within))
+        pairs = zip(self.groups.batches(size, most_groups, self.within), batches, strict=True)
+        low, high = self.within or (0, self._points)
+        for groups, batch in self._bar(pairs, high - low, lambda item: len(item[0])):
             yield groups, to_device(batch, self.space.device)
 
     def scores_of(self, blocks: Iterable[tuple[Tensor, Tensor]], directions: Tensor) -> Tensor:
@@ -128,7 +143,7 @@ class Job:
         return scores
 
     def _bar(self, items: Iterator[Any], total: int, size: Any) -> Iterator[Any]:
-        if not self.show_progress:
+        if not self.show_progress or rank():
             yield from items
             return
         with tqdm(total=int(total), desc=self.title, unit="point") as bar:

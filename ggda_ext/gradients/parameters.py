@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ggda_ext.distributed import inner_name, unwrapped
+
 ParameterChoice = Iterable[str | nn.Module | nn.Parameter] | None
 
 
@@ -15,14 +17,14 @@ class ParameterSpace:
     """The chosen parameters of a model as one flat vector, in the model's own order.
 
     Args:
-        model: the model.
+        model: the model; one in a DistributedDataParallel is unwrapped, so its names have no ``module.`` in front.
         chosen: names of parameters or modules, modules, or parameters; by default every parameter that
             requires a gradient. Chosen by name, a frozen parameter counts too.
     """
 
     def __init__(self, model: nn.Module, chosen: ParameterChoice = None) -> None:
-        self.model = model
-        self.parameters = _chosen(model, chosen)
+        self.model = unwrapped(model)
+        self.parameters = _chosen(self.model, chosen)
         self.spans: dict[int, tuple[int, int]] = {}
         end = 0
         for parameter in self.parameters.values():
@@ -97,6 +99,7 @@ def _members(model: nn.Module, item: str | nn.Module | nn.Parameter) -> list[nn.
     if isinstance(item, nn.Module):
         return list(item.parameters())
     every = dict(model.named_parameters(remove_duplicate=False))
+    item = inner_name(item, model)
     if item in every:
         return [every[item]]
     modules = dict(model.named_modules())

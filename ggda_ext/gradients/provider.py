@@ -1,16 +1,22 @@
-"""The provider of group-summed gradients: checks once, plans, and hands the work to a strategy."""
+"""The provider of group-summed gradients: checks once, plans, and hands the work to a strategy.
+
+Under several ranks (see `ggda_ext.distributed`) each of them does a share of every pass over the training data.
+"""
 
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData
+from ggda_ext.distributed import all_reduce_sum, fingerprint, my_share, together, unwrapped, world_size
 from ggda_ext.gradients import backward, directional, forward, ghost, norms, persample, segmented
 from ggda_ext.gradients.capture import Observer, observe
 from ggda_ext.gradients.checks import check_deterministic_modules, check_finite_rows, check_finite_scores
@@ -44,8 +50,11 @@ class GroupGradients:
     gradients where that can be avoided; and `blocks()`, the gradients themselves, streamed. Parameters may
     change between calls (other checkpoints); the model is left as it was after every call.
 
+    Started by ``torchrun``, every rank makes the same provider and calls the same methods; each does a share of the
+    work, and all but `blocks`, `small_blocks` and `observe` end with the whole result, the same on every rank.
+
     Args:
-        model: any `nn.Module`, in eval mode if it has dropout or BatchNorm.
+        model: any `nn.Module`, in eval mode if it has dropout or BatchNorm; taken out of a DistributedDataParallel.
         loss_fn: ``loss_fn(output, target)`` of any reduction, None for the summed outputs, or an `ExampleLoss`.
         data: the training set: a DataLoader that does not shuffle, a Dataset, tensors, or a dict of tensors.
         groups: a `Groups` or anything it accepts; None for groups of one.
@@ -75,7 +84,7 @@ class GroupGradients:
         for name, value in (("batch_size", batch_size), ("memory_budget", memory_budget)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
-        self.model, self.loss = model, as_example_loss(loss_fn)
+        self.model, self.loss = unwrapped(model), as_example_loss(loss_fn)
         self.data = data if isinstance(data, IndexedData) else IndexedData(data, "the training data")
         if groups is None and self.data.n is None:
             raise TypeError("the training data is a stream without a length: pass groups with one label per point.")
@@ -119,39 +128,60 @@ class GroupGradients:
         """
         check_deterministic_modules(self.model)
         plan = self.plan(directions)
-        if isinstance(directions, Tensor):
-            scores = _SCORES[plan.strategy](self._job(plan), self._checked(directions))
-        elif plan.strategy == "ghost":
-            scores = ghost.scores(self._job(plan), directions)
-        else:
-            scores = self._scores_by_rows(plan, directions)
-        check_finite_scores(scores, self.groups)
-        return scores
+        if isinstance(directions, PointGradients) and plan.strategy != "ghost":
+            return self._scores_by_rows(plan, directions)
+        with together(self._same(directions)):
+            if isinstance(directions, Tensor):
+                scores = _SCORES[plan.strategy](self._job(plan), self._checked(directions))
+            else:
+                scores = ghost.scores(self._job(plan), directions)
+        return self._summed(scores)
 
     def blocks(self, max_rows: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """The group-summed gradients, as `(group ids [b], rows [b, p])`.
+        """The group-summed gradients, as `(group ids [b], rows [b, p])`; under several ranks, of this rank's groups.
+
+        Every group is on one rank, whole, and the ranks do not wait for each other: whoever adds something up over
+        all groups has to add up over ranks too (`ggda_ext.distributed.all_reduce_sum`). See also `all_blocks`.
 
         Args:
             max_rows: most rows in a block; by default as many as fit the memory budget. Small blocks are faster
                 to form, large ones are for consumers that have a cost per block, such as random projections.
         """
-        check_deterministic_modules(self.model)
-        plan = self.plan(None)
-        job = self._job(plan)
-        for ids, rows in _BLOCKS[plan.strategy](job, max_rows or job.rows_in_budget):
-            check_finite_rows(rows, ids, self.groups)
-            yield ids, rows
+        return self._blocks(max_rows, range(len(self.groups)))
 
     def small_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`blocks()` of few rows that stay near the cache: the fastest way where each row is used once."""
         return self.blocks(self._job(self.plan(None)).rows_near_cache)
 
+    def all_blocks(self, max_rows: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """`blocks()` of all groups on every rank: the ranks form shares of each block and exchange them."""
+        if world_size() == 1:
+            yield from self.blocks(max_rows)
+            return
+        k, step = len(self.groups), max_rows or self._job(self.plan(None)).rows_in_budget
+        for low in range(0, k, step):
+            ids = torch.arange(low, min(low + step, k))
+            rows = torch.zeros(len(ids), self.p, dtype=self.space.dtype, device=self.space.device)
+            with together(self._same(None)):
+                for some, block in self._blocks(max_rows, range(low, low + len(ids))):
+                    rows[(some - low).to(rows.device)] = block
+            yield ids, all_reduce_sum(rows)
+
+    def _blocks(self, max_rows: int | None, ids: range) -> Iterator[tuple[Tensor, Tensor]]:
+        check_deterministic_modules(self.model)
+        plan = self.plan(None)
+        job = self._job(plan, ids)
+        for some, rows in _BLOCKS[plan.strategy](job, max_rows or job.rows_in_budget):
+            check_finite_rows(rows, some, self.groups)
+            yield some, rows
+
     def rows(self) -> Tensor:
         """All group-summed gradients at once `[k, p]`: only for k and p that fit into memory."""
-        rows = torch.empty(len(self.groups), self.p, dtype=self.space.dtype, device=self.space.device)
-        for ids, block in self.small_blocks():
-            rows[ids.to(rows.device)] = block
-        return rows
+        rows = torch.zeros(len(self.groups), self.p, dtype=self.space.dtype, device=self.space.device)
+        with together(self._same(None)):
+            for ids, block in self.small_blocks():
+                rows[ids.to(rows.device)] = block
+        return all_reduce_sum(rows)
 
     def squared_norms(self) -> Tensor:
         """Squared norm of every group's summed gradient `[k]`: without forming it if all layers are Linear, one token.
@@ -161,20 +191,23 @@ class GroupGradients:
         check_deterministic_modules(self.model)
         facts = self._survey.facts
         seen = not facts.uncovered and facts.not_ghost is None
-        if seen and self.strategy == "auto" and int(self.groups.sizes.max()) <= facts.batch_size:
-            result = norms.squared_norms(self._job(self.plan(None)))
-        else:
-            result = torch.empty(len(self.groups), dtype=self.space.dtype, device=self.space.device)
-            for ids, rows in self.small_blocks():
-                result[ids.to(result.device)] = rows.square().sum(1)
-        check_finite_scores(result[None], self.groups)
-        return result
+        with together(self._same(None)):
+            if seen and self.strategy == "auto" and int(self.groups.sizes.max()) <= facts.batch_size:
+                result = norms.squared_norms(self._job(self.plan(None), range(len(self.groups))))
+            else:
+                result = torch.zeros(len(self.groups), dtype=self.space.dtype, device=self.space.device)
+                for ids, rows in self.small_blocks():
+                    result[ids.to(result.device)] = rows.square().sum(1)
+        return self._summed(result[None])[0]
 
     def observe(self, watch: Callable[[GroupBatch], Observer]) -> Iterator[GroupBatch]:
-        """Batches of whole groups, each run forward and backward under the observer that `watch` gives for it."""
+        """Batches of whole groups, each run forward and backward under the observer that `watch` gives for it.
+
+        Under several ranks, of this rank's groups, as in `blocks`.
+        """
         check_deterministic_modules(self.model)
         plan = named("segmented", self._survey.facts, 0, rows=True, points=False)
-        job = self._job(plan)
+        job = self._job(plan, range(len(self.groups)))
         for groups, batch in job.grouped_batches():
             observe(job.space, job.layers, job.loss, batch, watch(groups))
             yield groups
@@ -187,9 +220,32 @@ class GroupGradients:
         )  # fmt: skip
         job = self._job(plan)
         scores = torch.empty(points.n, len(self.groups), dtype=self.space.dtype, device=self.space.device)
-        for ids, rows in tests.blocks():
-            scores[ids.to(scores.device)] = _SCORES[plan.strategy](job, rows)
+        for ids, rows in tests.all_blocks():
+            with together(self._same(rows)):
+                part = _SCORES[plan.strategy](job, rows)
+            scores[ids.to(scores.device)] = self._summed(part)
         return scores
+
+    def _summed(self, scores: Tensor) -> Tensor:
+        """Scores `[m, k]` added up over ranks; checked afterwards, so that all ranks refuse alike."""
+        all_reduce_sum(scores)
+        check_finite_scores(scores, self.groups)
+        return scores
+
+    def _same(self, directions: Directions | None) -> dict[str, Any]:
+        """What has to be the same on all ranks, so that their shares add up to something."""
+        if world_size() == 1:
+            return {}
+        m = directions.n if isinstance(directions, PointGradients) else 0 if directions is None else len(directions)
+        return {
+            "the number of directions": m,
+            "the number of training points": self.data.n,
+            "the groups": f"{zlib.crc32(self.groups.labels.data):08x}",
+            "the parameters": fingerprint(self.model.parameters()),
+            "the buffers": fingerprint(self.model.buffers()),
+            "the chosen parameters": list(self.space.parameters),
+            "the strategy": self.strategy,
+        }
 
     def _checked(self, directions: Tensor) -> Tensor:
         if directions.dim() != 2 or directions.shape[1] != self.p:
@@ -203,11 +259,25 @@ class GroupGradients:
             )
         return directions
 
-    def _job(self, plan: Plan) -> Job:
+    def _job(self, plan: Plan, whole: range | None = None) -> Job:
+        """What a strategy is given: this rank's share of the points, or of the groups `whole`, which are not cut."""
         return Job(
             self.space, self.loss, self.data, self.groups, self._survey.layers, plan.facts.batch_size,
-            self.memory_budget, self.show_progress, f"{plan.strategy} group scores",
+            self.memory_budget, self.show_progress, f"{plan.strategy} group scores", self._share(whole),
         )  # fmt: skip
+
+    def _share(self, whole: range | None) -> tuple[int, int] | None:
+        """Which run of the points, group after group, is this rank's; None for all of them."""
+        if world_size() == 1:
+            return None
+        offsets = self.groups.offsets
+        if whole is None:
+            share = my_share(int(offsets[-1]))
+            return share.start, share.stop
+        first, last = int(offsets[whole.start]), int(offsets[whole.stop])
+        share = my_share(last - first)
+        low, high = np.searchsorted(offsets, [first + share.start, first + share.stop])
+        return int(offsets[low]), int(offsets[high])
 
     @cached_property
     def _survey(self) -> Survey:

@@ -12,6 +12,7 @@ import numpy as np
 from sklearn.base import BaseEstimator, ClusterMixin
 from torch import nn
 
+from ggda_ext.distributed import from_first_rank
 from ggda_ext.grouping.engine import inertia, kmeans
 from ggda_ext.grouping.features import Layer, gradients, input_features, representations
 from ggda_ext.grouping.simple import RandomState, generator, group_count
@@ -27,7 +28,7 @@ class KMeansGroups(ClusterMixin, BaseEstimator):
 
     The same `random_state` gives the same groups bit for bit, and permuting the data permutes them, because
     whatever is drawn depends on the features of a point and not on its place. (Points with exactly the same
-    features may change places if they are in different groups.)
+    features may change places if they are in different groups.) Under several ranks, rank 0 clusters for all of them.
 
     Args:
         group_size: mean size of a group: there are ⌈n / group_size⌉ groups.
@@ -97,22 +98,26 @@ class KMeansGroups(ClusterMixin, BaseEstimator):
             raise ValueError(
                 f"max_size={self.max_size} is below the size of {k} balanced groups of {n} points: ask for more groups."
             )
-        order = content_order(rows)
-        points = whitened(rows[order], self.whiten, self._own_units)
-        outwards = np.argsort(np.einsum("ij,ij->i", points, points), kind="stable")  # the same in any rotation
-        order, points = order[outwards], points[outwards]
-        sorted_labels = self._cluster(points, k)
-        labels = np.empty(n, np.int64)
-        labels[order] = sorted_labels
+        labels, self.inertia_ = from_first_rank(lambda: self._labels(rows, k))
         self.groups_ = Groups(labels)
         self.labels_ = self.groups_.labels
-        self.inertia_ = inertia(points, sorted_labels)
         self.n_features_in_ = rows.shape[1]
         return self
 
     def fit_groups(self, data: Any) -> Groups:
         """Cluster `data` and return the `Groups`."""
         return self.fit(data).groups_
+
+    def _labels(self, rows: np.ndarray, k: int) -> tuple[np.ndarray, float]:
+        """Cluster of every point `[n]` and the inertia, from checked features `[n, d]`."""
+        order = content_order(rows)
+        points = whitened(rows[order], self.whiten, self._own_units)
+        outwards = np.argsort(np.einsum("ij,ij->i", points, points), kind="stable")  # the same in any rotation
+        order, points = order[outwards], points[outwards]
+        sorted_labels = self._cluster(points, k)
+        labels = np.empty(len(rows), np.int64)
+        labels[order] = sorted_labels
+        return labels, inertia(points, sorted_labels)
 
     def _cluster(self, points: np.ndarray, k: int) -> np.ndarray:
         rng = generator(self.random_state)

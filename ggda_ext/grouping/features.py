@@ -3,6 +3,8 @@
 The representation of a point is the input h of the last linear layer, its gradient feature ∂loss/∂h. As
 ∂loss/∂h = δ·W, with δ the gradient at the layer's C outputs (softmax − onehot for cross-entropy) and
 W = L·Qᵀ with orthonormal columns in Q, the C numbers δ·L hold all distances and angles of the d in δ·W.
+
+Under several ranks each runs a share of the batches, and every rank gets all rows, bit for bit those of one process.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ggda_ext.data import DataLike, IndexedData, batch_length, to_device
+from ggda_ext.distributed import gather_rows, inner_name, together, unwrapped, world_size
 from ggda_ext.gradients.checks import check_deterministic_modules
 from ggda_ext.losses import as_example_loss
 
@@ -43,7 +46,7 @@ def input_features(data: Any, batch_size: int = 1024) -> np.ndarray:
         return inputs.flatten(1) if inputs.dim() > 1 else inputs[:, None]
 
     indexed = IndexedData(data)
-    return _collect(indexed.n, (rows_of(batch) for _, batch in indexed.sequential(batch_size)))
+    return _collect(indexed, ((at, rows_of(batch)) for at, batch in _my_batches(indexed, batch_size)))
 
 
 def representations(
@@ -58,7 +61,7 @@ def representations(
         batch_size: examples per forward pass. Only the features of a batch outlive it.
         loss_fn: a `BatchLoss`, for a model with a calling convention of its own; its value is not used.
     """
-    loss = as_example_loss(loss_fn)
+    model, loss = unwrapped(model), as_example_loss(loss_fn)
 
     def rows_of(batch: Any, module: nn.Module) -> Tensor:
         caught: list[Tensor] = []
@@ -98,7 +101,7 @@ def gradients(
     Returns:
         Rows `[n, C]` or `[n, d]`.
     """
-    loss = as_example_loss(loss_fn)
+    model, loss = unwrapped(model), as_example_loss(loss_fn)
     rotations: dict[nn.Module, Tensor] = {}
 
     def rows_of(batch: Any, module: nn.Module) -> Tensor:
@@ -165,16 +168,26 @@ def _features(
     named = None if layer is None else _named_layer(model, layer)
     device = next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
     indexed = IndexedData(data)
-    batches = (to_device(batch, device) for _, batch in indexed.sequential(batch_size))
-    first = next(batches)
-    module = named or last_linear(model, lambda: run(first))
-    return _collect(indexed.n, (rows_of(batch, module) for batch in chain([first], batches)))
+    batches = ((at, to_device(batch, device)) for at, batch in _my_batches(indexed, batch_size))
+    found: list[nn.Module] = [] if named is None else [named]
+
+    def rows(batch: Any) -> Tensor:
+        if not found:
+            found.append(last_linear(model, lambda: run(batch)))
+        return rows_of(batch, found[0])
+
+    return _collect(indexed, ((at, rows(batch)) for at, batch in batches))
+
+
+def _my_batches(data: IndexedData, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
+    """This rank's share; whole batches, so that features do not depend on the number of ranks."""
+    return data.my_share(batch_size, whole_batches=True)
 
 
 def _named_layer(model: nn.Module, layer: str | nn.Module) -> nn.Module:
     modules = dict(model.named_modules())
-    if isinstance(layer, str) and layer in modules:
-        return modules[layer]
+    if isinstance(layer, str) and inner_name(layer, model) in modules:
+        return modules[inner_name(layer, model)]
     if isinstance(layer, nn.Module) and any(layer is module for module in modules.values()):
         return layer
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
@@ -233,19 +246,31 @@ def _hook(*handles: RemovableHandle) -> Iterator[None]:
             handle.remove()
 
 
-def _collect(n: int | None, parts: Iterator[Tensor]) -> np.ndarray:
-    """The rows of all parts `[n, d]`, in one array that is allocated once if `n` is known."""
-    if n is None:
-        return np.concatenate([_as_array(part) for part in parts])
-    first = _as_array(next(parts))
-    rows = np.empty((n, first.shape[1]), first.dtype)
+def _collect(data: IndexedData, parts: Iterator[tuple[np.ndarray, Tensor]]) -> np.ndarray:
+    """The rows of all points `[n, d]`, from this rank's `(indices, rows)` and those of the others."""
+    if world_size() > 1:
+        return _gathered(parts)
+    if data.n is None:
+        return np.concatenate([_as_array(part) for _, part in parts])
+    rows: np.ndarray | None = None
     done = 0
-    for part in chain([first], map(_as_array, parts)):
-        rows[done : done + len(part)] = part
-        done += len(part)
-    if done != n:
-        raise ValueError(f"the data gave {done} examples, but says it has {n}.")
+    for _, part in parts:
+        found = _as_array(part)
+        if rows is None:
+            rows = np.empty((data.n, found.shape[1]), found.dtype)
+        rows[done : done + len(found)] = found
+        done += len(found)
+    if rows is None or done != data.n:
+        raise ValueError(f"the data gave {done} examples, but says it has {data.n}.")
     return rows
+
+
+def _gathered(parts: Iterator[tuple[np.ndarray, Tensor]]) -> np.ndarray:
+    with together():
+        mine = [(torch.from_numpy(indices), torch.from_numpy(_as_array(part))) for indices, part in parts]
+    indices = gather_rows(torch.cat([indices for indices, _ in mine]) if mine else None)
+    rows = gather_rows(torch.cat([rows for _, rows in mine]) if mine else None)
+    return rows[indices.argsort()].numpy()
 
 
 def _as_array(tensor: Tensor) -> np.ndarray:

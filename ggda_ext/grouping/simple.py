@@ -9,6 +9,7 @@ import numpy as np
 from sklearn.base import clone
 from torch import Tensor
 
+from ggda_ext.distributed import from_first_rank
 from ggda_ext.grouping.features import input_features
 from ggda_ext.groups import Groups, Rest
 
@@ -24,15 +25,20 @@ def random_groups(
         n: number of training points.
         group_size: size of the groups: there are ⌈n / group_size⌉.
         n_groups: number of groups; pass this or `group_size`.
-        random_state: a seed, or a NumPy generator. Global random states are neither read nor changed.
+        random_state: a seed, or a NumPy generator. Global random states are neither read nor changed. Without a
+            seed, all ranks get the groups that rank 0 draws.
 
     >>> random_groups(10, 4, random_state=0).sizes.tolist()
     [4, 3, 3]
     """
     k = group_count(n, group_size, n_groups)
-    labels = np.arange(n) % k
-    generator(random_state).shuffle(labels)
-    return Groups(labels)
+
+    def shuffled() -> np.ndarray:
+        labels = np.arange(n) % k
+        generator(random_state).shuffle(labels)
+        return labels
+
+    return Groups(shuffled() if isinstance(random_state, int | np.integer) else from_first_rank(shuffled))
 
 
 def by_label(labels: Any, n: int | None = None, *, rest: Rest = "error") -> Groups:
@@ -105,7 +111,7 @@ def from_clusters(estimator: Any, data: Any = None, *, n: int | None = None, res
     if not hasattr(estimator, "fit_predict"):
         raise TypeError(f"{type(estimator).__name__} has no fit_predict: pass a scikit-learn clusterer.")
     features = input_features(data)
-    labels = clone(estimator, safe=False).fit_predict(features)
+    labels = from_first_rank(lambda: clone(estimator, safe=False).fit_predict(features))
     return Groups(np.asarray(labels), len(features) if n is None else n, rest=rest)
 
 

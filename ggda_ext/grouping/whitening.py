@@ -87,7 +87,7 @@ def _principal_axes(rows: np.ndarray, mean: np.ndarray, axes: np.ndarray, unit: 
         warnings.warn(
             f"whitening {len(rows)} points in {rank} dimensions makes all of them equally far apart, so k-means "
             "cannot tell them apart: pass whiten='scale', or fewer features than points.",
-            stacklevel=5,
+            stacklevel=8,
         )
     return directions[:, kept] / np.sqrt(variances[kept]) if unit else directions[:, kept]
 

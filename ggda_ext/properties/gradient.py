@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ggda_ext.distributed import all_reduce_sum, broadcast, together, unwrapped
+
 Property = Callable[[nn.Module], Tensor]
 Parameters = Mapping[str, nn.Parameter]
 
@@ -21,7 +23,8 @@ def property_gradient(property: Property, model: nn.Module, parameters: Paramete
     Args:
         property: a callable ``g(model) -> Tensor``, scalar or `[m]`. If it has a method
             ``gradient(model, parameters) -> [m, p]``, that is used instead of plain autograd.
-        model: left as it was: `requires_grad`, `.grad`, train or eval mode, buffers.
+        model: left as it was: `requires_grad`, `.grad`, train or eval mode, buffers. The property is called with the
+            model inside of a DistributedDataParallel.
         parameters: the parameters θ of `model` by name; other parameters count as constants.
 
     Returns:
@@ -31,16 +34,9 @@ def property_gradient(property: Property, model: nn.Module, parameters: Paramete
         raise TypeError(f"property is a {type(property).__name__}: pass a callable g(model) -> Tensor.")
     if not parameters:
         raise ValueError("parameters is empty: pass at least one parameter of the model.")
-    own = getattr(property, "gradient", None)
+    model, own = unwrapped(model), getattr(property, "gradient", None)
     with _differentiable(model, parameters):
-        if callable(own):
-            rows = own(model, parameters)
-        else:
-            value = checked_value(property(model))
-            found = Rows(len(value), parameters)
-            for j in range(len(value)):
-                found.add(j, value[j], keep=j + 1 < len(value))
-            rows = found.result()
+        rows = own(model, parameters) if callable(own) else _plain_gradient(property, model, parameters)
     p = sum(parameter.numel() for parameter in parameters.values())
     if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] != p:
         got = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
@@ -53,6 +49,17 @@ def property_gradient(property: Property, model: nn.Module, parameters: Paramete
             f"parameter {_name_at(at, parameters)!r}. Look for sqrt, log or a division at 0."
         )
     return rows.detach()
+
+
+def _plain_gradient(property: Property, model: nn.Module, parameters: Parameters) -> Tensor:
+    """Rows `[m, p]` by autograd; every rank computes them, and those of rank 0 count."""
+    with together():
+        value = checked_value(property(model))
+        found = Rows(len(value), parameters)
+        for j in range(len(value)):
+            found.add(j, value[j], keep=j + 1 < len(value))
+        rows = found.result()
+    return broadcast(rows)
 
 
 @contextmanager
@@ -95,6 +102,12 @@ class Rows:
             if grad is not None:
                 self.used = True
                 piece.add_((grad.to_dense() if grad.is_sparse else grad).flatten().to(piece))
+
+    def summed(self) -> Rows:
+        """These rows added up over ranks, where each has added its share of the data."""
+        self.used = int(all_reduce_sum(torch.tensor(int(self.used)))) > 0
+        all_reduce_sum(self.rows)
+        return self
 
     def result(self) -> Tensor:
         if not self.used:

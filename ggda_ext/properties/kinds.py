@@ -1,4 +1,7 @@
-"""Kinds of properties that bring their own gradient: of points, of their mean, of all outputs, and sums of these."""
+"""Kinds of properties that bring their own gradient: of points, of their mean, of all outputs, and sums of these.
+
+Gradients are shared out over ranks (see `ggda_ext.distributed`) by test points; values are computed by each rank.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData, to_device
+from ggda_ext.distributed import all_reduce_sum, gather_objects, gather_rows, together, world_size
 from ggda_ext.losses import ExampleLoss, model_output
 from ggda_ext.properties.gradient import Parameters, Property, Rows, checked_value, finite_values, property_gradient
 
@@ -25,9 +29,16 @@ class _DataProperty:
         self.data = data if isinstance(data, IndexedData) else IndexedData(data, name)
         self.batch_size = batch_size
 
-    def _batches(self, model: nn.Module, batch_size: int | None = None) -> Iterator[tuple[np.ndarray, Any]]:
+    def _batches(self, model: nn.Module) -> Iterator[tuple[np.ndarray, Any]]:
+        return self._on_device(model, self.data.sequential(self.batch_size))
+
+    def _my_batches(self, model: nn.Module, batch_size: int | None = None) -> Iterator[tuple[np.ndarray, Any]]:
+        """This rank's share of the test points."""
+        return self._on_device(model, self.data.my_share(batch_size or self.batch_size))
+
+    def _on_device(self, model: nn.Module, batches: Iterator[Any]) -> Iterator[tuple[np.ndarray, Any]]:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        for indices, batch in self.data.sequential(batch_size or self.batch_size):
+        for indices, batch in batches:
             yield indices, to_device(batch, device)
 
 
@@ -50,13 +61,14 @@ class PointProperty(_LossProperty):
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
         """A row for each point `[N, p]`; point by point, as a row costs a backward of its whole batch."""
-        n = self.data.n or sum(len(indices) for indices, _ in self.data.sequential(self.batch_size))
-        found = Rows(n, parameters)
-        for indices, batch in self._batches(model, batch_size=1):
-            values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
-            for j in range(len(indices)):
-                found.add(int(indices[j]), values[j], keep=j + 1 < len(indices))
-        return found.result()
+        with together():
+            n = self.data.n or sum(len(indices) for indices, _ in self.data.sequential(self.batch_size))
+            found = Rows(n, parameters)
+            for indices, batch in self._my_batches(model, batch_size=1):
+                values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
+                for j in range(len(indices)):
+                    found.add(int(indices[j]), values[j], keep=j + 1 < len(indices))
+        return found.summed().result()
 
     def mean(self) -> MeanProperty:
         """The mean over the test points, a scalar property."""
@@ -72,12 +84,13 @@ class MeanProperty(_LossProperty):
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
         """The row `[1, p]`."""
-        found, n = Rows(1, parameters), 0
-        for indices, batch in self._batches(model):
-            values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
-            found.add(0, values.sum())
-            n += len(indices)
-        return found.result() / n
+        found, n = Rows(1, parameters), torch.tensor(0)
+        with together():
+            for indices, batch in self._my_batches(model):
+                values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
+                found.add(0, values.sum())
+                n += len(indices)
+        return found.summed().result() / int(all_reduce_sum(n))
 
 
 class OutputsProperty(_DataProperty):
@@ -88,12 +101,13 @@ class OutputsProperty(_DataProperty):
         self.fn = fn
 
     def __call__(self, model: nn.Module) -> Tensor:
-        return self.fn(*self._outputs(model))
+        outputs, targets, _ = self._outputs(model, self._batches(model))
+        assert outputs is not None
+        return self.fn(outputs, targets)
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
         """Rows `[m, p]` in two passes over the data."""
-        with torch.no_grad():
-            outputs, targets = self._outputs(model)
+        outputs, targets = self._all_outputs(model)
         outputs.requires_grad_()
         value = checked_value(self.fn(outputs, targets))
         m = len(value)
@@ -103,19 +117,34 @@ class OutputsProperty(_DataProperty):
         if any(slope is None for slope in slopes):
             raise ValueError("property does not depend on the outputs: compute it from fn's first argument.")
         found = Rows(m, parameters)
-        for indices, batch in self._batches(model):
-            again, _ = model_output(model, batch)
-            run = slice(int(indices[0]), int(indices[-1]) + 1)
-            _check_repeats(again.detach(), outputs.detach()[run])
-            for j, slope in enumerate(slopes):
-                found.add(j, again, slope[run], keep=j + 1 < m)
-        return found.result()
+        with together():
+            for indices, batch in self._my_batches(model):
+                again, _ = model_output(model, batch)
+                run = slice(int(indices[0]), int(indices[-1]) + 1)
+                _check_repeats(again.detach(), outputs.detach()[run])
+                for j, slope in enumerate(slopes):
+                    found.add(j, again, slope[run], keep=j + 1 < m)
+        return found.summed().result()
 
-    def _outputs(self, model: nn.Module) -> tuple[Tensor, Any]:
-        """All outputs `[N, …]`, and all targets or None."""
+    def _all_outputs(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """All outputs `[N, …]` without a graph, and all targets or None, from the shares of the ranks."""
+        with together(), torch.no_grad():
+            outputs, targets, places = self._outputs(model, self._my_batches(model))
+        if world_size() == 1:
+            assert outputs is not None
+            return outputs, targets
+        has_targets = any(gather_objects(targets is not None))
+        outputs, order = gather_rows(outputs), gather_rows(places).argsort()
+        return outputs[order], gather_rows(targets)[order] if has_targets else None
+
+    def _outputs(
+        self, model: nn.Module, batches: Iterator[tuple[np.ndarray, Any]]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Outputs of some batches, their targets, and their places in the data; each None if there are none."""
         outputs: list[Tensor] = []
         targets: list[Any] = []
-        for indices, batch in self._batches(model):
+        places: list[np.ndarray] = []
+        for indices, batch in batches:
             output, target = model_output(model, batch)
             if output.shape[:1] != (len(indices),) or (outputs and output.shape[1:] != outputs[0].shape[1:]):
                 raise ValueError(
@@ -124,7 +153,11 @@ class OutputsProperty(_DataProperty):
                 )
             outputs.append(output)
             targets.append(target)
-        return torch.cat(outputs), None if targets[0] is None else torch.cat(targets)
+            places.append(indices)
+        if not outputs:
+            return None, None, None
+        joined = None if targets[0] is None else torch.cat(targets)
+        return torch.cat(outputs), joined, torch.from_numpy(np.concatenate(places)).to(outputs[0].device)
 
 
 def _check_repeats(again: Tensor, before: Tensor) -> None:
