@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -95,3 +96,53 @@ def texts(n: int, length: int = 64, seed: int = 0) -> dict[str, Tensor]:
     mask = (torch.arange(length) < lengths).long()
     ids = torch.randint(1000, 30_000, (n, length), generator=generator) * mask
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.randint(0, 2, (n,), generator=generator)}
+
+
+class TextClassifier(nn.Module):
+    """A BERT with a classification head as a map from tokens `[b, 3, L]` to logits `[b, classes]`.
+
+    Tokens are input ids, attention mask and token types, as `benchmarks.data` gives them. The mask goes in with a
+    value for every pair of tokens, which BERT takes as it is: a plain one it inspects, and `vmap` forbids that.
+    Attention is not fused, so that Hessian-vector products work as well.
+    """
+
+    def __init__(self, bert: nn.Module) -> None:
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits `[b, classes]`."""
+        ids, mask, types = tokens.unbind(1)
+        dtype = next(self.bert.parameters()).dtype
+        away = (1 - mask).to(dtype)[:, None, None, :] * torch.finfo(dtype).min
+        away = away.expand(-1, -1, tokens.shape[-1], -1)
+        return self.bert(input_ids=ids, attention_mask=away, token_type_ids=types).logits
+
+
+def pretrained_bert(folder: Path, classes: int = 2) -> TextClassifier:
+    """BERT with the weights in `folder` and a head drawn from torch's random state."""
+    from transformers import BertForSequenceClassification
+    from transformers.utils import logging
+
+    shown = logging.get_verbosity()
+    logging.set_verbosity_error()  # it reports that the head is new, which is meant
+    logging.disable_progress_bar()
+    try:
+        bert = BertForSequenceClassification.from_pretrained(
+            folder, num_labels=classes, dtype=torch.float32, attn_implementation="eager"
+        )
+    finally:
+        logging.set_verbosity(shown)
+        logging.enable_progress_bar()
+    return TextClassifier(bert)
+
+
+def random_bert(classes: int = 2) -> TextClassifier:
+    """A stand-in for a pre-trained BERT: two layers of width 64, all weights drawn from torch's random state."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    settings = {"num_labels": classes, "attn_implementation": "eager"}
+    config = BertConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, **settings
+    )  # fmt: skip
+    return TextClassifier(BertForSequenceClassification(config))

@@ -1,0 +1,83 @@
+"""Trained models kept on disk under a key that says what they were made from, so that they are trained once."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.data import cache
+from ggda_ext.store import replaced
+from ggda_ext.training import Trained
+from ggda_ext.training.loop import State, state_on_cpu
+
+_CHECKSUM = 32
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A trained model's parameters, and its checkpoints with their learning rates."""
+
+    state: State
+    checkpoints: tuple[State, ...]
+    rates: tuple[float, ...]
+
+
+class ModelFiles:
+    """A folder of trained models.
+
+    Args:
+        folder: where they are; `models` in the cache if left out.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or cache.root() / "models"
+
+    def save(self, key: str, trained: Trained) -> None:
+        """Write a model with its checkpoints, all or nothing."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        content = {"state": state_on_cpu(trained.model), "checkpoints": trained.checkpoints, "rates": trained.rates}
+        torch.save(content, buffer)
+        with replaced(self._path(key)) as file:
+            file.write(hashlib.sha256(buffer.getbuffer()).digest())
+            file.write(buffer.getbuffer())
+
+    def has(self, key: str) -> bool:
+        """Whether the model is there and intact."""
+        return self._read(key) is not None
+
+    def load(self, key: str) -> SavedModel | None:
+        """A model with its checkpoints; None if it is missing or damaged."""
+        content = self._read(key)
+        if content is None:
+            return None
+        found: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return SavedModel(found["state"], tuple(found["checkpoints"]), tuple(found["rates"]))
+
+    def load_saved(self, key: str) -> SavedModel:
+        """A model that must be there."""
+        found = self.load(key)
+        if found is None:
+            raise FileNotFoundError(f"{self._path(key)} was removed or damaged while it was in use: run again.")
+        return found
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.pt"
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            whole = self._path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+        checksum, content = whole[:_CHECKSUM], whole[_CHECKSUM:]
+        if hashlib.sha256(content).digest() == checksum:
+            return content
+        _logger.warning("%s is damaged; the model is trained again.", self._path(key))
+        return None
