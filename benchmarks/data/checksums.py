@@ -7,10 +7,12 @@ from it and hashed, so that the order of the rows is checked too.
 from __future__ import annotations
 
 import hashlib
+import json
+from pathlib import Path
 
 from benchmarks.data.contents import HELOC_FEATURES, Content
 from benchmarks.data.errors import DataError
-from benchmarks.data.formats import cifar_binary_bytes, glue_tsv_bytes, heloc_csv_bytes, idx_bytes
+from benchmarks.data.formats import cifar_binary_bytes, glue_tsv_bytes, heloc_csv_bytes, idx_bytes, reading
 
 MNIST_MD5 = {
     "x_train": "6bbc9ace898e44ae57da46a324031adb",  # train-images-idx3-ubyte
@@ -31,6 +33,10 @@ HELOC_SHA256 = "3ac25654f80c5ce724e2a9528e3cf3bd3f9369e44b4a5f7723eff46c330c2dfb
 QNLI_TRAIN_MD5 = "5e6063f407b08d1f7c7074d049ace94a"  # train.tsv
 QNLI_DEV_MD5 = "1e81e211959605f144ba6c0ad7dc948b"  # dev.tsv
 QNLI_TRAIN_ROWS = 104743
+BERT_SHA256 = {  # sentence-transformers/all-MiniLM-L6-v2
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+}
 
 
 def verify(name: str, content: Content) -> tuple[str, ...]:
@@ -86,6 +92,28 @@ def verify_qnli(content: Content) -> tuple[str, ...]:
             f"{len(doubled)} QNLI training rows are in the dev set too; take them out of the training rows."
         )
     return (dev, f"{rows:,} of GLUE's {QNLI_TRAIN_ROWS:,} training rows, none of them in dev")
+
+
+def verify_bert(folder: Path, *, published: bool = True) -> tuple[str, ...]:
+    """Check that a folder holds a whole BERT; with `published`, that it is all-MiniLM-L6-v2, bit for bit."""
+    with reading(folder / "config.json", "a configuration"):
+        kind = json.loads((folder / "config.json").read_bytes())["model_type"]
+    if kind != "bert":
+        raise DataError(f"the model in {folder} is a {kind}, not a bert; replace or remove it.")
+    weights = folder / "model.safetensors"
+    with reading(weights, "safetensors"), weights.open("rb") as stream:
+        header = int.from_bytes(stream.read(8), "little")
+        if header > weights.stat().st_size:
+            raise ValueError("its header is longer than the file")
+        tensors = json.loads(stream.read(header))
+        end = max(entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__")
+        if weights.stat().st_size != 8 + header + end:
+            raise ValueError(f"{8 + header + end} bytes expected, {weights.stat().st_size} found")
+    if not published:
+        return ("configuration and weights complete",)
+    for file, expected in BERT_SHA256.items():
+        expect(hashlib.sha256((folder / file).read_bytes()).hexdigest(), expected, f"BERT's {file}")
+    return ("SHA-256 of weights and tokenizer equal to the published",)
 
 
 def expect(found: str, expected: str, what: str) -> None:

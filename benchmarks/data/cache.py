@@ -1,0 +1,212 @@
+"""The local cache: every file written whole or not at all, with its checksum beside it, and refused if that differs.
+
+The files have the layouts of `benchmarks.data.folders`, so the cache can be passed as a data folder too. Beside
+``mnist.npz`` stands ``mnist.npz.json`` with the SHA-256 and the source of what was stored.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.data import folders
+from benchmarks.data.contents import Content
+from benchmarks.data.errors import DataError
+
+LOG = logging.getLogger(__name__)
+CACHE_VARIABLE = "GGDA_CACHE_DIR"
+FILES = {"heloc": "heloc.npz", "mnist": "mnist.npz", "cifar10": "cifar10.npz", "qnli": "qnli.tsv.gz", "bert": "bert"}
+PART = ".part-"
+STALE_SECONDS = 24 * 3600
+
+
+def root() -> Path:
+    """The cache folder: GGDA_CACHE_DIR, or ggda-ext in the user's cache folder."""
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ggda-ext"
+
+
+def read(name: str) -> tuple[Content, str] | None:
+    """The cached content of a data set and where it once came from; None if it is not there or damaged."""
+    source = intact(name)
+    if source is None:
+        return None
+    try:
+        found = folders.read(name, root())
+    except DataError as error:
+        discard(name, str(error))
+        return None
+    return None if found is None else (found[0], source)
+
+
+def intact(name: str) -> str | None:
+    """Where the cached file (or folder) came from if its checksum is the stored one; a damaged one is removed."""
+    path = root() / FILES[name]
+    note = note_path(path)
+    if not path.exists() or not note.exists():
+        return None
+    try:
+        kept = json.loads(note.read_text("utf-8"))
+        expected, source = kept["sha256"], str(kept["source"])
+    except (ValueError, KeyError, TypeError) as error:
+        discard(name, f"its checksum file is not readable ({error})")
+        return None
+    found = fingerprint(path)
+    if found != expected:
+        discard(name, f"SHA-256 {found[:12]}…, stored {str(expected)[:12]}…")
+        return None
+    return source
+
+
+def discard(name: str, reason: str) -> None:
+    """Remove what is cached under a name, and say why."""
+    path = root() / FILES[name]
+    LOG.warning("the cached %s is damaged (%s); it is removed and fetched again.", path.name, reason)
+    note_path(path).unlink(missing_ok=True)
+    remove(path)
+
+
+def write(name: str, content: Content, source: str) -> None:
+    """Keep a content; a disk without room is reported and leaves the cache as it was."""
+    store(name, source, lambda part: WRITERS[name](part, content))
+
+
+def store(name: str, source: str, fill: Callable[[Path], None]) -> Path | None:
+    """Let `fill` write a file or folder, sync it to disk, and put it in its place with its checksum.
+
+    Returns:
+        Where it is; None if it could not be kept.
+    """
+    path = root() / FILES[name]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(path.parent)
+        with unfinished(path) as part:
+            fill(part)
+            for file in files_of(part):
+                sync(file)
+            note = {"sha256": fingerprint(part), "source": source, "stored": time.strftime("%Y-%m-%d %H:%M:%S")}
+            note_path(path).unlink(missing_ok=True)
+            if path.is_dir():
+                remove(path)
+            part.replace(path)
+        with unfinished(note_path(path)) as part:
+            part.write_text(json.dumps(note, indent=1), "utf-8")
+            sync(part)
+            part.replace(note_path(path))
+    except OSError as error:
+        LOG.warning(
+            "%s could not be kept in the cache %s (%s); it will be fetched again.", name, root(), error.strerror
+        )
+        return None
+    return path
+
+
+@contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to; whatever is left there in the end is removed."""
+    part = path.with_name(f"{path.name}{PART}{os.getpid()}")
+    try:
+        yield part
+    finally:
+        remove(part)
+
+
+@contextmanager
+def workspace() -> Iterator[Path]:
+    """An empty folder for downloads, in the cache if it can be written, gone afterwards."""
+    try:
+        root().mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix=f"download{PART}", dir=root())
+    except OSError:
+        folder = tempfile.mkdtemp(prefix="ggda-download")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def note_path(path: Path) -> Path:
+    """The checksum file of a cached file."""
+    return path.with_name(path.name + ".json")
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file itself, or all files in a folder in a fixed order."""
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def fingerprint(path: Path) -> str:
+    """SHA-256 of a file, or of the names and contents of a folder's files."""
+    digest = hashlib.sha256()
+    for file in files_of(path):
+        if path.is_dir():
+            digest.update(f"{file.relative_to(path).as_posix()}\n{file.stat().st_size}\n".encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(file: Path) -> None:
+    """Wait until a file is on the disk."""
+    with file.open("rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what a killed process left unfinished a day ago or earlier."""
+    for path in folder.glob(f"*{PART}*"):
+        if time.time() - path.stat().st_mtime > STALE_SECONDS:
+            remove(path)
+
+
+def write_npz(path: Path, content: Content) -> None:
+    """Images as an npz; small labels, so that the file is the size of its pixels."""
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **{part: value.astype(np.uint8) for part, value in content.items()})
+
+
+def write_heloc(path: Path, content: Content) -> None:
+    """FICO's rows as a packed npz."""
+    with path.open("wb") as file:
+        np.savez_compressed(file, X_raw=content["x_raw"], y_raw=content["y_raw"])
+
+
+def write_qnli(path: Path, content: Content) -> None:
+    """Pairs as one packed tsv."""
+    lines = ["split\tlabel\tquestion\tsentence"]
+    for part, split in (("train", "train"), ("test", "dev")):
+        columns = (content[f"{part}_{field}"].tolist() for field in ("label", "question", "sentence"))
+        lines += [
+            f"{split}\t{label}\t{question}\t{sentence}" for label, question, sentence in zip(*columns, strict=True)
+        ]
+    path.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
+
+
+WRITERS: dict[str, Callable[[Path, Content], None]] = {
+    "mnist": write_npz,
+    "cifar10": write_npz,
+    "heloc": write_heloc,
+    "qnli": write_qnli,
+}

