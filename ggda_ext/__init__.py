@@ -9,6 +9,7 @@ from ggda_ext.gradients import STRATEGIES, GroupGradients, Plan, PointGradients
 from ggda_ext.groups import Groups
 from ggda_ext.losses import BatchLoss, ExampleLoss
 from ggda_ext.properties import property_gradient
+from ggda_ext.stored_gradients import GradientStore
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "grouping",
     "GroupGradients",
     "PointGradients",
+    "GradientStore",
     "Plan",
     "STRATEGIES",
     "BatchLoss",

@@ -10,17 +10,21 @@ curvature between the two gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import DataLike
+from ggda_ext.distributed import inner_names, unwrapped
+from ggda_ext.fingerprint import name_of
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import PointProperty, Property, property_gradient
+from ggda_ext.stored_scores import ScoreStore
 
 LoadCheckpoint = Callable[[nn.Module, Any], Any]
 
@@ -35,6 +39,8 @@ def attribute(
     checkpoints: Iterable[Any] | None = None,
     weights: Sequence[float] | None = None,
     load_checkpoint: LoadCheckpoint | None = None,
+    save_dir: str | Path | None = None,
+    tag: str | None = None,
     **provider_options: Any,
 ) -> Tensor:
     """How much every group of training points pulls at a property of the model.
@@ -52,31 +58,75 @@ def attribute(
             own parameters back afterwards.
         weights: one weight per checkpoint; 1 if left out.
         load_checkpoint: ``load_checkpoint(model, checkpoint)``, if a checkpoint is neither.
+        save_dir: a folder that keeps finished blocks of scores. Called again after a kill, only missing blocks are
+            made, with the same result bit for bit; another model, other groups or other settings are refused. The
+            folder may be asked about other properties, too. Under torchrun all ranks have to see it.
+        tag: with `save_dir`, names what cannot be seen from here, such as the version of the data; another is refused.
         **provider_options: see `GroupGradients`: `parameters`, `strategy`, `batch_size`, `show_progress`, …
 
     Returns:
-        Scores `[m, k]`, one row per component of the property.
+        Scores `[m, k]`, one row per component of the property; with `save_dir` a memory map, on the CPU.
     """
+    if tag is not None and save_dir is None:
+        raise ValueError(f"tag={tag!r} is given without save_dir: pass the folder it is for, or leave it out.")
     provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
-    if checkpoints is None:
-        if weights is not None:
-            raise ValueError("weights is given without checkpoints: pass both, or neither.")
-        return property_scores(provider, property)
-    listed = [checkpoints] if isinstance(checkpoints, str | dict) else list(checkpoints)
-    if not listed:
-        raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
-    factors = [1.0] * len(listed) if weights is None else list(weights)
-    if len(factors) != len(listed):
-        raise ValueError(f"weights has {len(factors)} entries for {len(listed)} checkpoints.")
-    load = load_checkpoint or load_state
-    scores: Tensor | None = None
-    with parameters_restored(model):
-        for checkpoint, factor in zip(listed, factors, strict=True):
-            load(model, checkpoint)
-            part = factor * property_scores(provider, property)
+    listed, factors = _weighted(checkpoints, weights)
+    with closing(at_checkpoints(model, listed, load_checkpoint)) as numbers:
+        if save_dir is not None:
+            return _stored(provider, property, zip(factors, numbers, strict=True), ScoreStore(save_dir, tag))
+        scores: Tensor | None = None
+        for number in numbers:
+            part = property_scores(provider, property)
+            part = part if listed is None else factors[number] * part
             scores = part if scores is None else scores + part
     assert scores is not None
     return scores
+
+
+def _stored(
+    provider: GroupGradients, property: Property, numbers: Iterable[tuple[float, int]], store: ScoreStore
+) -> Tensor:
+    """The same, summed from what a store holds or is made to hold."""
+    with store:
+        parts = []
+        for factor, number in numbers:
+            directions = property_directions(provider, property)
+            parts.append((factor, store.scores(provider, directions, number, name_of(property))))
+        return store.total(parts)
+
+
+def _weighted(
+    checkpoints: Iterable[Any] | None, weights: Sequence[float] | None
+) -> tuple[list[Any] | None, list[float]]:
+    """Checkpoints, None for the current parameters, with their weights."""
+    if checkpoints is None:
+        if weights is not None:
+            raise ValueError("weights is given without checkpoints: pass both, or neither.")
+        return None, [1.0]
+    listed = [checkpoints] if isinstance(checkpoints, str | dict) else list(checkpoints)
+    if not listed:
+        raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
+    factors = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
+    if len(factors) != len(listed):
+        raise ValueError(f"weights has {len(factors)} entries for {len(listed)} checkpoints.")
+    return listed, factors
+
+
+def at_checkpoints(
+    model: nn.Module, checkpoints: Sequence[Any] | None, load: LoadCheckpoint | None = None
+) -> Generator[int, None, None]:
+    """The number of every checkpoint, loaded into the model; without checkpoints, 0 for the current parameters.
+
+    The model gets its own parameters back at the end, or when the generator is closed: use it with
+    `contextlib.closing`, so that this happens at once if something fails.
+    """
+    if checkpoints is None:
+        yield 0
+        return
+    with parameters_restored(model):
+        for number, checkpoint in enumerate(checkpoints):
+            (load or load_state)(model, checkpoint)
+            yield number
 
 
 def property_scores(provider: GroupGradients, property: Property) -> Tensor:
@@ -92,10 +142,10 @@ def property_directions(provider: GroupGradients, property: Property) -> Directi
 
 
 def load_state(model: nn.Module, checkpoint: Any) -> None:
-    """Load a state dict, or the file that holds one."""
+    """Load a state dict, or the file that holds one; saved from a DistributedDataParallel or not."""
     if not isinstance(checkpoint, dict):
         checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    model.load_state_dict(checkpoint)
+    unwrapped(model).load_state_dict(inner_names(checkpoint, model))
 
 
 @contextmanager

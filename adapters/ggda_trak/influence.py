@@ -9,6 +9,7 @@ and a group's score is the sum of its members'.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from trak.projectors import BasicProjector, NoOpProjector, ProjectionType
 
 from ggda_ext import GroupGradients
-from ggda_ext.attribution import LoadCheckpoint, load_state, parameters_restored
+from ggda_ext.attribution import LoadCheckpoint, at_checkpoints
 from ggda_ext.data import DataLike
 from ggda_ext.fisher import Damping, EmpiricalFisher, check_damping
 from ggda_ext.groups import GroupsLike
@@ -77,10 +78,10 @@ class FisherInfluence:
             )
         check_dimension(projector, space.size)
         self.projection = Projection(projector or NoOpProjector(device=space.device), space, space.size**0.5)
-        self._checkpoints = [None] if checkpoints is None else list(checkpoints)
-        if not self._checkpoints:
+        self._checkpoints = None if checkpoints is None else list(checkpoints)
+        if self._checkpoints == []:
             raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
-        self._load = load_checkpoint or load_state
+        self._load = load_checkpoint
         self._features: list[Tensor] = []
         self.chosen_damping: list[float] = []
 
@@ -100,26 +101,15 @@ class FisherInfluence:
         if property is None:
             property = PointProperty(inputs, self.provider.loss, name="inputs")
         scores: Tensor | None = None
-        for number in self._at_checkpoints():
-            if number == len(self._features):
-                self._features.append(self._made_features(number))
-            part = (
-                property_rows(self.model, property, self.projection, number)
-                @ self._features[number].T
-                / len(self._checkpoints)
-            )
-            scores = part if scores is None else scores + part
+        with closing(at_checkpoints(self.model, self._checkpoints, self._load)) as numbers:
+            for number in numbers:
+                if number == len(self._features):
+                    self._features.append(self._made_features(number))
+                rows = property_rows(self.model, property, self.projection, number)
+                part = rows @ self._features[number].T / len(self._checkpoints or [None])
+                scores = part if scores is None else scores + part
         assert scores is not None
         return scores
-
-    def _at_checkpoints(self) -> Iterator[int]:
-        if self._checkpoints == [None]:
-            yield 0
-            return
-        with parameters_restored(self.model):
-            for number, checkpoint in enumerate(self._checkpoints):
-                self._load(self.model, checkpoint)
-                yield number
 
     def _made_features(self, model_id: int) -> Tensor:
         """Group sums times the damped inverse Fisher `[k, proj_dim]`."""

@@ -1,0 +1,153 @@
+"""Long work in blocks of groups: each is finished, saved and never done again.
+
+Where blocks begin and end depends on the groups, the batch size and the size of the question alone. A block is the
+work of one rank, so its numbers do not depend on the number of ranks, on a kill, or on what was finished before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ggda_ext.data import IndexedData
+from ggda_ext.distributed import alone, from_first_rank, gather_rows, rank, together, world_size
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.gradients.checks import NonFinite
+from ggda_ext.groups import Groups
+from ggda_ext.store import Store
+
+BATCHES_PER_BLOCK = 32
+MOST_BLOCKS = 128
+
+Range = tuple[int, int]
+
+
+def group_ranges(groups: Groups, points: int, most_groups: int) -> list[Range]:
+    """Runs of group ids with about `points` points each, and at most `most_groups` groups."""
+    offsets, k = groups.offsets, len(groups)
+    ranges: list[Range] = []
+    low = 0
+    while low < k:
+        high = int(np.searchsorted(offsets, offsets[low] + points, side="right")) - 1
+        high = min(max(high, low + 1), low + most_groups, k)
+        ranges.append((low, high))
+        low = high
+    return ranges
+
+
+def points_per_block(provider: GroupGradients, batch_size: int) -> int:
+    """How many points make a block: enough that saving costs little, few enough that a kill costs little."""
+    return max(BATCHES_PER_BLOCK * batch_size, -(-int(provider.groups.sizes.sum()) // MOST_BLOCKS))
+
+
+def part_of(provider: GroupGradients, groups: Range, strategy: str) -> GroupGradients:
+    """The provider of some groups alone, with the strategy chosen for all."""
+    low, high = groups
+    every = provider.groups
+    members = np.sort(every.order[every.offsets[low] : every.offsets[high]])
+    names = None if every.names is None else every.names[low:high]
+    part = provider.on(SomePoints(provider.data, members), Groups(every.labels[members] - low, names=names))
+    part.strategy, part.show_progress = strategy, False
+    return part
+
+
+@contextmanager
+def whole_groups(provider: GroupGradients, groups: Range) -> Iterator[None]:
+    """Let an error about a part name groups and points as the user knows them."""
+    try:
+        yield
+    except NonFinite as error:
+        raise NonFinite([groups[0] + j for j in error.ids], provider.groups, error.what) from None
+
+
+class SomePoints(IndexedData):
+    """Some points of a data set, as a data set."""
+
+    def __init__(self, data: IndexedData, positions: np.ndarray) -> None:
+        self.data, self.positions = data, positions
+        self.name, self.n, self.is_stream = data.name, len(positions), False
+
+    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
+        """One batch for every sequence of indices, in that order."""
+        return self.data.batches(self.positions[np.asarray(indices)] for indices in index_batches)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One array to be made: its name in the store, its shape, and the points it takes."""
+
+    name: str
+    shape: tuple[int, ...]
+    points: int
+    make: Callable[[], Tensor]
+    shared: bool = False
+    """Whether all ranks make it together, each its share."""
+
+
+def finish(store: Store | None, blocks: Sequence[Block], dtype: torch.dtype, title: str, show_progress: bool) -> None:
+    """Make and save all blocks that are not finished, one per rank at a time; rank 0 writes.
+
+    Args:
+        store: on rank 0 the store, on others None.
+        blocks: all blocks, the same on every rank.
+        dtype: of the arrays; bfloat16, which NumPy does not know, is saved as float32.
+        title: of the progress bar.
+        show_progress: whether to show it.
+    """
+    missing = set(from_first_rank(lambda: [block.name for block in blocks if store is None or block.name not in store]))
+    todo = [block for block in blocks if block.name in missing]
+    done = sum(block.points for block in blocks) - sum(block.points for block in todo)
+    hidden = not show_progress or rank() > 0
+    with tqdm(total=done + sum(b.points for b in todo), initial=done, desc=title, unit="point", disable=hidden) as bar:
+        for now in _rounds(todo):
+            made = _made(now, torch.float32 if dtype == torch.bfloat16 else dtype)
+            with together():
+                if store is not None:
+                    for block, values in zip(now, made, strict=True):
+                        store.save(block.name, values.numpy())
+            bar.update(sum(block.points for block in now))
+
+
+def _rounds(todo: list[Block]) -> Iterator[list[Block]]:
+    """Blocks that are made at the same time: one per rank, or one by all."""
+    while todo:
+        count = 1 if todo[0].shared else world_size()
+        yield todo[:count]
+        todo = todo[count:]
+
+
+def _made(blocks: list[Block], dtype: torch.dtype) -> list[Tensor]:
+    """The arrays of one round, on the CPU of every rank."""
+    if blocks[0].shared:
+        return [blocks[0].make().detach().to("cpu", dtype)]
+    mine = rank()
+    flat: Tensor | None = None
+    with together(), alone():
+        if mine < len(blocks):
+            flat = blocks[mine].make().detach().to(dtype).reshape(-1)
+    sizes = [int(np.prod(block.shape)) for block in blocks]
+    parts = gather_rows(flat).cpu().split(sizes)
+    return [part.reshape(block.shape) for block, part in zip(blocks, parts, strict=True)]
+
+
+@contextmanager
+def opened(folder: Path, fingerprint: Callable[[], Mapping[str, Any]], *, lock: bool = True) -> Iterator[Store | None]:
+    """A store on rank 0, None on other ranks; what goes wrong on opening it is raised on all of them."""
+    store: Store | None = None
+    with together():
+        if rank() == 0:
+            with alone():
+                store = Store(folder, fingerprint(), lock=lock)
+    try:
+        yield store
+    finally:
+        if store is not None:
+            store.close()

@@ -1,0 +1,177 @@
+"""Group gradients that are kept in a folder, projected or whole, and answer new questions without the training data.
+
+    τ_G(g) = ⟨∇g, Σ_{i∈G} ∇ℓ_i⟩ ≈ ⟨S∇g, S Σ_{i∈G} ∇ℓ_i⟩
+
+with S a CountSketch to `projection_dim` numbers: right on average, with a standard deviation of at most
+√(2 / projection_dim) · |∇g| |Σ∇ℓ_i|. Without a projection the scores are exact, and a group takes p numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_ext import fingerprint
+from ggda_ext.attribution import property_directions
+from ggda_ext.blocks import Block, Range, finish, group_ranges, opened, part_of, points_per_block, whole_groups
+from ggda_ext.distributed import alone, together
+from ggda_ext.gradients import Directions, GroupGradients, PointGradients
+from ggda_ext.properties import Property
+from ggda_ext.sketch import count_sketch, draw_sketch
+from ggda_ext.store import digest, open_array
+from ggda_ext.stored_scores import gradients_of
+
+
+class GradientStore:
+    """The gradients of all groups at the model's current parameters, in a folder.
+
+    Making it takes one pass over the training data, which goes on where it was stopped; opening it again takes none.
+
+    Args:
+        provider: model, loss, data and groups.
+        save_dir: the folder, of this model alone: each checkpoint has its own.
+        projection_dim: numbers kept per group; None for the gradients themselves, p numbers per group.
+        seed: of the projection.
+        tag: names what a fingerprint cannot see, such as the version of the data; another tag is refused.
+
+    >>> import tempfile
+    >>> from torch import nn
+    >>> from ggda_ext import properties
+    >>> x, y, loss = torch.randn(60, 4), torch.randint(0, 3, (60,)), nn.CrossEntropyLoss()
+    >>> provider = GroupGradients(nn.Linear(4, 3), loss, (x, y), torch.arange(60) // 6)
+    >>> gradients = GradientStore(provider, tempfile.mkdtemp())
+    >>> gradients.scores(properties.mean_loss((x[:5], y[:5]), loss)).shape  # and so on, for other properties
+    torch.Size([1, 10])
+    """
+
+    def __init__(
+        self,
+        provider: GroupGradients,
+        save_dir: str | Path,
+        projection_dim: int | None = None,
+        *,
+        seed: int = 0,
+        tag: str | None = None,
+    ) -> None:
+        if projection_dim is not None and projection_dim < 1:
+            raise ValueError(f"projection_dim={projection_dim}: pass at least 1, or None for whole gradients.")
+        self.provider, self.folder = provider, Path(save_dir)
+        self.projection_dim = None if projection_dim is None or projection_dim >= provider.p else projection_dim
+        if self.projection_dim is not None:
+            drawn = draw_sketch(provider.p, self.projection_dim, torch.Generator().manual_seed(seed))
+            self._places, self._signs = (values.to(provider.space.device) for values in drawn)
+        self._parameters = fingerprint.of_parameters(provider.model)
+        plan = provider.plan(None)
+        points = points_per_block(provider, plan.facts.batch_size)
+        row = self.dim * provider.space.dtype.itemsize
+        self._ranges = group_ranges(provider.groups, points, max(1, provider.memory_budget // row))
+        self._made_with = {
+            "projection_dim": self.projection_dim,
+            "seed": None if self.projection_dim is None else seed,
+            "strategy": plan.strategy,
+            "blocks": digest(np.array(self._ranges)),
+        }
+        self._tag = tag
+        with opened(self.folder, self._fingerprint) as store:
+            title = f"{plan.strategy} group gradients"
+            finish(store, self._blocks(plan.strategy), provider.space.dtype, title, provider.show_progress)
+
+    @property
+    def dim(self) -> int:
+        """Numbers kept per group."""
+        return self.projection_dim or self.provider.p
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What is kept, as `(group ids [b], rows [b, dim])`; the rows are memory maps."""
+        for j, (low, high) in enumerate(self._ranges):
+            yield torch.arange(low, high), torch.from_numpy(open_array(self.folder / f"{_name(j)}.npy"))
+
+    def scores(self, asked: Property | Directions) -> Tensor:
+        """Scores of a property, of directions `[m, p]` or of test points, without a pass over the training data.
+
+        Args:
+            asked: a callable ``g(model) -> Tensor``, a tensor `[m, p]`, or `PointGradients`.
+
+        Returns:
+            Scores `[m, k]` on the CPU: in memory if they fit the provider's memory budget, else a memory map.
+        """
+        if fingerprint.of_parameters(self.provider.model) != self._parameters:
+            raise ValueError(
+                "the model's parameters are not those of the stored gradients: load them again, or make a store for "
+                "these parameters in another folder."
+            )
+        with alone():
+            rows = self._projected_tests(asked).cpu()
+        m, k = len(rows), len(self.provider.groups)
+        if m * k * rows.element_size() <= self.provider.memory_budget:
+            scores = rows.new_empty(m, k)
+            self._write_scores(rows, scores)
+            return scores
+        return self._mapped_scores(rows)
+
+    def _mapped_scores(self, rows: Tensor) -> Tensor:
+        k, name = len(self.provider.groups), f"scores-{digest(rows.numpy())}"
+        step = max(1, self.provider.memory_budget // (k * rows.element_size()))
+
+        def parts() -> Iterator[np.ndarray]:
+            for some in rows.split(step):
+                scores = some.new_empty(len(some), k)
+                self._write_scores(some, scores)
+                yield scores.numpy()
+
+        with opened(self.folder, self._fingerprint) as store, together():
+            if store is not None and name not in store:
+                store.save_parts(name, (len(rows), k), rows.numpy().dtype, parts())
+        return torch.from_numpy(open_array(self.folder / f"{name}.npy"))
+
+    def _write_scores(self, rows: Tensor, scores: Tensor) -> None:
+        for ids, block in self.blocks():
+            scores[:, ids] = rows @ block.to(rows.dtype).T
+
+    def _projected_tests(self, asked: Property | Directions) -> Tensor:
+        """The test side `[m, dim]`."""
+        directions = asked if isinstance(asked, Tensor | PointGradients) else property_directions(self.provider, asked)
+        if isinstance(directions, Tensor):
+            if directions.dim() != 2 or directions.shape[1] != self.provider.p:
+                raise ValueError(f"directions has shape {list(directions.shape)}: pass [m, {self.provider.p}].")
+            return self._project(directions.detach().to(self.provider.space.device, self.provider.space.dtype))
+        rows = torch.empty(directions.n, self.dim, dtype=self.provider.space.dtype, device=self.provider.space.device)
+        for ids, block in gradients_of(self.provider, directions).blocks():
+            rows[ids.to(rows.device)] = self._project(block)
+        return rows
+
+    def _project(self, rows: Tensor) -> Tensor:
+        if self.projection_dim is None:
+            return rows
+        return count_sketch(rows, self._places, self._signs, self.projection_dim)
+
+    def _blocks(self, strategy: str) -> list[Block]:
+        def rows(of: Range) -> Tensor:
+            space = self.provider.space
+            found = torch.empty(of[1] - of[0], self.dim, dtype=space.dtype, device=space.device)
+            with whole_groups(self.provider, of):
+                for ids, block in part_of(self.provider, of, strategy).blocks():
+                    found[ids.to(found.device)] = self._project(block)
+            return found
+
+        return [
+            Block(
+                _name(j),
+                (of[1] - of[0], self.dim),
+                int(self.provider.groups.sizes[slice(*of)].sum()),
+                lambda of=of: rows(of),  # type: ignore[misc]
+            )
+            for j, of in enumerate(self._ranges)
+        ]
+
+    def _fingerprint(self) -> dict[str, object]:
+        made_of = fingerprint.of_training(self.provider, self._tag) | fingerprint.of_checkpoint(self.provider)
+        return made_of | self._made_with
+
+
+def _name(block: int) -> str:
+    return f"gradients-{block:04d}"

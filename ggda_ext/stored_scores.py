@@ -1,0 +1,243 @@
+"""Scores that are kept in a folder: block by block while they are made, and as one memory map when they are finished.
+
+The folder of a call holds one folder per checkpoint, and in it one per question (a property, or a set of test points),
+so the same folder serves several questions about one model. The training side has to be the same for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_ext import fingerprint
+from ggda_ext.blocks import (
+    Block,
+    Range,
+    SomePoints,
+    finish,
+    group_ranges,
+    opened,
+    part_of,
+    points_per_block,
+    whole_groups,
+)
+from ggda_ext.distributed import from_first_rank, together
+from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
+from ggda_ext.store import Store, difference, digest, open_array, read_contents
+
+_TESTS_PER_POINT = 20  # points of a block for each test point, whose own work is done again for every block
+_WRITE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class ScoreBlocks:
+    """Finished scores `[m, k]` of one question at one checkpoint, in a grid of blocks on disk."""
+
+    folder: Path
+    tests: list[Range]
+    groups: list[Range]
+    dtype: torch.dtype
+
+    @property
+    def m(self) -> int:
+        return self.tests[-1][1]
+
+    @property
+    def k(self) -> int:
+        return self.groups[-1][1]
+
+    def rows(self, low: int, high: int) -> Tensor:
+        """The scores of the test points or components from `low` up to `high`, `[high - low, k]`."""
+        found = torch.empty(high - low, self.k, dtype=torch.float32 if self.dtype == torch.bfloat16 else self.dtype)
+        for i, (top, bottom) in enumerate(self.tests):
+            if top >= high or bottom <= low:
+                continue
+            at = slice(max(top, low) - low, min(bottom, high) - low)
+            for j, (left, right) in enumerate(self.groups):
+                block = open_array(self.folder / f"{_name(i, j)}.npy")
+                found[at, left:right] = torch.from_numpy(block[max(top, low) - top : min(bottom, high) - top])
+        return found
+
+
+class ScoreStore:
+    """Makes scores in a folder, or finds them there; a context manager, for one call at a time.
+
+    Args:
+        save_dir: the folder.
+        tag: names what a fingerprint cannot see, such as the version of the data; another tag is refused.
+    """
+
+    def __init__(self, save_dir: str | Path, tag: str | None = None) -> None:
+        self.folder, self.tag = Path(save_dir), tag
+        self._stack = ExitStack()
+        self._store: Store | None = None
+        self._is_open = False
+
+    def __enter__(self) -> ScoreStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def scores(
+        self, provider: GroupGradients, directions: Directions, checkpoint: int = 0, asked_for: str = ""
+    ) -> ScoreBlocks:
+        """What ``provider.scores(directions)`` gives, at the model's current parameters; missing blocks are made."""
+        folder = self._checkpoint(provider, checkpoint)
+        plan = provider.plan(directions)
+        tests, groups = _grid(provider, directions, plan)
+        asked = (
+            {"asked for": asked_for}
+            | fingerprint.of_directions(provider, directions)
+            | {
+                "strategy": plan.strategy,
+                "blocks": digest(np.array(tests), np.array(groups)),
+            }
+        )
+        question = Path(from_first_rank(lambda: str(_question(folder, asked))))
+        with opened(question, lambda: asked, lock=False) as store:
+            blocks = _blocks(provider, directions, plan, tests, groups)
+            finish(store, blocks, provider.space.dtype, f"{plan.strategy} group scores", provider.show_progress)
+        return ScoreBlocks(question, tests, groups, provider.space.dtype)
+
+    def array(
+        self, provider: GroupGradients, checkpoint: int, name: str, settings: dict[str, Any], make: Callable[[], Tensor]
+    ) -> Tensor:
+        """An array that depends on the training side and `settings` alone: made once, then found.
+
+        Args:
+            provider: the training side, at the checkpoint's parameters.
+            checkpoint: its number.
+            name: of the array.
+            settings: what else it depends on; other settings are refused.
+            make: called by all ranks.
+        """
+        folder = self._checkpoint(provider, checkpoint) / name
+        with opened(folder, lambda: settings, lock=False) as store:
+            if from_first_rank(lambda: store is None or name not in store):
+                made = make().detach().cpu()
+                with together():
+                    if store is not None:
+                        store.save(name, made.numpy())
+        return torch.from_numpy(open_array(folder / f"{name}.npy")).to(provider.space.device)
+
+    def _checkpoint(self, provider: GroupGradients, number: int) -> Path:
+        """The folder of a checkpoint, refused if it was made with another model, data or settings."""
+        if not self._is_open:
+            self._store = self._stack.enter_context(
+                opened(self.folder, lambda: fingerprint.of_training(provider, self.tag))
+            )
+            self._is_open = True
+        folder = self.folder / f"checkpoint-{number:03d}"
+        with opened(folder, lambda: fingerprint.of_checkpoint(provider), lock=False):
+            return folder
+
+    def total(self, parts: Sequence[tuple[float, ScoreBlocks]]) -> Tensor:
+        """Weighted sum of the scores of checkpoints `[m, k]`, as a memory map."""
+        first = parts[0][1]
+
+        def rows(low: int, high: int) -> Tensor:
+            found = parts[0][0] * first.rows(low, high)
+            for weight, blocks in parts[1:]:
+                found += weight * blocks.rows(low, high)
+            return found
+
+        made_of = [(weight, str(blocks.folder.relative_to(self.folder))) for weight, blocks in parts]
+        return self.write(json.dumps(made_of), first.m, first.k, first.dtype, rows)
+
+    def write(self, made_of: str, m: int, k: int, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:
+        """A matrix `[m, k]` made of ``rows(low, high)``, written a few rows at a time, as a memory map on the CPU."""
+        name = f"scores-{digest(np.frombuffer(made_of.encode(), np.uint8))}"
+        step = max(1, _WRITE_BYTES // (k * dtype.itemsize))
+
+        def parts() -> Iterator[np.ndarray]:
+            for low in range(0, m, step):
+                yield rows(low, min(low + step, m)).numpy()
+
+        with together():
+            if self._store is not None and name not in self._store:
+                like = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy()
+                self._store.save_parts(name, (m, k), like.dtype, parts())
+        return torch.from_numpy(open_array(self.folder / f"{name}.npy")).to(dtype)
+
+
+def _grid(provider: GroupGradients, directions: Directions, plan: Plan) -> tuple[list[Range], list[Range]]:
+    """Blocks of test points or components, and blocks of groups, that bound memory and what a kill can cost."""
+    batch_size, itemsize = plan.facts.batch_size, provider.space.dtype.itemsize
+    points = points_per_block(provider, batch_size)
+    if isinstance(directions, Tensor):
+        m = most = len(directions)
+    else:
+        m = directions.n
+        row = batch_size if plan.strategy == "ghost" else provider.p
+        most = max(1, provider.memory_budget // (row * itemsize))
+        points = max(points, _TESTS_PER_POINT * min(m, most))
+    tests = [(low, min(low + most, m)) for low in range(0, m, most)]
+    if provider.data.is_stream:
+        return tests, [(0, len(provider.groups))]
+    return tests, group_ranges(provider.groups, points, max(1, provider.memory_budget // (min(m, most) * itemsize)))
+
+
+def _blocks(
+    provider: GroupGradients, directions: Directions, plan: Plan, tests: list[Range], groups: list[Range]
+) -> list[Block]:
+    @lru_cache(maxsize=1)
+    def asked(at: Range) -> Directions:
+        if isinstance(directions, Tensor):
+            return directions[slice(*at)]
+        some = PointGradients(directions.loss, SomePoints(directions.data, np.arange(*at)))
+        return some if plan.strategy == "ghost" else gradients_of(provider, some).rows()
+
+    def scores(at: Range, of: Range) -> Tensor:
+        if provider.data.is_stream:
+            return provider.scores(asked(at))
+        with whole_groups(provider, of):
+            return part_of(provider, of, plan.strategy).scores(asked(at))
+
+    return [
+        Block(
+            _name(i, j),
+            (at[1] - at[0], of[1] - of[0]),
+            int(provider.groups.sizes[slice(*of)].sum()),
+            lambda at=at, of=of: scores(at, of),  # type: ignore[misc]
+            shared=provider.data.is_stream,
+        )
+        for i, at in enumerate(tests)
+        for j, of in enumerate(groups)
+    ]
+
+
+def gradients_of(provider: GroupGradients, points: PointGradients) -> GroupGradients:
+    """The gradients of test points, by the parameters of `provider`."""
+    return GroupGradients(
+        provider.model,
+        points.loss,
+        points.data,
+        parameters=provider.space.parameters.values(),
+        memory_budget=provider.memory_budget,
+    )
+
+
+def _question(folder: Path, asked: dict[str, Any]) -> Path:
+    """The folder of a question that was asked before, or a new one."""
+    asked = json.loads(json.dumps(asked))
+    number = 0
+    while True:
+        question = folder / f"scores-{number:03d}"
+        found = read_contents(question)
+        if found is None or difference(found["fingerprint"], asked) is None:
+            return question
+        number += 1
+
+
+def _name(test_block: int, group_block: int) -> str:
+    return f"block-{test_block:04d}-{group_block:04d}"
