@@ -98,6 +98,17 @@ def gather_rows(rows: Tensor | None) -> Tensor:
     return torch.cat(parts).to(device)
 
 
+def in_order(blocks: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """All rows `[k, …]` in the order of their ids, from this rank's blocks `(ids [b], rows [b, …])` and the others'."""
+    with together():
+        found = list(blocks)
+        ids = torch.cat([some for some, _ in found]).cpu() if found else None
+        rows = torch.cat([rows for _, rows in found]) if found else None
+    places = gather_rows(ids).argsort()
+    rows = gather_rows(rows)
+    return rows[places.to(rows.device)]
+
+
 def gather_objects(value: T) -> list[T]:
     """The small values of all ranks, in their order."""
     if world_size() == 1:

@@ -1,7 +1,8 @@
 """What the five classes share: groups where Captum has training points, a property where it has test points.
 
 Without groups, and for groups of one, Captum's own code runs. Otherwise the score of group G is Captum's
-formula with ∇ℓ_i replaced by Σ_{i∈G} ∇ℓ_i, which is the sum of Captum's scores over the members of G.
+formula with ∇ℓ_i replaced by Σ_{i∈G} ∇ℓ_i, which is the sum of Captum's scores over the members of G. Started by
+``torchrun``, the ranks share out what is summed over groups; Captum's own code runs in full on each of them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import glob
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients
 from ggda_ext.attribution import parameters_restored, property_directions
 from ggda_ext.data import IndexedData
+from ggda_ext.distributed import inner_name, unwrapped
 from ggda_ext.gradients.provider import Directions
 from ggda_ext.groups import GroupsLike
 from ggda_ext.losses import ExampleLoss, as_example_loss
@@ -62,6 +64,7 @@ class GroupInfluence(DataInfluence):
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
+        given |= unwrapped_arguments(given)
         self.groups = _groups_of(groups, given["train_dataset"])
         _check_checkpoints(given.get("checkpoints"))
         given["checkpoints_load_func"] = CheckpointLoader(given["checkpoints_load_func"])
@@ -215,6 +218,17 @@ def _warn_of_dropped(names: list[str]) -> None:
             "Pass layers= to choose the layers that count.",
             stacklevel=2,
         )
+
+
+def unwrapped_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Captum's arguments that differ for the model inside of a DistributedDataParallel: itself, its layers' names."""
+    model = given["model"]
+    inner = {"model": unwrapped(model)}
+    if given.get("layers") is not None:
+        inner["layers"] = [inner_name(layer, model) for layer in given["layers"]]
+    if isinstance(given.get("final_fc_layer"), str):
+        inner["final_fc_layer"] = inner_name(given["final_fc_layer"], model)
+    return inner
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ggda_captum.group_influence import OfProperty
 from ggda_captum.nearest_neighbors import ExactNearestNeighbors
 from ggda_captum.tracincp import CheckpointInfluence
 from ggda_ext import ExampleLoss, PointGradients
+from ggda_ext.distributed import in_order, my_share
 from ggda_ext.losses import as_example_loss, example_losses, model_output
 
 Blocks = Iterable[tuple[Tensor, Tensor]]
@@ -133,14 +134,15 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
         directions = self._directions(self._provider(inputs=inputs), inputs)
         if isinstance(directions, PointGradients):
             return self._point_provider(directions).small_blocks()
-        return [(torch.arange(len(directions)), directions)]
+        mine = torch.tensor(my_share(len(directions)), dtype=torch.long)
+        return [(mine, directions[mine])]
 
     def _projected(self, blocks: Callable[[], Blocks], projections: Projections) -> Tensor:
         """√η P_dᵀ G P_a of all rows G, the checkpoints side by side."""
 
         def embedding() -> Tensor:
-            parts = [_project(rows.view(-1, *self.final_fc_layer.weight.shape), projections) for _, rows in blocks()]
-            return torch.cat(parts)
+            shape = self.final_fc_layer.weight.shape
+            return in_order((ids, _project(rows.view(-1, *shape), projections)) for ids, rows in blocks())
 
         return torch.cat([part * rate**0.5 for rate, part in self._at_checkpoints(embedding)], 1)
 

@@ -7,18 +7,19 @@ the order of the model; rows change order here where the two differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from dattri.task import AttributionTask
-from torch import Tensor
+from torch import Tensor, nn
 
 from ggda_ext.attribution import property_directions
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData
+from ggda_ext.distributed import inner_name, my_share, unwrapped
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import Groups
@@ -46,16 +47,22 @@ class Checkpoint:
     def __init__(
         self, task: AttributionTask, index: int, layer_name: list[str] | None, *, batch_of_one: bool, strategy: str
     ) -> None:
+        wrapped = task.get_model()
+        self.model = unwrapped(wrapped)
         if layer_name is not None:
-            known = dict(task.get_model().named_parameters())
+            known = dict(self.model.named_parameters())
+            layer_name = [inner_name(name, wrapped) for name in layer_name]
             unknown = [name for name in layer_name if name not in known]
             if unknown:
                 raise ValueError(f"layer_name has {unknown[0]!r}, which is no parameter of the model: {list(known)}.")
         task._load_checkpoints(index)
         self.task, self.index, self.layer_name = task, index, layer_name
-        self.model, self.strategy = task.get_model(), strategy
-        self.loss = FunctionalLoss(task.original_loss_func, batch_of_one=batch_of_one)
-        self.target = FunctionalLoss(task.original_target_func, batch_of_one=batch_of_one)
+        self.strategy = strategy
+        self.loss_func, target_func = (
+            by_outer_names(function, wrapped) for function in (task.original_loss_func, task.original_target_func)
+        )
+        self.loss = FunctionalLoss(self.loss_func, batch_of_one=batch_of_one)
+        self.target = FunctionalLoss(target_func, batch_of_one=batch_of_one)
         if task.original_target_func is task.original_loss_func:
             self.target = self.loss
 
@@ -67,15 +74,20 @@ class Checkpoint:
         """Gradients of the training loss times a weight for each point `[n]`, summed by group."""
         return self._provider(WeightedLoss(self.loss), WeightedData(data, weights), groups, self.strategy)
 
-    def blocks(self, provider: GroupGradients, max_rows: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """A provider's `(ids, rows [b, p])`, in dattri's layout."""
-        for ids, rows in provider.blocks(max_rows or self.max_rows):
+    def blocks(self, provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor]]:
+        """A provider's `(ids, rows [b, p])`, in dattri's layout; of this rank's groups."""
+        for ids, rows in provider.blocks(self.max_rows):
+            yield ids, self.to_dattri(rows)
+
+    def all_blocks(self, provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same of all groups on every rank: for work that the ranks do together, block by block."""
+        for ids, rows in provider.all_blocks(self.max_rows):
             yield ids, self.to_dattri(rows)
 
     def paired_blocks(self, provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """`(ids, loss rows, target rows)` of training groups: their gradients of the loss and of the target."""
+        """`(ids, loss rows, target rows)` of all training groups: their gradients of the loss and of the target."""
         labels = torch.from_numpy(provider.groups.labels.astype("int64"))
-        for ids, rows in self.blocks(provider):
+        for ids, rows in self.all_blocks(provider):
             if self.target is self.loss:
                 yield ids, rows, rows
                 continue
@@ -103,21 +115,35 @@ class Checkpoint:
         return PointGradients(self.target, tests)
 
     def test_blocks(self, tests: IndexedData | None, property: Property | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """`(positions, rows [b, p])` of the gradients of test points or of a property, in dattri's layout."""
-        if property is None:
-            assert tests is not None
-            yield from self.blocks(self.tests(tests))
-            return
-        rows = self.to_dattri(property_gradient(property, self.model, self.space.parameters))
-        for ids in torch.arange(len(rows)).split(self.max_rows):
-            yield ids, rows[ids]
+        """`(positions, rows [b, p])` of the gradients of test points or of a property, in dattri's layout.
+
+        Of this rank's share of them; see `all_test_blocks`.
+        """
+        if property is not None:
+            rows = self._property_rows(property)
+            return self._split(rows, torch.tensor(my_share(len(rows)), dtype=torch.long))
+        assert tests is not None
+        return self.blocks(self.tests(tests))
+
+    def all_test_blocks(self, tests: IndexedData | None, property: Property | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same for all of them on every rank."""
+        if property is not None:
+            rows = self._property_rows(property)
+            return self._split(rows, torch.arange(len(rows)))
+        assert tests is not None
+        return self.all_blocks(self.tests(tests))
+
+    def _property_rows(self, property: Property) -> Tensor:
+        return self.to_dattri(property_gradient(property, self.model, self.space.parameters))
+
+    def _split(self, rows: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((ids, rows[ids]) for ids in positions.split(self.max_rows) if len(ids))
 
     def hessian(self, data: IndexedData) -> Hessian:
         """The Hessian of the training loss over all of `data`."""
         batch_size = self.groups(data, Groups.singletons(data.n or 1)).plan(1).facts.batch_size
-        loss_func = self.task.original_loss_func
         return Hessian(
-            self.space, lambda model, batch: loss_func(dict(model.named_parameters()), batch), data, batch_size
+            self.space, lambda model, batch: self.loss_func(dict(model.named_parameters()), batch), data, batch_size
         )
 
     @property
@@ -167,3 +193,11 @@ class Checkpoint:
         return GroupGradients(
             self.model, loss, data, groups, parameters=self.layer_name, strategy=strategy, memory_budget=MEMORY_BUDGET
         )
+
+
+def by_outer_names(function: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:
+    """A function of ``(parameters, data)`` of a wrapped model, for parameters by their names in the model inside."""
+    if unwrapped(model) is model:
+        return function
+    names = {inner_name(name, model): name for name, _ in model.named_parameters()}
+    return lambda parameters, data: function({names[name]: value for name, value in parameters.items()}, data)

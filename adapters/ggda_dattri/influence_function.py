@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.inner_product import GroupedInnerProduct, Solve
 from ggda_ext.curvature import conjugate_gradients, direct_solve, lissa
+from ggda_ext.distributed import all_reduce_sum, together
 
 
 class IFAttributorExplicit(GroupedInnerProduct, dattri_if.IFAttributorExplicit):
@@ -142,12 +143,13 @@ class IFAttributorDataInf(_NeedsCache, dattri_if.IFAttributorDataInf):
 
         def solve(rows: Tensor) -> Tensor:
             correction = torch.zeros_like(rows)
-            for _, gradients in checkpoint.blocks(points):
-                for low, high in checkpoint.layer_spans:
-                    part = gradients[:, low:high]
-                    shares = rows[:, low:high] @ part.T / (regularization + part.square().sum(1))
-                    correction[:, low:high] += shares @ part
-            return (rows - correction / used) / regularization
+            with together():
+                for _, gradients in checkpoint.blocks(points):
+                    for low, high in checkpoint.layer_spans:
+                        part = gradients[:, low:high]
+                        shares = rows[:, low:high] @ part.T / (regularization + part.square().sum(1))
+                        correction[:, low:high] += shares @ part
+            return (rows - all_reduce_sum(correction) / used) / regularization
 
         return solve
 

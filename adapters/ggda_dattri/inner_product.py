@@ -2,7 +2,8 @@
 
     τ[G, j] = mean over checkpoints of ⟨Σ_{i∈G} ∇ℓ_i, H⁻¹ ∇g_j⟩
 
-with the solve H⁻¹∇g done once for all groups, and the inner products by the core.
+with the solve H⁻¹∇g done once for all groups, and the inner products by the core. Started by ``torchrun``, the ranks
+share out both; dattri's own curvature (``"upstream"``) and what it caches are computed in full on each of them.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class GroupedInnerProduct(Grouped):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """`(positions, rows)` of the test side; with dattri's own batches and draws where its curvature is used."""
         if self.curvature == "whole" or loader is None:
-            yield from checkpoint.test_blocks(tests, property)
+            yield from checkpoint.all_test_blocks(tests, property)
             return
         seen = 0
         for batch in loader:

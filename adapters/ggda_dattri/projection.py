@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from dattri.func.projection import random_project
 from torch import Tensor
 
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.grouping import Grouped
+from ggda_ext.distributed import in_order, together
 
 Blocks = Iterable[tuple[Tensor, Tensor]]
-"""Streamed `(ids [b], rows [b, p])`."""
+"""Streamed `(ids [b], rows [b, p])` of this rank."""
 
 PROJECTION_BUDGET = 128 * 2**20
 """Bytes of the rows projected in one call."""
@@ -44,13 +44,12 @@ class GroupedProjection(Grouped):
         return self.projector_kwargs is not None and self.projector_kwargs.get("proj_type") != "identity"
 
     def _project(self, checkpoint: Checkpoint, *sides: Blocks) -> list[Tensor]:
-        """Projected rows `[number of ids, proj_dim]` of every side, in the order of their ids."""
+        """Projected rows `[number of ids, proj_dim]` of every side, in the order of their ids, from all ranks."""
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sides]
-        for side, ids, rows in self._projected_blocks(checkpoint, *sides):
-            found[side].append((ids, rows))
-        return [
-            torch.cat([rows for _, rows in blocks])[torch.cat([ids for ids, _ in blocks]).argsort()] for blocks in found
-        ]
+        with together():
+            for side, ids, rows in self._projected_blocks(checkpoint, *sides):
+                found[side].append((ids, rows))
+        return [in_order(blocks) for blocks in found]
 
     def _projected_blocks(self, checkpoint: Checkpoint, *sides: Blocks) -> Iterator[tuple[int, Tensor, Tensor]]:
         """`(side, ids, projected rows)`, with as many rows gathered for a call as the budget allows."""

@@ -19,6 +19,7 @@ from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.grouping import check_one_of
 from ggda_dattri.projection import GroupedProjection
 from ggda_ext.data import IndexedData
+from ggda_ext.distributed import all_reduce_sum, together
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.properties import Property
 
@@ -114,11 +115,12 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
 
 
 def _row_norms(blocks: Any, like: Tensor) -> Tensor:
-    """Norms of streamed rows, at least 1e-12."""
-    norms = torch.empty_like(like)
-    for ids, rows in blocks:
-        norms[ids.to(norms.device)] = rows.norm(dim=1).to(norms)
-    return norms.clamp_min(1e-12)
+    """Norms of streamed rows, those of all ranks, at least 1e-12."""
+    norms = torch.zeros_like(like)
+    with together():
+        for ids, rows in blocks:
+            norms[ids.to(norms.device)] = rows.norm(dim=1).to(norms)
+    return all_reduce_sum(norms).clamp_min(1e-12)
 
 
 def _result(scores: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ where F is the Fisher of the points, Σ_i x_i x_iᵀ (exact: the sum of dattri's
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,9 +16,11 @@ from dattri.algorithm import trak as dattri_trak
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ggda_dattri.checkpoint import by_outer_names
 from ggda_dattri.grouping import check_one_of
 from ggda_dattri.projection import GroupedProjection
 from ggda_ext.data import IndexedData, to_device
+from ggda_ext.distributed import all_reduce_sum, gather_objects, in_order, my_share, together
 from ggda_ext.fisher import Damping, EmpiricalFisher, check_invertible
 from ggda_ext.groups import Groups
 from ggda_ext.properties import Property
@@ -147,35 +150,43 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         """Q of every training point `[n]` at one checkpoint."""
         checkpoint = self._checkpoint(index)
         parameters = {name: value.detach() for name, value in checkpoint.model.named_parameters()}
-        batches = (to_device(batch, checkpoint.space.device) for _, batch in data.sequential(1024))
+        device = checkpoint.space.device
+        probability = by_outer_names(self.correct_probability_func, self.task.get_model())
+
+        def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+            for indices, batch in data.my_share(1024):
+                yield torch.from_numpy(indices), probability(parameters, to_device(batch, device)).flatten()
+
         with torch.no_grad():
-            return 1 - torch.cat([self.correct_probability_func(parameters, batch).flatten() for batch in batches])
+            return 1 - in_order(blocks())
 
     def _exact(self, index: int, data: IndexedData, groups: Groups, weights: Tensor) -> _Features:
         checkpoint = self._checkpoint(index)
         labels = torch.from_numpy(groups.labels.astype("int64")).to(weights.device)
-        sums: Tensor | None = None
-        for _, ids, projected in self._projected_blocks(checkpoint, checkpoint.blocks(checkpoint.points(data))):
-            rows = projected / self.norm_scaler
-            if sums is None:
-                fisher = EmpiricalFisher(rows.shape[1], rows.device)
-                sums, weighted = (rows.new_zeros(len(groups), rows.shape[1]) for _ in range(2))
-            fisher.add(rows)
-            inside = labels[ids] >= 0
-            sums.index_add_(0, labels[ids][inside], rows[inside])
-            weighted.index_add_(0, labels[ids][inside], (rows * weights[ids, None])[inside])
-        assert sums is not None
-        matrix = fisher.matrix
+        found: tuple[EmpiricalFisher, Tensor, Tensor] | None = None
+        with together():
+            for _, ids, projected in self._projected_blocks(checkpoint, checkpoint.blocks(checkpoint.points(data))):
+                rows = projected / self.norm_scaler
+                fisher, sums, weighted = found = found or _no_sums(len(groups), rows.shape[1], rows.dtype, rows.device)
+                fisher.add(rows)
+                inside = labels[ids] >= 0
+                sums.index_add_(0, labels[ids][inside], rows[inside])
+                weighted.index_add_(0, labels[ids][inside], (rows * weights[ids, None])[inside])
+        shapes = gather_objects(None if found is None else (sums.shape[1], sums.dtype))
+        shape = next(shape for shape in shapes if shape is not None)  # a rank may have no points
+        fisher, sums, weighted = found or _no_sums(len(groups), *shape, checkpoint.space.device)
+        matrix = fisher.all_reduce().matrix
         matrix.diagonal().add_(self.regularization)
         check_invertible(matrix, fisher.rows, f"raise regularization={self.regularization}")
-        return _Features(torch.linalg.solve(matrix, weighted.T), sums, 0.0)
+        return _Features(torch.linalg.solve(matrix, all_reduce_sum(weighted).T), all_reduce_sum(sums), 0.0)
 
     def _batched(self, index: int, data: IndexedData, groups: Groups, weights: Tensor) -> _Features:
         checkpoint = self._checkpoint(index)
         plain, weighted = checkpoint.groups(data, groups), checkpoint.weighted_groups(data, groups, weights)
         found = self._project(checkpoint, checkpoint.blocks(plain), checkpoint.blocks(weighted))
         sums, weighted_sums = (rows / self.norm_scaler for rows in found)
-        fisher = EmpiricalFisher(sums.shape[1], sums.device).add(sums)
+        mine = my_share(len(sums))
+        fisher = EmpiricalFisher(sums.shape[1], sums.device).add(sums[mine.start : mine.stop]).all_reduce()
         if self.damping == 0:  # dattri's regularization may do alone
             matrix, damping = fisher.matrix, 0.0
             matrix.diagonal().add_(self.regularization)
@@ -184,3 +195,9 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
             matrix, damping = fisher.damped(self.damping)
             matrix.diagonal().add_(self.regularization)
         return _Features(torch.linalg.solve(matrix, weighted_sums.T), sums, damping)
+
+
+def _no_sums(k: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[EmpiricalFisher, Tensor, Tensor]:
+    """A Fisher and two sums `[k, dim]` to which nothing was added yet."""
+    sums, weighted = (torch.zeros(k, dim, dtype=dtype, device=device) for _ in range(2))
+    return EmpiricalFisher(dim, device), sums, weighted
