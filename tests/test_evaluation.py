@@ -107,7 +107,7 @@ def test_group_lds_is_the_one_of_dattri() -> None:
     np.testing.assert_allclose(ours.columns, theirs, rtol=1e-12)
     assert ours.value == pytest.approx(float(theirs.mean()))
     assert ours.interval[0] < ours.value < ours.interval[1]
-    assert group_lds(importance[0], kept, -kept @ importance[0]).value == pytest.approx(1)
+    assert group_lds(importance[0], kept, -(kept @ importance[0])).value == pytest.approx(1)
 
 
 def test_leave_group_out_correlation_is_the_one_of_dattri() -> None:

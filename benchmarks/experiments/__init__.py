@@ -1,0 +1,58 @@
+"""The paper's experiments: retraining score, pruning, noisy labels and group LDS, as rows of a result folder.
+
+Every row says what it was made with and is written as soon as it is known; a run that was stopped goes on at the row it
+was in, and retrained models are kept, so none is trained twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import data
+from benchmarks.experiments import lds, noisy, pruning, retraining
+from benchmarks.experiments.bench import Bench
+from benchmarks.results import ResultFolder
+from benchmarks.scales import Scale
+from benchmarks.tasks import PAPER, Task, task
+
+EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
+    noisy.NAME: noisy.run,
+    lds.NAME: lds.run,
+    pruning.NAME: pruning.run,
+    retraining.NAME: retraining.run,
+}
+
+
+def run(
+    names: Sequence[str], tasks: Sequence[str], scale: Scale, folder: ResultFolder, data_dir: Path | None = None
+) -> None:
+    """Run experiments and append their rows.
+
+    Args:
+        names: which of `EXPERIMENTS`, in this order.
+        tasks: which tasks, see `benchmarks.tasks`.
+        scale: how much of everything.
+        folder: where rows go.
+        data_dir: folder with the data sets; other sources are tried if it has them not.
+    """
+    for name in names:
+        if name not in EXPERIMENTS:
+            raise ValueError(f"experiment {name!r} is not one of {', '.join(EXPERIMENTS)}.")
+    for one in tasks:
+        bench = Bench(experiment_task(one, scale, data_dir), scale, folder)
+        folder.add_source(bench.task.data.title, bench.task.data.source, bench.task.data.stand_in)
+        for name in names:
+            EXPERIMENTS[name](bench)
+
+
+def experiment_task(name: str, scale: Scale, data_dir: Path | None = None) -> Task:
+    """A task at the size of the experiments."""
+    size, whole = scale.experiments[name], scale.data[PAPER[name].data]
+    loaded = data.load(
+        PAPER[name].data, data_dir, train=size.train or whole.train, test=size.test or whole.test,
+        text_length=scale.text_length,
+    )  # fmt: skip
+    made = task(name, loaded, scale, folder=data_dir)
+    return replace(made, recipe=replace(made.recipe, epochs=size.epochs or made.recipe.epochs))

@@ -1,0 +1,151 @@
+"""One task of a run: its models, groupings and scores, each made once, and the rows that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from benchmarks.data import TITLES
+from benchmarks.experiments.groupings import GROUPINGS, NONE, grouped
+from benchmarks.experiments.methods import METHODS, PAPER_METHODS, PER_POINT, RATES, TRACIN, Attribution, attributed
+from benchmarks.experiments.subject import Subject, Timed
+from benchmarks.results import ResultFolder
+from benchmarks.scales import ExperimentScale, Scale
+from benchmarks.tasks import Task
+from ggda_ext import Groups
+from ggda_ext.evaluation import Aggregation, aggregated, standard_error
+
+BEST = "Grad-K-Means"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method on a grouping: what a row of a table is about."""
+
+    method: str
+    grouping: str = NONE
+    group_size: int = 1
+    grouping_seed: int = 0
+    aggregation: Aggregation = "sum"
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}/{self.grouping}/{self.group_size}/{self.grouping_seed}/{self.aggregation}"
+
+    @property
+    def mean(self) -> Cell:
+        """The same with importance per member."""
+        return replace(self, aggregation="mean")
+
+
+class Bench:
+    """A task at one scale, writing to one folder.
+
+    Args:
+        task: data, model and training.
+        scale: how much of everything.
+        folder: where rows go; trained models are kept there as well.
+    """
+
+    def __init__(self, task: Task, scale: Scale, folder: ResultFolder) -> None:
+        self.task, self.scale, self.folder = task, scale, folder
+        self.size: ExperimentScale = scale.experiments[task.name]
+        self.subject = self.another_subject(0)
+        self._groups: dict[tuple[Any, ...], Timed[Groups]] = {}
+        self._attributions: dict[tuple[Any, ...], Attribution] = {}
+
+    @property
+    def models(self) -> Path:
+        """Where trained models are kept."""
+        return self.folder.path / "models"
+
+    @property
+    def seeds(self) -> range:
+        """Seeds of models, trained or retrained."""
+        return range(self.size.model_seeds)
+
+    def another_subject(self, seed: int, labels: Tensor | None = None) -> Subject:
+        """The model of another seed, or trained on other labels."""
+        return Subject(self.task, self.size, seed, labels, self.models)
+
+    def groups(self, cell: Cell, subject: Subject | None = None) -> Groups:
+        """The groups of a cell."""
+        return self._timed_groups(cell, subject or self.subject).value
+
+    def _timed_groups(self, cell: Cell, subject: Subject) -> Timed[Groups]:
+        key = (subject, cell.grouping, cell.group_size, cell.grouping_seed)
+        if key not in self._groups:
+            self._groups[key] = grouped(subject, cell.grouping, cell.group_size, cell.grouping_seed)
+        return self._groups[key]
+
+    def attribution(self, cell: Cell, subject: Subject | None = None) -> Attribution:
+        """The importance of the cell's groups, aggregated, with its cost, grouping included."""
+        subject = subject or self.subject
+        groups = self._timed_groups(cell, subject)
+        key = (subject, replace(cell, aggregation="sum"))
+        if key not in self._attributions:
+            self._attributions[key] = attributed(cell.method, subject, groups.value)
+        found = self._attributions[key]
+        return replace(
+            found,
+            importance=aggregated(found.importance, groups.value, cell.aggregation),
+            seconds={"grouping": groups.seconds} | found.seconds,
+        )
+
+    def cells(self, groupings: Sequence[str] | None = None) -> Iterator[Cell]:
+        """Every method on every grouping and size; single points first.
+
+        Learning-rate weights go with the paper's best grouping only, and more grouping seeds with TracIn only.
+        """
+        if 1 in self.size.group_sizes:
+            yield from map(Cell, METHODS)
+        for grouping in groupings or self.size.groupings:
+            for size in self.size.group_sizes:
+                if size == 1 or size * 2 > len(self.task.data.train[0]):
+                    continue
+                for method in (*PAPER_METHODS, RATES) if grouping == BEST else PAPER_METHODS:
+                    for seed in range(self.size.grouping_seeds if method == TRACIN else 1):
+                        yield Cell(method, grouping, size, seed)
+
+    def key(self, experiment: str, cell: Cell | str, *more: object) -> str:
+        """The unique name of a row."""
+        name = cell.name if isinstance(cell, Cell) else cell
+        return "/".join([experiment, self.task.name, name, *map(str, more)])
+
+    def common(self, experiment: str) -> dict[str, Any]:
+        """The fields all rows of an experiment share."""
+        data = self.task.data
+        return {
+            "experiment": experiment,
+            "data": TITLES[data.name],
+            "model": self.task.title,
+            "source": "; ".join(filter(None, (data.source, self.task.weights))),
+            "stand_in": self.task.stand_in,
+            "scale": self.scale.name,
+            "train_points": len(data.train[0]),
+            "test_points": len(data.test[0]),
+            "recipe": asdict(self.task.recipe),
+        }
+
+    def about(self, cell: Cell, attribution: Attribution, groups: Groups) -> dict[str, Any]:
+        """The fields that describe a cell."""
+        return asdict(cell) | {
+            "groups": len(groups),
+            "seconds": attribution.seconds,
+            "settings": attribution.settings,
+        }
+
+
+def summary(values: Any) -> dict[str, Any]:
+    """Values by seed with mean and standard error, None where there is one seed only."""
+    array = np.asarray(values, float)
+    error = float(standard_error(array))
+    return {"values": array.tolist(), "mean": float(array.mean()), "stderr": None if np.isnan(error) else error}
+
+
+__all__ = ["Bench", "Cell", "summary", "BEST", "GROUPINGS", "PER_POINT"]

@@ -1,0 +1,37 @@
+"""The paper's groupings by name, with the CPU seconds they took; size 1 is no grouping."""
+
+from __future__ import annotations
+
+from benchmarks.experiments.subject import Subject, Timed, timed
+from benchmarks.tasks import LOSS
+from ggda_ext import Groups
+from ggda_ext.grouping import GradKMeansGroups, KMeansGroups, ReprKMeansGroups, random_groups
+
+NONE = "none"
+GROUPINGS = ("Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
+
+
+def grouped(subject: Subject, name: str, size: int, seed: int) -> Timed[Groups]:
+    """Groups of about `size` training points.
+
+    Args:
+        subject: the data, and the model whose representations and gradients are clustered.
+        name: one of `GROUPINGS`, or `NONE` for groups of one.
+        size: mean size of a group.
+        seed: of the grouping.
+    """
+    n = len(subject.train[0])
+    match name:
+        case "none":
+            return Timed(Groups.singletons(n), 0.0)
+        case "Random":
+            return timed(random_groups, n, size, random_state=seed)
+        case "K-Means":
+            return timed(KMeansGroups(size, random_state=seed).fit_groups, subject.train[0])
+        case "Repr-K-Means":
+            builder = ReprKMeansGroups(subject.model, group_size=size, random_state=seed)
+            return timed(builder.fit_groups, subject.train)
+        case "Grad-K-Means":
+            builder = GradKMeansGroups(subject.model, LOSS, group_size=size, random_state=seed)
+            return timed(builder.fit_groups, subject.train)
+    raise ValueError(f"grouping {name!r} is not one of {', '.join((NONE, *GROUPINGS))}.")

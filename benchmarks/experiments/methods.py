@@ -1,0 +1,219 @@
+"""The attribution methods of the paper, each as *importance*: the predicted rise of the mean test loss if the group is
+removed. This is the one place where a method's sign is turned into it.
+
+Seconds are CPU seconds in four parts: *grouping* is the grouping's own; *gradients* is the training side, with its
+inner products where the strategy never forms gradients; *curvature* is the Hessian's or Fisher's; *scoring* is the test
+side and what is left.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from captum._utils.sample_gradient import SUPPORTED_MODULES
+from captum.influence import TracInCP
+from ggda_trak import FisherInfluence, TRAKer
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from trak.projectors import BasicProjector, ProjectionType
+
+from benchmarks.experiments.subject import Subject, timed
+from benchmarks.tasks import LOSS
+from ggda_ext import Groups, property_gradient
+from ggda_ext.attribution import load_state, parameters_restored
+from ggda_ext.fisher import EmpiricalFisher
+
+TRACIN, RATES, FISHER, LISSA, TRAK = "TracIn", "TracIn (learning rates)", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK"
+PER_POINT = "Per-point, directional"
+_BATCH = 64  # points whose gradients are held at once
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a method gives before its sign is mapped: scores `[k]`, CPU seconds by part, and settings in words."""
+
+    values: Tensor
+    settings: str
+    gradients: float
+    curvature: float = 0.0
+    scoring: float = 0.0
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Importance of groups `[k]`, with its cost.
+
+    Attributes:
+        importance: predicted rise of the mean test loss if the group is removed.
+        seconds: CPU seconds by part.
+        settings: how it was computed, in words.
+    """
+
+    importance: np.ndarray
+    seconds: dict[str, float]
+    settings: str
+
+
+def attributed(method: str, subject: Subject, groups: Groups) -> Attribution:
+    """The importance of every group by one method; groups of one are scored in the method's per-sample way."""
+    scores = _METHODS[method](subject, groups)
+    rises = SIGNS[method] * scores.values.detach().double().cpu().numpy().reshape(-1)
+    parts = {"gradients": scores.gradients, "curvature": scores.curvature, "scoring": scores.scoring}
+    return Attribution(rises, parts, scores.settings)
+
+
+def tracin(subject: Subject, groups: Groups) -> Scores:
+    """TracIn at the final checkpoint: ⟨∇g, Σ ∇ℓ⟩; per sample by Captum where it can be vectorised, else by vmap."""
+    if groups.are_singletons:
+        if sample_wise(subject.model):
+            found = timed(captum_scores, subject, vectorised=True)
+            return Scores(found.value, "Captum's TracInCP, sample-wise gradients", found.seconds)
+        return _inner_products(subject, groups, "persample")
+    return _inner_products(subject, groups, "auto")
+
+
+def per_point(subject: Subject, groups: Groups) -> Scores:
+    """TracIn of every single point, by the strategy that forms no gradients."""
+    return _inner_products(subject, groups, "auto")
+
+
+def tracin_with_rates(subject: Subject, groups: Groups) -> Scores:
+    """TracIn over several checkpoints, weighted by their learning rates."""
+    trained, total = subject.trained, torch.zeros(len(groups))
+    gradients = scoring = 0.0
+    with parameters_restored(trained.model):
+        for state, rate in zip(trained.checkpoints, trained.rates, strict=True):
+            load_state(trained.model, state)
+            provider = subject.gradients(groups, "persample" if groups.are_singletons else "auto")
+            direction = timed(property_gradient, subject.property, trained.model, provider.space.parameters)
+            found = timed(provider.scores, direction.value)
+            total += rate * found.value[0].cpu()
+            gradients, scoring = gradients + found.seconds, scoring + direction.seconds
+    return Scores(total, f"{len(trained.checkpoints)} checkpoints", gradients, scoring=scoring)
+
+
+def fisher(subject: Subject, groups: Groups) -> Scores:
+    """Influence with the empirical Fisher of projected gradients: of single points, or batched by group."""
+    exact, dim = groups.are_singletons, subject.task.projection_dim
+    influence = FisherInfluence(
+        subject.model, subject.train, LOSS, groups, proj_dim=dim, fisher="exact" if exact else "batched",
+        strategy="persample" if exact else "auto",
+    )  # fmt: skip
+    first = timed(influence.influence, property=subject.property)
+    again = timed(influence.influence, property=subject.property)  # the training side is kept
+    rows = torch.randn(len(groups), min(dim, influence.provider.p))
+    curvature = timed(_solve, rows).seconds
+    settings = (
+        f"{'exact' if exact else 'batched'} Fisher, {rows.shape[1]} dimensions, λ {influence.chosen_damping[0]:.2g}"
+    )
+    gradients = max(first.seconds - again.seconds - curvature, 0.0)
+    return Scores(first.value, settings, gradients, curvature, again.seconds)
+
+
+def lissa(subject: Subject, groups: Groups) -> Scores:
+    """Influence with one LiSSA solve for all groups."""
+    solved, settings = subject.solved
+    provider = subject.gradients(groups, "persample" if groups.are_singletons else "auto")
+    found = timed(provider.scores, solved.value)
+    return Scores(found.value, str(settings), found.seconds, solved.seconds, subject.direction.seconds)
+
+
+def trak(subject: Subject, groups: Groups) -> Scores:
+    """TRAK over an ensemble: how much a group raises the mean test loss; training the ensemble is not counted."""
+    states, batch = subject.ensemble, _BATCH if groups.are_singletons else 1024
+    with tempfile.TemporaryDirectory() as folder, parameters_restored(subject.model), _quiet():
+        traker = TRAKer(
+            subject.model, "image_classification", groups.n, save_dir=folder, device="cpu", groups=groups,
+            projector=_projector(subject), use_half_precision=False, logging_level=100, checkpoints=list(states),
+        )  # fmt: skip
+        gradients = 0.0
+        for number, state in enumerate(states):
+            gradients += timed(_featurize, traker, number, state, subject.train, groups.batch_sampler(batch)).seconds
+        curvature = timed(traker.finalize_features).seconds
+        found = timed(_scored, traker, states, subject)
+    settings = f"{len(states)} models on halves of the data, {subject.task.projection_dim} dimensions"
+    return Scores(found.value, settings, gradients, curvature, found.seconds)
+
+
+_METHODS: dict[str, Callable[[Subject, Groups], Scores]] = {
+    TRACIN: tracin,
+    FISHER: fisher,
+    LISSA: lissa,
+    TRAK: trak,
+    RATES: tracin_with_rates,
+    PER_POINT: per_point,
+}
+METHODS = tuple(_METHODS)
+PAPER_METHODS = (TRACIN, FISHER, LISSA, TRAK)
+SIGNS = {
+    TRACIN: 1,  # a step on the group lowers the loss by its score, so without the group the loss is higher
+    RATES: 1,
+    PER_POINT: 1,
+    FISHER: 1,  # likewise, with the inverse curvature between the gradients
+    LISSA: 1,
+    TRAK: -1,  # how much the group raises the target, here the loss
+}
+
+
+def captum_scores(subject: Subject, vectorised: bool) -> Tensor:
+    """Captum's own TracInCP of every point for the summed test loss `[n]`: in its sample-wise mode, or its default."""
+    tracin_cp = TracInCP(
+        subject.model, TensorDataset(*subject.train), [subject.model.state_dict()], lambda model, state: 1.0,
+        loss_fn=nn.CrossEntropyLoss(reduction="sum" if vectorised else "none"), batch_size=_BATCH,
+        sample_wise_grads_per_batch=vectorised,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Input Tensor .* did not already require gradients", UserWarning)
+        return tracin_cp.influence(subject.test, aggregate=True)[0] / len(subject.test[0])
+
+
+def sample_wise(model: nn.Module) -> bool:
+    """Whether Captum knows the gradients of single points of all layers."""
+    known = tuple(SUPPORTED_MODULES)
+    return all(isinstance(module, known) for module in model.modules() if list(module.parameters(recurse=False)))
+
+
+def _inner_products(subject: Subject, groups: Groups, strategy: str) -> Scores:
+    """⟨∇g, Σ ∇ℓ⟩ of every group."""
+    provider = subject.gradients(groups, strategy)
+    found = timed(provider.scores, subject.direction.value)
+    used = provider.plan(1).strategy
+    return Scores(found.value, f"strategy {used}", found.seconds, scoring=subject.direction.seconds)
+
+
+def _quiet() -> redirect_stderr[io.StringIO]:
+    """Without the progress bars of TRAK, of which there are two for every call."""
+    return redirect_stderr(io.StringIO())
+
+
+def _solve(rows: Tensor) -> Tensor:
+    damped, _ = EmpiricalFisher(rows.shape[1]).add(rows).damped()
+    return torch.linalg.solve(damped, rows.T)
+
+
+def _projector(subject: Subject) -> BasicProjector:
+    """TRAK's projector on a CPU, in two blocks: with one, TRAK 0.3.2 has freed its matrix when it comes to scoring."""
+    parameters, dim = sum(value.numel() for value in subject.model.parameters()), subject.task.projection_dim
+    return BasicProjector(parameters, dim, 0, ProjectionType.normal, "cpu", -(-dim // 2))
+
+
+def _featurize(traker: Any, number: int, state: dict[str, Tensor], train: Any, batches: Iterable[list[int]]) -> None:
+    traker.load_checkpoint(state, model_id=number)
+    for indices in batches:
+        at = torch.as_tensor(indices)
+        traker.featurize([tensor[at] for tensor in train], inds=np.asarray(indices))
+
+
+def _scored(traker: Any, states: Iterable[dict[str, Tensor]], subject: Subject) -> Tensor:
+    for number, state in enumerate(states):
+        traker.start_scoring_checkpoint("test", state, number, num_targets=1)
+        traker.score(property=subject.property, num_samples=1)
+    return torch.tensor(np.array(traker.finalize_scores("test")))[:, 0]

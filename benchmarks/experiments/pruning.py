@@ -1,0 +1,31 @@
+"""Pruning: test accuracy after removing the least important points; higher is better.
+
+As in the paper's tables: single points against large groups, at random (the paper's) and by its best grouping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from benchmarks.experiments.bench import BEST, Bench, Cell
+from benchmarks.experiments.methods import PAPER_METHODS
+from benchmarks.experiments.removal import write_rows
+
+NAME = "pruning"
+LARGE = 2  # how many of the largest group sizes are pruned with
+
+
+def run(bench: Bench) -> None:
+    """Write the rows that are not there yet."""
+    write_rows(bench, NAME, _cells(bench), bench.size.pruned, largest_first=False)
+
+
+def _cells(bench: Bench) -> Iterator[tuple[Cell, Sequence[float]]]:
+    fractions = bench.size.pruned
+    sizes = sorted(size for size in bench.size.group_sizes if size > 1)[-LARGE:]
+    for cell in bench.cells(("Random", BEST)):
+        if cell.group_size != 1 and cell.group_size not in sizes:
+            continue
+        yield cell, fractions
+        if cell.method in PAPER_METHODS and cell.grouping == BEST and cell.grouping_seed == 0:
+            yield cell.mean, fractions

@@ -1,0 +1,126 @@
+"""What is explained: a trained model with its data, its mean test loss, and what several methods share.
+
+Everything is computed when first asked for, with the CPU seconds it took, because those belong to every method that
+uses it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.scales import ExperimentScale
+from benchmarks.tasks import LOSS, Lissa, Task
+from ggda_ext import GroupGradients, properties
+from ggda_ext.curvature import Hessian, lissa
+from ggda_ext.data import IndexedData
+from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.properties import MeanProperty, property_gradient
+from ggda_ext.training import Trained
+
+LISSA_BATCH = 128
+_TRIES = 4  # LiSSA's scale is doubled that often if the recursion diverges
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Timed(Generic[T]):
+    """A result and the CPU seconds it took."""
+
+    value: T
+    seconds: float
+
+
+def timed(function: Callable[..., T], *args: Any, **kwargs: Any) -> Timed[T]:
+    """Call a function and take its CPU time."""
+    start = time.process_time()
+    value = function(*args, **kwargs)
+    return Timed(value, time.process_time() - start)
+
+
+class Subject:
+    """The model of one seed, and the property that is explained: its mean test loss.
+
+    Args:
+        task: data, model and training.
+        size: how large the experiments are.
+        seed: of the model.
+        labels: training labels in place of the data's `[n]`.
+        models: where trained models are kept; the cache if left out.
+    """
+
+    def __init__(
+        self, task: Task, size: ExperimentScale, seed: int, labels: Tensor | None = None, models: Path | None = None
+    ) -> None:
+        self.task, self.size, self.seed, self.labels, self.models = task, size, seed, labels, models
+        x, y = task.data.train
+        self.train = (x, y if labels is None else labels)
+        self.test = task.data.test
+
+    @cached_property
+    def trained(self) -> Trained:
+        """The model trained on all points, with checkpoints and learning rates."""
+        return self.task.trained(self.seed, self.labels, self.models)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.trained.model
+
+    @property
+    def property(self) -> MeanProperty:
+        """The mean test loss."""
+        return properties.mean_loss(self.test, LOSS)
+
+    @cached_property
+    def direction(self) -> Timed[Tensor]:
+        """Gradient of the mean test loss `[1, p]`."""
+        return timed(property_gradient, self.property, self.model, ParameterSpace(self.model).parameters)
+
+    @cached_property
+    def accuracy(self) -> float:
+        """Test accuracy."""
+        with torch.no_grad():
+            outputs = torch.cat([self.model(part) for part in self.test[0].split(512)])
+        return float((outputs.argmax(1) == self.test[1]).double().mean())
+
+    @cached_property
+    def ensemble(self) -> tuple[dict[str, Tensor], ...]:
+        """States of models trained on random halves of the points, for TRAK."""
+        made = self.task.ensemble(self.size.trak_models, seed=self.seed, labels=self.labels, folder=self.models)
+        return tuple(model.state_dict() for model in made.models)
+
+    @cached_property
+    def solved(self) -> tuple[Timed[Tensor], Lissa]:
+        """H⁻¹ times the gradient of the mean test loss `[1, p]` by LiSSA, and its settings.
+
+        The scale is doubled until the recursion does not diverge.
+        """
+        settings, direction = self.task.lissa, self.direction.value
+        hessian = Hessian(
+            ParameterSpace(self.model), lambda model, batch: LOSS(model(batch[0]), batch[1]),
+            IndexedData(self.train, "the training data"),
+        )  # fmt: skip
+        for attempt in range(_TRIES):
+            scale = settings.scale * 2**attempt
+            try:
+                found = timed(
+                    lissa, hessian, direction, depth=settings.depth, scaling=scale, damping=settings.damping,
+                    repeat=settings.repeats, batch_size=LISSA_BATCH, seed=self.seed,
+                )  # fmt: skip
+            except ValueError:
+                if attempt == _TRIES - 1:
+                    raise
+                continue
+            return found, Lissa(settings.damping, settings.repeats, settings.depth, scale)
+        raise AssertionError("the loop returns or raises")
+
+    def gradients(self, groups: Any, strategy: str = "auto") -> GroupGradients:
+        """The provider of the training side."""
+        return GroupGradients(self.model, LOSS, self.train, groups, strategy=strategy)
