@@ -1,0 +1,82 @@
+"""Tables of the check against the original toolkits: what is equal, how much faster, what was skipped and why; data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.report.formats import Table, three_digits
+from benchmarks.report.rows import Results
+
+
+def check_tables(results: Results) -> Iterator[Table]:
+    """The comparison row by row, then the rows that are none."""
+    rows = results.of("check")
+    if rows.empty:
+        return
+    compared = rows[rows["status"].isin(["equal", "differs"])]
+    if not compared.empty:
+        yield Table(
+            "check",
+            "Group scores against the sums of the original toolkit's scores, on the same points",
+            pd.DataFrame([_comparison(row) for row in compared.to_dict("records")]),
+            keys=3,
+            notes=[
+                "Error: largest difference, relative to the largest score. CPU seconds in one process; peak memory of "
+                "the call. The paper compares no group score with its toolkit's own."
+            ],
+        )
+    others = rows[~rows["status"].isin(["equal", "differs"])]
+    if not others.empty:
+        lines = [
+            [row["setting"], row["toolkit"], row["method"], row["status"], str(row.get("reason") or "")]
+            for row in others.to_dict("records")
+        ]
+        columns = ["Data / model", "Toolkit", "Method", "Status", "Reason"]
+        frame = pd.DataFrame(lines, columns=columns)
+        yield Table("check-skipped", "Checks that compared nothing, and why", frame, keys=len(columns))
+
+
+def source_table(results: Results) -> Table:
+    """Every data set with its size and where it came from; stand-ins are marked."""
+    keys = ["setting", "scale", "train_points", "test_points", "source", "stand_in"]
+    rows = results.rows.drop_duplicates(["experiment", *keys])
+    lines = []
+    for values, some in rows.groupby(keys, sort=False, dropna=False):
+        setting, scale, train, test, source, stand_in = values
+        lines.append(
+            [
+                setting, ", ".join(some["experiment"].unique()), scale or "–", _count(train), _count(test),
+                source or "–", "stand-in" if stand_in else "real",
+            ]
+        )  # fmt: skip
+    columns = ["Data / model", "Used in", "Scale", "Training points", "Test points", "Source", "Kind"]
+    return Table("sources", "Data", pd.DataFrame(lines, columns=columns), keys=len(columns))
+
+
+def _comparison(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "Data / model": row["setting"],
+        "Toolkit": row["toolkit"],
+        "Method": row["method"],
+        "Points": _count(row["train_points"]),
+        "Groups": _count(row["groups"]),
+        "Result": row["status"],
+        "Error": f"{row['error']:.0e}",
+        "Allowed": f"{row['tolerance']:.0e}",
+        "Original (s)": three_digits(row["seconds_original"]),
+        "Groups (s)": three_digits(row["seconds_groups"]),
+        "Speed-up": three_digits(row["speed_up"], "×"),
+        "Original (MB)": _megabytes(row.get("peak_original")),
+        "Groups (MB)": _megabytes(row.get("peak_groups")),
+    }
+
+
+def _count(number: float | None) -> str:
+    return "–" if number is None or pd.isna(number) else f"{int(number):,}"
+
+
+def _megabytes(count: float | None) -> str:
+    return "–" if count is None or pd.isna(count) else f"{count / 2**20:,.0f}"

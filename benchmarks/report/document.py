@@ -1,0 +1,51 @@
+"""A hand-written Markdown document with generated parts: tables between markers, figures copied beside it.
+
+``<!-- table NAME -->`` … ``<!-- end -->`` is filled with the report's table NAME, ``<!-- headlines -->`` … ``<!-- end
+-->`` with its headlines, and ``<!-- runs -->`` … ``<!-- end -->`` with machine, commands and versions. Every linked
+``figures/NAME.svg`` or ``.png`` is copied. All other text stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from benchmarks.report.page import Content, run_lines
+
+_MARKED = re.compile(r"<!-- (?P<what>table (?P<name>[\w-]+)|headlines|runs) -->\n.*?<!-- end -->", re.DOTALL)
+_FIGURE = re.compile(r"\(figures/(?P<name>[\w-]+)\.(?P<kind>svg|png)\)")
+
+
+def refresh(document: Path, content: Content) -> None:
+    """Fill the generated parts of a document.
+
+    Raises:
+        ValueError: if the document names a table or figure that the rows do not give; nothing is written then.
+    """
+    tables = {table.name: table for table in (content.sources, *content.tables)}
+    pictures = {picture.name: picture for picture in content.pictures}
+    text = document.read_text(encoding="utf-8")
+    wanted = {match["name"] for match in _MARKED.finditer(text) if match["name"]}
+    figures = {(match["name"], match["kind"]) for match in _FIGURE.finditer(text)}
+    unknown = sorted((wanted - set(tables)) | {name for name, _ in figures if name not in pictures})
+    if unknown:
+        raise ValueError(
+            f"{document} shows {', '.join(unknown)}, which these result folders do not give: add the folder that has "
+            f"the rows, or take them out of the document."
+        )
+
+    def filled(match: re.Match[str]) -> str:
+        if match["name"]:
+            body = tables[match["name"]].markdown()
+        elif match["what"] == "headlines":
+            body = "\n".join(f"- {line}" for line in content.headlines.lines)
+        else:
+            body = "\n\n".join(run_lines(run) for run in content.runs)
+        return f"<!-- {match['what']} -->\n{body.strip()}\n<!-- end -->"
+
+    document.write_text(_MARKED.sub(filled, text), encoding="utf-8")
+    folder = document.parent / "figures"
+    folder.mkdir(exist_ok=True)
+    for name, kind in figures:
+        shutil.copyfile(pictures[name].svg.with_suffix(f".{kind}"), folder / f"{name}.{kind}")

@@ -1,0 +1,169 @@
+"""All figures of a report, and those of detection, cost and speed-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from tqdm.auto import tqdm
+
+from benchmarks.report.lds_figures import lds_figures
+from benchmarks.report.removal_figures import removal_figures, runtime_figures
+from benchmarks.report.rows import PARTS, Results, of_sums, ordered, slug
+from benchmarks.report.style import (
+    BLACK,
+    GREY,
+    OF_PART,
+    SERIES,
+    Picture,
+    finish,
+    grid,
+    line,
+    log_axis,
+    method_look,
+    save,
+    style,
+)
+from benchmarks.report.tables import cost
+
+Drawer = Callable[[Results, Path], Iterator[Picture]]
+
+
+def draw_all(results: Results, folder: Path, show_progress: bool = True) -> tuple[list[Picture], list[str]]:
+    """Draw every figure the rows allow.
+
+    Returns:
+        The figures in the order of the report, and for each kind without rows a line saying what to run.
+    """
+    pictures, missing = [], []
+    with style():
+        for title, command, drawer in tqdm(KINDS, desc="figures", disable=not show_progress, leave=False):
+            found = list(drawer(results, folder))
+            pictures += found
+            if not found:
+                missing.append(f"No figure of {title}: no rows for it; run `python -m benchmarks {command}`.")
+    return pictures, missing
+
+
+def detection_figures(results: Results, folder: Path) -> Iterator[Picture]:
+    """Per setting: mislabelled points found against points checked, for single points and groups of two sizes."""
+    for setting, rows in results.of("noisy").groupby("setting", sort=False):
+        some = ordered(of_sums(rows))
+        some = some[some["grouping"].isin(["none", "Grad-K-Means"]) & some["curve"].notna()]
+        if not some.empty:
+            yield _detection(str(setting), some, folder)
+
+
+def _detection(setting: str, rows: pd.DataFrame, folder: Path) -> Picture:
+    methods = list(dict.fromkeys(rows["method"]))
+    sizes = sorted(rows["group_size"].unique())
+    shown = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+    panels = {"single points" if size == 1 else f"Grad-K-Means groups of {size:g}": size for size in shown}
+
+    def draw(axis: Axes, panel: str) -> None:
+        axis.plot([0, 100], [0, 100], color=GREY, linestyle=":", linewidth=1)
+        for method, some in rows[rows["group_size"] == panels[panel]].groupby("method", sort=False):
+            checked, found = _mean_curve(some["curve"])
+            color, marker = method_look(str(method), methods)
+            axis.plot(100 * checked, 100 * found, color=color, marker=marker, markevery=5)
+        axis.set_xlabel("training points checked (%)")
+        axis.set_ylabel("mislabelled points found (%)")
+        axis.set_xlim(0, 101)
+        axis.set_ylim(0, 102)
+
+    figure = grid(list(panels), 3, draw, height=2.9, width=3.1)
+    handles = [line(name, *method_look(name, methods)) for name in methods]
+    title = f"{setting}: mislabelled points found"
+    finish(figure, title, [*handles, line("by chance", GREY, style=":")], columns=5)
+    caption = "Points are checked in the order of their (group's) importance, the least important first."
+    return save(figure, folder, f"detection-{slug(setting)}", title, f"{caption} Higher is better.")
+
+
+def cost_figures(results: Results, folder: Path) -> Iterator[Picture]:
+    """Per setting: CPU seconds by part and group size (Grad-K-Means), one panel per method."""
+    costs = cost(results)
+    if costs.empty:
+        return
+    for setting, rows in costs[costs["grouping"].isin(["none", "Grad-K-Means"])].groupby("setting", sort=False):
+        counts = rows.groupby("method", sort=False)["group_size"].nunique()
+        methods = [str(method) for method, count in counts.items() if count > 1]
+        if methods:
+            yield _cost(str(setting), methods, rows, folder)
+
+
+def _cost(setting: str, methods: list[str], rows: pd.DataFrame, folder: Path) -> Picture:
+    def draw(axis: Axes, method: str) -> None:
+        mine = rows[rows["method"] == method].sort_values("group_size")
+        base = np.zeros(len(mine))
+        names = [f"{size:g}" for size in mine["group_size"]]
+        for part in PARTS:
+            height = mine[f"seconds_{part}"].to_numpy()
+            color, hatch = OF_PART[part]
+            axis.bar(names, height, bottom=base, color=color, hatch=hatch, edgecolor="white", width=0.75)
+            base = base + height
+        for at, total in enumerate(base):
+            axis.annotate(f"{total:.2g}", (at, total), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+        axis.margins(y=0.14)
+        axis.set_xlabel("group size (points; 1 = single points)")
+        axis.set_ylabel("CPU seconds")
+
+    figure = grid(methods, 2, draw)
+    handles = [
+        Patch(facecolor=color, hatch=hatch, edgecolor="white", label=part) for part, (color, hatch) in OF_PART.items()
+    ]
+    title = f"{setting}: where the time goes (Grad-K-Means)"
+    finish(figure, title, handles)
+    caption = "CPU seconds of attribution by part, the total above every bar. Every panel has its own scale."
+    return save(figure, folder, f"cost-{slug(setting)}", title, caption)
+
+
+def speed_figures(results: Results, folder: Path) -> Iterator[Picture]:
+    """Speed-up over the original toolkits, one line per method, one marker per setting."""
+    rows = results.of("check")
+    rows = rows[rows["status"].isin(["equal", "differs"])] if not rows.empty else rows
+    if rows.empty:
+        return
+    names = list(dict.fromkeys(rows["toolkit"] + " · " + rows["method"]))
+    settings = list(dict.fromkeys(rows["setting"]))
+    figure = Figure(figsize=(7.2, 0.27 * len(names) + 1.9), layout="constrained")
+    axis = figure.subplots()
+    for at, setting in enumerate(settings):
+        some = rows[rows["setting"] == setting]
+        color, marker = SERIES[at % len(SERIES)]
+        y = [names.index(f"{row.toolkit} · {row.method}") for row in some.itertuples()]
+        axis.scatter(
+            some["speed_up"], y, color=color, marker=marker, s=34, edgecolors="white", linewidths=0.5, zorder=3
+        )
+    axis.axvline(1, color=BLACK, linewidth=1)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    log_axis(axis, unit="×")
+    axis.set_xlabel("speed-up over the original (ratio of CPU seconds)")
+    handles = [line(name, *SERIES[at % len(SERIES)], "") for at, name in enumerate(settings)]
+    title = "Group scores against the original toolkits"
+    finish(figure, title, handles, columns=3)
+    caption = "Same points, same process; right of the black line the group version is faster."
+    yield save(figure, folder, "speed-up", title, caption)
+
+
+def _mean_curve(curves: pd.Series) -> tuple[np.ndarray, np.ndarray]:
+    """Mean of several curves `[[checked, found], …]`, on a common grid."""
+    checked = np.linspace(0, 1, 41)
+    found = [np.interp(checked, *np.asarray([[0, 0], *one, [1, 1]], float).T) for one in curves]
+    return checked, np.mean(found, axis=0)
+
+
+KINDS: tuple[tuple[str, str, Drawer], ...] = (
+    ("the speed-up over the originals", "check", speed_figures),
+    ("fidelity against runtime", "run retraining", runtime_figures),
+    ("removal curves", "run retraining pruning", removal_figures),
+    ("detection curves", "run noisy", detection_figures),
+    ("LDS against group size", "run lds", lds_figures),
+    ("the cost by part", "run retraining", cost_figures),
+)
+"""What a figure shows, the command that makes its rows, and who draws it, in the order of the report."""

@@ -1,0 +1,127 @@
+"""A table as Markdown, LaTeX (booktabs) and HTML: one frame of text, rendered three ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+import pandas as pd
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a report.
+
+    Attributes:
+        name: file name without its end.
+        title: caption.
+        frame: cells as text; columns of one or two levels.
+        keys: how many leading columns name the row; repeated names there are left blank.
+        notes: sentences under the table.
+    """
+
+    name: str
+    title: str
+    frame: pd.DataFrame
+    keys: int = 1
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def markdown(self) -> str:
+        """The table as GitHub Markdown, title above and notes below."""
+        frame = self._blanked()
+        header = [_cell(_flat(name)) for name in frame.columns]
+        rule = ["---"] * self.keys + ["---:"] * (len(header) - self.keys)
+        lines = [header, rule, *([_cell(text) for text in row] for row in frame.itertuples(index=False))]
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        notes = "".join(f"\n\n{note}" for note in self.notes)
+        return f"**{self.title}**\n\n{table}{notes}\n"
+
+    def latex(self) -> str:
+        """The table as a LaTeX float; needs the package booktabs."""
+        body = self._blanked().to_latex(
+            index=False, escape=True, multicolumn_format="c", column_format="l" * self.keys + "r" * self._values
+        )
+        caption = _tex(" ".join([self.title + ".", *self.notes]))
+        body = _signs(body)
+        return (
+            f"\\begin{{table}}[ht]\n\\caption{{\\small {caption}}}\n\\label{{tab:{self.name}}}\n"
+            f"\\small\n\\begin{{center}}\n{body}\\end{{center}}\n\\end{{table}}\n"
+        )
+
+    def html(self) -> str:
+        """The table as a figure whose box scrolls on its own."""
+        body = self._blanked().to_html(
+            index=False, escape=True, border=0, classes=["words" if self._values == 0 else f"keys{self.keys}"]
+        )
+        notes = "".join(f"<p class='note'>{escape(note)}</p>" for note in self.notes)
+        return (
+            f"<figure class='table' id='table-{escape(self.name)}'><figcaption>{escape(self.title)}</figcaption>"
+            f"<div class='box' tabindex='0'>{body}</div>{notes}</figure>"
+        )
+
+    @property
+    def _values(self) -> int:
+        return self.frame.shape[1] - self.keys
+
+    def _blanked(self) -> pd.DataFrame:
+        frame = self.frame.astype(str)
+        shown = frame.copy()
+        repeated = pd.Series(True, index=frame.index)
+        for at in range(self.keys - 1):
+            column = frame.iloc[:, at]
+            repeated &= column.eq(column.shift())
+            shown.isetitem(at, column.mask(repeated, ""))
+        return shown
+
+
+def percent(mean: float, stderr: float = float("nan")) -> str:
+    """A share as percent with its standard error, e.g. ``"72.4 ± 0.3"``; a dash if there is none."""
+    return plus_minus(100 * mean, 100 * stderr, 1)
+
+
+def plus_minus(mean: float, stderr: float, digits: int) -> str:
+    """A number with its standard error, which is left out where there is only one value."""
+    if pd.isna(mean):
+        return "–"
+    return f"{mean:.{digits}f}" + ("" if pd.isna(stderr) else f" ± {stderr:.{digits}f}")
+
+
+def interval(mean: float, low: float, high: float) -> str:
+    """A number with its confidence interval, e.g. ``"0.71 [0.65, 0.77]"``."""
+    if pd.isna(mean):
+        return "–"
+    return f"{mean:.2f}" + ("" if pd.isna(low) or pd.isna(high) else f" [{low:.2f}, {high:.2f}]")
+
+
+def three_digits(value: float, unit: str = "") -> str:
+    """A number with three significant digits and no exponent, e.g. ``"0.0123"``, ``"4.56"``, ``"1230"``."""
+    if pd.isna(value):
+        return "–"
+    if value == 0:
+        return f"0{unit}"
+    rounded = float(f"{value:.3g}")
+    text = f"{rounded:.0f}" if abs(rounded) >= 100 else f"{value:#.3g}"
+    return (f"{value:.1e}" if abs(value) < 1e-3 else text.rstrip(".")) + unit
+
+
+def _flat(name: object) -> str:
+    """A column of two levels as one line."""
+    parts = name if isinstance(name, tuple) else (name,)
+    return " ".join(str(part) for part in parts if str(part))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def _tex(text: str) -> str:
+    for sign in "&%$#_{}":
+        text = text.replace(sign, f"\\{sign}")
+    return _signs(text)
+
+
+def _signs(text: str) -> str:
+    for sign, command in {"±": "$\\pm$", "×": "$\\times$", "–": "--", "≥": "$\\geq$", "≤": "$\\leq$"}.items():
+        text = text.replace(sign, command)
+    return text

@@ -1,0 +1,65 @@
+"""Figures of fidelity to real retraining: LDS and leave-group-out correlation against group size, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from benchmarks.report.rows import GROUPINGS, Results, grouping_title, mean_interval, of_sums, ordered, slug
+from benchmarks.report.style import GREY, OF_GROUPING, Picture, finish, grid, line, save, size_axis
+
+_KINDS = (
+    ("mean", "interval", "lds", "linear data-modelling score (LDS)"),
+    ("loo_mean", "loo_interval", "leave-group-out", "correlation with leaving groups out"),
+)
+"""Column of the value, column of its interval, name of the file, and what it is."""
+
+
+def lds_figures(results: Results, folder: Path) -> Iterator[Picture]:
+    """Per setting: LDS, and the correlation with leaving groups out where it was run, against group size."""
+    for mean, bounds, name, what in _KINDS:
+        for setting, rows in results.of("lds").groupby("setting", sort=False):
+            if mean not in rows:
+                continue
+            some = of_sums(rows[rows[mean].notna()]).rename(columns={mean: "value", bounds: "bounds"})
+            if some["group_size"].nunique() > 1:
+                title = f"{setting}: {what} against group size"
+                yield _against_size(title, ordered(some), folder, f"{name}-{slug(str(setting))}")
+
+
+def _against_size(title: str, rows: pd.DataFrame, folder: Path, name: str) -> Picture:
+    counts = rows.groupby("method", sort=False)["group_size"].nunique()
+    methods = [str(method) for method, count in counts.items() if count > 1]
+    groupings = [one for one in GROUPINGS if one in set(rows["grouping"])]
+    sizes = sorted(rows["group_size"].unique())
+
+    def draw(axis: Axes, method: str) -> None:
+        axis.axhline(0, color=GREY, linewidth=0.8)
+        for at, grouping in enumerate(groupings):
+            mine = rows[(rows["method"] == method) & (rows["grouping"] == grouping)]
+            points = [
+                (size, some["value"].mean(), *mean_interval(some["bounds"]))
+                for size, some in mine.groupby("group_size")
+            ]
+            if not points:
+                continue
+            x, y, low, high = np.asarray(points, float).T
+            bars = np.nan_to_num(np.clip([y - low, high - y], 0, None))
+            color, marker = OF_GROUPING[grouping]
+            apart = 1 if grouping == "none" else 2 ** (0.14 * (at - len(groupings) / 2))  # bars side by side
+            axis.errorbar(
+                x * apart, y, bars, color=color, marker=marker, capsize=2, elinewidth=0.9,
+                markersize=9 if grouping == "none" else 5,
+            )  # fmt: skip
+        size_axis(axis, sizes)
+        axis.set_ylabel("Spearman correlation")
+
+    figure = grid(methods, 2, draw)
+    handles = [line(grouping_title(one), *OF_GROUPING[one]) for one in groupings]
+    finish(figure, title, handles, columns=5)
+    caption = "Rank correlation of predicted with real effects of retraining; higher is better. Bars: 95 % interval."
+    return save(figure, folder, name, title, caption)

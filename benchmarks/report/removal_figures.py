@@ -1,0 +1,213 @@
+"""Figures of retraining score and pruning: fidelity against runtime (the paper's figures 1 and 2), removal curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from benchmarks.report.rows import (
+    BASELINES,
+    GROUPINGS,
+    KEYS,
+    NO_REMOVAL,
+    RANDOM_REMOVAL,
+    Results,
+    merged,
+    of_sums,
+    ordered,
+    slug,
+)
+from benchmarks.report.style import (
+    BLACK,
+    GREY,
+    OF_GROUPING,
+    SERIES,
+    Picture,
+    finish,
+    grid,
+    line,
+    log_axis,
+    method_look,
+    save,
+)
+
+_SECONDS = "attribution time (CPU s, grouping included)"
+_ACCURACY = "test accuracy (%)"
+
+
+def runtime_figures(results: Results, folder: Path) -> Iterator[Picture]:
+    """Per setting: accuracy against runtime by grouping at the largest removal, then by removal for Grad-K-Means."""
+    for setting, rows in results.of("retraining").groupby("setting", sort=False):
+        found = ordered(merged(of_sums(rows), [*KEYS, "fraction"]))
+        if found["group_size"].nunique() > 1:
+            yield _by_grouping(str(setting), found, folder)
+            if "Grad-K-Means" in set(found["grouping"]):
+                yield _by_removal(str(setting), found, folder)
+
+
+def removal_figures(results: Results, folder: Path) -> Iterator[Picture]:
+    """Per setting and experiment: accuracy against the share removed, for single points and for groups."""
+    for experiment in _REMOVED:
+        for setting, rows in results.of(experiment).groupby("setting", sort=False):
+            found = ordered(merged(of_sums(rows), [*KEYS, "fraction"]))
+            panels = _removal_panels(found)
+            if panels:
+                yield _curves(experiment, str(setting), found, panels, folder)
+
+
+_REMOVED = {"retraining": ("most important", "lower is better"), "pruning": ("least important", "higher is better")}
+
+
+def _curves(
+    experiment: str, setting: str, found: pd.DataFrame, panels: dict[str, pd.DataFrame], folder: Path
+) -> Picture:
+    methods = [name for name in dict.fromkeys(found["method"]) if name not in BASELINES]
+    start = found[found["method"] == NO_REMOVAL].assign(fraction=0.0).head(1)
+    random = found[found["method"] == RANDOM_REMOVAL]
+
+    def plot(axis: Axes, rows: pd.DataFrame, look: tuple[str, str], style: str = "-") -> None:
+        curve = pd.concat([start, rows]).sort_values("fraction")
+        axis.errorbar(
+            100 * curve["fraction"], 100 * curve["mean"], 100 * curve["stderr"].fillna(0), color=look[0],
+            marker=look[1], linestyle=style, capsize=2, elinewidth=0.8,
+        )  # fmt: skip
+
+    def draw(axis: Axes, panel: str) -> None:
+        for method, rows in panels[panel].groupby("method", sort=False):
+            plot(axis, rows, method_look(str(method), methods))
+        if not random.empty:
+            plot(axis, random, (GREY, ""), "--")
+        axis.set_xlabel("training points removed (%)")
+        axis.set_ylabel(_ACCURACY)
+
+    figure = grid(list(panels), 3, draw, height=2.9, width=3.1)
+    _share_y(figure.axes)
+    handles = [line(name, *method_look(name, methods)) for name in methods]
+    handles += [] if random.empty else [line("random removal", GREY, style="--")]
+    which, better = _REMOVED[experiment]
+    title = f"{setting}: {which} points removed"
+    finish(figure, title, handles, columns=5)
+    caption = f"Test accuracy after retraining without the {which} points ({better}). {_BARS}"
+    return save(figure, folder, f"{experiment}-curves-{slug(setting)}", title, caption)
+
+
+_BARS = "Bars: standard error over model seeds."
+
+
+def _by_grouping(setting: str, found: pd.DataFrame, folder: Path) -> Picture:
+    largest = found["fraction"].max()
+    some = found[found["fraction"] == largest]
+    methods = _grouped_methods(some)
+    groupings = [name for name in GROUPINGS if name in set(some["grouping"]) and name != "none"]
+    sizes = sorted(some.loc[~some["method"].isin(BASELINES), "group_size"].unique())
+
+    def draw(axis: Axes, method: str) -> None:
+        _baselines(axis, found, largest)
+        mine = some[some["method"] == method]
+        for grouping in groupings:
+            curve = mine[mine["grouping"].isin([grouping, "none"])].sort_values("group_size")
+            _curve(axis, curve, OF_GROUPING[grouping])
+        single = mine[mine["group_size"] == 1]
+        axis.plot(single["seconds_total"], 100 * single["mean"], linestyle="", color=BLACK, marker="*", markersize=10)
+        _finish_runtime(axis)
+
+    figure = grid(methods, 2, draw)
+    handles = [line("single points (size 1)", BLACK, "*", "", 9)]
+    handles += [line(name, *OF_GROUPING[name]) for name in groupings]
+    title = f"{setting}: accuracy after removing the top {100 * largest:g} %, by grouping"
+    finish(figure, title, handles + _baseline_handles(found) + _size_handles(sizes), columns=4)
+    return save(figure, folder, f"runtime-groupings-{slug(setting)}", title, f"{_READ} {_BARS}")
+
+
+def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Picture:
+    some = found[found["grouping"].isin(["Grad-K-Means", "none"]) & ~found["method"].isin(BASELINES)]
+    methods = _grouped_methods(some)
+    fractions = sorted(some["fraction"].unique())
+    sizes = sorted(some["group_size"].unique())
+
+    def draw(axis: Axes, method: str) -> None:
+        _baselines(axis, found, None)
+        for fraction, look in zip(fractions, SERIES, strict=False):
+            curve = some[(some["method"] == method) & (some["fraction"] == fraction)].sort_values("group_size")
+            _curve(axis, curve, look)
+        _finish_runtime(axis)
+
+    figure = grid(methods, 2, draw)
+    handles = [line(f"top {100 * one:g} % removed", *look) for one, look in zip(fractions, SERIES, strict=False)]
+    title = f"{setting}: accuracy after removal, Grad-K-Means groups"
+    none = [entry for entry in _baseline_handles(found) if entry.get_label() == "no removal"]
+    finish(figure, title, handles + none + _size_handles(sizes), columns=4)
+    return save(figure, folder, f"runtime-removals-{slug(setting)}", title, f"{_READ} {_BARS}")
+
+
+_READ = "Lower is better, left is cheaper; the marker grows with the group size along the curve."
+
+
+def _curve(axis: Axes, curve: pd.DataFrame, look: tuple[str, str]) -> None:
+    color, marker = look
+    x, y = curve["seconds_total"], 100 * curve["mean"]
+    axis.errorbar(x, y, 100 * curve["stderr"].fillna(0), color=color, elinewidth=0.8, capsize=1.5, alpha=0.85)
+    area = [_area(size) for size in curve["group_size"]]
+    axis.scatter(x, y, s=area, color=color, marker=marker, edgecolors="white", linewidths=0.5, zorder=3)
+
+
+def _area(size: float) -> float:
+    """Area of a marker in points², growing with the logarithm of the group size."""
+    return 14 + 11 * math.log2(max(size, 1))
+
+
+def _finish_runtime(axis: Axes) -> None:
+    log_axis(axis)
+    axis.set_xlabel(_SECONDS)
+    axis.set_ylabel(_ACCURACY)
+
+
+def _baselines(axis: Axes, found: pd.DataFrame, fraction: float | None) -> None:
+    for method, style in ((NO_REMOVAL, ":"), (RANDOM_REMOVAL, "--")):
+        some = found[found["method"] == method]
+        if method == RANDOM_REMOVAL:
+            some = some[some["fraction"] == fraction]
+        if not some.empty:
+            axis.axhline(100 * some["mean"].iloc[0], color=GREY, linestyle=style, linewidth=1.1)
+
+
+def _baseline_handles(found: pd.DataFrame) -> list[Line2D]:
+    entries = {
+        NO_REMOVAL: line("no removal", GREY, style=":"),
+        RANDOM_REMOVAL: line("random removal", GREY, style="--"),
+    }
+    return [entry for name, entry in entries.items() if name in set(found["method"])]
+
+
+def _size_handles(sizes: list[float]) -> list[Line2D]:
+    shown = sizes if len(sizes) <= 3 else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
+    return [line(f"group size {size:g}", GREY, "o", "", math.sqrt(_area(size))) for size in shown]
+
+
+def _grouped_methods(found: pd.DataFrame) -> list[str]:
+    """Methods with more than one group size: only they have a curve."""
+    counts = found.groupby("method", sort=False)["group_size"].nunique()
+    return [str(name) for name, count in counts.items() if count > 1 and name not in BASELINES]
+
+
+def _removal_panels(found: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Panel name → its rows: single points, then Grad-K-Means and random groups of a middle size."""
+    attributed = found[~found["method"].isin(BASELINES)]
+    panels = {"single points": attributed[attributed["group_size"] == 1]}
+    for grouping in ("Grad-K-Means", "Random"):
+        some = attributed[attributed["grouping"] == grouping]
+        if not some.empty:
+            size = min(some["group_size"].unique(), key=lambda one: abs(math.log2(one / 64)))
+            panels[f"{grouping} groups of {size:g}"] = some[some["group_size"] == size]
+    return {name: rows for name, rows in panels.items() if not rows.empty}
+
+
+def _share_y(axes: list[Axes]) -> None:
+    low, high = min(axis.get_ylim()[0] for axis in axes), max(axis.get_ylim()[1] for axis in axes)
+    for axis in axes:
+        axis.set_ylim(low, high)

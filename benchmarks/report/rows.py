@@ -1,0 +1,183 @@
+"""Rows of one or more result folders as one pandas frame, ready for tables and figures.
+
+A *setting* is a data set with a model at one size, e.g. ``"HELOC / ANN-S"``; stand-in data is part of its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.results import read_config, read_rows
+
+DATA_SETS = ("HELOC", "MNIST", "CIFAR-10", "QNLI")
+PAPER_METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
+GROUPINGS = ("none", "Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
+NO_REMOVAL, RANDOM_REMOVAL = BASELINES = ("No removal", "Random removal")
+KEYS = ("setting", "method", "grouping", "group_size", "aggregation")
+PARTS = ("grouping", "gradients", "curvature", "scoring")
+STAND_IN = "stand-in data"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A result folder: where it is and how it was made."""
+
+    path: Path
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything a report is made from.
+
+    Attributes:
+        runs: the folders.
+        rows: one line per row, with the columns `setting`, `folder` and the seconds of each part added.
+    """
+
+    runs: tuple[Run, ...]
+    rows: pd.DataFrame
+
+    def of(self, experiment: str) -> pd.DataFrame:
+        """The rows of one experiment, without columns that are empty there."""
+        rows = self.rows[self.rows["experiment"] == experiment]
+        return rows if rows.empty else rows.dropna(axis=1, how="all")
+
+    @property
+    def settings(self) -> list[str]:
+        """Settings in the paper's order."""
+        return list(self.rows["setting"].unique())
+
+
+def read(folders: Sequence[Path]) -> Results:
+    """The rows of all folders; where two folders hold the same row, the later folder's counts.
+
+    Raises:
+        ValueError: if no folder is given or one has no rows; the message names it.
+    """
+    if not folders:
+        raise ValueError("folders is empty: name at least one result folder, e.g. results/20250101-120000-check.")
+    runs, rows = [], []
+    for folder in folders:
+        runs.append(Run(folder, read_config(folder)))
+        found = read_rows(folder)
+        if not found:
+            raise ValueError(f"{folder} has no rows: its run stopped before the first one. Leave the folder out.")
+        rows += [_flat(row) | {"folder": str(folder)} for row in found]
+    frame = pd.DataFrame(rows)
+    for column in ("scale", "train_points", "test_points", "stand_in", "source"):
+        if column not in frame:
+            frame[column] = None
+    frame = frame.drop_duplicates(["experiment", "key", "scale", "train_points"], keep="last")
+    frame["setting"] = _settings(frame)
+    order = {name: at for at, name in enumerate(DATA_SETS)}
+    frame["_data"] = frame["data"].map(lambda name: order.get(name, len(order)))
+    frame = frame.sort_values("_data", kind="stable").drop(columns="_data").reset_index(drop=True)
+    return Results(tuple(runs), frame)
+
+
+def merged(frame: pd.DataFrame, by: Iterable[str], values: str = "values") -> pd.DataFrame:
+    """One line per combination of `by`: mean, standard error, spread over grouping seeds, and mean seconds.
+
+    Values of the same model seed are averaged over grouping seeds first, so the standard error is over model seeds and
+    does not shrink by drawing more groupings of the same models.
+
+    Returns:
+        The columns of `by` with mean, stderr (nan for a single seed), seeds, grouping_seeds, spread (standard deviation
+        of the means of the grouping seeds), and seconds_* where the rows have them.
+    """
+    by = list(by)
+    lines = []
+    for key, some in frame.groupby(by, sort=False, dropna=False):
+        lists = [np.asarray(one, float) for one in some[values]]
+        same_seeds = len({len(one) for one in lists}) == 1
+        per_seed = np.mean(lists, axis=0) if same_seeds else np.concatenate(lists)
+        means = [one.mean() for one in lists]
+        line = dict(zip(by, key, strict=True))
+        line |= {
+            "mean": per_seed.mean(),
+            "stderr": per_seed.std(ddof=1) / len(per_seed) ** 0.5 if len(per_seed) > 1 else np.nan,
+            "seeds": len(per_seed),
+            "grouping_seeds": len(lists),
+            "spread": np.std(means, ddof=1) if len(means) > 1 else np.nan,
+        }
+        line |= {name: some[name].mean() for name in some.columns if name.startswith("seconds_")}
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def ordered(frame: pd.DataFrame, by: Sequence[str] = ("setting", "method", "grouping", "group_size")) -> pd.DataFrame:
+    """Rows sorted as in the paper: no and random removal first, its methods, then ours; its groupings; sizes."""
+    methods = (NO_REMOVAL, RANDOM_REMOVAL, *PAPER_METHODS)
+    ranks = {"method": methods, "grouping": GROUPINGS}
+    settings = {name: at for at, name in enumerate(frame["setting"].unique())} if "setting" in frame else {}
+
+    def rank(column: pd.Series) -> pd.Series:
+        if column.name == "setting":
+            return column.map(settings)
+        if column.name in ranks:
+            return column.map(lambda name: ranks[column.name].index(name) if name in ranks[column.name] else 99)
+        return column
+
+    return frame.sort_values([name for name in by if name in frame], key=rank, kind="stable").reset_index(drop=True)
+
+
+def of_sums(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows whose groups add up their members' scores; the mean has a table of its own."""
+    filled = completed(rows)
+    return filled[filled["aggregation"] == "sum"]
+
+
+def completed(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with the usual value where a baseline leaves grouping, size or aggregation out."""
+    filled = rows.copy()
+    for column, usual in (("aggregation", "sum"), ("grouping", "none"), ("group_size", 1)):
+        filled[column] = rows[column].fillna(usual) if column in rows else usual
+    return filled
+
+
+def mean_interval(intervals: pd.Series) -> tuple[float, float]:
+    """The mean of the intervals of several grouping seeds: as wide as one of them, never narrower."""
+    pairs = [one for one in intervals if isinstance(one, (list, tuple)) and len(one) == 2]
+    if not pairs:
+        return np.nan, np.nan
+    low, high = np.mean(np.asarray(pairs, float), axis=0)
+    return float(low), float(high)
+
+
+def grouping_title(name: str) -> str:
+    """A grouping's name in tables and legends."""
+    return "single points" if name == "none" else name
+
+
+def slug(name: str) -> str:
+    """A name as part of a file name: ``"HELOC / ANN-S"`` → ``"heloc-ann-s"``."""
+    letters = "".join(letter if letter.isalnum() else "-" for letter in name.lower())
+    return "-".join(part for part in letters.split("-") if part)
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with `seconds` as columns seconds_grouping, …, and their sum."""
+    seconds = row.get("seconds")
+    if not isinstance(seconds, dict):
+        return dict(row)
+    parts = {f"seconds_{part}": float(seconds.get(part) or 0.0) for part in PARTS}
+    rest = {name: value for name, value in row.items() if name != "seconds"}
+    return rest | parts | {"seconds_total": sum(parts.values())}
+
+
+def _settings(frame: pd.DataFrame) -> pd.Series:
+    """Names of settings, with the number of training points where one data set and model has several."""
+    names = frame["data"].astype(str) + " / " + frame["model"].astype(str)
+    experiments = frame["experiment"] != "check"
+    several = frame[experiments].groupby(names[experiments])["train_points"].transform("nunique") > 1
+    several = several.reindex(frame.index, fill_value=False)
+    points = frame["train_points"].map(lambda n: f" ({int(n):,} points)" if pd.notna(n) else "")
+    marks = frame["stand_in"].map(lambda yes: f" ({STAND_IN})" if pd.notna(yes) and yes else "")
+    return names + points.where(several, "") + marks

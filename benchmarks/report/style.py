@@ -1,0 +1,153 @@
+"""How figures look: colours safe for colour-blind readers (Okabe and Ito), a marker for each, legends outside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from benchmarks.report.rows import STAND_IN
+
+BLACK, ORANGE, SKY, GREEN, YELLOW = "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, RED, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#767676"
+SERIES = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PURPLE, "D"), (ORANGE, "v"), (SKY, "P"), (BLACK, "X"))
+OF_METHOD = dict(zip(("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK"), SERIES, strict=False))
+OF_GROUPING = {
+    "none": (BLACK, "*"),
+    "Random": (ORANGE, "o"),
+    "K-Means": (SKY, "s"),
+    "Repr-K-Means": (GREEN, "^"),
+    "Grad-K-Means": (RED, "D"),
+}
+OF_PART = {
+    "grouping": (SKY, "//"),
+    "gradients": (ORANGE, ""),
+    "curvature": (GREEN, "xx"),
+    "scoring": (PURPLE, ".."),
+}
+_SETTINGS: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.grid": True,
+    "grid.color": "#e2e2e2",
+    "grid.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 5,
+    "hatch.linewidth": 0.5,
+    "svg.hashsalt": "ggda",  # the same rows give the same file
+    "svg.fonttype": "none",  # text stays text: a third of the size, can be searched; other fonts are narrower
+}
+Draw = Callable[[Axes, str], None]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure on disk.
+
+    Attributes:
+        name: file name without its end.
+        title: what it shows.
+        caption: how to read it.
+        svg: the vector file.
+        png: the pixel file.
+    """
+
+    name: str
+    title: str
+    caption: str
+    svg: Path
+    png: Path
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Inside, figures are drawn in the report's style; settings of the caller come back after."""
+    with matplotlib.rc_context(_SETTINGS):
+        yield
+
+
+def grid(panels: Sequence[str], columns: int, draw: Draw, height: float = 2.5, width: float = 3.4) -> Figure:
+    """A figure with one panel per name, in rows of at most `columns`; no panel stays empty."""
+    columns = min(columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(width * columns + 0.4, height * rows + 0.9), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis, name in zip(axes, panels, strict=False):
+        draw(axis, name)
+        axis.set_title(name)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    return figure
+
+
+def finish(figure: Figure, title: str, handles: Sequence[Artist], columns: int = 4) -> Figure:
+    """Title above, with stand-in data marked in colour by the setting's own name; legend below the panels."""
+    figure.suptitle(
+        title, x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=RED if STAND_IN in title else BLACK
+    )
+    if handles:
+        figure.legend(handles=list(handles), loc="outside lower center", ncols=min(columns, len(handles)), fontsize=8.5)
+    return figure
+
+
+def save(figure: Figure, folder: Path, name: str, title: str, caption: str) -> Picture:
+    """Write the figure as SVG and PNG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = Picture(name, title, caption, folder / f"{name}.svg", folder / f"{name}.png")
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # laid out once for both files
+    figure.savefig(picture.svg, metadata={"Date": None})
+    figure.savefig(picture.png, dpi=150)
+    return picture
+
+
+def method_look(method: str, among: Sequence[str]) -> tuple[str, str]:
+    """Colour and marker of a method: the paper's four have their own, others take the next free ones."""
+    if method in OF_METHOD:
+        return OF_METHOD[method]
+    others = [name for name in among if name not in OF_METHOD]
+    free = SERIES[len(OF_METHOD) :]
+    return free[others.index(method) % len(free)]
+
+
+def line(label: str, color: str, marker: str = "", style: Any = "-", size: float | None = None) -> Line2D:
+    """A legend entry."""
+    return Line2D([], [], color=color, marker=marker, linestyle=style, label=label, markersize=size)
+
+
+def log_axis(axis: Axes, which: str = "x", unit: str = "") -> None:
+    """A logarithmic axis with plain numbers, at least a factor of four wide, labels that do not collide."""
+    low, high = axis.get_xlim() if which == "x" else axis.get_ylim()
+    (axis.set_xscale if which == "x" else axis.set_yscale)("log")
+    low, high = axis.get_xlim() if which == "x" else axis.get_ylim()
+    if high / low < 4:
+        middle = math.sqrt(low * high)
+        low, high = middle / 2, middle * 2
+        (axis.set_xlim if which == "x" else axis.set_ylim)(low, high)
+    decades = math.log10(high / low)
+    ticks = axis.xaxis if which == "x" else axis.yaxis
+    ticks.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 1.6 else (1, 3) if decades < 2.6 else (1,)))
+    ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}{unit}"))
+    ticks.set_minor_formatter(NullFormatter())
+
+
+def size_axis(axis: Axes, sizes: Sequence[float]) -> None:
+    """The x axis for group sizes: logarithmic, a tick for every size."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(sizes), [f"{size:g}" for size in sizes])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel("group size (points; 1 = single points)")

@@ -1,0 +1,390 @@
+"""The report: made rows become tables, figures and one page; what is missing is said, never drawn empty."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from benchmarks import report
+from benchmarks.report import paper
+from benchmarks.report.check_tables import check_tables, source_table
+from benchmarks.report.formats import Table, three_digits
+from benchmarks.report.headlines import headlines
+from benchmarks.report.rows import NO_REMOVAL, RANDOM_REMOVAL, merged, of_sums, read, slug
+from benchmarks.report.tables import cost, experiment_tables
+
+METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
+GROUPINGS = ("Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
+SIZES = (1, 4, 16, 64, 256, 1024)
+Row = dict[str, Any]
+
+
+class MadeRows:
+    """Rows as a run would write them, with made numbers."""
+
+    def __init__(
+        self, data: str = "HELOC", model: str = "ANN-S", stand_in: bool = False, seed: int = 0,
+        methods: tuple[str, ...] = METHODS, groupings: tuple[str, ...] = GROUPINGS, sizes: tuple[int, ...] = SIZES,
+    ) -> None:  # fmt: skip
+        self.draw = np.random.default_rng(seed)
+        self.methods, self.groupings, self.sizes = methods, groupings, sizes
+        self.common = {
+            "data": data, "model": model, "source": f"{data} from a file", "stand_in": stand_in, "scale": "laptop",
+            "train_points": 7896, "test_points": 1975,
+        }  # fmt: skip
+
+    def check(self) -> list[Row]:
+        rows = []
+        methods = [("Captum", "TracInCP"), ("Captum", "SimilarityInfluence"), ("dattri", "IFAttributorLiSSA")]
+        for toolkit, method in [*methods, ("TRAK", "TRAKer"), ("core", "batched Fisher")]:
+            row = self.common | {
+                "experiment": "check", "key": f"{self.common['model']}/{toolkit}/{method}", "toolkit": toolkit,
+                "method": method, "group_size": 64, "groups": 124, "tolerance": 1e-4, "settings": "one checkpoint",
+            }  # fmt: skip
+            if method == "SimilarityInfluence":
+                rows.append(row | {"status": "skipped", "reason": "no gradients <to> group & sum"})
+                continue
+            speed_up = float(10 ** self.draw.uniform(0, 2.5))
+            rows.append(
+                row | {
+                    "status": "equal", "error": 3.1e-7, "seconds_original": speed_up * 0.05, "seconds_groups": 0.05,
+                    "speed_up": speed_up, "peak_original": 2**28, "peak_groups": 2**25,
+                }
+            )  # fmt: skip
+        return rows
+
+    def removal(self, experiment: str, fractions: tuple[float, ...], seeds: int = 10) -> list[Row]:
+        rows = [self._accuracy(experiment, NO_REMOVAL, "none", 1, 0.0, seeds, 0.74)]
+        for fraction in fractions:
+            rows.append(self._accuracy(experiment, RANDOM_REMOVAL, "none", 1, fraction, seeds, 0.74 - fraction / 30))
+            for method, grouping, size in self._attributed():
+                drop = fraction * (0.6 if grouping != "Random" else 0.2) / (1 + np.log2(size) / 8)
+                rows.append(self._accuracy(experiment, method, grouping, size, fraction, seeds, 0.74 - drop))
+        return rows
+
+    def noisy(self) -> list[Row]:
+        rows = []
+        attributed = [
+            *self._attributed(),
+            ("Per-point, directional", "none", 1),
+            ("TracIn (learning rates)", "none", 1),
+        ]
+        for method, grouping, size in attributed:
+            values = self.draw.normal(0.6 - 0.005 * np.log2(size), 0.01, 10)
+            checked = np.linspace(0, 1, 21)
+            rows.append(
+                self._attribution("noisy", method, grouping, size)
+                | {
+                    "noise": 0.2, "values": list(values), "mean": values.mean(), "roc_values": list(values + 0.05),
+                    "roc_mean": values.mean() + 0.05, "curve": np.stack([checked, checked**0.6], 1).tolist(),
+                    "stderr": 0.003,
+                }
+            )  # fmt: skip
+        return rows
+
+    def lds(self) -> list[Row]:
+        rows = []
+        for method, grouping, size in self._attributed():
+            mean = 0.7 - 0.03 * np.log2(size) + self.draw.normal(0, 0.02)
+            rows.append(
+                self._attribution("lds", method, grouping, size)
+                | {
+                    "values": [mean, mean + 0.01], "mean": mean, "interval": [mean - 0.08, mean + 0.07],
+                    "loo_mean": mean - 0.1, "loo_interval": [mean - 0.25, mean + 0.02],
+                }
+            )  # fmt: skip
+        return rows
+
+    def every(self) -> list[Row]:
+        removed = self.removal("retraining", (0.01, 0.05, 0.1, 0.2))
+        return [*self.check(), *removed, *self.removal("pruning", (0.25, 0.5, 0.75)), *self.noisy(), *self.lds()]
+
+    def _attributed(self) -> list[tuple[str, str, int]]:
+        return [
+            (method, grouping, size)
+            for method in self.methods
+            for size in self.sizes
+            for grouping in (("none",) if size == 1 else self.groupings)
+        ]
+
+    def _attribution(self, experiment: str, method: str, grouping: str, size: int) -> Row:
+        lissa = method == "Inf. (LiSSA)"
+        seconds = {
+            "grouping": 0.0 if size == 1 else 0.02 if grouping == "Random" else 0.2,
+            "gradients": 0.1 + 4 / size,
+            "curvature": 6.0 if lissa else 0.0 if method == "TracIn" else 0.05 + 1 / size,
+            "scoring": 0.02,
+        }
+        return self.common | {
+            "experiment": experiment, "key": f"{self.common['model']}/{experiment}/{method}/{grouping}/{size}",
+            "method": method, "grouping": grouping, "group_size": size, "groups": 7896 // size, "grouping_seed": 0,
+            "aggregation": "sum", "seconds": seconds, "model_seeds": list(range(10)),
+        }  # fmt: skip
+
+    def _accuracy(self, experiment: str, method: str, grouping: str, size: int, fraction: float, seeds: int,
+                  expected: float) -> Row:  # fmt: skip
+        values = self.draw.normal(expected, 0.004, seeds)
+        row = self._attribution(experiment, method, grouping, size)
+        if method in (NO_REMOVAL, RANDOM_REMOVAL):
+            del row["seconds"]
+        stderr = values.std(ddof=1) / seeds**0.5 if seeds > 1 else None
+        return row | {
+            "key": f"{row['key']}/{fraction}", "fraction": fraction, "values": list(values), "mean": values.mean(),
+            "stderr": stderr,
+        }  # fmt: skip
+
+
+def folder_of(path: Path, rows: list[Row], **config: Any) -> Path:
+    path.mkdir(parents=True)
+    machine = {"processor": "a <fast> one", "cores": 2}
+    about = {"command": "run all", "scale": "laptop", "machine": machine, "versions": {"torch": "2.13"}} | config
+    (path / "config.json").write_text(json.dumps(about))
+    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def small() -> list[Row]:
+    """One method, two groupings, three sizes: every kind of row there is."""
+    return MadeRows(methods=("TracIn",), groupings=("Random", "Grad-K-Means"), sizes=(1, 16, 256)).every()
+
+
+@pytest.fixture(scope="module")
+def written(small: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole report of made rows."""
+    base = tmp_path_factory.mktemp("report")
+    document = base / "RESULTS.md"
+    document.write_text("By hand.\n<!-- table noisy -->\nold\n<!-- end -->\n![speed](figures/speed-up.svg)\n")
+    report.write([folder_of(base / "run", small)], base / "out", document, show_progress=False)
+    return base
+
+
+class Page(HTMLParser):
+    """What a page loads, which tags it opens and closes, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.sources, self.open, self.words = list[str](), list[str](), list[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_the_page_loads_nothing_and_is_well_formed(written: Path) -> None:
+    page = Page((written / "out" / "report.html").read_text())
+    assert page.open == []
+    assert all(source.startswith(("data:", "#")) for source in page.sources)
+    pictures = [source for source in page.sources if source.startswith("data:image/svg+xml")]
+    assert len(pictures) == len(list((written / "out" / "figures").glob("*.svg"))) >= 8
+    anchors = {source for source in page.sources if source.startswith("#")}
+    assert {"#data", "#noisy-labels", "#pruning", "#cost", "#runs"} <= anchors
+
+
+def test_the_page_opens_with_the_headlines_and_escapes_what_rows_say(written: Path) -> None:
+    text = (written / "out" / "report.html").read_text()
+    words = "".join(Page(text).words)
+    assert words.index("equal to the originals on 4 of 5 checks") < words.index("median speed-up") < words.index("LDS")
+    assert "no gradients <to> group & sum" in words
+    assert "<to>" not in text
+    assert "a <fast> one" in words
+
+
+def test_every_figure_comes_as_svg_and_png(written: Path) -> None:
+    names = {path.name for path in (written / "out" / "figures").iterdir()}
+    kinds = ("speed-up", "runtime-groupings", "runtime-removals", "retraining-curves", "pruning-curves", "detection",
+             "lds", "leave-group-out", "cost")  # fmt: skip
+    expected = {kind if kind == "speed-up" else f"{kind}-heloc-ann-s" for kind in kinds}
+    assert names == {f"{name}.{end}" for name in expected for end in ("svg", "png")}
+    texts = [path.read_text() for path in (written / "out" / "figures").glob("*.svg")]
+    assert all("<text" in text for text in texts)
+    assert any("attribution time (CPU s, grouping included)" in text for text in texts)
+
+
+def test_markdown_and_latex_hold_the_same_numbers(written: Path) -> None:
+    markdown = (written / "out" / "report.md").read_text()
+    latex = (written / "out" / "tables" / "noisy.tex").read_text()
+    row = next(line for line in markdown.splitlines() if line.startswith("| HELOC / ANN-S | TracIn | ours |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert " & ".join(cells).replace("±", "$\\pm$") in latex
+    assert "\\toprule" in latex
+    assert latex.count("{") == latex.count("}")
+
+
+def test_the_document_keeps_its_words_and_gets_new_tables(written: Path) -> None:
+    text = (written / "RESULTS.md").read_text()
+    assert text.startswith("By hand.\n<!-- table noisy -->\n**Noisy labels")
+    assert "old" not in text
+    assert (written / "figures" / "speed-up.svg").read_bytes() == (
+        written / "out" / "figures" / "speed-up.svg"
+    ).read_bytes()
+
+
+def test_a_document_that_asks_for_too_much_stays_as_it_is(tmp_path: Path) -> None:
+    document = tmp_path / "doc.md"
+    document.write_text("<!-- table lds -->\nold\n<!-- end -->\n")
+    folder = folder_of(tmp_path / "run", MadeRows().check())
+    with pytest.raises(ValueError, match=r"doc\.md shows lds"):
+        report.write([folder], tmp_path / "out", document, show_progress=False)
+    assert "old" in document.read_text()
+
+
+def test_kinds_without_rows_are_left_out_with_a_line_saying_what_to_run(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "run", MadeRows().check())
+    found = report.write([folder], tmp_path / "out", show_progress=False)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert [path.name for path in (tmp_path / "out" / "figures").glob("*.svg")] == ["speed-up.svg"]
+    for command in ("run retraining", "run noisy", "run lds"):
+        assert f"python -m benchmarks {command}" in page
+    assert found.fidelity == "fidelity (LDS): not measured here; run `python -m benchmarks run lds`"
+
+
+def test_stand_in_data_is_named_on_the_figure_and_in_the_table(tmp_path: Path) -> None:
+    rows = MadeRows("QNLI", "BERT", stand_in=True, methods=("TracIn",), sizes=(1, 16)).lds()
+    report.write([folder_of(tmp_path / "run", rows)], tmp_path / "out", show_progress=False)
+    figure = (tmp_path / "out" / "figures" / "lds-qnli-bert-stand-in-data.svg").read_text()
+    assert "QNLI / BERT (stand-in data): linear" in figure
+    assert "QNLI / BERT (stand-in data)" in (tmp_path / "out" / "tables" / "lds.tex").read_text()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: [], "folders is empty"),
+        (lambda path: [path / "nowhere"], "nowhere is no result folder"),
+        (lambda path: [folder_of(path / "bare", [])], "bare has no rows"),
+    ],
+)
+def test_empty_input_is_an_error_that_names_the_folder(tmp_path: Path, make: Any, message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        report.write(make(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_later_folder_counts_where_two_hold_the_same_row(tmp_path: Path) -> None:
+    rows = MadeRows().lds()
+    later = [row | {"mean": 0.5} for row in rows[:1]]
+    results = read([folder_of(tmp_path / "a", rows), folder_of(tmp_path / "b", later)])
+    assert len(results.rows) == len(rows)
+    assert results.rows.set_index("key").loc[rows[0]["key"], "mean"] == 0.5
+
+
+def test_the_same_model_at_two_sizes_is_two_settings(tmp_path: Path) -> None:
+    rows = MadeRows().lds()
+    smaller = [row | {"train_points": 500, "scale": "quick"} for row in rows]
+    results = read([folder_of(tmp_path / "a", rows), folder_of(tmp_path / "b", smaller)])
+    assert results.settings == ["HELOC / ANN-S (7,896 points)", "HELOC / ANN-S (500 points)"]
+
+
+def test_more_groupings_of_the_same_models_do_not_shrink_the_standard_error(tmp_path: Path) -> None:
+    row = next(row for row in MadeRows().noisy() if row["group_size"] == 16)
+    twins = [row | {"key": f"{row['key']}/{seed}", "grouping_seed": seed} for seed in range(3)]
+    keys = ("setting", "method")
+    one, three = (
+        merged(of_sums(read([folder_of(tmp_path / name, rows)]).rows), keys).iloc[0]
+        for name, rows in (("one", twins[:1]), ("three", twins))
+    )
+    assert three["stderr"] == pytest.approx(one["stderr"]) == pytest.approx(np.std(row["values"], ddof=1) / 10**0.5)
+    assert (three["seeds"], three["grouping_seeds"], three["spread"]) == (10, 3, pytest.approx(0))
+
+
+def test_headlines_count_what_was_skipped_and_what_differs(tmp_path: Path) -> None:
+    rows = MadeRows().check()
+    rows[0] |= {"status": "differs", "error": 0.2}
+    found = headlines(read([folder_of(tmp_path / "run", [*rows, *MadeRows().lds()])]))
+    assert found.equality == "equal to the originals on 3 of 5 checks; 1 differs, 1 skipped"
+    middle = np.median([row["speed_up"] for row in rows if row["status"] == "equal"])
+    assert f"{middle:.1f}" in found.speed
+    assert re.fullmatch(
+        r"fidelity \(LDS\): 0\.\d\d at group size 1, 0\.\d\d at 16, 0\.\d\d at 256, 0\.\d\d at 1024 "
+        r"\(Grad-K-Means; mean of 4 methods on HELOC / ANN-S\)",
+        found.fidelity,
+    )
+    assert str(found).splitlines() == list(found.lines)
+
+
+def test_every_table_of_an_experiment_has_the_papers_number_or_says_there_is_none(tmp_path: Path) -> None:
+    tables = list(experiment_tables(read([folder_of(tmp_path / "run", MadeRows().every())])))
+    names = {table.name.removesuffix("-heloc-ann-s") for table in tables}
+    assert names == {"noisy", "noisy-groupings", "pruning-paper", "pruning", "retraining-sizes", "retraining", "lds",
+                     "leave-group-out", "cost"}  # fmt: skip
+    for table in tables:
+        assert "paper" in table.markdown().lower(), table.name
+    by_name = {table.name: table.markdown() for table in tables}
+    assert "| paper | 0.580 / 10.6 | 0.572 / 2.95 | 0.568 / 0.900 |" in by_name["noisy"]
+    pruning = by_name["pruning-paper-heloc-ann-s"]
+    assert "random groups of 256" in pruning
+    assert "53.6 ± 0.0" in pruning
+    assert "7.81 ± 0.53" in pruning
+
+
+def test_cost_adds_up_and_names_the_speed_up_over_single_points(tmp_path: Path) -> None:
+    found = cost(read([folder_of(tmp_path / "run", MadeRows().noisy())])).set_index(
+        ["method", "grouping", "group_size"]
+    )
+    row = found.loc[("TracIn", "Grad-K-Means", 256)]
+    assert row["seconds_total"] == pytest.approx(0.2 + 0.1 + 4 / 256 + 0.02)
+    assert row["faster"] == pytest.approx(4.12 / row["seconds_total"])
+
+
+def test_checks_that_compared_nothing_are_listed_with_their_reason(tmp_path: Path) -> None:
+    results = read([folder_of(tmp_path / "run", MadeRows(stand_in=True).check())])
+    compared, skipped = check_tables(results)
+    assert len(compared.frame) == 4
+    assert skipped.frame.iloc[0].tolist()[2:] == ["SimilarityInfluence", "skipped", "no gradients <to> group & sum"]
+    assert source_table(results).frame.iloc[0, -1] == "stand-in"
+
+
+def test_a_single_seed_has_no_standard_error(tmp_path: Path) -> None:
+    rows = MadeRows(methods=("TracIn",), sizes=(1, 16)).removal("retraining", (0.2,), seeds=1)
+    tables = experiment_tables(read([folder_of(tmp_path / "run", rows)]))
+    cells = next(table for table in tables if table.name.startswith("retraining")).frame.iloc[:, 2:]
+    assert not cells.apply(lambda column: column.str.contains("±|nan")).any(axis=None)
+
+
+def test_the_papers_numbers() -> None:
+    assert paper.noisy("HELOC", "ANN-S", "TRAK")[1] == (0.504, 46.4)
+    assert paper.noisy("QNLI", "BERT", "Inf. (Fisher)")[256] == (0.508, 135)
+    assert paper.noisy("CIFAR-10", "ResNet-18", "TracIn") == paper.noisy("CIFAR-10", "ResNet18", "TracIn")
+    assert paper.noisy("HELOC", "LR", "TRAK") == {}
+    assert paper.pruning("HELOC", "LR", "TracIn")[50] == ((56.3, 0.0), (72.6, 0.0))
+    assert paper.pruning("MNIST", "ANN-L", "Inf. (LiSSA)")[75] == ((92.6, 0.6), (95.9, 0.1))
+    assert paper.pruning_runtime("QNLI", "BERT", "TracIn") == ((1043, 14.3), (100.2, 0.11))
+    assert paper.pruning_runtime("QNLI", "BERT", "TRAK") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.01234, "0.0123"), (4.5678, "4.57"), (123.4, "123"), (99.96, "100"), (12345, "12300"), (0, "0"),
+     (0.0004, "4.0e-04"), (float("nan"), "–")],
+)  # fmt: skip
+def test_three_digits(value: float, text: str) -> None:
+    assert three_digits(value) == text
+
+
+def test_signs_survive_every_format() -> None:
+    frame = pd.DataFrame({"name": ["a_b & 50 %"] * 2, "value": ["1.0 ± 0.1", "x|y <z>"]})
+    table = Table("signs", "Share in %", frame, keys=1)
+    assert "a\\_b \\& 50 \\% & 1.0 $\\pm$ 0.1" in table.latex()
+    assert "\\caption{\\small Share in \\%." in table.latex()
+    assert "x\\|y &lt;z>" in table.markdown()
+    assert "x|y &lt;z&gt;" in table.html()
+
+
+def test_slugs_are_file_names() -> None:
+    assert slug("CIFAR-10 / ResNet-18 (2,000 points)") == "cifar-10-resnet-18-2-000-points"
