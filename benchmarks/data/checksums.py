@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.data.contents import HELOC_FEATURES, Content
 from benchmarks.data.errors import DataError
 from benchmarks.data.formats import cifar_binary_bytes, glue_tsv_bytes, heloc_csv_bytes, idx_bytes, reading
+from benchmarks.data.prepare import heloc_rows, impute_by_class
 
 MNIST_MD5 = {
     "x_train": "6bbc9ace898e44ae57da46a324031adb",  # train-images-idx3-ubyte
@@ -30,6 +31,7 @@ CIFAR10_TRAIN_MD5 = (  # data_batch_1.bin to data_batch_5.bin
 )
 CIFAR10_TEST_MD5 = "803d5f7f4d78ea53de84dbe85f74fb6d"  # test_batch.bin
 HELOC_SHA256 = "3ac25654f80c5ce724e2a9528e3cf3bd3f9369e44b4a5f7723eff46c330c2dfb"  # heloc_dataset_v1.csv
+HELOC_OPENXAI_SHA256 = "a843489013cba6f3ae29a65b0250c4b90d4437aa131bf74125d3a8da47d8206f"  # X as float32 [9871, 23]
 QNLI_TRAIN_MD5 = "5e6063f407b08d1f7c7074d049ace94a"  # train.tsv
 QNLI_DEV_MD5 = "1e81e211959605f144ba6c0ad7dc948b"  # dev.tsv
 QNLI_TRAIN_ROWS = 104743
@@ -69,10 +71,12 @@ def verify_cifar10(content: Content) -> tuple[str, ...]:
 
 
 def verify_heloc(content: Content) -> tuple[str, ...]:
-    """SHA-256 of FICO's csv."""
+    """SHA-256 of FICO's csv, and of the features that OpenXAI made of it."""
     file = heloc_csv_bytes(HELOC_FEATURES, content["x_raw"], content["y_raw"])
     expect(hashlib.sha256(file).hexdigest(), HELOC_SHA256, "HELOC, FICO's file")
-    return ("SHA-256 of FICO's raw file equal to the published",)
+    imputed = impute_by_class(*heloc_rows(content)).astype("<f4").tobytes()
+    expect(hashlib.sha256(imputed).hexdigest(), HELOC_OPENXAI_SHA256, "HELOC, imputed and ordered as OpenXAI's")
+    return ("SHA-256 of FICO's raw file equal to the published", "imputed rows and their order equal to OpenXAI's")
 
 
 def verify_qnli(content: Content) -> tuple[str, ...]:

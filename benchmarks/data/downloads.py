@@ -70,7 +70,7 @@ def run_watched(
     if process.returncode:
         text = log.read_text("utf-8", errors="replace")
         if any(sign in text for sign in NO_CONNECTION):
-            raise NoAnswerError(f"no connection ({error_in(text)})")
+            raise NoAnswerError("no connection to the registry")
         raise UnreachableError(error_in(text) or f"{Path(command[0]).name} ended with code {process.returncode}")
 
 

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,22 +21,14 @@ def tokenize(questions: Sequence[str], sentences: Sequence[str], length: int, mo
         raise ValueError(f"text_length={length}: at least 8, or nothing of the sentence is left.")
     if model is None:
         return hashed_words(questions, sentences, length)
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer  # comes with transformers
 
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(model / "tokenizer.json"), pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
-    )
-    encoded = tokenizer(
-        list(questions),
-        list(sentences),
-        max_length=length,
-        padding="max_length",
-        truncation="longest_first",
-        return_token_type_ids=True,
-        return_attention_mask=True,
-        return_tensors="pt",
-    )
-    return torch.stack([encoded["input_ids"], encoded["attention_mask"], encoded["token_type_ids"]], dim=1)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.enable_truncation(length, strategy="longest_first")
+    tokenizer.enable_padding(length=length)
+    encoded = tokenizer.encode_batch(list(zip(questions, sentences, strict=True)))
+    rows = np.array([[text.ids, text.attention_mask, text.type_ids] for text in encoded], dtype=np.int64)
+    return torch.tensor(rows.reshape(-1, 3, length))
 
 
 def hashed_words(questions: Sequence[str], sentences: Sequence[str], length: int) -> Tensor:
