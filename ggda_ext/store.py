@@ -140,6 +140,8 @@ class Store:
     def save_parts(self, name: str, shape: tuple[int, ...], dtype: Any, parts: Iterable[np.ndarray]) -> None:
         """Write an array larger than memory, from consecutive runs of its rows."""
         path = self._path(name)
+        if np.dtype(dtype).hasobject:
+            raise TypeError(f"{name!r} has dtype {np.dtype(dtype)}: only plain numbers are stored.")
         described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
         with self._clear_errors(name), replaced(path) as file:
             counted = _Counted(file)
