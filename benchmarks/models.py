@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +142,7 @@ def random_bert(classes: int = 2) -> TextClassifier:
     """A stand-in for a pre-trained BERT: two layers of width 64, all weights drawn from torch's random state."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    settings = {"num_labels": classes, "attn_implementation": "eager"}
+    settings: dict[str, Any] = {"num_labels": classes, "attn_implementation": "eager"}
     config = BertConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, **settings
     )  # fmt: skip

@@ -7,6 +7,7 @@ Adam and the same schedules as `train_one` gives each of them alone, up to round
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,31 +18,34 @@ from tqdm.auto import tqdm
 
 from ggda_ext.training.loop import LossFn, MakeModel, State, initial_model, state_on_cpu, train_one
 from ggda_ext.training.mapped import MappedModel
-from ggda_ext.training.order import StepBatch, batches, by_falling_steps, walks
+from ggda_ext.training.order import StepBatch, Walk, batches, by_falling_steps, walks
 from ggda_ext.training.recipe import BETA2, EPS, Recipe, checked_data, checked_subset
 from ggda_ext.training.stacked import StackedLayers
 
-WORKING_SET = 8 * 2**20
+WORKING_SET = 16 * 2**20
 """Bytes that the models of one stack touch in a step: about what stays in a processor's cache."""
+
+MODELS_AT_ONCE = 64
+"""Models whose outputs are computed together."""
 
 
 class Gradients(Protocol):
     """Computes the gradients of a stack."""
 
-    def write(self, flat: Tensor, gradient: Tensor, batch: StepBatch) -> None:
-        """Write the gradients of the first models into `gradient`, of the shape `[models, p]` of `flat`."""
+    def write(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], batch: StepBatch) -> None:
+        """Write the gradients of a stack into tensors of the same shapes."""
 
 
 class Layout(Protocol):
-    """How a model is laid out as a row of parameters `[p]`."""
+    """How models stand in a stack: as tensors whose first dimension is the model."""
 
-    def row(self, model: nn.Module) -> Tensor:
-        """The parameters of a model as a row `[p]`."""
+    def stack(self, models: Sequence[nn.Module]) -> list[Tensor]:
+        """The parameters of models as tensors `[models, …]`."""
 
-    def state(self, row: Tensor) -> State:
-        """The state dict of the model with these parameters `[p]`."""
+    def state(self, tensors: Sequence[Tensor]) -> State:
+        """The state dict of one model, from its part of every tensor."""
 
-    def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
+    def outputs(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
         """Outputs of every model `[models, n, …]`."""
 
     def bytes_at_work(self, batch_size: int) -> int:
@@ -52,34 +56,30 @@ class Layout(Protocol):
 
 
 class TrainedModels:
-    """Models trained by `train_many`.
+    """Models trained by `train_many`: a sequence of them, and their outputs all at once.
 
     Args:
         make_model: builds a model of their shape.
-        layout: how their parameters are laid out, None for models trained one after the other.
-        rows: parameters `[models, p]` in that layout, or state dicts.
+        stack: their layout and tensors `[models, …]`, or the state dicts of models trained one after the other.
     """
 
-    def __init__(self, make_model: MakeModel, layout: Layout | None, rows: Tensor | list[State]) -> None:
-        self._make_model, self._layout, self._rows = make_model, layout, rows
+    def __init__(self, make_model: MakeModel, stack: tuple[Layout, list[Tensor]] | list[State]) -> None:
+        self._make_model, self._stack = make_model, stack
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._stack) if isinstance(self._stack, list) else len(self._stack[1][0])
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (self.model(j) for j in range(len(self)))
-
-    @property
-    def batched(self) -> bool:
-        """Whether the models were trained, and can be run, together."""
-        return self._layout is not None
 
     def state(self, j: int) -> State:
         """The state dict of one model."""
         if not -len(self) <= j < len(self):
             raise IndexError(f"model {j} is out of range: there are {len(self)} models.")
-        row = self._rows[j]
-        return self._layout.state(row) if self._layout is not None else row  # type: ignore[arg-type,return-value]
+        if isinstance(self._stack, list):
+            return self._stack[j]
+        layout, tensors = self._stack
+        return layout.state([tensor[j] for tensor in tensors])
 
     def model(self, j: int) -> nn.Module:
         """One model, in eval mode."""
@@ -91,13 +91,13 @@ class TrainedModels:
     @torch.no_grad()
     def outputs(self, x: Tensor, batch_size: int = 1024) -> Tensor:
         """Outputs of every model `[models, n, …]`."""
-        if self._layout is None:
-            return torch.stack([_outputs_of(model.to(x.device), x, batch_size) for model in self])
-        parts = [
-            torch.cat([self._layout.outputs(some, points) for points in x.split(batch_size)], 1)
-            for some in torch.as_tensor(self._rows).split(64)
-        ]
-        return torch.cat(parts)
+        batches = x.split(batch_size)
+        if isinstance(self._stack, list):
+            models = (model.to(x.device) for model in self)
+            return torch.stack([torch.cat([model(points) for points in batches]) for model in models])
+        layout, tensors = self._stack
+        parts = zip(*(tensor.split(MODELS_AT_ONCE) for tensor in tensors), strict=True)
+        return torch.cat([torch.cat([layout.outputs(part, points) for points in batches], 1) for part in parts])
 
 
 def train_many(
@@ -138,19 +138,21 @@ def train_many(
             model = initial_model(make_model, seed)
             train_one(model, loss_fn, (x, y), recipe, seed=seed, subset=subset)
             states.append(state_on_cpu(model))
-        return TrainedModels(make_model, None, states)
+        return TrainedModels(make_model, states)
     together = at_once or models_at_once(layout, recipe)
     order = by_falling_steps(points, recipe)
-    rows: list[Tensor] = []
+    done: list[list[Tensor]] = []
     total = sum(recipe.steps(len(subset)) for subset in points)
+    gradients = layout.gradients(loss_fn, x, y)
     with tqdm(total=total, desc="training", unit="step", unit_scale=True, disable=not show_progress) as progress:
         for chosen in np.array_split(order, -(-len(order) // together)):
             some = [int(j) for j in chosen]
-            flat = torch.stack([layout.row(initial_model(make_model, seeds[j])) for j in some]).to(x.device)
+            tensors = layout.stack([initial_model(make_model, seeds[j]).to(x.device) for j in some])
             walking = walks([points[j] for j in some], [seeds[j] for j in some], recipe, len(x))
-            _train(flat, layout.gradients(loss_fn, x, y), walking, recipe.weight_decay, progress)
-            rows.append(flat)
-    return TrainedModels(make_model, layout, torch.cat(rows)[torch.from_numpy(np.argsort(order))])
+            _train(tensors, gradients, walking, recipe.weight_decay, progress)
+            done.append(tensors)
+    back = torch.from_numpy(np.argsort(order)).to(x.device)
+    return TrainedModels(make_model, (layout, [torch.cat(parts)[back] for parts in zip(*done, strict=True)]))
 
 
 def layout_of(make_model: MakeModel, loss_fn: LossFn, data: tuple[Tensor, Tensor]) -> Layout | None:
@@ -165,23 +167,27 @@ def models_at_once(layout: Layout, recipe: Recipe) -> int:
 
 
 @torch.no_grad()
-def _train(flat: Tensor, gradients: Gradients, walking: list[Any], weight_decay: float, progress: tqdm) -> None:
-    """Train the models whose parameters are the rows of `flat`, in place, with PyTorch's fused Adam."""
-    gradient, mean, square = (torch.zeros_like(flat) for _ in range(3))
-    counters = [torch.zeros((), device=flat.device) for _ in walking]
+def _train(
+    tensors: list[Tensor], gradients: Gradients, walking: list[Walk], weight_decay: float, progress: tqdm
+) -> None:
+    """Train the models of a stack in place, with PyTorch's fused Adam."""
+    slopes, means, squares = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(3))
+    starts = np.cumsum([0, *map(len, walking)])
+    parts = [
+        [[tensor[start:end] for tensor in some] for some in (tensors, slopes, means, squares)]
+        for start, end in pairwise(starts.tolist())
+    ]
+    counters = [[torch.zeros((), device=tensor.device) for tensor in tensors] for _ in walking]
+    models = 0
     for step, active, batch in batches(walking):
-        gradients.write(flat, gradient, batch)
-        start = 0
-        for walk, counter in zip(active, counters, strict=False):
-            part = slice(start, start + len(walk))
-            start = part.stop
+        if len(batch.indices) != models:
+            models = len(batch.indices)
+            training, slope = ([tensor[:models] for tensor in some] for some in (tensors, slopes))
+        gradients.write(training, slope, batch)
+        for walk, (own, slope_part, mean, square), counter in zip(active, parts, counters, strict=False):
             adam(
-                [flat[part]], [gradient[part]], [mean[part]], [square[part]], [], [counter],
-                fused=True, amsgrad=False, maximize=False, beta2=BETA2, eps=EPS, weight_decay=weight_decay,
-                lr=float(walk.rates[0][step]), beta1=float(walk.rates[1][step]),
+                own, slope_part, mean, square, [], counter,
+                fused=True, amsgrad=False, maximize=False, weight_decay=weight_decay,
+                lr=float(walk.rates[0][step]), beta1=float(walk.rates[1][step]), beta2=BETA2, eps=EPS,
             )  # fmt: skip
-        progress.update(start)
-
-
-def _outputs_of(model: nn.Module, x: Tensor, batch_size: int) -> Tensor:
-    return torch.cat([model(points) for points in x.split(batch_size)])
+        progress.update(models)

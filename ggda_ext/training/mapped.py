@@ -7,7 +7,7 @@ and the loss.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,12 @@ MOST_PARAMETERS = 100_000
 
 
 class MappedModel:
-    """How a small model is laid out as a row `[p]`: its parameters one after the other; see `of`."""
+    """How any small models stand in a stack: every parameter as a tensor `[models, …]`; see `of`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.size = sum(math.prod(shape) for shape in self.shapes.values())
+        self.names = [name for name, _ in model.named_parameters()]
+        self.size = sum(parameter.numel() for parameter in model.parameters())
 
     @staticmethod
     def of(model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor) -> MappedModel | None:
@@ -40,33 +40,27 @@ class MappedModel:
         layout = MappedModel(model)
         if layout.size > MOST_PARAMETERS:
             return None
-        flat = layout.row(model)[None].expand(2, -1)
+        pair = layout.stack([model, model])
+        batch = StepBatch(torch.zeros(2, 2, dtype=torch.long), 2)
         try:
-            layout.gradients(loss_fn, x, y).write(flat, flat.clone(), StepBatch(torch.zeros(2, 2).long(), 2))
+            layout.gradients(loss_fn, x, y).write(pair, [torch.empty_like(tensor) for tensor in pair], batch)
         except RuntimeError:  # what vmap raises for random numbers, and for code that looks at values
             return None
         return layout
 
-    def row(self, model: nn.Module) -> Tensor:
-        """The parameters of a model as a row `[p]`."""
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    def stack(self, models: Sequence[nn.Module]) -> list[Tensor]:
+        """The parameters of models as tensors `[models, …]`."""
+        parameters = [dict(model.named_parameters()) for model in models]
+        return [torch.stack([own[name].detach() for own in parameters]) for name in self.names]
 
-    def state(self, row: Tensor) -> State:
-        """The state dict of the model with these parameters `[p]`."""
-        return {name: value[0].clone() for name, value in self.split(row[None]).items()}
+    def state(self, tensors: Sequence[Tensor]) -> State:
+        """The state dict of one model, from its part of every tensor."""
+        return {name: tensor.clone() for name, tensor in zip(self.names, tensors, strict=True)}
 
-    def split(self, flat: Tensor) -> State:
-        """Parameters by name, `[models, …]`, views of `flat`."""
-        parts = flat.split([math.prod(shape) for shape in self.shapes.values()], 1)
-        return {
-            name: part.unflatten(1, shape) if shape else part[:, 0]
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
-
-    def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
+    def outputs(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
         """Outputs of every model `[models, n, …]`."""
-        with torch.no_grad():
-            return vmap(lambda weights: functional_call(self.model, weights, (x,)))(self.split(flat))
+        weights = dict(zip(self.names, tensors, strict=True))
+        return vmap(lambda own: functional_call(self.model, own, (x,)))(weights)
 
     def bytes_at_work(self, batch_size: int) -> int:
         """Memory one model touches in a training step, for numbers of four bytes: a rough guess."""
@@ -88,20 +82,20 @@ class MappedGradients:
 
         self._gradient = vmap(grad(loss))
 
-    def write(self, flat: Tensor, gradient: Tensor, batch: StepBatch) -> None:
-        """Write the gradients of the first models into `gradient`, of the shape `[models, p]` of `flat`."""
-        models = len(batch.indices)
+    def write(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], batch: StepBatch) -> None:
+        """Write the gradients of a stack into tensors of the same shapes."""
         if isinstance(batch.counts, int):
-            self._write(flat[:models], gradient[:models], batch.indices)
+            for gradient, found in zip(gradients, self._found(tensors, batch.indices), strict=True):
+                gradient.copy_(found)
             return
         for count in batch.counts.unique().tolist():  # a loss may depend on the batch size in any way
-            rows = (batch.counts == count).nonzero()[:, 0]
-            part = gradient[rows]
-            self._write(flat[rows], part, batch.indices[rows, :count])
-            gradient[rows] = part
+            rows = (batch.counts == count).nonzero()[:, 0].to(self.x.device)
+            part = self._found([tensor[rows] for tensor in tensors], batch.indices[rows.cpu(), :count])
+            for gradient, found in zip(gradients, part, strict=True):
+                gradient[rows] = found
 
-    def _write(self, flat: Tensor, gradient: Tensor, indices: Tensor) -> None:
+    def _found(self, tensors: Sequence[Tensor], indices: Tensor) -> list[Tensor]:
         at = indices.to(self.x.device)
-        found: Any = self._gradient(self.layout.split(flat), self.x[at], self.y[at])
-        for name, part in self.layout.split(gradient).items():
-            part.copy_(found[name])
+        weights = dict(zip(self.layout.names, tensors, strict=True))
+        found: State = self._gradient(weights, self.x[at], self.y[at])
+        return [found[name] for name in self.layout.names]

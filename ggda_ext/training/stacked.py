@@ -1,14 +1,14 @@
 """Stacks of small perceptrons: forward and backward of all models at once by batched matrix products.
 
-The parameters of model j are row j of one matrix `[models, p]`, in which a layer's weight and bias stand as one
-block ``[W | b]``, so one product with the activations and a column of ones gives both gradients. For cross-entropy
-∂loss/∂logits = (softmax − onehot) / batch size, so no graph is recorded.
+Weights stand as `[models, outside, inside]`, and for cross-entropy ∂loss/∂logits = (softmax − onehot) / batch size, so
+no graph is recorded. The first layer's bias is a column of its weight: the batch comes with a column of ones, and with
+the labels as one-hot columns, so that one gather fetches everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,41 +30,37 @@ ACTIVATIONS: dict[type[nn.Module], tuple[Activate, Backward]] = {
 }
 
 
+_ALIGNED = 8  # matrix products are up to twice as fast if the batch has a multiple of eight columns
+
+
 @dataclass(frozen=True)
 class Layer:
     """A Linear layer and the activation after it.
 
     Attributes:
         name: prefix of its parameters' names, e.g. ``"0."``.
-        start: where its block starts in a row of parameters.
         inside, outside: its widths.
         bias: whether it has one.
         activation: a key of `ACTIVATIONS`.
     """
 
     name: str
-    start: int
     inside: int
     outside: int
     bias: bool
     activation: type[nn.Module]
 
-    @property
-    def columns(self) -> int:
-        """Columns of the block ``[W | b]``."""
-        return self.inside + self.bias
-
-    def block(self, flat: Tensor) -> Tensor:
-        """``[W | b]`` of every model `[models, outside, columns]`, a view."""
-        return flat[:, self.start : self.start + self.outside * self.columns].unflatten(1, (self.outside, -1))
-
 
 class StackedLayers:
-    """How models made of Linear layers and activations are laid out as rows `[p]`; see `of`."""
+    """How models made of Linear layers and activations stand in a stack; see `of`.
+
+    The tensors of a stack are the first layer's ``[W | b | 0]`` `[models, outside, columns]`, then the weight and, if
+    there is one, the bias of every other layer.
+    """
 
     def __init__(self, layers: list[Layer]) -> None:
         self.layers = layers
-        self.size = layers[-1].start + layers[-1].outside * layers[-1].columns
+        self.columns = _rounded_up(layers[0].inside + layers[0].bias)
 
     @staticmethod
     def of(model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor) -> StackedLayers | None:
@@ -78,81 +74,102 @@ class StackedLayers:
         trained = all(weight.requires_grad for weight in weights)
         return StackedLayers(layers) if fits and labels and trained else None
 
-    def row(self, model: nn.Module) -> Tensor:
-        """The parameters of a model as a row `[p]`."""
-        state, blocks = model.state_dict(), []
-        for layer in self.layers:
-            weight = state[layer.name + "weight"]
-            bias = [state[layer.name + "bias"][:, None]] if layer.bias else []
-            blocks.append(torch.cat([weight, *bias], 1).flatten())
-        return torch.cat(blocks)
-
-    def state(self, row: Tensor) -> State:
-        """The state dict of the model with these parameters `[p]`."""
-        found = {}
-        for layer in self.layers:
-            block = layer.block(row[None])[0]
-            found[layer.name + "weight"] = block[:, : layer.inside].contiguous()
-            if layer.bias:
-                found[layer.name + "bias"] = block[:, -1].contiguous()
+    def stack(self, models: Sequence[nn.Module]) -> list[Tensor]:
+        """The parameters of models as tensors `[models, …]`."""
+        states = [model.state_dict() for model in models]
+        first, *others = self.layers
+        joint = torch.stack([state[first.name + "weight"] for state in states])
+        if first.bias:
+            joint = torch.cat([joint, torch.stack([state[first.name + "bias"] for state in states])[:, :, None]], 2)
+        found = [F.pad(joint, (0, self.columns - joint.shape[2])).contiguous()]
+        for layer in others:
+            for part in ("weight", "bias") if layer.bias else ("weight",):
+                found.append(torch.stack([state[layer.name + part] for state in states]))
         return found
 
-    def outputs(self, flat: Tensor, x: Tensor) -> Tensor:
+    def state(self, tensors: Sequence[Tensor]) -> State:
+        """The state dict of one model, from its part of every tensor."""
+        found = {}
+        for layer, (weight, bias) in zip(self.layers, self.split(tensors), strict=True):
+            found[layer.name + "weight"] = weight[:, : layer.inside].clone()
+            if layer is self.layers[0] and layer.bias:
+                found[layer.name + "bias"] = weight[:, layer.inside].clone()
+            elif bias is not None:
+                found[layer.name + "bias"] = bias.clone()
+        return found
+
+    def split(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+        """Weight and bias of every layer; the first layer's bias is a column of its weight."""
+        first, *others = tensors
+        parts: list[tuple[Tensor, Tensor | None]] = [(first, None)]
+        rest = iter(others)
+        parts += [(next(rest), next(rest) if layer.bias else None) for layer in self.layers[1:]]
+        return parts
+
+    def outputs(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
         """Outputs of every model `[models, n, classes]`."""
-        values = x.expand(len(flat), *x.shape)
-        for layer in self.layers:
-            block = layer.block(flat)
-            weight = block[:, :, : layer.inside].transpose(1, 2)
-            values = torch.baddbmm(block[:, None, :, -1], values, weight) if layer.bias else values.bmm(weight)
-            values = ACTIVATIONS[layer.activation][0](values)
+        values = self.inputs(x).expand(len(tensors[0]), -1, -1)
+        for layer, (weight, bias) in zip(self.layers, self.split(tensors), strict=True):
+            values = ACTIVATIONS[layer.activation][0](_linear(values, weight, bias))
         return values
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """What the first layer's tensor is multiplied with: x, a one for its bias, zeros up to `columns`."""
+        ones = [torch.ones_like(x[:, :1])] if self.layers[0].bias else []
+        joint = torch.cat([x, *ones], 1)
+        return F.pad(joint, (0, self.columns - joint.shape[1]))
 
     def bytes_at_work(self, batch_size: int) -> int:
         """Memory one model touches in a training step, for numbers of four bytes."""
-        activations = self.layers[0].columns + 2 * sum(layer.outside for layer in self.layers)
-        return 4 * (4 * self.size + batch_size * activations)
+        weights = sum(layer.outside * (layer.inside + 1) for layer in self.layers)
+        activations = self.columns + 2 * sum(layer.outside for layer in self.layers)
+        return 4 * (4 * weights + batch_size * activations)
 
     def gradients(self, loss_fn: Any, x: Tensor, y: Tensor) -> LayerGradients:
         """What computes the gradients of a stack on this training set."""
-        return LayerGradients(self.layers, x, y)
+        return LayerGradients(self, x, y)
 
 
 class LayerGradients:
     """Gradients of the mean cross-entropy of every model on its own batch, in buffers used again at every step."""
 
-    def __init__(self, layers: list[Layer], x: Tensor, y: Tensor) -> None:
-        self.layers = layers
-        columns = [x, torch.ones_like(x[:, :1]), F.one_hot(y, layers[-1].outside).to(x.dtype)]
-        table = torch.cat(columns, 1)
-        self.table = torch.cat([table, torch.zeros_like(table[:1])])  # the last row: no point
+    def __init__(self, layout: StackedLayers, x: Tensor, y: Tensor) -> None:
+        self.layout, self.layers = layout, layout.layers
+        labels = F.one_hot(y, self.layers[-1].outside).to(x.dtype)
+        table = torch.cat([layout.inputs(x), labels], 1)
+        # Rows of whole cache lines, and a last row for "no point"
+        self.table = F.pad(table, (0, _rounded_up(table.shape[1]) - table.shape[1], 0, 1))
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
 
-    def write(self, flat: Tensor, gradient: Tensor, batch: StepBatch) -> None:
-        """Write the gradients of the first models into `gradient`, of the shape `[models, p]` of `flat`."""
+    def write(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], batch: StepBatch) -> None:
+        """Write the gradients of a stack into tensors of the same shapes."""
         models, b = batch.indices.shape
-        flat, gradient = flat[:models], gradient[:models]
-        joint, *values = self._buffers_for(models, b)
-        torch.index_select(self.table, 0, batch.indices.reshape(-1).to(self.table.device), out=joint.flatten(0, 1))
-        inputs = joint
-        for layer, output in zip(self.layers[:-1], values, strict=True):
-            torch.bmm(inputs[:, :, : layer.columns], layer.block(flat).transpose(1, 2), out=output[:, :, :-1])
-            ACTIVATIONS[layer.activation][0](output[:, :, :-1])
-            inputs = output
-        last = self.layers[-1]
-        logits = torch.bmm(last.block(flat), inputs[:, :, : last.columns].transpose(1, 2))
-        slope = torch.softmax(logits, 1)
-        slope -= joint[:, :, self.layers[0].inside + 1 :].transpose(1, 2)
-        slope *= self._weights(batch, b)
-        back = slope.transpose(1, 2)
+        weights, slopes = self.layout.split(tensors), self.layout.split(gradients)
+        rows, *buffers = self._buffers_for(models, b)
+        hidden, back = buffers[: len(self.layers) - 1], buffers[len(self.layers) - 1 :]
+        torch.index_select(self.table, 0, batch.indices.reshape(-1).to(self.table.device), out=rows.flatten(0, 1))
+        columns = self.layout.columns
+        inputs = [rows[:, :, :columns], *hidden]
+        for at, layer in enumerate(self.layers[:-1]):
+            _linear(inputs[at], *weights[at], out=hidden[at])
+            ACTIVATIONS[layer.activation][0](hidden[at])
+        # Logits as [models, classes, b]: softmax over a dimension that is not the last is vectorised
+        weight, bias = weights[-1]
+        logits = torch.bmm(weight, inputs[-1].transpose(1, 2))
+        slope = torch.softmax(logits if bias is None else logits.add_(bias[:, :, None]), 1)
+        slope -= rows[:, :, columns : columns + self.layers[-1].outside].transpose(1, 2)
+        slope *= self._share(batch, b)
         for at in range(len(self.layers) - 1, -1, -1):
-            layer = self.layers[at]
-            inputs = values[at - 1] if at else joint
-            torch.bmm(back.transpose(1, 2), inputs[:, :, : layer.columns], out=layer.block(gradient))
+            weight_slope, bias_slope = slopes[at]
+            torch.bmm(slope, inputs[at], out=weight_slope)
+            if bias_slope is not None:
+                torch.sum(slope, 2, out=bias_slope)
             if at:
-                back = back.bmm(layer.block(flat)[:, :, : layer.inside])
-                ACTIVATIONS[self.layers[at - 1].activation][1](back, inputs[:, :, :-1])
+                torch.bmm(slope.transpose(1, 2), weights[at][0], out=back[at - 1])
+                ACTIVATIONS[self.layers[at - 1].activation][1](back[at - 1], hidden[at - 1])
+                slope = back[at - 1].transpose(1, 2)
 
-    def _weights(self, batch: StepBatch, b: int) -> Tensor | float:
+    def _share(self, batch: StepBatch, b: int) -> Tensor | float:
         """One divided by the batch size, 0 where there is no point: a number, or `[models, 1, b]`."""
         if isinstance(batch.counts, int):
             return 1 / batch.counts
@@ -160,34 +177,45 @@ class LayerGradients:
         return (torch.arange(b, device=counts.device) < counts) / counts.to(self.table.dtype)
 
     def _buffers_for(self, models: int, b: int) -> list[Tensor]:
-        """The batch with its columns of ones and one-hot labels, and every hidden layer's output with ones."""
+        """Rows of the table, every hidden layer's output, and the gradient of that."""
         if (models, b) not in self._buffers:
             self._buffers = {key: kept for key, kept in self._buffers.items() if key[0] == models}
-            widths = [self.table.shape[1], *(layer.outside + 1 for layer in self.layers[:-1])]
-            self._buffers[models, b] = [self.table.new_ones(models, b, width) for width in widths]
+            widths = [layer.outside for layer in self.layers[:-1]]
+            self._buffers[models, b] = [
+                self.table.new_empty(models, b, width) for width in (self.table.shape[1], *widths, *widths)
+            ]
         return self._buffers[models, b]
+
+
+def _linear(values: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """A Linear layer of every model; `out` must be contiguous, or the products are done one by one."""
+    if bias is None:
+        return torch.bmm(values, weight.transpose(1, 2), out=out)
+    return torch.baddbmm(bias[:, None], values, weight.transpose(1, 2), out=out)
+
+
+def _rounded_up(columns: int) -> int:
+    return -(-columns // _ALIGNED) * _ALIGNED
 
 
 def _layers(model: nn.Module) -> list[Layer]:
     """The model's Linear layers with the activations between them; empty if it holds anything else."""
     named = [("", model)] if isinstance(model, nn.Linear) else list(_flattened(model, ""))
     layers: list[Layer] = []
-    start, seen = 0, set()
+    seen = set()
     for name, module in named:
         if type(module) is nn.Linear and id(module) not in seen:
             seen.add(id(module))
             bias = module.bias is not None
-            layers.append(Layer(name, start, module.in_features, module.out_features, bias, nn.Identity))
-            start += module.out_features * (module.in_features + bias)
+            layers.append(Layer(name, module.in_features, module.out_features, bias, nn.Identity))
         elif type(module) in ACTIVATIONS and layers and layers[-1].activation is nn.Identity:
-            last = layers.pop()
-            layers.append(Layer(last.name, last.start, last.inside, last.outside, last.bias, type(module)))
+            layers[-1] = replace(layers[-1], activation=type(module))
         elif type(module) is not nn.Identity:
             return []
     return layers if layers and layers[-1].activation is nn.Identity else []
 
 
-def _flattened(module: nn.Module, prefix: str) -> Any:
+def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Modules of nested Sequentials in the order they run, with the prefix of their parameters' names."""
     if type(module) is not nn.Sequential:
         yield prefix, module
