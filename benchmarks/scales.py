@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+ALL_METHODS = (
+    "TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK", "TracIn (learning rates)", "Per-point, directional",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class DataScale:
@@ -62,6 +66,10 @@ class ExperimentScale:
         lissa_depth: steps of LiSSA.
         lissa_repeats: LiSSA runs averaged.
         groupings: which groupings.
+        methods: which attribution methods.
+        retrained_methods: those whose scores are followed by retraining (all experiments but noisy labels); None for
+            all of `methods`.
+        retrained_sizes: likewise; None for all of `group_sizes`.
         noisy_seeds: noises, each with a model trained on it.
         lds_seeds: models retrained on every half, and without every group left out.
         train: training points; None for those of the data set at this scale.
@@ -81,6 +89,9 @@ class ExperimentScale:
     lissa_depth: int = 200
     lissa_repeats: int = 20
     groupings: tuple[str, ...] = ("Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
+    methods: tuple[str, ...] = ALL_METHODS
+    retrained_methods: tuple[str, ...] | None = None
+    retrained_sizes: tuple[int, ...] | None = None
     noisy_seeds: int = 10
     lds_seeds: int = 10
     train: int | None = None
@@ -127,17 +138,21 @@ _QUICK = ExperimentScale(
 )  # fmt: skip
 _PAPER = ExperimentScale(model_seeds=10, grouping_seeds=3, group_sizes=_PAPER_SIZES)
 # HELOC: test accuracy is that of the paper's epochs (LR 0.73, ANN-S and ANN-M 0.74) after a tenth of them
-_LR = replace(_PAPER, trak_models=5, lissa_repeats=5, noisy_seeds=5, lds_seeds=3, lds_subsets=40, epochs=20)
+_LR = replace(_PAPER, trak_models=4, lissa_repeats=5, noisy_seeds=3, lds_seeds=3, lds_subsets=40, epochs=20)
 _ANN_S = replace(_LR, lds_subsets=32, epochs=30)
-_ANN_M = replace(_ANN_S, model_seeds=3, noisy_seeds=3, lds_seeds=1)
+_ANN_M = replace(_ANN_S, model_seeds=3, lds_seeds=1)
 _ANN_L = ExperimentScale(
-    model_seeds=2, grouping_seeds=1, group_sizes=_PAPER_SIZES, removed=(0.05, 0.2), pruned=(0.5, 0.75), lds_subsets=12,
-    left_out_groups=0, trak_models=1, lissa_repeats=1, groupings=_TWO_GROUPINGS, noisy_seeds=1, lds_seeds=1, epochs=5,
+    model_seeds=1, grouping_seeds=1, group_sizes=_PAPER_SIZES, removed=(0.2,), pruned=(0.5, 0.75), lds_subsets=0,
+    left_out_groups=0, trak_models=1, lissa_repeats=1, groupings=_TWO_GROUPINGS, retrained_sizes=(1, 64, 1024),
+    noisy_seeds=1, lds_seeds=1, epochs=5,
 )  # fmt: skip
-_REDUCED = ExperimentScale(
-    model_seeds=1, grouping_seeds=1, group_sizes=(1, 16, 64), removed=(0.2,), pruned=(0.5,), lds_subsets=0,
-    left_out_groups=0, trak_models=1, lissa_depth=10, lissa_repeats=1, groupings=_TWO_GROUPINGS, noisy_seeds=1,
-    lds_seeds=1, train=2_000, test=500,
+_CIFAR = replace(
+    _ANN_L, group_sizes=(1, 4, 16, 64, 256), pruned=(0.5,), lissa_depth=20, retrained_sizes=(1, 64),
+    retrained_methods=("TracIn",), epochs=None, train=2_000, test=500,
+)  # fmt: skip
+_QNLI = replace(
+    _CIFAR, group_sizes=(1, 16), groupings=("Grad-K-Means",), removed=(), pruned=(), train=400, test=100,
+    methods=("TracIn", "Inf. (Fisher)", "Per-point, directional"),
 )  # fmt: skip
 _PAPER_EPOCHS = {
     "heloc-lr": 200, "heloc-ann-s": 300, "heloc-ann-m": 400, "mnist-ann-l": 50, "cifar10-resnet18": 50, "qnli-bert": 3,
@@ -244,8 +259,8 @@ SCALES: dict[str, Scale] = {
             "heloc-ann-s": _ANN_S,
             "heloc-ann-m": _ANN_M,
             "mnist-ann-l": _ANN_L,
-            "cifar10-resnet18": _REDUCED,
-            "qnli-bert": replace(_REDUCED, train=800, test=200, lissa_depth=3),
+            "cifar10-resnet18": _CIFAR,
+            "qnli-bert": _QNLI,
         },
     ),
     "paper": Scale(

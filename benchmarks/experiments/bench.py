@@ -97,20 +97,29 @@ class Bench:
             seconds={"grouping": groups.seconds} | found.seconds,
         )
 
-    def cells(self, groupings: Sequence[str] | None = None) -> Iterator[Cell]:
+    def cells(self, groupings: Sequence[str] | None = None, *, retrained: bool = True) -> Iterator[Cell]:
         """Every method on every grouping and size; single points first.
 
         Learning-rate weights go with the paper's best grouping only, and more grouping seeds with TracIn only.
+
+        Args:
+            groupings: instead of those of the scale.
+            retrained: whether models are retrained for the cells, which a scale may limit to fewer of them.
         """
-        if 1 in self.size.group_sizes:
-            yield from map(Cell, METHODS)
-        for grouping in groupings or self.size.groupings:
-            for size in self.size.group_sizes:
-                if size == 1 or size * 2 > len(self.task.data.train[0]):
+        size = self.size
+        methods, sizes = size.methods, size.group_sizes
+        if retrained:
+            methods, sizes = size.retrained_methods or methods, size.retrained_sizes or sizes
+        if 1 in sizes:
+            yield from (Cell(method) for method in METHODS if method in methods)
+        for grouping in groupings or size.groupings:
+            for group_size in sizes:
+                if group_size == 1 or group_size * 2 > len(self.task.data.train[0]):
                     continue
                 for method in (*PAPER_METHODS, RATES) if grouping == BEST else PAPER_METHODS:
-                    for seed in range(self.size.grouping_seeds if method == TRACIN else 1):
-                        yield Cell(method, grouping, size, seed)
+                    for seed in range(size.grouping_seeds if method == TRACIN else 1):
+                        if method in methods:
+                            yield Cell(method, grouping, group_size, seed)
 
     def key(self, experiment: str, cell: Cell | str, *more: object) -> str:
         """The unique name of a row."""

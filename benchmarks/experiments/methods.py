@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from ggda_ext.fisher import EmpiricalFisher
 
 TRACIN, RATES, FISHER, LISSA, TRAK = "TracIn", "TracIn (learning rates)", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK"
 PER_POINT = "Per-point, directional"
+SAMPLED = 8_192  # points up to which groups of one are timed on all of them
 _BATCH = 64  # points whose gradients are held at once
 
 
@@ -63,36 +64,46 @@ class Attribution:
 
 
 def attributed(method: str, subject: Subject, groups: Groups) -> Attribution:
-    """The importance of every group by one method; groups of one are scored in the method's per-sample way."""
-    scores = _METHODS[method](subject, groups)
+    """The importance of every group by one method.
+
+    Groups of one are timed in the method's vectorised per-sample way. Beyond `SAMPLED` points that is done on the first
+    ones and scaled up, and the scores come from the strategies for groups, which give the same numbers.
+    """
+    score, n = _METHODS[method], groups.n
+    per_sample = groups.are_singletons and method != PER_POINT
+    if per_sample and n > SAMPLED:
+        sample = score(subject.first(SAMPLED), Groups.singletons(SAMPLED), True)
+        scores = replace(
+            score(subject, groups, False),
+            gradients=sample.gradients * n / SAMPLED,
+            settings=f"{sample.settings}; timed on {SAMPLED:,} of {n:,} points",
+        )
+    else:
+        scores = score(subject, groups, per_sample)
     rises = SIGNS[method] * scores.values.detach().double().cpu().numpy().reshape(-1)
     parts = {"gradients": scores.gradients, "curvature": scores.curvature, "scoring": scores.scoring}
     return Attribution(rises, parts, scores.settings)
 
 
-def tracin(subject: Subject, groups: Groups) -> Scores:
+def tracin(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     """TracIn at the final checkpoint: ⟨∇g, Σ ∇ℓ⟩; per sample by Captum where it can be vectorised, else by vmap."""
-    if groups.are_singletons:
-        if sample_wise(subject.model):
-            found = timed(captum_scores, subject, vectorised=True)
-            return Scores(found.value, "Captum's TracInCP, sample-wise gradients", found.seconds)
-        return _inner_products(subject, groups, "persample")
-    return _inner_products(subject, groups, "auto")
+    if per_sample and sample_wise(subject.model):
+        found = timed(captum_scores, subject, vectorised=True)
+        return Scores(found.value, "Captum's TracInCP, sample-wise gradients", found.seconds)
+    provider = subject.gradients(groups, per_sample)
+    found = timed(provider.scores, subject.direction.value)
+    used = provider.plan(1).strategy
+    return Scores(found.value, f"strategy {used}", found.seconds, scoring=subject.direction.seconds)
 
 
-def per_point(subject: Subject, groups: Groups) -> Scores:
-    """TracIn of every single point, by the strategy that forms no gradients."""
-    return _inner_products(subject, groups, "auto")
-
-
-def tracin_with_rates(subject: Subject, groups: Groups) -> Scores:
+def tracin_with_rates(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     """TracIn over several checkpoints, weighted by their learning rates."""
     trained, total = subject.trained, torch.zeros(len(groups))
     gradients = scoring = 0.0
     with parameters_restored(trained.model):
         for state, rate in zip(trained.checkpoints, trained.rates, strict=True):
             load_state(trained.model, state)
-            provider = subject.gradients(groups, "persample" if groups.are_singletons else "auto")
+            provider = subject.gradients(groups, per_sample)
             direction = timed(property_gradient, subject.property, trained.model, provider.space.parameters)
             found = timed(provider.scores, direction.value)
             total += rate * found.value[0].cpu()
@@ -100,39 +111,38 @@ def tracin_with_rates(subject: Subject, groups: Groups) -> Scores:
     return Scores(total, f"{len(trained.checkpoints)} checkpoints", gradients, scoring=scoring)
 
 
-def fisher(subject: Subject, groups: Groups) -> Scores:
+def fisher(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     """Influence with the empirical Fisher of projected gradients: of single points, or batched by group."""
-    exact, dim = groups.are_singletons, subject.task.projection_dim
+    kind, dim = "exact" if groups.are_singletons else "batched", subject.task.projection_dim
     influence = FisherInfluence(
-        subject.model, subject.train, LOSS, groups, proj_dim=dim, fisher="exact" if exact else "batched",
-        strategy="persample" if exact else "auto",
+        subject.model, subject.train, LOSS, groups, proj_dim=dim, fisher=kind,
+        strategy="persample" if per_sample else "auto",
     )  # fmt: skip
     first = timed(influence.influence, property=subject.property)
     again = timed(influence.influence, property=subject.property)  # the training side is kept
     rows = torch.randn(len(groups), min(dim, influence.provider.p))
     curvature = timed(_solve, rows).seconds
-    settings = (
-        f"{'exact' if exact else 'batched'} Fisher, {rows.shape[1]} dimensions, λ {influence.chosen_damping[0]:.2g}"
-    )
+    settings = f"{kind} Fisher, {rows.shape[1]} dimensions, λ {influence.chosen_damping[0]:.2g}"
     gradients = max(first.seconds - again.seconds - curvature, 0.0)
     return Scores(first.value, settings, gradients, curvature, again.seconds)
 
 
-def lissa(subject: Subject, groups: Groups) -> Scores:
+def lissa(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     """Influence with one LiSSA solve for all groups."""
     solved, settings = subject.solved
-    provider = subject.gradients(groups, "persample" if groups.are_singletons else "auto")
-    found = timed(provider.scores, solved.value)
+    found = timed(subject.gradients(groups, per_sample).scores, solved.value)
     return Scores(found.value, str(settings), found.seconds, solved.seconds, subject.direction.seconds)
 
 
-def trak(subject: Subject, groups: Groups) -> Scores:
+def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     """TRAK over an ensemble: how much a group raises the mean test loss; training the ensemble is not counted."""
-    states, batch = subject.ensemble, _BATCH if groups.are_singletons else 1024
+    states, batch = subject.ensemble, _BATCH if per_sample else 1024
+    exact = groups.are_singletons and not per_sample
     with tempfile.TemporaryDirectory() as folder, parameters_restored(subject.model), _quiet():
         traker = TRAKer(
             subject.model, "image_classification", groups.n, save_dir=folder, device="cpu", groups=groups,
             projector=_projector(subject), use_half_precision=False, logging_level=100, checkpoints=list(states),
+            fisher="exact" if exact else "batched", strategy="segmented" if exact else "auto",
         )  # fmt: skip
         gradients = 0.0
         for number, state in enumerate(states):
@@ -143,13 +153,13 @@ def trak(subject: Subject, groups: Groups) -> Scores:
     return Scores(found.value, settings, gradients, curvature, found.seconds)
 
 
-_METHODS: dict[str, Callable[[Subject, Groups], Scores]] = {
+_METHODS: dict[str, Callable[[Subject, Groups, bool], Scores]] = {
     TRACIN: tracin,
     FISHER: fisher,
     LISSA: lissa,
     TRAK: trak,
     RATES: tracin_with_rates,
-    PER_POINT: per_point,
+    PER_POINT: tracin,
 }
 METHODS = tuple(_METHODS)
 PAPER_METHODS = (TRACIN, FISHER, LISSA, TRAK)
@@ -179,14 +189,6 @@ def sample_wise(model: nn.Module) -> bool:
     """Whether Captum knows the gradients of single points of all layers."""
     known = tuple(SUPPORTED_MODULES)
     return all(isinstance(module, known) for module in model.modules() if list(module.parameters(recurse=False)))
-
-
-def _inner_products(subject: Subject, groups: Groups, strategy: str) -> Scores:
-    """⟨∇g, Σ ∇ℓ⟩ of every group."""
-    provider = subject.gradients(groups, strategy)
-    found = timed(provider.scores, subject.direction.value)
-    used = provider.plan(1).strategy
-    return Scores(found.value, f"strategy {used}", found.seconds, scoring=subject.direction.seconds)
 
 
 def _quiet() -> redirect_stderr[io.StringIO]:

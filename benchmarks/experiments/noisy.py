@@ -40,7 +40,7 @@ def flipped(labels: Tensor, classes: int, share: float, seed: int) -> tuple[Tens
 def run(bench: Bench) -> None:
     """Write the rows that are not there yet."""
     task, share = bench.task, bench.size.noise
-    open_cells = [cell for cell in bench.cells() if _open_rows(bench, cell)]
+    open_cells = [cell for cell in bench.cells(retrained=False) if _open_rows(bench, cell)]
     subjects: list[tuple[Subject, np.ndarray]] = []
     for seed in range(bench.size.noisy_seeds if open_cells else 0):
         labels, wrong = flipped(task.data.train[1], task.data.classes, share, seed)

@@ -22,9 +22,10 @@ def run(bench: Bench) -> None:
 
 def _cells(bench: Bench) -> Iterator[tuple[Cell, Sequence[float]]]:
     fractions = bench.size.pruned
-    sizes = sorted(size for size in bench.size.group_sizes if size > 1)[-LARGE:]
-    for cell in bench.cells(("Random", BEST)):
-        if cell.group_size != 1 and cell.group_size not in sizes:
+    cells = list(bench.cells(("Random", BEST)))
+    large = sorted({cell.group_size for cell in cells})[-LARGE:]
+    for cell in cells:
+        if cell.group_size not in (1, *large):
             continue
         yield cell, fractions
         if cell.method in PAPER_METHODS and cell.grouping == BEST and cell.grouping_seed == 0:

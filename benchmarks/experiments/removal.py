@@ -45,6 +45,8 @@ def write_rows(
         fractions: of the baselines.
         largest_first: whether the most important points go first, or the least.
     """
+    if not fractions:
+        return
     rows = list(_baselines(bench, experiment, fractions))
     for cell, shares in cells:
         open_shares = [share for share in shares if not bench.folder.done(bench.key(experiment, cell, share))]

@@ -6,6 +6,7 @@ uses it.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,6 +79,12 @@ class Subject:
         """The mean test loss."""
         return properties.mean_loss(self.test, LOSS)
 
+    def first(self, count: int) -> Subject:
+        """The same model on the first training points only; what is known of it is kept."""
+        other = copy.copy(self)
+        other.train = (self.train[0][:count], self.train[1][:count])
+        return other
+
     @cached_property
     def direction(self) -> Timed[Tensor]:
         """Gradient of the mean test loss `[1, p]`."""
@@ -121,6 +128,6 @@ class Subject:
             return found, Lissa(settings.damping, settings.repeats, settings.depth, scale)
         raise AssertionError("the loop returns or raises")
 
-    def gradients(self, groups: Any, strategy: str = "auto") -> GroupGradients:
-        """The provider of the training side."""
-        return GroupGradients(self.model, LOSS, self.train, groups, strategy=strategy)
+    def gradients(self, groups: Any, per_sample: bool = False) -> GroupGradients:
+        """The provider of the training side, by the best strategy or one gradient per point, vectorised."""
+        return GroupGradients(self.model, LOSS, self.train, groups, strategy="persample" if per_sample else "auto")
