@@ -24,7 +24,7 @@ from ggda_ext.fingerprint import name_of
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import PointProperty, Property, property_gradient
-from ggda_ext.stored_scores import ScoreStore
+from ggda_ext.stored_scores import keep_scores
 
 LoadCheckpoint = Callable[[nn.Module, Any], Any]
 
@@ -67,32 +67,16 @@ def attribute(
     Returns:
         Scores `[m, k]`, one row per component of the property; with `save_dir` a memory map, on the CPU.
     """
-    if tag is not None and save_dir is None:
-        raise ValueError(f"tag={tag!r} is given without save_dir: pass the folder it is for, or leave it out.")
     provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
     listed, factors = _weighted(checkpoints, weights)
-    with closing(at_checkpoints(model, listed, load_checkpoint)) as numbers:
-        if save_dir is not None:
-            return _stored(provider, property, zip(factors, numbers, strict=True), ScoreStore(save_dir, tag))
-        scores: Tensor | None = None
-        for number in numbers:
-            part = property_scores(provider, property)
-            part = part if listed is None else factors[number] * part
-            scores = part if scores is None else scores + part
-    assert scores is not None
-    return scores
-
-
-def _stored(
-    provider: GroupGradients, property: Property, numbers: Iterable[tuple[float, int]], store: ScoreStore
-) -> Tensor:
-    """The same, summed from what a store holds or is made to hold."""
-    with store:
-        parts = []
-        for factor, number in numbers:
-            directions = property_directions(provider, property)
-            parts.append((factor, store.scores(provider, directions, number, name_of(property))))
-        return store.total(parts)
+    with (
+        closing(at_checkpoints(model, listed, load_checkpoint)) as numbers,
+        keep_scores(save_dir, tag) as kept,
+    ):
+        return kept.total(
+            (factors[at], kept.scores(provider, property_directions(provider, property), at, name_of(property)))
+            for at in numbers
+        )
 
 
 def _weighted(

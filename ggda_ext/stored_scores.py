@@ -7,9 +7,8 @@ so the same folder serves several questions about one model. The training side h
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,40 +31,55 @@ from ggda_ext.blocks import (
 )
 from ggda_ext.distributed import from_first_rank, together
 from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
+from ggda_ext.score_blocks import ScoreBlocks, StackedBlocks, block_name
 from ggda_ext.store import Store, difference, digest, open_array, read_contents
+
+Weight = float | Tensor
 
 _TESTS_PER_POINT = 20  # points of a block for each test point, whose own work is done again for every block
 _WRITE_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True)
-class ScoreBlocks:
-    """Finished scores `[m, k]` of one question at one checkpoint, in a grid of blocks on disk."""
+class ScoresInMemory:
+    """What `ScoreStore` does, without a folder: nothing is kept."""
 
-    folder: Path
-    tests: list[Range]
-    groups: list[Range]
-    dtype: torch.dtype
+    def __enter__(self) -> ScoresInMemory:
+        return self
 
-    @property
-    def m(self) -> int:
-        return self.tests[-1][1]
+    def __exit__(self, *_: object) -> None:
+        return None
 
-    @property
-    def k(self) -> int:
-        return self.groups[-1][1]
+    def scores(self, provider: GroupGradients, directions: Directions, checkpoint: int = 0, asked_for: str = "") -> Any:
+        """``provider.scores(directions)``."""
+        return provider.scores(directions)
 
-    def rows(self, low: int, high: int) -> Tensor:
-        """The scores of the test points or components from `low` up to `high`, `[high - low, k]`."""
-        found = torch.empty(high - low, self.k, dtype=torch.float32 if self.dtype == torch.bfloat16 else self.dtype)
-        for i, (top, bottom) in enumerate(self.tests):
-            if top >= high or bottom <= low:
-                continue
-            at = slice(max(top, low) - low, min(bottom, high) - low)
-            for j, (left, right) in enumerate(self.groups):
-                block = open_array(self.folder / f"{_name(i, j)}.npy")
-                found[at, left:right] = torch.from_numpy(block[max(top, low) - top : min(bottom, high) - top])
-        return found
+    def array(
+        self, provider: GroupGradients, checkpoint: int, name: str, settings: dict[str, Any], make: Callable[[], Tensor]
+    ) -> Tensor:
+        """``make()``."""
+        return make()
+
+    def stacked(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
+        """Scores of some test points after others, from `(their positions, scores)`."""
+        return torch.cat([block for _, block in parts])[torch.cat([ids for ids, _ in parts]).argsort()]
+
+    def total(self, parts: Iterable[tuple[Weight, Any]]) -> Tensor:
+        """Weighted sum of scores `[m, k]`."""
+        return _weighted_sum(parts)
+
+
+def keep_scores(save_dir: str | Path | None, tag: str | None = None) -> ScoreStore | ScoresInMemory:
+    """A store of scores, or one that keeps nothing where `save_dir` is None.
+
+    Args:
+        save_dir: the folder.
+        tag: names what a fingerprint cannot see, such as the version of the data; another tag is refused.
+    """
+    if save_dir is not None:
+        return ScoreStore(save_dir, tag)
+    if tag is not None:
+        raise ValueError(f"tag={tag!r} is given without save_dir: pass the folder it is for, or leave it out.")
+    return ScoresInMemory()
 
 
 class ScoreStore:
@@ -88,9 +102,7 @@ class ScoreStore:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def scores(
-        self, provider: GroupGradients, directions: Directions, checkpoint: int = 0, asked_for: str = ""
-    ) -> ScoreBlocks:
+    def scores(self, provider: GroupGradients, directions: Directions, checkpoint: int = 0, asked_for: str = "") -> Any:
         """What ``provider.scores(directions)`` gives, at the model's current parameters; missing blocks are made."""
         folder = self._checkpoint(provider, checkpoint)
         plan = provider.plan(directions)
@@ -141,17 +153,26 @@ class ScoreStore:
         with opened(folder, lambda: fingerprint.of_checkpoint(provider), lock=False):
             return folder
 
-    def total(self, parts: Sequence[tuple[float, ScoreBlocks]]) -> Tensor:
-        """Weighted sum of the scores of checkpoints `[m, k]`, as a memory map."""
-        first = parts[0][1]
+    def stacked(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
+        """Scores of some test points after others, from `(their positions, scores)`."""
+        return StackedBlocks([blocks for _, blocks in sorted(parts, key=lambda part: int(part[0][0]))])
+
+    def total(self, parts: Iterable[tuple[Weight, Any]]) -> Tensor:
+        """Weighted sum of the scores of checkpoints `[m, k]`, as a memory map on the CPU.
+
+        Args:
+            parts: weights, numbers or one for every group `[k]`, with what `scores` or `stacked` gave.
+        """
+        listed: list[tuple[Weight, ScoreBlocks | StackedBlocks]] = list(parts)
+        made_of = [
+            (fingerprint.sketch_of(weight[None]) if isinstance(weight, Tensor) else weight, blocks.names(self.folder))
+            for weight, blocks in listed
+        ]
+        first = listed[0][1]
 
         def rows(low: int, high: int) -> Tensor:
-            found = parts[0][0] * first.rows(low, high)
-            for weight, blocks in parts[1:]:
-                found += weight * blocks.rows(low, high)
-            return found
+            return _weighted_sum((weight, blocks.rows(low, high)) for weight, blocks in listed)
 
-        made_of = [(weight, str(blocks.folder.relative_to(self.folder))) for weight, blocks in parts]
         return self.write(json.dumps(made_of), first.m, first.k, first.dtype, rows)
 
     def write(self, made_of: str, m: int, k: int, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:
@@ -168,6 +189,15 @@ class ScoreStore:
                 like = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy()
                 self._store.save_parts(name, (m, k), like.dtype, parts())
         return torch.from_numpy(open_array(self.folder / f"{name}.npy")).to(dtype)
+
+
+def _weighted_sum(parts: Iterable[tuple[Weight, Tensor]]) -> Tensor:
+    total: Tensor | None = None
+    for weight, part in parts:
+        weighted = part if isinstance(weight, float) and weight == 1 else weight * part
+        total = weighted if total is None else total.add_(weighted)
+    assert total is not None
+    return total
 
 
 def _grid(provider: GroupGradients, directions: Directions, plan: Plan) -> tuple[list[Range], list[Range]]:
@@ -205,7 +235,7 @@ def _blocks(
 
     return [
         Block(
-            _name(i, j),
+            block_name(i, j),
             (at[1] - at[0], of[1] - of[0]),
             int(provider.groups.sizes[slice(*of)].sum()),
             lambda at=at, of=of: scores(at, of),  # type: ignore[misc]
@@ -237,7 +267,3 @@ def _question(folder: Path, asked: dict[str, Any]) -> Path:
         if found is None or difference(found["fingerprint"], asked) is None:
             return question
         number += 1
-
-
-def _name(test_block: int, group_block: int) -> str:
-    return f"block-{test_block:04d}-{group_block:04d}"
