@@ -9,14 +9,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report.check_tables import check_tables, source_table
+from benchmarks.report.check_tables import source_table
 from benchmarks.report.document import refresh
 from benchmarks.report.figures import draw_all
 from benchmarks.report.headlines import Headlines, headlines
 from benchmarks.report.page import Content, html, markdown
-from benchmarks.report.review_tables import review_tables
 from benchmarks.report.rows import read
-from benchmarks.report.tables import experiment_tables
+from benchmarks.report.tables import all_tables
 
 __all__ = ["Headlines", "add_arguments", "command", "write"]
 
@@ -34,7 +33,7 @@ def write(folders: Sequence[Path], out: Path, document: Path | None = None, show
         The three headline lines.
     """
     results = read([Path(folder) for folder in folders])
-    tables = [*check_tables(results), *experiment_tables(results), *review_tables(results)]
+    tables = list(all_tables(results))
     pictures, missing = draw_all(results, out / "figures", show_progress)
     content = Content(headlines(results), results.runs, source_table(results), tables, pictures, missing)
     (out / "tables").mkdir(parents=True, exist_ok=True)

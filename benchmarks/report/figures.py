@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from tqdm.auto import tqdm
 
+from benchmarks.report.cost_tables import cost
 from benchmarks.report.lds_figures import lds_figures
 from benchmarks.report.removal_figures import removal_figures, runtime_figures
 from benchmarks.report.rows import PARTS, Results, of_sums, ordered, slug
@@ -29,7 +30,6 @@ from benchmarks.report.style import (
     save,
     style,
 )
-from benchmarks.report.tables import cost
 
 Drawer = Callable[[Results, Path], Iterator[Picture]]
 

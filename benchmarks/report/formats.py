@@ -105,6 +105,11 @@ def three_digits(value: float, unit: str = "") -> str:
     return (f"{value:.1e}" if abs(value) < 1e-3 else text.rstrip(".")) + unit
 
 
+def size_names(sizes: Sequence[float]) -> list[str]:
+    """Group sizes as column titles, as in the paper."""
+    return ["1 (DA)" if size == 1 else f"{size:g}" for size in sizes]
+
+
 def _flat(name: object) -> str:
     """A column of two levels as one line."""
     parts = name if isinstance(name, tuple) else (name,)

@@ -13,32 +13,35 @@ from benchmarks.report.rows import GROUPINGS, Results, grouping_title, mean_inte
 from benchmarks.report.style import GREY, OF_GROUPING, Picture, finish, grid, line, save, size_axis
 
 _KINDS = (
-    ("mean", "interval", "lds", "linear data-modelling score (LDS)"),
-    ("loo_mean", "loo_interval", "leave-group-out", "correlation with leaving groups out"),
+    ("mean", "interval", "lds", "linear data-modelling score (LDS)", "Spearman correlation"),
+    ("loo_mean", "loo_interval", "leave-group-out", "correlation with leaving groups out", "Pearson correlation"),
 )
-"""Column of the value, column of its interval, name of the file, and what it is."""
+"""Column of the value, column of its interval, name of the file, what it is, and the axis."""
 
 
 def lds_figures(results: Results, folder: Path) -> Iterator[Picture]:
     """Per setting: LDS, and the correlation with leaving groups out where it was run, against group size."""
-    for mean, bounds, name, what in _KINDS:
+    for mean, bounds, name, what, axis in _KINDS:
         for setting, rows in results.of("lds").groupby("setting", sort=False):
             if mean not in rows:
                 continue
             some = of_sums(rows[rows[mean].notna()]).rename(columns={mean: "value", bounds: "bounds"})
             if some["group_size"].nunique() > 1:
                 title = f"{setting}: {what} against group size"
-                yield _against_size(title, ordered(some), folder, f"{name}-{slug(str(setting))}")
+                yield _against_size(title, axis, ordered(some), folder, f"{name}-{slug(str(setting))}")
 
 
-def _against_size(title: str, rows: pd.DataFrame, folder: Path, name: str) -> Picture:
+def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, name: str) -> Picture:
     counts = rows.groupby("method", sort=False)["group_size"].nunique()
     methods = [str(method) for method, count in counts.items() if count > 1]
     groupings = [one for one in GROUPINGS if one in set(rows["grouping"])]
     sizes = sorted(rows["group_size"].unique())
+    shows_ceiling = name.startswith("lds") and "ceiling" in rows
+    ceiling = rows.groupby("group_size")["ceiling"].mean().dropna() if shows_ceiling else pd.Series(dtype=float)
 
     def draw(axis: Axes, method: str) -> None:
         axis.axhline(0, color=GREY, linewidth=0.8)
+        axis.plot(ceiling.index, ceiling, color=GREY, linestyle=":")
         for at, grouping in enumerate(groupings):
             mine = rows[(rows["method"] == method) & (rows["grouping"] == grouping)]
             points = [
@@ -56,10 +59,12 @@ def _against_size(title: str, rows: pd.DataFrame, folder: Path, name: str) -> Pi
                 markersize=9 if grouping == "none" else 5,
             )  # fmt: skip
         size_axis(axis, sizes)
-        axis.set_ylabel("Spearman correlation")
+        axis.set_ylabel(axis_name)
 
     figure = grid(methods, 2, draw)
     handles = [line(grouping_title(one), *OF_GROUPING[one]) for one in groupings]
-    finish(figure, title, handles, columns=5)
-    caption = "Rank correlation of predicted with real effects of retraining; higher is better. Bars: 95 % interval."
+    handles += [] if ceiling.empty else [line("ceiling", GREY, style=":")]
+    finish(figure, title, handles, columns=6)
+    caption = "Predicted against real effects of retraining; higher is better. Bars: 95 % bootstrap interval."
+    caption += "" if ceiling.empty else " Ceiling: how well retraining with other seeds does."
     return save(figure, folder, name, title, caption)

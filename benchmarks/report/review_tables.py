@@ -11,7 +11,7 @@ import pandas as pd
 
 from benchmarks.report.formats import Table, percent, plus_minus, three_digits
 from benchmarks.report.rows import BASELINES, KEYS, Results, completed, grouping_title, merged, ordered
-from benchmarks.report.tables import STDERR
+from benchmarks.report.wording import STDERR
 
 PER_POINT, TRACIN, RATES, BEST = "Per-point, directional", "TracIn", "TracIn (learning rates)", "Grad-K-Means"
 _NO_NUMBERS = "The paper has no such numbers."
@@ -23,9 +23,10 @@ def review_tables(results: Results) -> Iterator[Table]:
     found = measures(results)
     if not found.empty:
         yield from _per_point(found)
+        uneven = found[found["grouping"] != "Random"]  # random groups are all of one size
         yield from _pairs(
-            found[found["aggregation"] == "sum"],
-            found[found["aggregation"] == "mean"],
+            uneven[uneven["aggregation"] == "sum"],
+            uneven[uneven["aggregation"] == "mean"],
             "review-aggregation",
             "Sum against mean: groups ordered by the sum of their members' scores, or by the mean",
             ("Sum", "Mean"),

@@ -21,6 +21,7 @@ GROUPINGS = ("none", "Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
 NO_REMOVAL, RANDOM_REMOVAL = BASELINES = ("No removal", "Random removal")
 KEYS = ("setting", "method", "grouping", "group_size", "aggregation")
 PARTS = ("grouping", "gradients", "curvature", "scoring")
+SECONDS = (*(f"seconds_{part}" for part in PARTS), "seconds_total")
 STAND_IN = "stand-in data"
 
 
@@ -107,7 +108,7 @@ def merged(frame: pd.DataFrame, by: Iterable[str], values: str = "values") -> pd
             "grouping_seeds": len(lists),
             "spread": np.std(means, ddof=1) if len(means) > 1 else np.nan,
         }
-        line |= {name: some[name].mean() for name in some.columns if name.startswith("seconds_")}
+        line |= {name: some[name].mean() for name in SECONDS if name in some}
         lines.append(line)
     return pd.DataFrame(lines)
 
@@ -151,6 +152,20 @@ def mean_interval(intervals: pd.Series) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def data_model(rows: pd.DataFrame, setting: str) -> tuple[str, str]:
+    """Data set and model of a setting."""
+    first = rows[rows["setting"] == setting].iloc[0]
+    return str(first["data"]), str(first["model"])
+
+
+def seed_count(found: pd.DataFrame) -> str:
+    """In words, how many seeds are behind `merged` values."""
+    low, high = int(found["seeds"].min()), int(found["seeds"].max())
+    count = f"{low} seeds" if low == high else f"{low} to {high} seeds"
+    groupings = int(found["grouping_seeds"].max())
+    return count + (f", averaged over up to {groupings} grouping seeds" if groupings > 1 else "")
+
+
 def grouping_title(name: str) -> str:
     """A grouping's name in tables and legends."""
     return "single points" if name == "none" else name
@@ -167,9 +182,9 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     seconds = row.get("seconds")
     if not isinstance(seconds, dict):
         return dict(row)
-    parts = {f"seconds_{part}": float(seconds.get(part) or 0.0) for part in PARTS}
+    parts = [float(seconds.get(part) or 0.0) for part in PARTS]
     rest = {name: value for name, value in row.items() if name != "seconds"}
-    return rest | parts | {"seconds_total": sum(parts.values())}
+    return rest | dict(zip(SECONDS, [*parts, sum(parts)], strict=True))
 
 
 def _settings(frame: pd.DataFrame) -> pd.Series:

@@ -15,10 +15,11 @@ import pytest
 from benchmarks import report
 from benchmarks.report import paper
 from benchmarks.report.check_tables import check_tables, source_table
+from benchmarks.report.cost_tables import cost
 from benchmarks.report.formats import Table, three_digits
 from benchmarks.report.headlines import headlines
 from benchmarks.report.rows import NO_REMOVAL, RANDOM_REMOVAL, merged, of_sums, read, slug
-from benchmarks.report.tables import cost, experiment_tables
+from benchmarks.report.tables import all_tables
 
 METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
 GROUPINGS = ("Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
@@ -79,14 +80,17 @@ class MadeRows:
         for method, grouping, size in attributed:
             values = self.draw.normal(0.6 - 0.005 * np.log2(size), 0.01, 10)
             checked = np.linspace(0, 1, 21)
-            rows.append(
-                self._attribution("noisy", method, grouping, size)
-                | {
-                    "noise": 0.2, "values": list(values), "mean": values.mean(), "roc_values": list(values + 0.05),
-                    "roc_mean": values.mean() + 0.05, "curve": np.stack([checked, checked**0.6], 1).tolist(),
-                    "stderr": 0.003,
-                }
-            )  # fmt: skip
+            row = self._attribution("noisy", method, grouping, size) | {
+                "noise": 0.2, "values": list(values), "mean": values.mean(), "roc_values": list(values + 0.05),
+                "roc_mean": values.mean() + 0.05, "curve": np.stack([checked, checked**0.6], 1).tolist(),
+                "stderr": 0.003, "seconds_per_seed": [0.1] * 10,
+            }  # fmt: skip
+            if method == "TracIn":
+                row |= {"seconds_default_mode": 20.0} if size == 1 else {}
+                other = {"key": f"{row['key']}/1", "grouping_seed": 1, "values": list(values + 0.02)}
+                rows += [row | other] if size > 1 else []
+            by_mean = {"key": f"{row['key']}/mean", "aggregation": "mean", "values": list(values - 0.1)}
+            rows += [row, row | by_mean] if size > 1 else [row]
         return rows
 
     def lds(self) -> list[Row]:
@@ -97,7 +101,7 @@ class MadeRows:
                 self._attribution("lds", method, grouping, size)
                 | {
                     "values": [mean, mean + 0.01], "mean": mean, "interval": [mean - 0.08, mean + 0.07],
-                    "loo_mean": mean - 0.1, "loo_interval": [mean - 0.25, mean + 0.02],
+                    "ceiling": 0.95, "loo_mean": mean - 0.1, "loo_interval": [mean - 0.25, mean + 0.02],
                 }
             )  # fmt: skip
         return rows
@@ -319,14 +323,15 @@ def test_headlines_count_what_was_skipped_and_what_differs(tmp_path: Path) -> No
 
 
 def test_every_table_of_an_experiment_has_the_papers_number_or_says_there_is_none(tmp_path: Path) -> None:
-    tables = list(experiment_tables(read([folder_of(tmp_path / "run", MadeRows().every())])))
+    tables = list(all_tables(read([folder_of(tmp_path / "run", MadeRows().every())])))
     names = {table.name.removesuffix("-heloc-ann-s") for table in tables}
     assert names == {"noisy", "noisy-groupings", "pruning-paper", "pruning", "retraining-sizes", "retraining", "lds",
-                     "leave-group-out", "cost"}  # fmt: skip
-    for table in tables:
+                     "leave-group-out", "cost", "check", "check-skipped", "review-per-point", "review-learning-rates",
+                     "review-aggregation", "review-grouping-seeds"}  # fmt: skip
+    for table in tables[2:]:
         assert "paper" in table.markdown().lower(), table.name
     by_name = {table.name: table.markdown() for table in tables}
-    assert "| paper | 0.580 / 10.6 | 0.572 / 2.95 | 0.568 / 0.900 |" in by_name["noisy"]
+    assert "| paper | 0.580 / 10.6 | 0.572 / 2.95 | 0.568 / 0.9 |" in by_name["noisy"]
     pruning = by_name["pruning-paper-heloc-ann-s"]
     assert "random groups of 256" in pruning
     assert "53.6 ± 0.0" in pruning
@@ -340,6 +345,29 @@ def test_cost_adds_up_and_names_the_speed_up_over_single_points(tmp_path: Path) 
     row = found.loc[("TracIn", "Grad-K-Means", 256)]
     assert row["seconds_total"] == pytest.approx(0.2 + 0.1 + 4 / 256 + 0.02)
     assert row["faster"] == pytest.approx(4.12 / row["seconds_total"])
+    assert row["default_mode"] == 20
+    assert found.loc[("TRAK", "Random", 4), ["default_mode"]].isna().all()
+
+
+def test_reviewers_tables_hold_both_variants(tmp_path: Path) -> None:
+    rows = MadeRows(methods=("TracIn",), sizes=(1, 16)).noisy()
+    tables = {table.name: table.frame for table in all_tables(read([folder_of(tmp_path / "run", rows)]))}
+    aggregation = tables["review-aggregation"].set_index("Grouping")
+    assert "Random" not in aggregation.index
+    by_sum, by_mean = (float(aggregation.loc["Grad-K-Means", name].split()[0]) for name in ("Sum", "Mean"))
+    assert by_sum - by_mean == pytest.approx(0.11, abs=0.002)
+    seeds = tables["review-grouping-seeds"].set_index("Grouping").loc["Random"]
+    assert (seeds["Standard deviation over groupings"], seeds["Groupings"]) == ("0.014", "2")
+    per_point = tables["review-per-point"]
+    assert list(per_point["TracIn of"]) == [
+        "single points, per-sample gradients", "single points, directional", "Grad-K-Means groups of 16",
+    ]  # fmt: skip
+    assert len(tables["review-learning-rates"]) == 1
+
+
+def test_the_ceiling_of_lds_is_a_line_of_its_own(tmp_path: Path) -> None:
+    table = next(all_tables(read([folder_of(tmp_path / "run", MadeRows().lds())])))
+    assert table.frame.iloc[-1].tolist() == ["HELOC / ANN-S", "Ceiling", "mean of all", *["0.95"] * len(SIZES)]
 
 
 def test_checks_that_compared_nothing_are_listed_with_their_reason(tmp_path: Path) -> None:
@@ -352,7 +380,7 @@ def test_checks_that_compared_nothing_are_listed_with_their_reason(tmp_path: Pat
 
 def test_a_single_seed_has_no_standard_error(tmp_path: Path) -> None:
     rows = MadeRows(methods=("TracIn",), sizes=(1, 16)).removal("retraining", (0.2,), seeds=1)
-    tables = experiment_tables(read([folder_of(tmp_path / "run", rows)]))
+    tables = all_tables(read([folder_of(tmp_path / "run", rows)]))
     cells = next(table for table in tables if table.name.startswith("retraining")).frame.iloc[:, 2:]
     assert not cells.apply(lambda column: column.str.contains("±|nan")).any(axis=None)
 

@@ -1,0 +1,72 @@
+"""Where the time goes: CPU seconds of grouping, gradients, curvature and scoring, beside the paper's runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.report import paper
+from benchmarks.report.formats import Table, three_digits
+from benchmarks.report.rows import BASELINES, PARTS, SECONDS, Results, data_model, grouping_title, of_sums, ordered
+
+DEFAULT_MODE = "seconds_default_mode"
+
+
+def cost_tables(results: Results) -> Iterator[Table]:
+    """Where the time goes: grouping, gradients, curvature, scoring; beside the paper's runtime."""
+    costs = cost(results)
+    if costs.empty:
+        return
+    lines = []
+    for row in costs.itertuples():
+        theirs = paper.noisy(*data_model(results.rows, row.setting), row.method)
+        quoted = theirs.get(row.group_size) if row.grouping in ("Grad-K-Means", "none") else None
+        lines.append(
+            [
+                row.setting, row.method, grouping_title(row.grouping), f"{row.group_size:g}",
+                *(three_digits(getattr(row, f"seconds_{part}")) for part in PARTS),
+                three_digits(row.seconds_total),
+                three_digits(row.faster, "×"),
+                three_digits(row.default_mode / row.seconds_total, "×"),
+                "–" if quoted is None else f"{quoted.seconds:g}",
+                "–" if quoted is None or row.group_size == 1 else three_digits(theirs[1].seconds / quoted.seconds, "×"),
+            ]
+        )  # fmt: skip
+    yield Table(
+        "cost",
+        "Attribution cost in CPU seconds, by part",
+        pd.DataFrame(
+            lines,
+            columns=[
+                "Data / model", "Attributor", "Grouping", "Group size", *(part.capitalize() for part in PARTS), "Total",
+                "Faster than size 1", "Faster than default mode", "Paper's total", "Paper: faster than size 1",
+            ],
+        ),
+        keys=4,
+        notes=[
+            "Means over the experiments' runs. Size 1 is the vectorised per-sample way. Default mode: Captum's "
+            "TracInCP as it comes, one backward pass per point. The paper's seconds: those of its noisy-label tables."
+        ],
+    )  # fmt: skip
+
+
+def cost(results: Results) -> pd.DataFrame:
+    """Mean CPU seconds of each part by setting, method, grouping and size, and the speed-up over group size 1."""
+    if "seconds_total" not in results.rows:
+        return pd.DataFrame()
+    rows = of_sums(results.rows[results.rows["seconds_total"].notna()])
+    rows = rows[~rows["method"].isin(BASELINES)]
+    keys = ["setting", "method", "grouping", "group_size"]
+    found = ordered(rows.groupby(keys, sort=False)[list(SECONDS)].mean().reset_index())
+    single = found[found["group_size"] == 1].groupby(["setting", "method"])["seconds_total"].first()
+    base = [single.get((row.setting, row.method), np.nan) for row in found.itertuples()]
+    found["faster"] = (pd.Series(base, index=found.index) / found["seconds_total"]).where(found["group_size"] > 1)
+    if DEFAULT_MODE in rows:
+        default = rows[rows[DEFAULT_MODE].notna()].groupby(["setting", "method"])[DEFAULT_MODE].mean()
+        base = [default.get((row.setting, row.method), np.nan) for row in found.itertuples()]
+        found["default_mode"] = pd.Series(base, index=found.index)
+    else:
+        found["default_mode"] = np.nan
+    return found
