@@ -163,7 +163,7 @@ def layout_of(make_model: MakeModel, loss_fn: LossFn, data: tuple[Tensor, Tensor
 
 def models_at_once(layout: Layout, recipe: Recipe) -> int:
     """How many models a stack should hold to be fastest."""
-    return max(4, WORKING_SET // layout.bytes_at_work(recipe.batch_size))
+    return max(8, WORKING_SET // layout.bytes_at_work(recipe.batch_size))
 
 
 @torch.no_grad()

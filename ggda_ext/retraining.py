@@ -1,0 +1,204 @@
+"""Leave-group-out: what a property of the model becomes when it is trained again without a group.
+
+The score of group G_j is ``E_s g(θ_s(D ∖ G_j)) − E_s g(θ_s(D))`` over training seeds s, the negative of the paper's
+τ_j: how much the property *rises* if the group is removed, as everywhere in this package. It takes k + 1 trainings per
+seed, and is both the ground truth for faster methods and an attribution method of its own. The property needs no
+gradient: accuracy will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import t as student
+from torch import Tensor, nn
+
+from ggda_ext.blocks import Block, finish, opened
+from ggda_ext.distributed import from_first_rank
+from ggda_ext.groups import Groups, GroupsLike
+from ggda_ext.losses import example_losses
+from ggda_ext.properties import Property
+from ggda_ext.store import digest
+from ggda_ext.training import Recipe, TrainedModels, initial_model, train_many
+from ggda_ext.training.loop import LossFn, MakeModel, state_on_cpu
+from ggda_ext.training.many import layout_of, models_at_once
+from ggda_ext.training.order import by_falling_steps
+from ggda_ext.training.recipe import checked_data
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class LeaveGroupOut:
+    """How much a property rises when a group is removed; ``m`` is left out of the shapes if it is one number.
+
+    Attributes:
+        per_seed: the rise for every seed `[seeds, m, k]`, between two models of the same seed.
+        full: the property of the models trained on all points `[seeds, m]`.
+        group_ids: the groups that were left out `[k]`.
+    """
+
+    per_seed: Tensor
+    full: Tensor
+    group_ids: np.ndarray
+
+    @property
+    def scores(self) -> Tensor:
+        """Mean rise over seeds `[m, k]`: positive for groups that lower the property, helpful ones for a loss."""
+        return self.per_seed.mean(0)
+
+    @property
+    def stderr(self) -> Tensor:
+        """Standard error of the scores `[m, k]`; NaN for one seed."""
+        return self.per_seed.std(0) / len(self.per_seed) ** 0.5
+
+    @property
+    def interval(self) -> tuple[Tensor, Tensor]:
+        """Lower and upper end of the 95 % confidence interval of the scores, each `[m, k]`; NaN for one seed."""
+        return self.confidence_interval(0.95)
+
+    def confidence_interval(self, confidence: float) -> tuple[Tensor, Tensor]:
+        """Lower and upper end of Student's interval of the scores, each `[m, k]`; NaN for one seed."""
+        if not 0 < confidence < 1:
+            raise ValueError(f"confidence={confidence}: pass a share between 0 and 1, e.g. 0.95.")
+        width = float(student.ppf((1 + confidence) / 2, max(len(self.per_seed) - 1, 1))) * self.stderr
+        return self.scores - width, self.scores + width
+
+
+def leave_group_out(
+    make_model: MakeModel,
+    loss_fn: LossFn,
+    data: Pair,
+    groups: GroupsLike,
+    property: Property | Pair,
+    recipe: Recipe,
+    *,
+    seeds: Sequence[int] = range(5),
+    group_ids: Sequence[int] | None = None,
+    at_once: int | None = None,
+    save_dir: str | Path | None = None,
+    show_progress: bool = False,
+) -> LeaveGroupOut:
+    """Train without each group in turn, and compare with models trained on all points.
+
+    Under `torch.distributed` the trainings are shared by the ranks, and every rank gets the whole result.
+
+    Args:
+        make_model: builds a model; its initial weights come from torch's global random state.
+        loss_fn: the training loss, ``loss_fn(model(x), y)``, a mean over the batch.
+        data: the training set ``(x, y)``.
+        groups: a `Groups` or anything it accepts.
+        property: what is explained: test data ``(x, y)`` for the mean test loss, or a callable ``g(model)`` that gives
+            one number or a vector `[m]`.
+        recipe: how the models are trained.
+        seeds: of initial weights and batch orders; every group is left out once for each.
+        group_ids: leave out only these groups; all if left out.
+        at_once: models trained at once, and saved at once; chosen by size if left out.
+        save_dir: folder for finished trainings. Called again with the same arguments, a stopped run goes on from there.
+        show_progress: show a progress bar.
+    """
+    x, y = checked_data(data)
+    groups = Groups.of(groups, len(x))
+    ids = np.arange(len(groups)) if group_ids is None else _checked_ids(group_ids, len(groups))
+    if len(seeds) == 0:
+        raise ValueError("seeds is empty: pass at least one.")
+    if int(groups.sizes.max()) == len(x):
+        raise ValueError("groups has one group with all points: nothing is left to train on without it.")
+    measure = Measure(property, loss_fn)
+    everything = np.arange(len(x))
+    kept = [everything, *(np.delete(everything, groups[int(j)]) for j in ids)]
+    jobs = [(points, seed) for seed in seeds for points in kept]
+    layout = layout_of(make_model, loss_fn, (x, y))
+    together = at_once or (1 if layout is None else models_at_once(layout, recipe))
+    order = by_falling_steps([torch.from_numpy(points) for points, _ in jobs], recipe)
+    chunks = np.array_split(order, -(-len(order) // together))
+    first = initial_model(make_model, int(seeds[0])).to(x.device).eval()
+    m = measure.components(first)
+
+    def block(number: int, chunk: np.ndarray) -> Block:
+        def make() -> Tensor:
+            subsets, chosen = zip(*(jobs[j] for j in chunk), strict=True)
+            models = train_many(
+                make_model, loss_fn, (x, y), recipe, subsets=subsets, seeds=chosen, at_once=at_once
+            )  # fmt: skip
+            return measure(models)
+
+        return Block(f"values-{number}", (len(chunk), m), sum(len(jobs[j][0]) for j in chunk), make)
+
+    def fingerprint() -> dict[str, Any]:
+        return {
+            "data": digest(x.cpu().numpy(), y.cpu().numpy()),
+            "groups": digest(groups.labels.astype(np.int64), ids),
+            "property": measure.name,
+            "recipe": asdict(recipe),
+            "seeds": [int(seed) for seed in seeds],
+            "model": digest(*(value.numpy() for value in state_on_cpu(first).values())),
+            "models at once": together,
+        }
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()) if save_dir is None else save_dir)
+        store = stack.enter_context(opened(folder, fingerprint))
+        finish(
+            store, [block(*numbered) for numbered in enumerate(chunks)], torch.float64, "leave group out", show_progress
+        )
+
+        def saved() -> Tensor:
+            assert store is not None
+            return torch.cat([torch.from_numpy(np.array(store.load(f"values-{j}"))) for j in range(len(chunks))])
+
+        values = from_first_rank(saved)[torch.from_numpy(np.argsort(order))]
+    values = values.view(len(seeds), len(ids) + 1, m).transpose(1, 2)
+    full, rises = values[:, :, 0], values[:, :, 1:] - values[:, :, :1]
+    return LeaveGroupOut(*((rises, full) if measure.is_vector else (rises[:, 0], full[:, 0])), ids)
+
+
+class Measure:
+    """A property's values for many models, through their joint outputs where it is the mean loss of test data."""
+
+    def __init__(self, property: Property | Pair, loss_fn: LossFn) -> None:
+        self.property, self.loss_fn = property, loss_fn
+        self.is_vector = False
+        if callable(property):
+            self.name = getattr(property, "__qualname__", type(property).__qualname__)
+        else:
+            self.name = digest(*(part.cpu().numpy() for part in checked_data(property)))
+
+    def __call__(self, models: TrainedModels) -> Tensor:
+        """Values `[models, m]`."""
+        if callable(self.property):
+            return torch.stack([self._values(self.property, model) for model in models])
+        x, y = self.property
+        losses = [example_losses(self.loss_fn, outputs, y).mean() for outputs in models.outputs(x)]
+        return torch.stack(losses)[:, None]
+
+    def components(self, model: nn.Module) -> int:
+        """How many numbers m the property is."""
+        return len(self._values(self.property, model)) if callable(self.property) else 1
+
+    @torch.no_grad()
+    def _values(self, property: Property, model: nn.Module) -> Tensor:
+        value = torch.as_tensor(property(model)).detach().cpu().double()
+        if value.dim() > 1 or value.numel() == 0:
+            raise ValueError(f"property returned shape {list(value.shape)}: return one number or a vector [m], m ≥ 1.")
+        self.is_vector = value.dim() == 1
+        return value.reshape(-1)
+
+
+def _checked_ids(group_ids: Sequence[int], k: int) -> np.ndarray:
+    ids = np.asarray(group_ids, np.int64)
+    outside = ids[(ids < 0) | (ids >= k)]
+    if len(ids) == 0 or len(outside):
+        raise ValueError(
+            "group_ids is empty: pass at least one, or leave it out."
+            if len(ids) == 0
+            else f"group_ids holds {outside[0]}: pass ids from 0 to {k - 1}."
+        )
+    return ids
