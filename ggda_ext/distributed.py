@@ -7,7 +7,6 @@ of them. Without a process group, or with one rank, nothing here does anything.
 
 from __future__ import annotations
 
-import builtins
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 _working_alone = ContextVar("working_alone", default=False)
+_KNOWN = (ValueError, TypeError, LookupError, OSError, RuntimeError, Exception)
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
@@ -183,14 +183,17 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 
 
 def _raise_everywhere(failure: Exception | None) -> None:
-    """Raise this rank's own error, or one of the same type (if Python knows it) that says which rank failed."""
-    found = gather_objects(None if failure is None else (type(failure).__name__, str(failure)))
+    """Raise this rank's own error, or one of a type as near as can be that says which rank failed."""
+    found = gather_objects(None if failure is None else (_known_type(failure), f"{type(failure).__name__}: {failure}"))
     if failure is not None:
         raise failure
-    failed, (kind, message) = next((at, text) for at, text in enumerate(found) if text is not None)
-    known = getattr(builtins, kind, RuntimeError)
-    alike = known if known in (ValueError, TypeError, RuntimeError, NotImplementedError, MemoryError) else RuntimeError
-    raise alike(f"rank {failed} failed: {message}" if alike is known else f"rank {failed} failed: {kind}: {message}")
+    failed, (known, message) = next((at, text) for at, text in enumerate(found) if text is not None)
+    raise known(f"rank {failed} failed: {message}")
+
+
+def _known_type(failure: Exception) -> type[Exception]:
+    """The type that Python itself knows, for ranks that cannot be sent the error."""
+    return next(kind for kind in type(failure).__mro__ if kind in _KNOWN)  # type: ignore[return-value]
 
 
 def _device() -> torch.device:

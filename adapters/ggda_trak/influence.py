@@ -19,6 +19,7 @@ from trak.projectors import BasicProjector, NoOpProjector, ProjectionType
 from ggda_ext import GroupGradients
 from ggda_ext.attribution import LoadCheckpoint, at_checkpoints
 from ggda_ext.data import DataLike
+from ggda_ext.distributed import all_reduce_sum, my_share, together
 from ggda_ext.fisher import Damping, EmpiricalFisher, check_damping
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import PointProperty, Property
@@ -70,7 +71,7 @@ class FisherInfluence:
             raise ValueError(f"proj_dim={proj_dim}: pass at least 1.")
         self.damping: Damping = "auto" if damping == "auto" else check_damping(damping)
         self.provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
-        self.model, self.groups, self.fisher = model, self.provider.groups, fisher
+        self.model, self.groups, self.fisher = self.provider.model, self.provider.groups, fisher
         space = self.provider.space
         if projector is None and space.size > proj_dim:
             projector = BasicProjector(
@@ -116,19 +117,25 @@ class FisherInfluence:
         space = self.provider.space
         sums = torch.zeros(len(self.groups), self.projection.dim, dtype=space.dtype, device=space.device)
         fisher = EmpiricalFisher(self.projection.dim, space.device)
-        if self.fisher == "exact":
-            labels = torch.from_numpy(self.groups.labels.astype("int64")).to(space.device)
-            for at, rows in point_rows(self.provider.on(self.provider.data), self.projection, model_id):
-                own = labels[at.to(space.device)]
-                fisher.add(rows[own >= 0])
-                sums.index_add_(0, own[own >= 0], rows[own >= 0])
-        else:
-            for ids, rows in self._group_rows(model_id):
-                sums.index_add_(0, ids.to(space.device), rows)
-            fisher.add(sums)
-        damped, chosen = fisher.damped(self.damping)
+        with together():
+            if self.fisher == "exact":
+                labels = torch.from_numpy(self.groups.labels.astype("int64")).to(space.device)
+                for at, rows in point_rows(self.provider.on(self.provider.data), self.projection, model_id):
+                    own = labels[at.to(space.device)]
+                    fisher.add(rows[own >= 0])
+                    sums.index_add_(0, own[own >= 0], rows[own >= 0])
+            else:
+                for ids, rows in self._group_rows(model_id):
+                    sums.index_add_(0, ids.to(space.device), rows)
+        all_reduce_sum(sums)
+        mine = slice(my_share(len(sums)).start, my_share(len(sums)).stop)
+        if self.fisher == "batched":
+            fisher.add(sums[mine])
+        damped, chosen = fisher.all_reduce().damped(self.damping)
         self.chosen_damping.append(chosen)
-        return torch.linalg.solve(damped, sums.T).T
+        features = torch.zeros_like(sums)
+        features[mine] = torch.linalg.solve(damped, sums[mine].T).T
+        return all_reduce_sum(features)
 
     def _group_rows(self, model_id: int) -> Iterator[tuple[Tensor, Tensor]]:
         projector = self.projection.projector

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext import GroupGradients
+from ggda_ext.distributed import all_reduce_sum, together
 from ggda_ext.properties import PointProperty, Property, property_gradient
 from ggda_trak.factored import FactoredProjector
 from ggda_trak.projection import Projection
 
 
 def point_rows(gradients: GroupGradients, projection: Projection, model_id: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Projected gradients of single points, as `(positions [b], rows [b, proj_dim])`."""
+    """Projected gradients of single points, as `(positions [b], rows [b, proj_dim])`; of this rank's share."""
     projector = projection.projector
     if isinstance(projector, FactoredProjector) and projector.captures(gradients):
         ones = torch.ones(1, gradients.groups.n)
@@ -26,12 +27,13 @@ def point_rows(gradients: GroupGradients, projection: Projection, model_id: int)
 
 
 def all_point_rows(gradients: GroupGradients, projection: Projection, model_id: int) -> Tensor:
-    """The same for all points at once `[m, proj_dim]`."""
+    """The same for all points at once `[m, proj_dim]`, from all ranks."""
     space = projection.space
-    rows = torch.empty(len(gradients.groups), projection.dim, dtype=space.dtype, device=space.device)
-    for at, block in point_rows(gradients, projection, model_id):
-        rows[at.to(rows.device)] = block
-    return rows
+    rows = torch.zeros(len(gradients.groups), projection.dim, dtype=space.dtype, device=space.device)
+    with together():
+        for at, block in point_rows(gradients, projection, model_id):
+            rows[at.to(rows.device)] = block
+    return all_reduce_sum(rows)
 
 
 def property_rows(model: nn.Module, property: Property, projection: Projection, model_id: int) -> Tensor:

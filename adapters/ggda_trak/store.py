@@ -89,6 +89,14 @@ class GroupStore:
             self._journal.unlink()
         self.flags[:, 0] = self.missing == 0
 
+    def clear(self) -> None:
+        """Forget all sums, and which points are in them."""
+        self._journal.unlink(missing_ok=True)
+        self.points[:] = 0  # first: sums that are not said to hold a point are not used
+        for values in (*self.sums.values(), *([] if self.fisher is None else [self.fisher])):
+            values[:] = 0
+        self.recover()
+
     @property
     def missing(self) -> np.ndarray:
         """How many points of every group are not in the sums yet `[k]`."""

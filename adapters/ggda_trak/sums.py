@@ -2,7 +2,8 @@
 
     numerators   Σ_{i∈G} Q̄_i φ_i     fisher_rows  Σ_{i∈G} φ_i  (batched)     fisher  Σ_i φ_i φ_iᵀ  (exact)
 
-A group may come in any number of batches. Rows that are expensive to project one by one are collected before.
+A group may come in any number of batches, and from any number of ranks. Rows that are expensive to project one by one
+are collected before.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ggda_ext import GroupGradients, Groups
+from ggda_ext.distributed import world_size
 from ggda_trak.factored import FactoredProjector
 from ggda_trak.projection import Projection
+from ggda_trak.ranks import is_to_reset
 from ggda_trak.rows import point_rows
 from ggda_trak.store import GroupStore
 
@@ -39,7 +42,10 @@ class GroupSums:
     ) -> None:
         self.store, self.groups, self.fisher = store, groups, fisher
         self.projection, self.model_id, self.memory_budget = projection, model_id, memory_budget
-        self.before = np.asarray(store.points) == 1
+        own = np.asarray(store.points) == 1
+        reset, self.before = (False, own) if world_size() == 1 else is_to_reset(own)
+        if reset:
+            store.clear()
         self.now = np.zeros(groups.n, dtype=bool)
         self.names = ("fisher_rows", "numerators") if fisher == "batched" else ("numerators",)
         self._fisher: Tensor | None = None

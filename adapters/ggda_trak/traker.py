@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,17 @@ from trak.gradient_computers import IterativeGradientComputer
 from trak.savers import ModelIDException
 
 from ggda_ext import GroupGradients, Groups
+from ggda_ext.distributed import (
+    alone,
+    from_first_rank,
+    inner_name,
+    inner_names,
+    my_share,
+    rank,
+    together,
+    unwrapped,
+    world_size,
+)
 from ggda_ext.fisher import EmpiricalFisher, check_damping, check_invertible
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupsLike
@@ -29,6 +41,7 @@ from ggda_ext.properties import Property
 from ggda_trak.inputs import check_batch, target_indices, training_indices
 from ggda_trak.outputs import TaskOutputs
 from ggda_trak.projection import Projection, check_dimension, describe, release
+from ggda_trak.ranks import follow_first_rank, merge, own_folder, scores_of_first_rank
 from ggda_trak.rows import all_point_rows, property_rows
 from ggda_trak.store import GroupStore, check_settings, fingerprint, write_json, write_settings
 from ggda_trak.sums import GroupSums
@@ -45,6 +58,9 @@ class TRAKer(trak.TRAKer):
     asked for (sums overflow float16), and where TRAK crashes this does not: ``torch.device("cpu")``, `proj_dim` of
     100 or less, `finalize_features` twice, `inds` as a list, ``load_from_save_dir=False``, a batch partly done
     before. `score` before `finalize_features` is an error, where TRAK logs one and returns.
+
+    Started by ``torchrun``, every rank makes the same calls with the same batches and takes a share of each; `save_dir`
+    is one that all ranks see, and holds what one process would leave there (see `ggda_trak.ranks`).
 
     Args:
         *args: as for `trak.TRAKer`.
@@ -95,7 +111,11 @@ class TRAKer(trak.TRAKer):
         forced = strategy != "auto" or fisher == "loss" or given.get("lambda_reg") == "auto"
         self._grouped = forced or not self.groups.are_singletons
         self._checkpoints = checkpoints
-        self._save_dir, self._load = given.get("save_dir", "./trak_results"), given.get("load_from_save_dir", True)
+        self._load = given.get("load_from_save_dir", True)
+        given["save_dir"] = self._save_dir = own_folder(given.get("save_dir", "./trak_results"), self._load)
+        if given.get("grad_wrt") is not None:
+            given["grad_wrt"] = [inner_name(name, given["model"]) for name in given["grad_wrt"]]
+        given["model"] = unwrapped(given["model"])
         if isinstance(given.get("device"), torch.device):
             given["device"] = str(given["device"])
         if self._grouped:
@@ -106,10 +126,13 @@ class TRAKer(trak.TRAKer):
                 self._damping = ridge if ridge == "auto" else check_damping(ridge, "lambda_reg")
                 given["lambda_reg"] = 0.0
         self._half = given.get("use_half_precision", True)
-        super().__init__(**given)
+        with together({"groups": fingerprint(self.groups)}):
+            super().__init__(**given)
+            if not self.saver.experiments_file.exists():
+                write_json(self.saver.experiments_file, {})
         self.train_set_size = self.groups.n
-        if not self.saver.experiments_file.exists():
-            write_json(self.saver.experiments_file, {})
+        if self._grouped:
+            follow_first_rank(self.saver.model_ids)
         for model_id in self.saver.model_ids:
             found = self._folder(model_id) / "damping.json"
             if found.exists():
@@ -150,8 +173,19 @@ class TRAKer(trak.TRAKer):
     def load_checkpoint(self, checkpoint: Any, model_id: int, *args: Any, **kwargs: Any) -> None:
         """As TRAK's."""
         if not self._grouped:
-            super().load_checkpoint(checkpoint, model_id, *args, **kwargs)
+            super().load_checkpoint(self._state(checkpoint), model_id, *args, **kwargs)
             return
+        with together({"model_id": model_id}):
+            store = self._loaded(self._state(checkpoint), model_id, *args, **kwargs)
+        self._sums = None
+        if store is not None:  # not deleted by finalize_features
+            assert self.groups is not None
+            budget = self.memory_budget // 2
+            self._sums = GroupSums(store, self.groups, self.fisher, self._projection(), model_id, budget)
+            self.saver.serialize_current_model_id_metadata()
+
+    def _loaded(self, checkpoint: dict[str, Tensor], model_id: int, *args: Any, **kwargs: Any) -> GroupStore | None:
+        """Load a checkpoint; its store, or None if that is finalized and deleted."""
         self._commit()
         new = self.saver.model_ids.get(model_id) is None
         if new and len(self.saver.model_ids) >= self._models:
@@ -160,15 +194,10 @@ class TRAKer(trak.TRAKer):
                 f"{self._models}: pass checkpoints=[…], all state dicts or their paths, to average Q over them."
             )
         super().load_checkpoint(checkpoint, model_id, *args, **kwargs)
-        if self.saver.current_store["grads"] is None:
-            self._sums = None  # deleted by finalize_features
-            return
-        projection = self._projection()
-        store = self._store(model_id, reset=new)
-        assert self.groups is not None
-        budget = self.memory_budget // 2
-        self._sums = GroupSums(store, self.groups, self.fisher, projection, model_id, budget)
-        self.saver.serialize_current_model_id_metadata()
+        return None if self.saver.current_store["grads"] is None else self._store(model_id, reset=new)
+
+    def _state(self, checkpoint: dict[str, Tensor]) -> dict[str, Tensor]:
+        return checkpoint if self.groups is None else inner_names(checkpoint, self.model)
 
     def _store(self, model_id: int, reset: bool = False) -> GroupStore:
         assert self.groups is not None
@@ -188,16 +217,25 @@ class TRAKer(trak.TRAKer):
             raise ValueError("no checkpoint is loaded for featurizing: call load_checkpoint first.")
         batch = check_batch(batch)
         indices = training_indices(inds, num_samples, self._last_ind, len(batch[0]), self.groups.n)
-        done = self._done(indices)
-        if done.any():
-            batch, indices = tuple(tensor[torch.from_numpy(~done)] for tensor in batch), indices[~done]
-        if not self._grouped:
-            super().featurize(batch, indices)
-        elif len(indices):
-            assert self._sums is not None
-            self._sums.add(self._gradients(batch), batch, indices, self._weights(batch, indices))
-            self.saver.serialize_current_model_id_metadata()
+        with together({"the points of a batch": indices.tolist()}):
+            self._featurize(batch, indices)
         self._last_ind += 0 if num_samples is None else num_samples
+
+    def _featurize(self, batch: tuple[Tensor, ...], indices: np.ndarray) -> None:
+        """Add this rank's share of the points of a batch that were not done before."""
+        mine = np.flatnonzero(~self._done(indices))
+        if self._grouped:
+            mine = mine[my_share(len(mine)).start : my_share(len(mine)).stop]
+        own = batch if len(mine) == len(indices) else tuple(tensor[torch.from_numpy(mine)] for tensor in batch)
+        if not self._grouped:
+            super().featurize(own, indices[mine])
+            return
+        assert self._sums is not None
+        if len(mine):
+            with alone():
+                self._sums.add(self._gradients(own), own, indices[mine], self._weights(own, indices[mine]))
+            self.saver.serialize_current_model_id_metadata()
+        self._sums.now[indices] = True
 
     def _done(self, indices: np.ndarray) -> np.ndarray:
         if self._sums is None:
@@ -238,19 +276,25 @@ class TRAKer(trak.TRAKer):
         if not self._grouped:
             super().finalize_features(model_ids, del_grads)
             return
-        self._commit()
+        with together():
+            self._commit()
         self._last_ind = 0
-        for model_id in list(self.saver.model_ids) if model_ids is None else model_ids:
+        for model_id in sorted(self.saver.model_ids) if model_ids is None else model_ids:
             if self.saver.model_ids.get(model_id) is None:
                 raise ModelIDException(f"model id {model_id} is not registered: call load_checkpoint first.")
             if self.saver.model_ids[model_id]["is_finalized"] == 1:
                 self.logger.warning(f"model id {model_id} is finalized already.")
                 continue
-            self._finalize(model_id, del_grads)
+            with together({"model_id": model_id}):
+                self.saver.load_current_store(model_id)
+                store = self._store(model_id)
+            merge(store)
+            self.damping[model_id] = from_first_rank(partial(self._finalize, model_id, store, del_grads))
+            self.saver.model_ids[model_id]["is_finalized"] = 1
+            self.saver.serialize_current_model_id_metadata()
 
-    def _finalize(self, model_id: int, del_grads: bool) -> None:
-        self.saver.load_current_store(model_id)
-        store = self._store(model_id)
+    def _finalize(self, model_id: int, store: GroupStore, del_grads: bool) -> float:
+        """Make the features of a checkpoint; the relative ridge in its Fisher."""
         missing = store.missing
         if missing.any():
             assert self.groups is not None
@@ -260,17 +304,16 @@ class TRAKer(trak.TRAKer):
                 f"training points are missing, first {absent[:5].tolist()}: featurize them first."
             )
         numerators = torch.as_tensor(np.array(self.saver.current_store["grads"]), device=self.device)
-        fisher, self.damping[model_id] = self._fisher(store, numerators)
+        fisher, damping = self._fisher(store, numerators)
         features = self.score_computer.get_x_xtx_inv(numerators, fisher)
         current = self.saver.current_store
         current["features"][:] = features.to(self.dtype).cpu().numpy()
         current["out_to_loss"][:] = 1  # Q is in the numerators
-        write_json(self._folder(model_id) / "damping.json", {"damping": self.damping[model_id]})
+        write_json(self._folder(model_id) / "damping.json", {"damping": damping})
         if del_grads:
             self.saver.del_grads(model_id)
             store.delete_rows()
-        self.saver.model_ids[model_id]["is_finalized"] = 1
-        self.saver.serialize_current_model_id_metadata()
+        return damping
 
     def _fisher(self, store: GroupStore, numerators: Tensor) -> tuple[Tensor, float]:
         """The Fisher `[p, p]` for TRAK's score computer, and the relative ridge in it."""
@@ -289,9 +332,18 @@ class TRAKer(trak.TRAKer):
 
     def start_scoring_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """As TRAK's."""
-        if self._grouped:
-            self._commit()
-        super().start_scoring_checkpoint(*args, **kwargs)
+        if self.groups is None:
+            super().start_scoring_checkpoint(*args, **kwargs)
+            return
+        given = inspect.signature(trak.TRAKer.start_scoring_checkpoint).bind(self, *args, **kwargs).arguments
+        given["checkpoint"] = self._state(given["checkpoint"])
+        del given["self"]
+        with together({"exp_name and model_id": (given["exp_name"], given["model_id"])}):
+            if self._grouped:
+                self._commit()
+            if rank():
+                self._folder(given["model_id"]).mkdir(exist_ok=True)
+            super().start_scoring_checkpoint(**given)
 
     def score(
         self,
@@ -318,7 +370,8 @@ class TRAKer(trak.TRAKer):
         count = len(rows) if num_samples is None and property is not None and inds is None else num_samples
         indices = target_indices(inds, count, self._last_ind_target, len(rows), len(store))
         self._last_ind_target += 0 if count is None else count
-        store[indices] = rows.to(self.dtype).cpu().numpy()
+        if rank() == 0:
+            store[indices] = rows.to(self.dtype).cpu().numpy()
 
     def _target_rows(self, batch: tuple[Tensor, ...] | None, property: Property | None, model_id: int) -> Tensor:
         """Projected gradients of targets `[m, proj_dim]`."""
@@ -339,6 +392,11 @@ class TRAKer(trak.TRAKer):
                 f"model_ids holds {len(used)} checkpoints, but the weights Q of this store were averaged over "
                 f"{self._models}: score all of them, or make a store for those."
             )
+        if self._grouped and world_size() > 1:
+            with together():
+                own = super().finalize_scores(exp_name, used, *args, **kwargs) if rank() == 0 else None
+            self.scores = scores_of_first_rank(own)
+            return self.scores
         scores = super().finalize_scores(exp_name, used, *args, **kwargs)
         if not self._grouped and (self.groups.order != np.arange(self.groups.n)).any():
             scores[:] = scores[self.groups.order]

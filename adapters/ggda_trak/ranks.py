@@ -1,0 +1,81 @@
+"""A TRAK store under several ranks: each rank sums its share of every batch, and rank 0 ends up with all of it.
+
+Rank 0 works in `save_dir`, which afterwards is what one process would have left there; rank r > 0 in a folder next to
+it, ``<save_dir>.rank<r>``, so that no two processes write one file and each goes on with its own sums after a kill.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.format import open_memmap
+
+from ggda_ext.distributed import all_reduce_sum, from_first_rank, gather_rows, rank, together, world_size
+from ggda_trak.store import SETTINGS, GroupStore
+
+
+def own_folder(save_dir: str | Path, load: bool) -> Path:
+    """The folder this rank works in; emptied if there is nothing to go on with in rank 0's."""
+    folder = Path(save_dir).resolve()
+    begin_anew = from_first_rank(lambda: not load or not (folder / SETTINGS).exists())
+    if rank() == 0:
+        return folder
+    own = folder.with_name(f"{folder.name}.rank{rank()}")
+    if begin_anew and own.exists():
+        shutil.rmtree(own)
+    return own
+
+
+def follow_first_rank(model_ids: dict[int, dict[str, int]]) -> None:
+    """Take over which checkpoints are finalized from rank 0, the only one to know."""
+    for model_id, state in from_first_rank(lambda: dict(model_ids)).items():
+        if rank() and (state["is_finalized"] or model_id in model_ids):
+            model_ids[model_id] = dict(state)
+
+
+def is_to_reset(points: np.ndarray) -> tuple[bool, np.ndarray]:
+    """Whether this rank's sums hold points that a lower rank's hold too, and the points in any rank's `[n]`.
+
+    That happens after a kill while rank 0 took over all sums, or when runs had different numbers of ranks.
+    """
+    taken, resets = np.zeros(len(points), bool), []
+    for number, held in enumerate(gather_rows(torch.from_numpy(points[None].astype(np.uint8))).numpy().astype(bool)):
+        if (held & taken).any():
+            resets.append(number)
+        else:
+            taken |= held
+    return rank() in resets, taken
+
+
+def merge(store: GroupStore) -> None:
+    """Add the sums of all other ranks to rank 0's store, and empty theirs."""
+    if world_size() == 1:
+        return
+    others = rank() > 0
+    sums = {name: _from_others(np.asarray(values, dtype=np.float32)) for name, values in store.sums.items()}
+    fisher = None if store.fisher is None else _from_others(np.asarray(store.fisher))
+    points = _from_others(np.asarray(store.points, dtype=np.int32))
+    with together():
+        if not others and points.any():
+            store.add(np.flatnonzero(points), np.arange(len(store.groups)), sums, fisher)
+    if others:
+        store.clear()
+
+
+def _from_others(values: np.ndarray) -> np.ndarray:
+    """The sum over all ranks but the first."""
+    mine = torch.from_numpy(np.array(values) if rank() else np.zeros_like(values))
+    return all_reduce_sum(mine).numpy()
+
+
+def scores_of_first_rank(scores: Any) -> np.ndarray:
+    """The scores that rank 0 wrote, on any rank."""
+    path = from_first_rank(lambda: str(scores.filename))
+    with together():
+        if rank() and not Path(path).exists():
+            raise ValueError(f"save_dir: rank {rank()} does not see {path!r}: pass a folder that all ranks share.")
+        return scores if rank() == 0 else open_memmap(path, mode="r")
