@@ -8,6 +8,9 @@ from html import escape
 
 import pandas as pd
 
+_MANY_ROWS, _MANY_COLUMNS = 40, 8
+"""Beyond these, a LaTeX table runs over pages, or is set smaller."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -38,15 +41,20 @@ class Table:
         return f"**{self.title}**\n\n{table}{notes}\n"
 
     def latex(self) -> str:
-        """The table as a LaTeX float; needs the package booktabs."""
-        body = self._blanked().to_latex(
-            index=False, escape=True, multicolumn_format="c", column_format="l" * self.keys + "r" * self._values
-        )
+        """The table as a LaTeX float, one of many rows as a longtable; needs booktabs, and longtable for those."""
         caption = _tex(" ".join([self.title + ".", *self.notes]))
-        body = _signs(body)
+        columns = "l" * self.keys + "r" * self._values
+        size = "\\small" if len(columns) <= _MANY_COLUMNS else "\\scriptsize\\setlength{\\tabcolsep}{3pt}"
+        if len(self.frame) > _MANY_ROWS:
+            body = self._blanked().to_latex(
+                index=False, escape=True, multicolumn_format="c", column_format=columns, longtable=True,
+                caption=f"\\small {caption}", label=f"tab:{self.name}",
+            )  # fmt: skip
+            return f"{{{size}\n{_signs(body)}}}\n"
+        body = self._blanked().to_latex(index=False, escape=True, multicolumn_format="c", column_format=columns)
         return (
             f"\\begin{{table}}[ht]\n\\caption{{\\small {caption}}}\n\\label{{tab:{self.name}}}\n"
-            f"\\small\n\\begin{{center}}\n{body}\\end{{center}}\n\\end{{table}}\n"
+            f"{size}\n\\begin{{center}}\n{_signs(body)}\\end{{center}}\n\\end{{table}}\n"
         )
 
     def html(self) -> str:

@@ -45,6 +45,7 @@ table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabu
 th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #eee; }
 thead { position: sticky; top: 0; }
 thead th { background: #f3f3f3; }
+thead th[colspan] { text-align: center; }
 .words :is(th, td) { text-align: left; white-space: normal; overflow-wrap: normal; }
 .keys1 :is(td, th):nth-child(-n+1), .keys2 :is(td, th):nth-child(-n+2), .keys3 :is(td, th):nth-child(-n+3),
 .keys4 :is(td, th):nth-child(-n+4) { text-align: left; }
@@ -53,6 +54,7 @@ dt { font-weight: 600; } dd { margin: 0 0 .4rem 1rem; }
 @media (max-width: 40rem) {
   table { font-size: .75rem; } th, td { padding: .2rem .35rem; }
 }
+@page { margin: 14mm; }
 @media print {
   body { max-width: none; padding: 0; font-size: 10pt; }
   nav { display: none; }

@@ -414,5 +414,14 @@ def test_signs_survive_every_format() -> None:
     assert "x|y &lt;z&gt;" in table.html()
 
 
+def test_a_long_latex_table_runs_over_pages() -> None:
+    frame = pd.DataFrame({"name": ["a"] * 50, "value": ["1"] * 50})
+    long, short = (Table("many", "Many", some, keys=1).latex() for some in (frame, frame.head()))
+    assert "\\begin{longtable}" in long
+    assert "\\caption{\\small Many.}" in long
+    assert "\\begin{tabular}{lr}" in short
+    assert long.count("{") == long.count("}")
+
+
 def test_slugs_are_file_names() -> None:
     assert slug("CIFAR-10 / ResNet-18 (2,000 points)") == "cifar-10-resnet-18-2-000-points"
