@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.speed.timing import Row
 
-PARTS = ("core", "captum", "dattri", "trak", "grouping")
+PARTS = ("core", "captum", "dattri", "trak", "grouping", "training")
 
 
 def run(parts: Iterable[str] = PARTS, quick: bool = False, threads: int = 1, path: Path | None = None) -> list[Row]:
