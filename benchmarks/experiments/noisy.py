@@ -76,7 +76,6 @@ def _row(
         **bench.about(cell, attributions[0], groups),
         "key": bench.key(NAME, cell),
         "seconds": seconds,
-        "seconds_per_seed": [sum(one.seconds.values()) for one in attributions],
         "noise": bench.size.noise,
         "accuracies": [subject.accuracy for subject, _ in subjects],
         **summary([one.auc for one in found]),
@@ -96,4 +95,4 @@ def _default_mode(subject: Subject) -> dict[str, float]:
     """CPU seconds of Captum's TracInCP as it comes: one backward pass per point."""
     if len(subject.train[0]) > DEFAULT_MODE_POINTS or subject.train[0].dim() > 2:
         return {}
-    return {"seconds_default_mode": timed(captum_scores, subject, vectorised=False).seconds}
+    return {"default_mode_seconds": timed(captum_scores, subject, vectorised=False).seconds}
