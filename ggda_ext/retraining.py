@@ -21,7 +21,7 @@ from scipy.stats import t as student
 from torch import Tensor, nn
 
 from ggda_ext.blocks import Block, finish, opened
-from ggda_ext.distributed import from_first_rank
+from ggda_ext.distributed import from_first_rank, world_size
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.losses import example_losses
 from ggda_ext.properties import Property
@@ -33,6 +33,7 @@ from ggda_ext.training.order import by_falling_steps
 from ggda_ext.training.recipe import checked_data
 
 Pair = tuple[Tensor, Tensor]
+PARTS, SMALLEST_STACK = 8, 32
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,11 @@ def leave_group_out(
     kept = [everything, *(np.delete(everything, groups[int(j)]) for j in ids)]
     jobs = [(points, seed) for seed in seeds for points in kept]
     layout = layout_of(make_model, loss_fn, (x, y))
-    together = at_once or (1 if layout is None else models_at_once(layout, recipe))
+    # Parts enough for a few ranks, and for little to be lost by a stop; a smaller stack is hardly faster than a loop
+    share = max(SMALLEST_STACK, -(-len(jobs) // PARTS))
+    together = at_once or (1 if layout is None else min(models_at_once(layout, recipe), share))
     order = by_falling_steps([torch.from_numpy(points) for points, _ in jobs], recipe)
-    chunks = np.array_split(order, -(-len(order) // together))
+    chunks = np.array_split(order, max(-(-len(order) // together), min(len(order), world_size())))
     first = initial_model(make_model, int(seeds[0])).to(x.device).eval()
     m = measure.components(first)
 
@@ -140,7 +143,7 @@ def leave_group_out(
             "recipe": asdict(recipe),
             "seeds": [int(seed) for seed in seeds],
             "model": digest(*(value.numpy() for value in state_on_cpu(first).values())),
-            "models at once": together,
+            "models at once": [len(chunk) for chunk in chunks],
         }
 
     with ExitStack() as stack:

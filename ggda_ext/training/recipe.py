@@ -92,17 +92,19 @@ def checked_subset(subset: Any, n: int, name: str = "subset") -> Tensor:
     """Training indices `[r]` from indices, a mask `[n]`, or None for all points."""
     if subset is None:
         return torch.arange(n)
-    found = torch.as_tensor(subset).detach().cpu()
+    found = torch.as_tensor(np.array(subset) if isinstance(subset, np.ndarray) else subset).detach().cpu()
     if found.dim() != 1:
         raise ValueError(f"{name} has shape {list(found.shape)}: pass indices or a mask, one-dimensional.")
+    if len(found) == 0:
+        raise ValueError(f"{name} is empty: a model needs at least one training point.")
     if found.dtype == torch.bool:
         if len(found) != n:
             raise ValueError(f"{name} is a mask of {len(found)} entries for {n} training points.")
         found = found.nonzero()[:, 0]
+        if len(found) == 0:
+            raise ValueError(f"{name} is a mask of no point: a model needs at least one.")
     elif found.is_floating_point() or found.is_complex():
         raise TypeError(f"{name} holds {found.dtype}: pass whole numbers or a mask.")
-    if len(found) == 0:
-        raise ValueError(f"{name} is empty: a model needs at least one training point.")
     outside = found[(found < 0) | (found >= n)]
     if len(outside):
         raise ValueError(f"{name} holds {len(outside)} indices outside 0 … {n - 1}, first {int(outside[0])}.")

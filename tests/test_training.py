@@ -1,0 +1,237 @@
+"""Training: many models at once are the models trained one by one, with PyTorch's own Adam and schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+from torch.optim.lr_scheduler import OneCycleLR
+
+from ggda_ext.training import Recipe, TrainedModels, initial_model, train_many, train_one
+from ggda_ext.training.many import layout_of
+from ggda_ext.training.mapped import MappedModel
+from ggda_ext.training.stacked import StackedLayers
+
+N, CLASSES = 90, 3
+LOSS = nn.CrossEntropyLoss()
+SEEDS = [5, 1, 2, 3, 5, 0]
+SUBSETS = [None, range(40), range(16), torch.arange(N) % 3 != 0, np.arange(20, 89), [7, 3, 5]]
+"""All points; 2.5, 1 and 3.75 batches of 16; a whole number of batches less one; fewer points than a batch."""
+
+
+class Normed(nn.Module):
+    """Layers that stacks of matrices do not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, CLASSES)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.last(nn.functional.gelu(self.norm(self.first(x))))
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, CLASSES))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], type | None]] = {
+    "logistic": (lambda: nn.Linear(6, CLASSES), StackedLayers),
+    "mlp": (
+        lambda: nn.Sequential(
+            nn.Linear(6, 7), nn.ReLU(), nn.Sequential(nn.Linear(7, 9), nn.Tanh()), nn.Linear(9, CLASSES)
+        ),
+        StackedLayers,
+    ),
+    "no bias": (
+        lambda: nn.Sequential(
+            nn.Linear(6, 8, bias=False), nn.Sigmoid(), nn.Identity(), nn.Linear(8, CLASSES, bias=False)
+        ),
+        StackedLayers,
+    ),
+    "two linear": (lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, CLASSES)), StackedLayers),
+    "normed": (Normed, MappedModel),
+    "convolution": (convolution, MappedModel),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES)), None),
+    "dropout": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.3), nn.Linear(5, CLASSES)), None),
+    "large": (lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Flatten(), nn.Linear(6, 20_000)), None),
+}
+
+
+def points(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return x, torch.randint(0, CLASSES, (N,), generator=generator)
+
+
+def of(name: str, dtype: torch.dtype = torch.float64) -> Callable[[], nn.Module]:
+    return lambda: MODELS[name][0]().to(dtype)
+
+
+def largest_difference(
+    many: TrainedModels, make_model: Callable[[], nn.Module], loss_fn: Any, data: tuple[Tensor, Tensor], recipe: Recipe
+) -> float:
+    """Between models trained at once and one by one: their parameters and their outputs."""
+    found = 0.0
+    outputs = many.outputs(data[0], batch_size=32)
+    for j, (seed, subset) in enumerate(zip(SEEDS, SUBSETS, strict=True)):
+        alone = train_one(initial_model(make_model, seed), loss_fn, data, recipe, seed=seed, subset=subset).model
+        pairs = [(value, many.state(j)[name]) for name, value in alone.state_dict().items()]
+        pairs.append((alone(data[0]).detach(), outputs[j]))
+        assert set(many.state(j)) == set(alone.state_dict())
+        found = max(found, *(float((a - b).abs().max()) for a, b in pairs))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [(name, "onecycle") for name in ("logistic", "mlp", "no bias", "two linear", "normed", "convolution", "dropout")]
+    + [("mlp", "linear"), ("mlp", "constant")],
+)
+def test_many_at_once_are_the_models_trained_one_by_one(name: str, schedule: Any) -> None:
+    data, recipe = points(), Recipe(4, 0.02, 16, 1e-3, schedule)
+    kind = type(layout_of(of(name), LOSS, data))
+    assert kind is (MODELS[name][1] or type(None))
+    for at_once in (None, 2):
+        many = train_many(of(name), LOSS, data, recipe, seeds=SEEDS, subsets=SUBSETS, at_once=at_once)
+        assert largest_difference(many, of(name), LOSS, data, recipe) < 1e-12
+
+
+def test_float32_is_equal_up_to_rounding() -> None:
+    data, recipe = points(torch.float32), Recipe(5, 0.01, 16, 1e-3)
+    many = train_many(of("mlp", torch.float32), LOSS, data, recipe, seeds=SEEDS, subsets=SUBSETS)
+    assert largest_difference(many, of("mlp", torch.float32), LOSS, data, recipe) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "floats"),
+    [
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)), False),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), False),
+        (lambda output, y: nn.functional.mse_loss(output, y), True),
+    ],
+    ids=["class weights", "label smoothing", "squares"],
+)
+def test_other_losses_too(loss_fn: Any, floats: bool) -> None:
+    x, y = points()
+    data = (x, nn.functional.one_hot(y, CLASSES).double() if floats else y)
+    recipe = Recipe(3, 0.02, 16)
+    assert type(layout_of(of("mlp"), loss_fn, data)) is MappedModel
+    many = train_many(of("mlp"), loss_fn, data, recipe, seeds=SEEDS, subsets=SUBSETS)
+    assert largest_difference(many, of("mlp"), loss_fn, data, recipe) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["batch norm", "large"])
+def test_models_that_do_not_fit_in_a_stack_take_turns(name: str) -> None:
+    data, recipe = points(), Recipe(1, 0.01, 30)
+    assert layout_of(of(name), LOSS, data) is None
+    many = train_many(of(name), LOSS, data, recipe, seeds=[3, 4], subsets=[None, range(60)])
+    alone = train_one(initial_model(of(name), 4), LOSS, data, recipe, seed=4, subset=range(60)).model
+    for key, value in alone.state_dict().items():
+        assert torch.equal(many.state(1)[key], value)
+    assert torch.equal(many.model(1)(data[0]), alone(data[0]))
+
+
+def test_train_one_is_plain_pytorch() -> None:
+    x, y = points()
+    recipe, subset = Recipe(3, 0.05, 16, 1e-2), torch.arange(10, 75)
+    found = train_one(initial_model(of("mlp"), 7), LOSS, (x, y), recipe, seed=7, subset=subset).model
+    torch.manual_seed(7)
+    model = MODELS["mlp"][0]().double()
+    optimizer = Adam(model.parameters(), 0.05, weight_decay=1e-2)
+    scheduler = OneCycleLR(optimizer, 0.05, epochs=3, steps_per_epoch=5)
+    order = torch.Generator().manual_seed(7)
+    for _ in range(3):
+        for at in subset[torch.randperm(65, generator=order)].split(16):
+            optimizer.zero_grad()
+            LOSS(model(x[at]), y[at]).backward()
+            optimizer.step()
+            scheduler.step()
+    for expected, value in zip(model.parameters(), found.parameters(), strict=True):
+        assert torch.equal(expected, value)
+    assert not found.training
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 10, 61, 200])
+def test_rates_are_those_of_onecycle(steps: int) -> None:
+    optimizer = Adam([nn.Parameter(torch.zeros(1))], 0.3)
+    scheduler = OneCycleLR(optimizer, 0.3, total_steps=steps)
+    rates, betas = Recipe(1, 0.3, 1).rates(steps)
+    for rate, beta in zip(rates, betas, strict=True):
+        group = optimizer.param_groups[0]
+        assert (rate, beta) == pytest.approx((group["lr"], group["betas"][0]), rel=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_checkpoints_come_with_the_mean_rate_that_led_to_them() -> None:
+    data, recipe = points(), Recipe(4, 0.1, 30, schedule="linear")
+    found = train_one(initial_model(of("logistic"), 0), LOSS, data, recipe, seed=0, checkpoint_epochs=(1, 4))
+    rates, _ = recipe.rates(12)
+    assert found.rates == pytest.approx((rates[:3].mean(), rates[3:].mean()))
+    for name, value in found.model.state_dict().items():
+        assert torch.equal(found.checkpoints[1][name], value)
+        assert not torch.equal(found.checkpoints[0][name], value)
+
+
+def test_the_global_random_state_stays_as_it_was() -> None:
+    data, recipe = points(), Recipe(1, 0.1, 30)
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    for name in ("logistic", "normed", "dropout"):
+        torch.manual_seed(11)
+        train_many(of(name), LOSS, data, recipe, seeds=[0, 1])
+        assert torch.equal(torch.rand(3), expected)
+
+
+def test_models_are_a_sequence() -> None:
+    data, recipe = points(), Recipe(1, 0.1, 30)
+    many = train_many(of("mlp"), LOSS, data, recipe, seeds=range(3))
+    assert len(many) == len(list(many)) == 3
+    torch.testing.assert_close(many.model(2)(data[0]), many.outputs(data[0])[2])
+    with pytest.raises(IndexError, match="model 3 is out of range"):
+        many.state(3)
+
+
+def test_bad_input() -> None:
+    x, y = points()
+    recipe = Recipe(1, 0.1, 30)
+
+    def run(subset: Any, data: Any = (x, y)) -> None:
+        train_one(of("logistic")(), LOSS, data, recipe, seed=0, subset=subset)
+
+    for subset, message in (
+        ([], "subset is empty"),
+        ([0, N], f"outside 0 … {N - 1}, first {N}"),
+        (np.ones(4, bool), f"mask of 4 entries for {N}"),
+        (np.zeros(N, bool), "a mask of no point"),
+        (np.ones((2, 2)), "one-dimensional"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(subset)
+    with pytest.raises(TypeError, match="whole numbers or a mask"):
+        run([0.5])
+    with pytest.raises(TypeError, match=r"pair of tensors \(x, y\)"):
+        run(None, x)
+    with pytest.raises(ValueError, match="90 inputs and 89 targets"):
+        run(None, (x, y[1:]))
+    with pytest.raises(ValueError, match="checkpoint_epochs holds 2"):
+        train_one(of("logistic")(), LOSS, (x, y), recipe, seed=0, checkpoint_epochs=[2])
+    with pytest.raises(ValueError, match="subsets has 1 entries, seeds 2"):
+        train_many(of("logistic"), LOSS, (x, y), recipe, seeds=[0, 1], subsets=[None])
+    with pytest.raises(ValueError, match=r"subsets\[1\] is empty"):
+        train_many(of("logistic"), LOSS, (x, y), recipe, seeds=[0, 1], subsets=[None, []])
+    for options, message in (
+        ({"epochs": 0}, "epochs=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"schedule": "cosine"}, "schedule='cosine' is not one of 'onecycle'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Recipe(**{"epochs": 1, "learning_rate": 0.1, "batch_size": 4, **options})  # type: ignore[arg-type]
