@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from benchmarks.data import TITLES
-from benchmarks.experiments.groupings import GROUPINGS, NONE, grouped
-from benchmarks.experiments.methods import METHODS, PAPER_METHODS, PER_POINT, RATES, TRACIN, Attribution, attributed
+from benchmarks.experiments.groupings import NONE, grouped
+from benchmarks.experiments.methods import METHODS, PAPER_METHODS, RATES, TRACIN, Attribution, attributed
 from benchmarks.experiments.subject import Subject, Timed
 from benchmarks.results import ResultFolder
 from benchmarks.scales import ExperimentScale, Scale
@@ -155,6 +155,3 @@ def summary(values: Any) -> dict[str, Any]:
     array = np.asarray(values, float)
     error = float(standard_error(array))
     return {"values": array.tolist(), "mean": float(array.mean()), "stderr": None if np.isnan(error) else error}
-
-
-__all__ = ["Bench", "Cell", "summary", "BEST", "GROUPINGS", "PER_POINT"]
