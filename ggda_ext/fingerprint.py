@@ -47,8 +47,13 @@ def of_checkpoint(provider: GroupGradients) -> dict[str, Any]:
     """The model's current parameters and buffers, and the losses of some training points under them."""
     return {
         "values of the parameters": of_parameters(provider.model),
-        "losses of training points": _losses(provider.model, provider.loss, _some(provider.data), provider),
+        "losses of training points": losses_of(provider, provider.data),
     }
+
+
+def losses_of(provider: GroupGradients, data: IndexedData) -> list[float]:
+    """The losses of some points from all over the data, the first ones of a stream."""
+    return _losses(provider.model, provider.loss, _some(data), provider)
 
 
 def of_directions(provider: GroupGradients, directions: Directions) -> dict[str, Any]:

@@ -65,7 +65,11 @@ class ScoresInMemory:
 
     def total(self, parts: Iterable[tuple[Weight, Any]]) -> Tensor:
         """Weighted sum of scores `[m, k]`."""
-        return _weighted_sum(parts)
+        return weighted_sum(parts)
+
+    def write(self, made_of: str, m: int, k: int, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:
+        """``rows(0, m)``."""
+        return rows(0, m)
 
 
 def keep_scores(save_dir: str | Path | None, tag: str | None = None) -> ScoreStore | ScoresInMemory:
@@ -171,7 +175,7 @@ class ScoreStore:
         first = listed[0][1]
 
         def rows(low: int, high: int) -> Tensor:
-            return _weighted_sum((weight, blocks.rows(low, high)) for weight, blocks in listed)
+            return weighted_sum((weight, blocks.rows(low, high)) for weight, blocks in listed)
 
         return self.write(json.dumps(made_of), first.m, first.k, first.dtype, rows)
 
@@ -191,7 +195,8 @@ class ScoreStore:
         return torch.from_numpy(open_array(self.folder / f"{name}.npy")).to(dtype)
 
 
-def _weighted_sum(parts: Iterable[tuple[Weight, Tensor]]) -> Tensor:
+def weighted_sum(parts: Iterable[tuple[Weight, Tensor]]) -> Tensor:
+    """Sum of weighted scores, added up as they come."""
     total: Tensor | None = None
     for weight, part in parts:
         weighted = part if isinstance(weight, float) and weight == 1 else weight * part

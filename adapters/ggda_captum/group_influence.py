@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from os.path import join
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from ggda_ext.gradients.provider import Directions
 from ggda_ext.groups import GroupsLike
 from ggda_ext.losses import ExampleLoss, as_example_loss
 from ggda_ext.properties import Property
+from ggda_ext.stored_scores import ScoresInMemory, ScoreStore, keep_scores
 
 
 class GroupInfluence(DataInfluence):
@@ -43,6 +45,8 @@ class GroupInfluence(DataInfluence):
         groups: a `Groups` or anything it accepts; None for Captum itself, point by point.
         strategy: how group gradients are computed, see `ggda_ext.STRATEGIES`. ``"auto"`` leaves groups of one to
             Captum; any other name computes them as groups, too.
+        save_dir: a folder that keeps what is finished, see `ggda_ext.attribute`: after a kill the same calls go on with
+            what is missing, and scores are memory maps on the CPU. Groups of one are computed as groups then.
         **kwargs: the class's own arguments, unchanged. `batch_size` bounds Captum's own passes; group passes choose
             theirs by memory.
     """
@@ -53,11 +57,20 @@ class GroupInfluence(DataInfluence):
     train_dataloader: DataLoader
     _said_what_captum_drops = False
 
-    def __init__(self, *args: Any, groups: GroupsLike = None, strategy: str = "auto", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        groups: GroupsLike = None,
+        strategy: str = "auto",
+        save_dir: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
         if strategy != "auto" and strategy not in STRATEGIES:
             raise ValueError(f"strategy={strategy!r} is not one of 'auto', {', '.join(map(repr, STRATEGIES))}.")
         self.groups: Groups | None = None
-        self.strategy = strategy
+        self.strategy, self.save_dir = strategy, save_dir
+        if groups is None and save_dir is not None:
+            raise ValueError(f"save_dir={str(save_dir)!r} is given without groups: it keeps scores of groups.")
         if groups is None:
             super().__init__(*args, **kwargs)
             return
@@ -74,7 +87,8 @@ class GroupInfluence(DataInfluence):
     @property
     def _grouped(self) -> bool:
         """Whether the training side is summed by group; if not, it is Captum's, in the order of the data set."""
-        return self.groups is not None and not (self.groups.are_singletons and self.strategy == "auto")
+        captum_serves = self.strategy == "auto" and self.save_dir is None
+        return self.groups is not None and not (self.groups.are_singletons and captum_serves)
 
     def influence(self, inputs: Any = None, *args: Any, property: Property | None = None, **kwargs: Any) -> Any:
         """Captum's `influence` with groups as training points; `property` stands where `inputs` would.
@@ -162,6 +176,12 @@ class GroupInfluence(DataInfluence):
             return values
         return values[..., torch.from_numpy(self.groups.order.astype(np.int64)).to(values.device)]
 
+    def _keep(self, inputs: Any = None) -> ScoreStore | ScoresInMemory:
+        """Where scores are kept; those of test points and of properties may be of different training losses."""
+        if self.save_dir is None:
+            return keep_scores(None)
+        return keep_scores(Path(self.save_dir) / ("properties" if isinstance(inputs, OfProperty) else "inputs"))
+
     @cached_property
     def _train_data(self) -> IndexedData:
         return IndexedData(self.train_dataloader, "train_dataset")
@@ -223,7 +243,7 @@ def _warn_of_dropped(names: list[str]) -> None:
 def unwrapped_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Captum's arguments that differ for the model inside of a DistributedDataParallel: itself, its layers' names."""
     model = given["model"]
-    inner = {"model": unwrapped(model)}
+    inner: dict[str, Any] = {"model": unwrapped(model)}
     if given.get("layers") is not None:
         inner["layers"] = [inner_name(layer, model) for layer in given["layers"]]
     if isinstance(given.get("final_fc_layer"), str):

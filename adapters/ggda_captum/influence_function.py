@@ -10,6 +10,7 @@ from torch import Tensor
 from ggda_captum.group_influence import GroupInfluence
 from ggda_ext import GroupGradients, PointGradients
 from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.store import digest
 
 
 class ProjectedInfluence(GroupInfluence):
@@ -26,13 +27,19 @@ class ProjectedInfluence(GroupInfluence):
         provider = self._provider(show_progress)
         projection = self._projection(provider.space)
         tests = self._projected_tests(provider, projection, inputs)
-        if len(tests) < len(projection):
-            return provider.scores(tests @ projection).cpu()
-        return (tests @ provider.scores(projection)).cpu()
+        with self._keep(inputs) as kept:
+            if len(tests) < len(projection):
+                return kept.total([(1.0, kept.scores(provider, tests @ projection))]).cpu()
+            scores = kept.total([(1.0, kept.scores(provider, projection))])
+            tests = tests.to(scores.device)
+            made_of = f"projected tests {digest(tests.cpu().numpy())}"
+            size = len(tests), scores.shape[1]
+            return kept.write(made_of, *size, scores.dtype, lambda low, high: tests[low:high] @ scores).cpu()
 
     def _group_self_influence(self, show_progress: bool) -> Tensor:
         provider = self._provider(show_progress)
-        return provider.scores(self._projection(provider.space)).square().sum(0).cpu()
+        with self._keep() as kept:
+            return kept.total([(1.0, kept.scores(provider, self._projection(provider.space)))]).square().sum(0).cpu()
 
     def _projected_tests(self, provider: GroupGradients, projection: Tensor, inputs: Any) -> Tensor:
         """Rᵀ∇g of every property or test point, as rows `[m, r]`."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ggda_captum.group_influence import CheckpointLoader, GroupInfluence
 from ggda_ext import PointGradients
 from ggda_ext.attribution import parameters_restored
+from ggda_ext.stored_scores import weighted_sum
 
 
 class CheckpointInfluence(GroupInfluence):
@@ -20,37 +21,40 @@ class CheckpointInfluence(GroupInfluence):
     checkpoints: list[Any]
     checkpoints_load_func: Callable[..., Any]
 
-    def _at_checkpoints(self, part: Callable[[], Tensor]) -> list[tuple[float, Tensor]]:
-        """The learning rate and ``part()`` at every checkpoint; after a failure the model is as it was before."""
+    def _at_checkpoints(self, part: Callable[[int], Any]) -> list[tuple[float, Any]]:
+        """The learning rate and ``part(number)`` of every checkpoint; after a failure the model is as it was before."""
         load = CheckpointLoader(self.checkpoints_load_func)
         parts = []
         with parameters_restored(self.model, only_on_failure=True):
-            for checkpoint in self.checkpoints:
+            for number, checkpoint in enumerate(self.checkpoints):
                 rate = load(self.model, checkpoint)
                 if not isinstance(rate, int | float | Tensor):
                     raise TypeError(
                         f"checkpoints_load_func returned {rate!r}: return the checkpoint's learning rate, a number."
                     )
-                parts.append((rate, part()))
+                parts.append((float(rate), part(number)))
         return parts
 
     def _group_influence(self, inputs: Any, show_progress: bool = False, aggregate: bool = False) -> Tensor:
-        def scores() -> Tensor:
+        def scores(number: int) -> Any:
             provider = self._provider(show_progress, inputs)
             directions = self._directions(provider, inputs)
             if aggregate and isinstance(directions, PointGradients):
                 directions = self._point_provider(directions, np.zeros(directions.n, np.int64)).rows()
             elif aggregate:
                 directions = directions.sum(0, keepdim=True)  # type: ignore[union-attr]
-            return provider.scores(directions)
+            return kept.scores(provider, directions, number)
 
-        return _weighted_sum(self._at_checkpoints(scores))
+        with self._keep(inputs) as kept:
+            return kept.total(self._at_checkpoints(scores))
 
     def _group_self_influence(self, show_progress: bool) -> Tensor:
-        def norms() -> Tensor:
-            return self._provider(show_progress).squared_norms()
+        def norms(number: int) -> Tensor:
+            provider = self._provider(show_progress)
+            return kept.array(provider, number, "squared_norms", {}, provider.squared_norms)
 
-        return _weighted_sum(self._at_checkpoints(norms))
+        with self._keep() as kept:
+            return weighted_sum(self._at_checkpoints(norms))
 
 
 class TracInCP(CheckpointInfluence, captum.influence.TracInCP):
@@ -60,10 +64,3 @@ class TracInCP(CheckpointInfluence, captum.influence.TracInCP):
     Linear and Conv2d layers, groups count them (a warning says so); a weighted mean loss counts as the loss of
     each example alone, where Captum's depends on the batch; `test_loss_fn` may have another reduction than `loss_fn`.
     """
-
-
-def _weighted_sum(parts: list[tuple[float, Tensor]]) -> Tensor:
-    total = parts[0][1] * parts[0][0]
-    for rate, part in parts[1:]:
-        total += part * rate
-    return total

@@ -21,6 +21,7 @@ from ggda_captum.nearest_neighbors import ExactNearestNeighbors
 from ggda_captum.tracincp import CheckpointInfluence
 from ggda_ext import ExampleLoss, PointGradients
 from ggda_ext.distributed import in_order, my_share
+from ggda_ext.fingerprint import sketch_of
 from ggda_ext.losses import as_example_loss, example_losses, model_output
 
 Blocks = Iterable[tuple[Tensor, Tensor]]
@@ -88,7 +89,8 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
 
     Nearest neighbours are exact by default if there are groups, or if the annoy package is missing. Only one row
     per group is kept, `src_intermediate_quantities [groups, projection]`. Difference of the group path: the
-    training side uses `loss_fn`, where Captum uses `test_loss_fn` on both sides.
+    training side uses `loss_fn`, where Captum uses `test_loss_fn` on both sides. With `save_dir` the rows of the groups
+    are kept and found again if the projections are the same: call `torch.manual_seed` first, Captum draws them.
     """
 
     _captum_takes_loaders = True
@@ -96,7 +98,7 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
     projection_quantities: Projections
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        own = {name: kwargs.pop(name) for name in ("groups", "strategy") if name in kwargs}
+        own = {name: kwargs.pop(name) for name in ("groups", "strategy", "save_dir") if name in kwargs}
         bound = inspect.signature(captum.influence.TracInCPFastRandProj).bind(*args, **kwargs)
         exact = own.get("groups") is not None or find_spec("annoy") is None
         if exact and bound.arguments.get("nearest_neighbors") is None:
@@ -127,7 +129,7 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
         if isinstance(inputs, OfProperty) or (self._grouped and test):
             return self._projected(lambda: self._test_blocks(inputs), projection_quantities)
         if self._grouped and training:
-            return self._projected(lambda: self._provider().small_blocks(), projection_quantities)
+            return self._projected_groups(projection_quantities)
         return super()._get_intermediate_quantities_tracincp_fast_rand_proj(inputs, projection_quantities, test)
 
     def _test_blocks(self, inputs: Any) -> Blocks:
@@ -140,11 +142,25 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
     def _projected(self, blocks: Callable[[], Blocks], projections: Projections) -> Tensor:
         """√η P_dᵀ G P_a of all rows G, the checkpoints side by side."""
 
-        def embedding() -> Tensor:
-            shape = self.final_fc_layer.weight.shape
-            return in_order((ids, _project(rows.view(-1, *shape), projections)) for ids, rows in blocks())
+        parts = self._at_checkpoints(lambda number: self._embedded(blocks(), projections))
+        return torch.cat([part * rate**0.5 for rate, part in parts], 1)
 
-        return torch.cat([part * rate**0.5 for rate, part in self._at_checkpoints(embedding)], 1)
+    def _projected_groups(self, projections: Projections) -> Tensor:
+        """The same of all groups, kept in `save_dir`."""
+        made_with = {"projections": [] if projections is None else [sketch_of(part) for part in projections]}
+
+        def embedding(number: int) -> Tensor:
+            provider = self._provider()
+            return kept.array(
+                provider, number, "projected", made_with, lambda: self._embedded(provider.small_blocks(), projections)
+            )
+
+        with self._keep() as kept:
+            return torch.cat([part * rate**0.5 for rate, part in self._at_checkpoints(embedding)], 1)
+
+    def _embedded(self, blocks: Blocks, projections: Projections) -> Tensor:
+        shape = self.final_fc_layer.weight.shape
+        return in_order((ids, _project(rows.view(-1, *shape), projections)) for ids, rows in blocks)
 
 
 def _project(rows: Tensor, projections: Projections) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,16 @@ from ggda_ext.properties import Property
 
 
 class Grouped:
-    """Mixin before a dattri attributor: takes `groups` and `strategy`, and knows when dattri's own code serves."""
+    """Mixin before a dattri attributor: takes `groups`, `strategy` and `save_dir`, and knows when dattri's code serves.
+
+    Args:
+        *args: dattri's own arguments.
+        groups: a partition of the training points; None for dattri's own code.
+        strategy: the core's gradient strategy.
+        save_dir: a folder that keeps what is finished, see `ggda_ext.attribute`: after a kill the same calls go on with
+            what is missing, and scores are memory maps on the CPU. Groups of one are computed as groups then.
+        **kwargs: dattri's own arguments.
+    """
 
     task: Any
     layer_name: Any
@@ -25,19 +35,29 @@ class Grouped:
     batch_of_one: bool
     """Whether this attributor gives its losses an example with a batch dimension."""
 
-    def __init__(self, *args: Any, groups: GroupsLike = None, strategy: str = "auto", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        groups: GroupsLike = None,
+        strategy: str = "auto",
+        save_dir: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         if strategy not in ("auto", *STRATEGIES):
             raise ValueError(f"strategy={strategy!r} is not one of 'auto', {', '.join(map(repr, STRATEGIES))}.")
+        if groups is None and save_dir is not None:
+            raise ValueError(f"save_dir={str(save_dir)!r} is given without groups: it keeps scores of groups.")
         self.groups = None if groups is None else Groups.of(groups)
-        self.strategy = strategy
+        self.strategy, self.save_dir = strategy, save_dir
         if isinstance(self.layer_name, str):
             self.layer_name = [self.layer_name]
 
     @property
     def _is_dattri(self) -> bool:
         """Whether dattri's own code gives the answer: no groups, or groups of one and no strategy asked for."""
-        return self.groups is None or (self.groups.are_singletons and self.strategy == "auto")
+        serves = self.strategy == "auto" and self.save_dir is None
+        return self.groups is None or (self.groups.are_singletons and serves)
 
     def _train_data(self, loader: DataLoader, name: str = "train_dataloader") -> tuple[IndexedData, Groups]:
         """The points of a loader, and the groups they are in."""

@@ -19,8 +19,11 @@ from torch.utils.data import DataLoader
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.grouping import Grouped, check_one_of
 from ggda_ext.data import IndexedData
+from ggda_ext.fingerprint import losses_of, name_of
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.properties import Property
+from ggda_ext.store import digest
+from ggda_ext.stored_scores import ScoresInMemory, ScoreStore, keep_scores
 
 Solve = Callable[[Tensor], Tensor]
 """H⁻¹ v for rows v `[m, p]` in dattri's layout."""
@@ -34,6 +37,7 @@ class GroupedInnerProduct(Grouped):
         *args: dattri's own arguments.
         groups: a partition of the training points of `attribute`; None for dattri's own code.
         strategy: the core's gradient strategy.
+        save_dir: a folder that keeps what is finished, see `Grouped`.
         curvature: ``"whole"``, the curvature of all cached data, or ``"upstream"``, dattri's own, which adds up
             the inverse Hessians of the batches of the cached loader (see each class for what differs). By default
             ``"whole"`` with groups, dattri's without them and for groups of one.
@@ -90,22 +94,43 @@ class GroupedInnerProduct(Grouped):
         _check_relatif(relatif_method)
         data, groups = self._prepared(train_dataloader)
         tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
-        total: Tensor | None = None
-        for index in self._checkpoints:
-            checkpoint = self._checkpoint(index)
-            provider = checkpoint.groups(data, groups)
-            solve = self._solver(checkpoint)
-            if self.curvature == "upstream":
-                iter(train_dataloader)  # draws from the global random state, as dattri's loop does
-            factors = None if relatif_method is None else self._factors(checkpoint, provider, solve, relatif_method)
-            columns: list[tuple[Tensor, Tensor]] = []
-            for ids, rows in self._test_blocks(checkpoint, tests, test_dataloader, property):
-                columns.append((ids, provider.scores(checkpoint.to_core(solve(rows)))))
-            scores = torch.cat([block for _, block in columns])[torch.cat([ids for ids, _ in columns]).argsort()].T
-            scores = scores if factors is None else scores / factors[:, None]
-            total = scores if total is None else total + scores
-        assert total is not None
-        return self._result(total / len(self._checkpoints))
+        with keep_scores(self.save_dir) as kept:
+
+            def parts() -> Iterator[tuple[float | Tensor, Any]]:
+                for index in self._checkpoints:
+                    checkpoint = self._checkpoint(index)
+                    provider, solve = checkpoint.groups(data, groups), self._solver(checkpoint)
+                    if self.curvature == "upstream":
+                        iter(train_dataloader)  # draws from the global random state, as dattri's loop does
+                    weight: float | Tensor = 1 / len(self._checkpoints)
+                    if relatif_method is not None:
+                        weight = weight / self._factors(checkpoint, provider, solve, relatif_method)
+                    columns = []
+                    for ids, rows in self._test_blocks(checkpoint, tests, test_dataloader, property):
+                        solved = self._kept_solution(kept, provider, checkpoint, rows, solve)
+                        columns.append((ids, kept.scores(provider, checkpoint.to_core(solved), index)))
+                    yield weight, kept.stacked(columns)
+
+            return self._result(kept.total(parts()).T)
+
+    def _kept_solution(
+        self,
+        kept: ScoreStore | ScoresInMemory,
+        provider: GroupGradients,
+        checkpoint: Checkpoint,
+        rows: Tensor,
+        solve: Solve,
+    ) -> Tensor:
+        """``solve(rows)``, found in `save_dir` if it was solved before, with the same settings and cached data."""
+        if self.save_dir is None:
+            return solve(rows)
+        settings = {
+            "solver": name_of(self),
+            "curvature": self.curvature,
+            "losses of cached points": losses_of(provider, self._curvature_data()),
+        }
+        name = f"solved-{digest(rows.detach().cpu().numpy())}"
+        return kept.array(provider, checkpoint.index, name, settings, lambda: solve(rows))
 
     def self_attribute(self, train_dataloader: DataLoader, relatif_method: str | None = None) -> Tensor:
         """Influence of every group on its own target, ``⟨G, H⁻¹ ∇g_G⟩`` `(groups,)`.

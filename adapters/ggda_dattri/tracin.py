@@ -7,6 +7,7 @@ both vectors normalised first if `normalized_grad` is set.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ggda_ext.data import IndexedData
 from ggda_ext.distributed import all_reduce_sum, together
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.properties import Property
+from ggda_ext.stored_scores import ScoresInMemory, ScoreStore, keep_scores, weighted_sum
 
 
 class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
@@ -34,6 +36,8 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
         *args: dattri's own arguments.
         groups: a partition of the training points; None for dattri's own code.
         strategy: the core's gradient strategy.
+        save_dir: a folder that keeps what is finished, see `Grouped`: blocks of scores, or the projected gradients of
+            the groups, which then serve other test points without another pass.
         **kwargs: dattri's own arguments.
     """
 
@@ -62,13 +66,20 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
             return self._in_group_order(train_dataloader, lambda: own(train_dataloader, test_dataloader))
         data, groups = self._train_data(train_dataloader)
         tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
-        total: Tensor | None = None
-        for index, weight in self._weighted_checkpoints():
-            checkpoint = self._checkpoint(index)
-            provider = checkpoint.groups(data, groups)
-            scores = (self._projected if self._projects else self._plain)(checkpoint, provider, tests, property)
-            total = scores * weight if total is None else total + scores * weight
-        return _result(total)
+        with keep_scores(self.save_dir) as kept:
+
+            def parts() -> Iterator[tuple[float, Any]]:
+                for index, weight in self._weighted_checkpoints():
+                    checkpoint = self._checkpoint(index)
+                    provider = checkpoint.groups(data, groups)
+                    if in_memory:
+                        yield float(weight), self._in_memory(kept, checkpoint, provider, tests, property)
+                    else:
+                        directions = checkpoint.directions(tests, property, provider)
+                        yield float(weight), kept.scores(provider, directions, index)
+
+            in_memory = self._projects or self.normalized_grad
+            return _result((weighted_sum if in_memory else kept.total)(parts()).T)
 
     def self_attribute(self, train_dataloader: DataLoader) -> Tensor:
         """Squared norm of every group's gradient `(groups,)`, or the weights' sum if gradients are normalised."""
@@ -83,22 +94,30 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
             total = scores * weight if total is None else total + scores * weight
         return _result(total)
 
-    def _plain(
-        self, checkpoint: Checkpoint, provider: GroupGradients, tests: IndexedData | None, property: Property | None
+    def _in_memory(
+        self,
+        kept: ScoreStore | ScoresInMemory,
+        checkpoint: Checkpoint,
+        provider: GroupGradients,
+        tests: IndexedData | None,
+        property: Property | None,
     ) -> Tensor:
-        """Scores `[k, m]` without projection; gradients are formed only where norms need them."""
-        scores = provider.scores(checkpoint.directions(tests, property, provider)).T
-        if not self.normalized_grad:
-            return scores
-        scores = scores / _row_norms(checkpoint.blocks(provider), scores[:, 0])[:, None]
-        return scores / _row_norms(checkpoint.test_blocks(tests, property), scores[0])
-
-    def _projected(
-        self, checkpoint: Checkpoint, provider: GroupGradients, tests: IndexedData | None, property: Property | None
-    ) -> Tensor:
-        """Scores `[k, m]` of projected gradients."""
-        right, left = self._project(checkpoint, checkpoint.test_blocks(tests, property), checkpoint.blocks(provider))
-        return normalize(left) @ normalize(right).T if self.normalized_grad else left @ right.T
+        """Scores `[m, k]` of projected or normalised gradients, or both."""
+        if not self._projects:
+            scores = provider.scores(checkpoint.directions(tests, property, provider))
+            scores = scores / _row_norms(checkpoint.blocks(provider), scores[0])
+            return scores / _row_norms(checkpoint.test_blocks(tests, property), scores[:, 0])[:, None]
+        if self.save_dir is None:
+            right, left = self._project(
+                checkpoint, checkpoint.test_blocks(tests, property), checkpoint.blocks(provider)
+            )
+        else:
+            (right,) = self._project(checkpoint, checkpoint.test_blocks(tests, property))
+            left = kept.array(
+                provider, checkpoint.index, "projected", {"projector": str(self.projector_kwargs)},
+                lambda: self._project(checkpoint, checkpoint.blocks(provider))[0],
+            )  # fmt: skip
+        return normalize(right) @ normalize(left).T if self.normalized_grad else right @ left.T
 
     def _norms(self, checkpoint: Checkpoint, data: IndexedData, groups: Any) -> Tensor:
         """Norms of the groups' gradients `[k]`, after projection if there is one."""

@@ -7,7 +7,7 @@ where F is the Fisher of the points, Σ_i x_i x_iᵀ (exact: the sum of dattri's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,14 +16,17 @@ from dattri.algorithm import trak as dattri_trak
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ggda_dattri.checkpoint import by_outer_names
+from ggda_dattri.checkpoint import Checkpoint, by_outer_names
 from ggda_dattri.grouping import check_one_of
 from ggda_dattri.projection import GroupedProjection
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.distributed import all_reduce_sum, gather_objects, in_order, my_share, together
+from ggda_ext.fingerprint import sketch_of
 from ggda_ext.fisher import Damping, EmpiricalFisher, check_invertible
+from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
 from ggda_ext.properties import Property
+from ggda_ext.stored_scores import ScoresInMemory, ScoreStore, keep_scores
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         *args: dattri's own arguments.
         groups: a partition of the training points; None for dattri's own code.
         strategy: the core's gradient strategy.
+        save_dir: a folder that keeps the projected sums of the groups of every checkpoint once they are finished, so
+            that they serve other test points, and another process, without another pass.
         fisher: ``"batched"``, from the sums of the groups, an approximation at about the price of two passes over
             the data; or ``"exact"``, from every point, whose scores are the sums of dattri's.
         damping: ridge of the batched Fisher relative to its mean diagonal, or ``"auto"``; on top of dattri's
@@ -144,7 +149,27 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         checkpoints = self._checkpoints
         weights = sum(self._one_minus_probability(index, data) for index in checkpoints) / len(checkpoints)
         exact = self.fisher == "exact" or self._is_dattri
-        return [(self._exact if exact else self._batched)(index, data, groups, weights) for index in checkpoints]
+        with keep_scores(self.save_dir) as kept:
+            return [
+                (self._exact if exact else self._batched)(kept, index, data, groups, weights) for index in checkpoints
+            ]
+
+    def _kept_sums(
+        self,
+        kept: ScoreStore | ScoresInMemory,
+        provider: GroupGradients,
+        index: int,
+        weights: Tensor,
+        make: Callable[[], Tensor],
+    ) -> Tensor:
+        """What `make` sums up, found in `save_dir` if it was finished before."""
+        settings = {
+            "fisher": self.fisher,
+            "projector": str(self.projector_kwargs),
+            "norm_scaler": self.norm_scaler,
+            "weights": sketch_of(weights[None]),
+        }
+        return kept.array(provider, index, "features", settings, make)
 
     def _one_minus_probability(self, index: int, data: IndexedData) -> Any:
         """Q of every training point `[n]` at one checkpoint."""
@@ -160,8 +185,22 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         with torch.no_grad():
             return 1 - in_order(blocks())
 
-    def _exact(self, index: int, data: IndexedData, groups: Groups, weights: Tensor) -> _Features:
+    def _exact(
+        self, kept: ScoreStore | ScoresInMemory, index: int, data: IndexedData, groups: Groups, weights: Tensor
+    ) -> _Features:
         checkpoint = self._checkpoint(index)
+        found = self._kept_sums(
+            kept, checkpoint.groups(data, groups), index, weights,
+            lambda: self._exact_sums(checkpoint, data, groups, weights),
+        )  # fmt: skip
+        sums, weighted, matrix = found.split([len(groups), len(groups), found.shape[1]])
+        matrix = matrix.clone()
+        matrix.diagonal().add_(self.regularization)
+        check_invertible(matrix, data.n or 0, f"raise regularization={self.regularization}")
+        return _Features(torch.linalg.solve(matrix, weighted.T), sums, 0.0)
+
+    def _exact_sums(self, checkpoint: Checkpoint, data: IndexedData, groups: Groups, weights: Tensor) -> Tensor:
+        """Σ x_i and Σ Q_i x_i of every group, then the Fisher, one below the other `[2k + proj_dim, proj_dim]`."""
         labels = torch.from_numpy(groups.labels.astype("int64")).to(weights.device)
         found: tuple[EmpiricalFisher, Tensor, Tensor] | None = None
         with together():
@@ -175,16 +214,19 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         shapes = gather_objects(None if found is None else (sums.shape[1], sums.dtype))
         shape = next(shape for shape in shapes if shape is not None)  # a rank may have no points
         fisher, sums, weighted = found or _no_sums(len(groups), *shape, checkpoint.space.device)
-        matrix = fisher.all_reduce().matrix
-        matrix.diagonal().add_(self.regularization)
-        check_invertible(matrix, fisher.rows, f"raise regularization={self.regularization}")
-        return _Features(torch.linalg.solve(matrix, all_reduce_sum(weighted).T), all_reduce_sum(sums), 0.0)
+        return torch.cat([all_reduce_sum(sums), all_reduce_sum(weighted), fisher.all_reduce().matrix])
 
-    def _batched(self, index: int, data: IndexedData, groups: Groups, weights: Tensor) -> _Features:
+    def _batched(
+        self, kept: ScoreStore | ScoresInMemory, index: int, data: IndexedData, groups: Groups, weights: Tensor
+    ) -> _Features:
         checkpoint = self._checkpoint(index)
         plain, weighted = checkpoint.groups(data, groups), checkpoint.weighted_groups(data, groups, weights)
-        found = self._project(checkpoint, checkpoint.blocks(plain), checkpoint.blocks(weighted))
-        sums, weighted_sums = (rows / self.norm_scaler for rows in found)
+
+        def make() -> Tensor:
+            found = self._project(checkpoint, checkpoint.blocks(plain), checkpoint.blocks(weighted))
+            return torch.stack(found) / self.norm_scaler
+
+        sums, weighted_sums = self._kept_sums(kept, plain, index, weights, make)
         mine = my_share(len(sums))
         fisher = EmpiricalFisher(sums.shape[1], sums.device).add(sums[mine.start : mine.stop]).all_reduce()
         if self.damping == 0:  # dattri's regularization may do alone
