@@ -10,7 +10,7 @@ Vocabulary used everywhere in the package:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ggda_ext.properties import Property
 
 Rest = Literal["error", "drop", "group"]
+Rule = Callable[[np.ndarray], np.ndarray]
+_RULE_STEP = 2**20
 GroupsLike = Any
 """A `Groups`, one label per point, a list of index lists, or a dict ``{name: indices}``."""
 
@@ -123,15 +125,12 @@ class Groups:
     def _set(self, labels: np.ndarray, k: int, names: tuple[Hashable, ...] | None) -> None:
         labels = labels.astype(np.int32 if max(k, len(labels)) < 2**31 else np.int64, copy=False)
         sizes = np.bincount(labels if labels.min() >= 0 else labels[labels >= 0], minlength=k)
-        empty = np.flatnonzero(sizes == 0)
-        if len(empty):
-            raise ValueError(
-                f"{len(empty)} of {k} groups are empty, first {first_few(empty)}: "
-                "remove them, every group needs at least one training point."
-            )
+        _check_none_empty(sizes)
         labels.flags.writeable = False
         sizes.flags.writeable = False
-        self._labels, self._sizes, self._names = labels, sizes, names
+        self._n, self._sizes, self._names = len(labels), sizes, names
+        self._labels: np.ndarray | None = labels
+        self._rule: Rule | None = None
 
     @classmethod
     def of(cls, groups: GroupsLike, n: int | None = None) -> Groups:
@@ -146,6 +145,32 @@ class Groups:
         return cls(groups, n)
 
     @classmethod
+    def by_rule(cls, n: int, k: int, rule: Rule) -> Groups:
+        """Groups whose labels are computed from indices whenever they are needed, for data too large to label.
+
+        Args:
+            n: number of training points.
+            k: number of groups.
+            rule: group ids of an array of training indices; called with about a million of them, once for all points.
+
+        >>> Groups.by_rule(10, 3, lambda indices: indices % 3).sizes.tolist()
+        [4, 3, 3]
+        """
+        groups = cls.__new__(cls)
+        sizes = np.zeros(k, np.int64)
+        for low in range(0, n, _RULE_STEP):
+            labels = np.asarray(rule(np.arange(low, min(low + _RULE_STEP, n))))
+            if labels.min() < 0 or labels.max() >= k:
+                wrong = low + int(np.flatnonzero((labels < 0) | (labels >= k))[0])
+                raise ValueError(f"rule gives point {wrong} the group id {labels[wrong - low]}: give 0 to {k - 1}.")
+            sizes += np.bincount(labels, minlength=k)
+        _check_none_empty(sizes)
+        sizes.flags.writeable = False
+        groups._n, groups._sizes, groups._names = n, sizes, None
+        groups._labels, groups._rule = None, rule
+        return groups
+
+    @classmethod
     def singletons(cls, n: int) -> Groups:
         """Every point a group of its own: plain, per-point data attribution."""
         if n < 1:
@@ -155,12 +180,19 @@ class Groups:
     @property
     def n(self) -> int:
         """Number of training points, left-out ones included."""
-        return len(self._labels)
+        return self._n
 
     @property
     def labels(self) -> np.ndarray:
         """Group id of every training index `[n]`; -1 where a point was left out."""
+        if self._labels is None:
+            self._labels = self.labels_of(np.arange(self._n))
+            self._labels.flags.writeable = False
         return self._labels
+
+    def labels_of(self, indices: np.ndarray) -> np.ndarray:
+        """Group ids of some training indices `[b]`, without the labels of all others."""
+        return self.labels[indices] if self._rule is None else np.asarray(self._rule(indices))
 
     @property
     def sizes(self) -> np.ndarray:
@@ -184,7 +216,7 @@ class Groups:
     @cached_property
     def order(self) -> np.ndarray:
         """Training indices group after group, ascending within a group."""
-        order = np.argsort(self._labels, kind="stable").astype(self._labels.dtype, copy=False)
+        order = np.argsort(self.labels, kind="stable").astype(self.labels.dtype, copy=False)
         order = order[self.n - int(self._sizes.sum()) :]
         order.flags.writeable = False
         return order
@@ -300,6 +332,15 @@ class Groups:
     def batch_sampler(self, batch_size: int) -> GroupBatchSampler:
         """A `batch_sampler` for `torch.utils.data.DataLoader` that keeps groups together."""
         return GroupBatchSampler(self, batch_size)
+
+
+def _check_none_empty(sizes: np.ndarray) -> None:
+    empty = np.flatnonzero(sizes == 0)
+    if len(empty):
+        raise ValueError(
+            f"{len(empty)} of {len(sizes)} groups are empty, first {first_few(empty)}: "
+            "remove them, every group needs at least one training point."
+        )
 
 
 class GroupBatchSampler(Sampler[list[int]]):

@@ -83,15 +83,14 @@ class Job:
 
     def natural_batches(self) -> Iterator[tuple[Tensor, Any]]:
         """This rank's share of all points, in the order of the data set: `(their group ids, batch)`."""
-        labels = torch.from_numpy(self.groups.labels.astype(np.int64))
         for indices, batch in self._bar(self._in_order(), len(my_share(self._points)), lambda item: len(item[0])):
             if indices[-1] >= self.groups.n:
                 raise ValueError(
                     f"groups was built for {self.groups.n} training points, but {self.data.name} gives more: "
                     "build it with one label per point."
                 )
-            at = slice(int(indices[0]), int(indices[-1]) + 1) if self._complete else torch.from_numpy(indices)
-            yield labels[at].to(self.space.device), to_device(batch, self.space.device)
+            labels = torch.from_numpy(self.groups.labels_of(indices).astype(np.int64))
+            yield labels.to(self.space.device), to_device(batch, self.space.device)
 
     @property
     def _points(self) -> int:

@@ -1,0 +1,183 @@
+"""How long a pass will take and what it needs, for any number of points, groups, properties and ranks.
+
+A short calibration run times the same strategy on a few batches; a pass is then
+
+    seconds = fixed + n · seconds per point / ranks + what the ranks send each other / bandwidth
+
+with the scores `[m, k]` all that is sent: 2 · (ranks - 1) / ranks · m · k numbers per rank, a ring all-reduce.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ggda_ext.blocks import SomePoints
+from ggda_ext.data import IndexedData
+from ggda_ext.distributed import alone
+from ggda_ext.gradients import GroupGradients, Plan
+from ggda_ext.groups import Groups
+
+ETHERNET = 1.25e9  # bytes per second, 10 Gbit/s
+_NATURAL = ("directional", "forward", "ghost")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one pass over the training data will take.
+
+    Attributes:
+        strategy: how the gradients are computed.
+        points, parameters, groups, properties, ranks: what was asked about: n, p, k, m and the number of ranks.
+        fixed_seconds: of the checks before the first batch.
+        seconds_per_point: of one rank.
+        sent_bytes: what each rank sends to add up the scores.
+        send_seconds: what that takes.
+        working_bytes: one batch's activations, and the directions, on each rank.
+        score_bytes: the scores `[m, k]`, on each rank and in `save_dir`.
+        group_bytes: the group of every point, on each rank.
+        timed_points: points of the calibration run.
+    """
+
+    strategy: str
+    points: int
+    parameters: int
+    groups: int
+    properties: int
+    ranks: int
+    fixed_seconds: float
+    seconds_per_point: float
+    sent_bytes: float
+    send_seconds: float
+    working_bytes: int
+    score_bytes: int
+    group_bytes: int
+    timed_points: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole pass."""
+        return self.fixed_seconds + self.points * self.seconds_per_point / self.ranks + self.send_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of each rank beyond model and data."""
+        return self.working_bytes + self.score_bytes + self.group_bytes
+
+    def explain(self) -> str:
+        """A few readable lines: what was asked about, time, memory, what is sent and stored."""
+        ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
+        sent = f", {_bytes(self.sent_bytes)} sent by each in {_time(self.send_seconds)}" if self.ranks > 1 else ""
+        return (
+            f"m={self.properties:,} properties x k={self.groups:,} groups of n={self.points:,} points, "
+            f"p={self.parameters:,} parameters, by {self.strategy}{ranks}:\n"
+            f"  time    {_time(self.seconds)} ({self.seconds_per_point * 1e6:.3g} µs per point, timed on "
+            f"{self.timed_points:,} points{sent})\n"
+            f"  memory  {_bytes(self.memory_bytes)} per rank beyond model and data ({_bytes(self.working_bytes)} to "
+            f"work, {_bytes(self.score_bytes)} scores, {_bytes(self.group_bytes)} group ids)\n"
+            f"  disk    {_bytes(2 * self.score_bytes)} with save_dir"
+        )
+
+
+def estimate(
+    provider: GroupGradients,
+    n: int | None = None,
+    k: int | None = None,
+    m: int = 1,
+    *,
+    p: int | None = None,
+    ranks: int = 1,
+    bandwidth: float = ETHERNET,
+    calibration_seconds: float = 1.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Estimate:
+    """Estimate one pass of `provider`, by timing a few batches of it.
+
+    Points, ranks and parameters are taken to cost alike: a model with other `p` is one of the same kind, and every rank
+    is a machine like this one. The gradient of the property itself is not included.
+
+    Args:
+        provider: model, loss, data and groups; any data of the right kind will do.
+        n: number of training points; the provider's if left out.
+        k: number of groups; the provider's if left out.
+        m: number of properties, or components of one.
+        p: number of parameters; the provider's if left out.
+        ranks: number of processes that share the points.
+        bandwidth: bytes per second between ranks.
+        calibration_seconds: about how long to measure.
+        clock: what is measured; `time.process_time` for CPU time.
+    """
+    n, k, p = n or int(provider.groups.sizes.sum()), k or len(provider.groups), p or provider.p
+    for name, value in (("n", n), ("k", k), ("m", m), ("p", p), ("ranks", ranks)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: pass at least 1.")
+    if k > n:
+        raise ValueError(f"k={k} groups of n={n} points: a group has at least one point.")
+    itemsize = provider.space.dtype.itemsize
+    held = max(1, min(m, provider.memory_budget // (provider.p * itemsize)))
+    with alone():
+        plan = provider.on(provider.data, _alike(provider.groups.n, n / k)).plan(held)
+        fixed, per_point, timed = _calibrated(provider, plan, n / k, held, calibration_seconds, clock)
+    scale = p / provider.p * (-(-m // held))
+    sent = 2 * (ranks - 1) / ranks * m * k * itemsize
+    return Estimate(
+        strategy=plan.strategy, points=n, parameters=p, groups=k, properties=m, ranks=ranks,
+        fixed_seconds=fixed, seconds_per_point=per_point * scale,
+        sent_bytes=sent, send_seconds=sent / bandwidth,
+        working_bytes=int(plan.facts.working_bytes + held * p * itemsize), score_bytes=m * k * itemsize,
+        group_bytes=n * (4 if max(n, k) < 2**31 else 8) * (1 if plan.strategy in _NATURAL else 2), timed_points=timed,
+    )  # fmt: skip
+
+
+def _calibrated(
+    provider: GroupGradients, plan: Plan, group_size: float, m: int, budget: float, clock: Callable[[], float]
+) -> tuple[float, float, int]:
+    """Fixed seconds, seconds per point, and the points of the longest run: from runs of growing length."""
+    directions = torch.randn(m, provider.p, generator=torch.Generator().manual_seed(0)).to(
+        provider.space.device, provider.space.dtype
+    )
+    order = np.arange(provider.groups.n) if plan.strategy in _NATURAL else provider.groups.order
+    points, least = min(2 * plan.facts.batch_size, len(order)), 0.0
+    measured: list[tuple[int, float]] = []
+    while not measured or (points < len(order) and least < budget):
+        points = points if not measured else min(2 * points, len(order))
+        data = _first(provider.data, points) if provider.data.is_stream else SomePoints(provider.data, order[:points])
+        part = provider.on(data, _alike(points, group_size))
+        part.strategy, part.show_progress = plan.strategy, False
+        times = []
+        for _ in range(2 if least < budget / 4 else 1):
+            start = clock()
+            part.scores(directions)
+            times.append(clock() - start)
+        least = min(times)
+        measured.append((points, least))
+    (few, short), (many, long) = measured[max(0, len(measured) - 3)], measured[-1]
+    per_point = (long - short) / (many - few) if many > few and long > short else long / many
+    return max(0.0, long - many * per_point), per_point, many
+
+
+def _first(data: IndexedData, points: int) -> IndexedData:
+    return IndexedData(data.first(points), data.name)
+
+
+def _alike(n: int, group_size: float) -> Groups:
+    """Groups of about a size, of points in a row."""
+    return Groups((np.arange(n) / group_size).astype(np.int64))
+
+
+def _time(seconds: float) -> str:
+    for size, unit in ((86_400, "days"), (3_600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.2g} seconds"
+
+
+def _bytes(count: float) -> str:
+    for size, unit in ((2**40, "TB"), (2**30, "GB"), (2**20, "MB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 2**10:.0f} kB"

@@ -1,0 +1,111 @@
+"""Killed with -9 at random moments, twenty times in all: every resumed result is the undisturbed one, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ggda_ext import GradientStore, GroupGradients, Groups, attribute, properties
+from ggda_ext.retraining import leave_group_out
+from ggda_ext.training import Recipe
+
+KILLS = 5
+LOSS = nn.CrossEntropyLoss()
+N, K = 2_000, 100
+Result = np.ndarray
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(N, 10, generator=generator), torch.randint(0, 3, (N,), generator=generator)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def groups() -> Groups:
+    return Groups(np.random.default_rng(2).permutation(N) % K)
+
+
+def scoring(folder: Path) -> Result:
+    """Scores of test points at two checkpoints."""
+    x, y = data()
+    states = [model().state_dict(), {name: 0.5 * value for name, value in model().state_dict().items()}]
+    goal = properties.point_losses((x[:7], y[:7]), LOSS)
+    scores = attribute(model(), LOSS, (x, y), groups(), goal, checkpoints=states, save_dir=folder, batch_size=8)
+    return scores.numpy()
+
+
+def featurizing(folder: Path) -> Result:
+    """Projected group gradients, and the scores they give."""
+    x, y = data()
+    provider = GroupGradients(model(), LOSS, (x, y), groups(), batch_size=8)
+    store = GradientStore(provider, folder, projection_dim=64)
+    return store.scores(properties.mean_loss((x[:7], y[:7]), LOSS)).numpy()
+
+
+def retraining(folder: Path) -> Result:
+    """Models trained without each group, several at once."""
+    x, y = (part[:120] for part in data())
+    recipe = Recipe(epochs=3, learning_rate=0.1, batch_size=20)
+    found = leave_group_out(
+        lambda: nn.Linear(10, 3), LOSS, (x, y), np.arange(120) % 24, (x[:9], y[:9]), recipe,
+        seeds=[0, 1], at_once=2, save_dir=folder,
+    )  # fmt: skip
+    return found.per_seed.numpy()
+
+
+def finished(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*.npy")}
+
+
+def run_in_child(work: Callable[[Path], Result], folder: Path, out: Path, kill_after: float | None) -> bool:
+    """Run `work` in a forked child, killed after some seconds; whether it came to its end."""
+    child = os.fork()
+    if child == 0:
+        try:
+            np.save(out, work(folder))
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return False
+    assert os.WEXITSTATUS(status) == 0
+    return True
+
+
+@pytest.mark.parametrize("work", [scoring, featurizing, retraining])
+def test_a_killed_run_goes_on_and_ends_as_if_undisturbed(work: Callable[[Path], Result], tmp_path: Path) -> None:
+    start = time.monotonic()
+    assert run_in_child(work, tmp_path / "undisturbed", tmp_path / "expected.npy", None)
+    whole = time.monotonic() - start
+    expected = np.load(tmp_path / "expected.npy", allow_pickle=False)
+    moments = random.Random(work.__name__)
+    kills = rounds = 0
+    while kills < KILLS:
+        rounds += 1
+        folder, out = tmp_path / f"killed-{rounds}", tmp_path / "found.npy"
+        done: set[str] = set()
+        while not run_in_child(work, folder, out, moments.uniform(0.1, 0.6) * whole if kills < KILLS else None):
+            kills += 1
+            assert done <= finished(folder)
+            done = finished(folder)
+        found = np.load(out, allow_pickle=False)
+        assert found.dtype == expected.dtype
+        assert found.tobytes() == expected.tobytes()
