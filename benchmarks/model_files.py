@@ -41,13 +41,20 @@ class ModelFiles:
 
     def save(self, key: str, trained: Trained) -> None:
         """Write a model with its checkpoints, all or nothing."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
         content = {"state": state_on_cpu(trained.model), "checkpoints": trained.checkpoints, "rates": trained.rates}
         torch.save(content, buffer)
-        with replaced(self._path(key)) as file:
-            file.write(hashlib.sha256(buffer.getbuffer()).digest())
-            file.write(buffer.getbuffer())
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replaced(self._path(key)) as file:
+                file.write(hashlib.sha256(buffer.getbuffer()).digest())
+                file.write(buffer.getbuffer())
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"the trained model cannot be written to {self.folder}: {error.strerror}. Free space there, or set "
+                f"{cache.CACHE_VARIABLE} to another folder, and run again",
+            ) from error
 
     def has(self, key: str) -> bool:
         """Whether the model is there and intact."""
