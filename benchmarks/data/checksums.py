@@ -48,9 +48,13 @@ def verify(name: str, content: Content) -> tuple[str, ...]:
         What was found equal, one sentence each.
 
     Raises:
-        DataError: a checksum differs.
+        DataError: a checksum or a shape differs.
     """
-    return {"mnist": verify_mnist, "cifar10": verify_cifar10, "heloc": verify_heloc, "qnli": verify_qnli}[name](content)
+    checks = {"mnist": verify_mnist, "cifar10": verify_cifar10, "heloc": verify_heloc, "qnli": verify_qnli}
+    try:
+        return checks[name](content)
+    except (ValueError, IndexError, TypeError) as error:
+        raise DataError(f"{name} does not have the published shape ({error}).") from error
 
 
 def verify_mnist(content: Content) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ def run_watched(
                 now = bytes_in(folder, log)
                 if now > seen:
                     seen, last = now, time.monotonic()
-                    bar.update(min(seen, size) - bar.n)
+                    bar.update(min(seen, size) - bar.n if seen > START_BYTES else 0)  # before, a tool's own notes
                 began, limit = (last, STALL_SECONDS) if seen > START_BYTES else (start, START_SECONDS)
                 if time.monotonic() - began > limit:
                     raise NoAnswerError(f"nothing came for {limit:.0f} s")

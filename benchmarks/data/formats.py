@@ -29,14 +29,18 @@ GOOD = "Good"
 QNLI_LABELS = ("entailment", "not_entailment")
 
 
+DAMAGE = (  # what the readers raise on bytes they did not expect
+    *(ValueError, KeyError, IndexError, EOFError, OSError, TypeError, AttributeError),
+    *(zlib.error, zipfile.BadZipFile, pickle.UnpicklingError, csv.Error),
+)
+
+
 @contextmanager
 def reading(path: Path, kind: str) -> Iterator[None]:
     """Turn whatever a damaged file raises into one error that names it."""
     try:
         yield
-    except (ValueError, KeyError, IndexError, EOFError, OSError, TypeError, AttributeError, zlib.error) as error:
-        raise DataError(f"{path.name} is not readable as {kind} ({error}); replace or remove {path}.") from error
-    except (zipfile.BadZipFile, pickle.UnpicklingError, csv.Error) as error:
+    except DAMAGE as error:
         raise DataError(f"{path.name} is not readable as {kind} ({error}); replace or remove {path}.") from error
 
 

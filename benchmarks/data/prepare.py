@@ -4,7 +4,7 @@ HELOC comes in two versions, because the published one leaks the label. FICO's c
 −7 (the event never happened), −8 (no usable record), −9 (no record at all). OpenXAI, whose files the paper uses,
 drops the 588 rows that are −9 throughout, puts the column's maximum for −7, and for −8 and −9 the column's mean
 *within the row's class*, of training and test rows alike: an imputed value tells the label (gradient boosting
-reaches 0.83 on it, 0.73 without the leak). ``heloc`` repeats that exactly, so that numbers compare with the paper's;
+reaches 0.83 on it, 0.72 without the leak). ``heloc`` repeats that exactly, so that numbers compare with the paper's;
 ``heloc-clean`` keeps the same rows and split and puts the median of the training rows, blind to the label, for every
 code.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -101,9 +100,8 @@ def load(
         tokenizer = model.path
         checks += (f"tokenizer: {model.source}",)
     parts = []
-    for (labels, inputs), size in zip(
-        prepared(name, origin.content, text_length, tokenizer), (train, test), strict=True
-    ):
+    halves = prepared(name, origin.content, text_length, tokenizer)
+    for (labels, inputs), size in zip(halves, (train, test), strict=True):
         pick = prepare.balanced(labels, size, seed)
         parts.append((inputs(pick), torch.tensor(labels[pick], dtype=torch.int64)))
     title = f"{TITLES[name]} (stand-in)" if origin.stand_in else TITLES[name]
@@ -115,25 +113,23 @@ def prepared(name: str, content: Content, text_length: int, tokenizer: Path | No
     if name.startswith("heloc"):
         return prepare.heloc(content, clean=name == "heloc-clean")
     if name == "qnli":
-        train, test = (
-            [content[f"{part}_{field}"] for field in ("label", "question", "sentence")] for part in ("train", "test")
-        )
-        sample = prepare.qnli_sample(len(train[0]))
-        return qnli_part([column[sample] for column in train], text_length, tokenizer), qnli_part(
-            test, text_length, tokenizer
-        )
-    convert = prepare.mnist_images if name == "mnist" else prepare.cifar10_images
-    return image_part(content["x_train"], content["y_train"], convert), image_part(
-        content["x_test"], content["y_test"], convert
+        sample = prepare.qnli_sample(len(content["train_label"]))
+        train = [content[f"train_{field}"][sample] for field in ("label", "question", "sentence")]
+        test = [content[f"test_{field}"] for field in ("label", "question", "sentence")]
+        return text_part(*train, text_length, tokenizer), text_part(*test, text_length, tokenizer)
+    return image_part(name, content["y_train"], content["x_train"]), image_part(
+        name, content["y_test"], content["x_test"]
     )
 
 
-def image_part(x: np.ndarray, y: np.ndarray, convert: Callable[[np.ndarray], Tensor]) -> Part:
+def image_part(name: str, labels: np.ndarray, images: np.ndarray) -> Part:
     """A part of an image set; only the chosen images are converted."""
-    return y, lambda pick: convert(x[pick])
+    convert = prepare.mnist_images if name == "mnist" else prepare.cifar10_images
+    return labels, lambda pick: convert(images[pick])
 
 
-def qnli_part(columns: list[np.ndarray], length: int, tokenizer: Path | None) -> Part:
+def text_part(
+    labels: np.ndarray, questions: np.ndarray, sentences: np.ndarray, length: int, tokenizer: Path | None
+) -> Part:
     """A part of QNLI; only the chosen pairs are tokenised."""
-    labels, questions, sentences = columns
     return labels, lambda pick: tokenize(questions[pick].tolist(), sentences[pick].tolist(), length, tokenizer)

@@ -93,6 +93,17 @@ def test_a_wrong_file_in_the_folder_is_an_error_and_a_right_one_recovers(name: s
     assert obtain(name, folder).checks
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_data_of_another_shape_is_an_error(name: str, tmp_path: Path) -> None:
+    content = {part: values[..., :-1] for part, values in tiny(name).items()}
+    if name == "heloc":
+        np.savez(tmp_path / "heloc.npz", X_raw=content["x_raw"], y_raw=content["y_raw"])
+    else:
+        write_layout("GLUE" if name == "qnli" else "npz", tmp_path, content)
+    with pytest.raises(DataError, match="does not have the published shape|is not the published data"):
+        obtain(name, tmp_path)
+
+
 def test_training_rows_that_are_in_dev_are_refused(tmp_path: Path) -> None:
     content = dict(tiny("qnli"))
     for field in ("question", "sentence"):
