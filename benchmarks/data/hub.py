@@ -54,7 +54,7 @@ def hugging_face_address() -> str:
 def from_hugging_face(name: str) -> Content:
     """A data set by the library `datasets`."""
     if importlib.util.find_spec("datasets") is None:
-        raise UnreachableError("the package datasets is not installed")
+        raise UnreachableError("pip install datasets to use it")
     require_answer(HUGGING_FACE)
     datasets = importlib.import_module("datasets")  # not among the extras, so it may be missing
 
@@ -97,7 +97,7 @@ def from_openml(name: str) -> Content:
 def fetch_bert(into: Path) -> None:
     """The small BERT by `huggingface_hub`, which comes with `transformers`; its files are put in a folder."""
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise UnreachableError("the package huggingface_hub is not installed")
+        raise UnreachableError("pip install huggingface_hub to use it")
     require_answer(HUGGING_FACE)
     from huggingface_hub import snapshot_download
 

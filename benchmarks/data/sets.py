@@ -116,7 +116,7 @@ def prepared(name: str, content: Content, text_length: int, tokenizer: Path | No
         sample = prepare.qnli_sample(len(content["train_label"]))
         train = [content[f"train_{field}"][sample] for field in ("label", "question", "sentence")]
         test = [content[f"test_{field}"] for field in ("label", "question", "sentence")]
-        return text_part(*train, text_length, tokenizer), text_part(*test, text_length, tokenizer)
+        return text_part(train, text_length, tokenizer), text_part(test, text_length, tokenizer)
     return image_part(name, content["y_train"], content["x_train"]), image_part(
         name, content["y_test"], content["x_test"]
     )
@@ -128,8 +128,7 @@ def image_part(name: str, labels: np.ndarray, images: np.ndarray) -> Part:
     return labels, lambda pick: convert(images[pick])
 
 
-def text_part(
-    labels: np.ndarray, questions: np.ndarray, sentences: np.ndarray, length: int, tokenizer: Path | None
-) -> Part:
-    """A part of QNLI; only the chosen pairs are tokenised."""
+def text_part(columns: list[np.ndarray], length: int, tokenizer: Path | None) -> Part:
+    """A part of QNLI from its labels, questions and sentences; only the chosen pairs are tokenised."""
+    labels, questions, sentences = columns
     return labels, lambda pick: tokenize(questions[pick].tolist(), sentences[pick].tolist(), length, tokenizer)

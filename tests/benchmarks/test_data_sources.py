@@ -100,7 +100,7 @@ def test_data_of_another_shape_is_an_error(name: str, tmp_path: Path) -> None:
         np.savez(tmp_path / "heloc.npz", X_raw=content["x_raw"], y_raw=content["y_raw"])
     else:
         write_layout("GLUE" if name == "qnli" else "npz", tmp_path, content)
-    with pytest.raises(DataError, match="does not have the published shape|is not the published data"):
+    with pytest.raises(DataError, match=r"does not have the published shape|is not the published data"):
         obtain(name, tmp_path)
 
 
