@@ -58,6 +58,7 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     state.url = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setenv("npm_config_registry", state.url)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(registry.shutil, "which", lambda tool: None)
     yield state
     server.shutdown()
