@@ -26,14 +26,15 @@ def lds_figures(results: Results, folder: Path) -> Iterator[Picture]:
             if mean not in rows:
                 continue
             some = of_sums(rows[rows[mean].notna()]).rename(columns={mean: "value", bounds: "bounds"})
-            if some["group_size"].nunique() > 1:
-                title = f"{setting}: {what} against group size"
-                yield _against_size(title, axis, ordered(some), folder, f"{name}-{slug(str(setting))}")
+            title = f"{setting}: {what} against group size"
+            yield from _against_size(title, axis, ordered(some), folder, f"{name}-{slug(str(setting))}")
 
 
-def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, name: str) -> Picture:
+def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, name: str) -> Iterator[Picture]:
     counts = rows.groupby("method", sort=False)["group_size"].nunique()
     methods = [str(method) for method, count in counts.items() if count > 1]
+    if not methods:
+        return
     groupings = [one for one in GROUPINGS if one in set(rows["grouping"])]
     sizes = sorted(rows["group_size"].unique())
     shows_ceiling = name.startswith("lds") and "ceiling" in rows
@@ -67,4 +68,4 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
     finish(figure, title, handles, columns=6)
     caption = "Predicted against real effects of retraining; higher is better. Bars: 95 % bootstrap interval."
     caption += "" if ceiling.empty else " Ceiling: how well retraining with other seeds does."
-    return save(figure, folder, name, title, caption)
+    yield save(figure, folder, name, title, caption)

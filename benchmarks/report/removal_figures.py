@@ -44,10 +44,8 @@ def runtime_figures(results: Results, folder: Path) -> Iterator[Picture]:
     """Per setting: accuracy against runtime by grouping at the largest removal, then by removal for Grad-K-Means."""
     for setting, rows in results.of("retraining").groupby("setting", sort=False):
         found = ordered(merged(of_sums(rows), [*KEYS, "fraction"]))
-        if found["group_size"].nunique() > 1:
-            yield _by_grouping(str(setting), found, folder)
-            if "Grad-K-Means" in set(found["grouping"]):
-                yield _by_removal(str(setting), found, folder)
+        yield from _by_grouping(str(setting), found, folder)
+        yield from _by_removal(str(setting), found, folder)
 
 
 def removal_figures(results: Results, folder: Path) -> Iterator[Picture]:
@@ -99,10 +97,12 @@ def _curves(
 _BARS = "Bars: standard error over model seeds."
 
 
-def _by_grouping(setting: str, found: pd.DataFrame, folder: Path) -> Picture:
+def _by_grouping(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Picture]:
     largest = found["fraction"].max()
     some = found[found["fraction"] == largest]
     methods = _grouped_methods(some)
+    if not methods:
+        return
     groupings = [name for name in GROUPINGS if name in set(some["grouping"]) and name != "none"]
     sizes = sorted(some.loc[~some["method"].isin(BASELINES), "group_size"].unique())
 
@@ -121,12 +121,14 @@ def _by_grouping(setting: str, found: pd.DataFrame, folder: Path) -> Picture:
     handles += [line(name, *OF_GROUPING[name]) for name in groupings]
     title = f"{setting}: accuracy after removing the top {100 * largest:g} %, by grouping"
     finish(figure, title, handles + _baseline_handles(found) + _size_handles(sizes), columns=4)
-    return save(figure, folder, f"runtime-groupings-{slug(setting)}", title, f"{_READ} {_BARS}")
+    yield save(figure, folder, f"runtime-groupings-{slug(setting)}", title, f"{_READ} {_BARS}")
 
 
-def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Picture:
+def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Picture]:
     some = found[found["grouping"].isin(["Grad-K-Means", "none"]) & ~found["method"].isin(BASELINES)]
     methods = _grouped_methods(some)
+    if not methods:
+        return
     fractions = sorted(some["fraction"].unique())
     sizes = sorted(some["group_size"].unique())
 
@@ -142,7 +144,7 @@ def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Picture:
     title = f"{setting}: accuracy after removal, Grad-K-Means groups"
     none = [entry for entry in _baseline_handles(found) if entry.get_label() == "no removal"]
     finish(figure, title, handles + none + _size_handles(sizes), columns=4)
-    return save(figure, folder, f"runtime-removals-{slug(setting)}", title, f"{_READ} {_BARS}")
+    yield save(figure, folder, f"runtime-removals-{slug(setting)}", title, f"{_READ} {_BARS}")
 
 
 _READ = "Lower is better, left is cheaper; the marker grows with the group size along the curve."

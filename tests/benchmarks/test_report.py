@@ -258,6 +258,13 @@ def test_kinds_without_rows_are_left_out_with_a_line_saying_what_to_run(tmp_path
     assert found.fidelity == "fidelity (LDS): not measured here; run `python -m benchmarks run lds`"
 
 
+def test_a_run_that_has_just_begun_can_be_reported(tmp_path: Path, small: list[Row]) -> None:
+    first = list({row["experiment"]: row for row in reversed(small)}.values())
+    report.write([folder_of(tmp_path / "run", first)], tmp_path / "out", show_progress=False)
+    names = {path.stem for path in (tmp_path / "out" / "figures").glob("*.svg")}
+    assert names == {"speed-up", "detection-heloc-ann-s"}  # no curve of one point
+
+
 def test_stand_in_data_is_named_on_the_figure_and_in_the_table(tmp_path: Path) -> None:
     rows = MadeRows("QNLI", "BERT", stand_in=True, methods=("TracIn",), sizes=(1, 16)).lds()
     report.write([folder_of(tmp_path / "run", rows)], tmp_path / "out", show_progress=False)
