@@ -81,7 +81,7 @@ class ModelFiles:
     def _read(self, key: str) -> bytes | None:
         try:
             whole = self._path(key).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         checksum, content = whole[:_CHECKSUM], whole[_CHECKSUM:]
         if hashlib.sha256(content).digest() == checksum:
