@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -190,8 +191,9 @@ def remove_stale(folder: Path) -> None:
 
 def write_npz(path: Path, content: Content) -> None:
     """Images as an npz; small labels, so that the file is the size of its pixels."""
+    arrays: dict[str, Any] = {part: value.astype(np.uint8) for part, value in content.items()}
     with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **{part: value.astype(np.uint8) for part, value in content.items()})
+        np.savez(file, **arrays)
 
 
 def write_heloc(path: Path, content: Content) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from benchmarks.data.errors import DataError
 
 Array = np.ndarray
+NUMPY_CORE = "numpy._core" if hasattr(np, "_core") else "numpy.core"  # renamed in NumPy 2
 IDX_UINT8 = 8
 CIFAR_ROW = 1 + 3 * 32 * 32
 GOOD = "Good"
@@ -109,7 +110,7 @@ class ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """The function or class a pickle asks for, if it is one that an array needs."""
         if (module == "numpy" or module.startswith(("numpy.core.", "numpy._core."))) and name in self.allowed:
-            return super().find_class(module, name)
+            return super().find_class(module.replace("numpy.core.", f"{NUMPY_CORE}."), name)
         if (module, name) == ("_codecs", "encode"):  # bytes pickled by Python 3 for Python 2
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no array needs")

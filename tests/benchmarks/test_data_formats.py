@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,18 @@ def test_a_damaged_file_is_an_error_that_names_it(name: str, layout: str, damage
     with pytest.raises(DataError, match=r"is not readable as .*; replace or remove") as raised:
         folders.read(name, tmp_path)
     assert any(file.name in str(raised.value) for file in files)
+
+
+def test_a_pickle_of_an_older_numpy_is_read_without_warning(tmp_path: Path) -> None:
+    write_cifar10_pickle(tmp_path, tiny("cifar10"))
+    for file in (tmp_path / "cifar-10-batches-py").iterdir():
+        file.write_bytes(file.read_bytes().replace(b"numpy._core.multiarray\n", b"numpy.core.multiarray\n"))
+        assert b"numpy.core.multiarray\n" in file.read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = folders.read("cifar10", tmp_path)
+    assert found is not None
+    np.testing.assert_array_equal(found[0]["x_train"], tiny("cifar10")["x_train"])
 
 
 def test_a_pickle_that_wants_to_run_code_is_refused(tmp_path: Path) -> None:
