@@ -8,6 +8,7 @@ from ggda_ext.attribution import attribute, property_scores
 from ggda_ext.gradients import STRATEGIES, GroupGradients, Plan, PointGradients
 from ggda_ext.groups import Groups
 from ggda_ext.losses import BatchLoss, ExampleLoss
+from ggda_ext.planning import estimate
 from ggda_ext.properties import property_gradient
 from ggda_ext.stored_gradients import GradientStore
 
@@ -22,6 +23,7 @@ __all__ = [
     "PointGradients",
     "GradientStore",
     "Plan",
+    "estimate",
     "STRATEGIES",
     "BatchLoss",
     "ExampleLoss",

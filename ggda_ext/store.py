@@ -15,9 +15,11 @@ import math
 import os
 import re
 import sys
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -65,7 +67,7 @@ class Store:
         self._checked: set[str] = set()
         with self._clear_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _Lock(self.folder) if lock else None
+            self._lock = FolderLock(self.folder) if lock else None
         try:
             self._open()
         except BaseException:
@@ -163,16 +165,21 @@ class Store:
                 self.folder / CONTENTS, {"format": FORMAT, "fingerprint": self.fingerprint, "blocks": self._blocks}
             )
 
-    @contextmanager
-    def _clear_errors(self, name: str = CONTENTS) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{name} cannot be written to save_dir={str(self.folder)!r} ({error.strerror}): free space or make it "
-                f"writable, and run again. The {len(self._blocks)} arrays finished before are intact",
-            ) from error
+    def _clear_errors(self, name: str = CONTENTS) -> AbstractContextManager[None]:
+        return clear_errors(self.folder, name, f"The {len(self._blocks)} arrays finished before are intact")
+
+
+@contextmanager
+def clear_errors(folder: Path, name: str, intact: str = "What was finished before is intact") -> Iterator[None]:
+    """Say what could not be written, where and why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{name} cannot be written to save_dir={str(folder)!r} ({error.strerror}): free space or make it "
+            f"writable, and run again. {intact}",
+        ) from error
 
 
 def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
@@ -306,38 +313,67 @@ else:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-class _Lock:
-    """A lock that the system gives back when its process ends, however it ends; children do not inherit it."""
+class FolderLock:
+    """A lock that the system gives back when its process ends, however it ends; children do not inherit it.
 
-    _held: dict[Path, int] = {}  # noqa: RUF012  # folder → process; the system's lock is blind within one process
+    Args:
+        folder: what is locked.
+        reentrant: whether this process may lock the folder while it holds it already.
+    """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._handle = folder.resolve(), -1
-        busy = f"save_dir={str(folder)!r} is in use by "
-        if self._held.get(self.folder) == os.getpid():
-            raise RuntimeError(f"{busy}this process: close the store that is open, or pass another save_dir.")
-        try:
-            self._handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                return  # a folder that can only be read needs no lock
-            raise
-        try:
-            _take(self._handle)
-        except OSError as error:
-            owner = os.read(self._handle, 32).decode(errors="replace") or "another process"
-            os.close(self._handle)
-            if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-                raise
+    _held: dict[Path, _Holder] = {}  # noqa: RUF012  # the system's lock is blind within one process
+
+    def __init__(self, folder: Path, *, reentrant: bool = False) -> None:
+        self.folder = folder.resolve()
+        holder = self._held.get(self.folder)
+        if holder is None or holder.process != os.getpid():
+            holder = _Holder(os.getpid(), _locked(folder))
+            self._held[self.folder] = holder
+        elif not reentrant:
             raise RuntimeError(
-                f"{busy}{owner}: wait until it has finished, or pass another save_dir to each process."
-            ) from None
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, f"process {os.getpid()}".encode(), 0)
-        self._held[self.folder] = os.getpid()
+                f"save_dir={str(folder)!r} is in use by this process: close the store that is open, or pass another "
+                "save_dir."
+            )
+        holder.count += 1
+        self.release = weakref.finalize(self, _release, self._held, self.folder, holder)
 
-    def release(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._held.pop(self.folder, None)
-            self._handle = -1
+
+@dataclass
+class _Holder:
+    """A process that holds a lock, and how often."""
+
+    process: int
+    handle: int | None
+    count: int = 0
+
+
+def _release(held: dict[Path, _Holder], folder: Path, holder: _Holder) -> None:
+    holder.count -= 1
+    if holder.count == 0 and holder.process == os.getpid():
+        held.pop(folder, None)
+        if holder.handle is not None:
+            os.close(holder.handle)
+
+
+def _locked(folder: Path) -> int | None:
+    """The open and locked lock file of a folder; None in a folder that can only be read, which needs no lock."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return None
+        raise
+    try:
+        _take(handle)
+    except OSError as error:
+        owner = os.read(handle, 32).decode(errors="replace") or "another process"
+        os.close(handle)
+        if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            raise
+        raise RuntimeError(
+            f"save_dir={str(folder)!r} is in use by {owner}: wait until it has finished, or pass another save_dir to "
+            "each process."
+        ) from None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()}".encode(), 0)
+    return handle

@@ -103,7 +103,8 @@ def test_killed_and_started_again_the_result_is_the_same(
     arrange: Callable[[Any], None], fisher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = case(TASK)
-    monkeypatch.setattr(ggda_trak.sums, "LONGEST_WAIT", 0.0)  # every batch is written at once
+    monkeypatch.setattr(ggda_trak.sums, "LEAST_POINTS", 1)  # every batch is written at once
+    monkeypatch.setattr(ggda_trak.sums, "ROWS_PER_DIMENSION", 0)
     row = 4 * sum(parameter.numel() for parameter in given.model.parameters())
     options = {"fisher": fisher, "lambda_reg": 0.2, "memory_budget": 2 * 6 * row}  # few rows wait at a time
     checkpoint = given.checkpoints(1)[0]
@@ -150,15 +151,15 @@ def test_store_opened_again_after_a_clean_end_gives_the_same_scores(tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "difference"),
     [
-        ({"groups": np.roll(uneven_labels(), 1)}, "other groups"),
-        ({"groups": np.arange(N) // 2}, "other k"),
-        ({"fisher": "exact"}, "other fisher: 'batched' there, 'exact' here"),
-        ({"proj_dim": 32}, "other proj_dim: '104' there, '32' here"),
-        ({"projector_seed": 5}, "other seed: '0' there, '5' here"),
-        ({"use_half_precision": True}, "other half_precision"),
-        ({"grad_wrt": ["5.weight"]}, "other parameters"),
-        ({"checkpoints": [{}, {}]}, "other checkpoints: 1 there, 2 here"),
-        ({"groups": np.arange(N)}, "other k"),
+        ({"groups": np.roll(uneven_labels(), 1)}, "made with groups"),
+        ({"groups": np.arange(N) // 2}, "made with groups"),
+        ({"fisher": "exact"}, "made with fisher = 'batched', now it is 'exact'"),
+        ({"proj_dim": 32}, "made with proj_dim = '104', now it is '32'"),
+        ({"projector_seed": 5}, "made with seed = '0', now it is '5'"),
+        ({"use_half_precision": True}, "made with half_precision"),
+        ({"grad_wrt": ["5.weight"]}, "made with parameters"),
+        ({"checkpoints": [{}, {}]}, "made with checkpoints = 1, now it is 2"),
+        ({"groups": np.arange(N)}, "made with groups"),
     ],
 )
 def test_store_made_otherwise_is_refused_with_the_difference_named(
@@ -176,7 +177,7 @@ def test_store_with_another_projector_is_refused(tmp_path: Path) -> None:
     size = sum(parameter.numel() for parameter in given.model.parameters())
     made(tmp_path, projector=SketchProjector(size, 104))
     for projector in (FactoredProjector(given.model, 104), None):
-        with pytest.raises(ValueError, match="other projector: 'SketchProjector' there"):
+        with pytest.raises(ValueError, match="made with projector = 'SketchProjector'"):
             made(tmp_path, projector=projector)
 
 
@@ -339,3 +340,42 @@ def test_store_size_goes_by_groups(tmp_path: Path) -> None:
     few, many = size(np.arange(N) // 100, "few"), size(np.arange(N) // 4, "many")
     assert few < 12_000
     assert 10 * few < many
+
+
+def test_another_model_under_the_same_id_is_refused(tmp_path: Path) -> None:
+    given = case(TASK)
+    first, second = given.checkpoints(2)
+    traker = made(tmp_path)
+    traker.load_checkpoint(first, 0)
+    with pytest.raises(ValueError, match="made with values of the parameters"):
+        made(tmp_path).load_checkpoint(second, 0)
+    featurize(traker, given, [first])
+    with pytest.raises(ValueError, match="made with values of the parameters"):
+        traker.start_scoring_checkpoint("test", second, 0, num_targets=TARGETS)
+
+
+def test_a_second_process_is_refused_the_same_checkpoint(tmp_path: Path) -> None:
+    given, checkpoint = case(TASK), case(TASK).checkpoints(1)[0]
+    traker = made(tmp_path)
+    traker.load_checkpoint(checkpoint, 0)
+
+    def visit() -> None:
+        try:
+            made(tmp_path).load_checkpoint(checkpoint, 0)
+        except RuntimeError as error:
+            os._exit(3 if f"is in use by process {os.getppid()}" in str(error) else 4)
+
+    child = multiprocessing.get_context("fork").Process(target=visit)
+    child.start()
+    child.join()
+    assert child.exitcode == 3
+    featurize(traker, given, [checkpoint])
+
+
+def test_sums_do_not_depend_on_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = case(TASK)
+    found = []
+    for number, clock in enumerate((lambda: 0.0, iter(range(0, 10**9, 1000)).__next__)):
+        monkeypatch.setattr("time.monotonic", clock)
+        found.append(scores(TRAKer, given, tmp_path / str(number), groups=uneven_labels()))
+    assert np.array_equal(*found)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from ggda_ext.distributed import all_reduce_sum, my_share, together
 from ggda_ext.fisher import Damping, EmpiricalFisher, check_damping
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import PointProperty, Property
+from ggda_ext.stored_scores import keep_scores
 from ggda_trak.factored import FactoredProjector
-from ggda_trak.projection import Projection, check_dimension
+from ggda_trak.projection import Projection, check_dimension, describe
 from ggda_trak.rows import point_rows, property_rows
 
 
@@ -43,6 +45,8 @@ class FisherInfluence:
         projector_seed: of the default projector.
         fisher: ``"batched"`` (of group sums) or ``"exact"`` (of single points).
         damping: ridge λ relative to the mean diagonal of the Fisher, or ``"auto"``.
+        save_dir: a folder that keeps the projected sums of every checkpoint once they are finished, so that they serve
+            other test points, properties and dampings, and another process, without another pass.
         **provider_options: see `GroupGradients`: `parameters`, `strategy`, `batch_size`, `show_progress`, …
 
     Attributes:
@@ -63,6 +67,7 @@ class FisherInfluence:
         projector_seed: int = 0,
         fisher: str = "batched",
         damping: Damping = "auto",
+        save_dir: str | Path | None = None,
         **provider_options: Any,
     ) -> None:
         if fisher not in ("batched", "exact"):
@@ -82,7 +87,7 @@ class FisherInfluence:
         self._checkpoints = None if checkpoints is None else list(checkpoints)
         if self._checkpoints == []:
             raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
-        self._load = load_checkpoint
+        self._load, self.save_dir = load_checkpoint, save_dir
         self._features: list[Tensor] = []
         self.chosen_damping: list[float] = []
 
@@ -114,6 +119,24 @@ class FisherInfluence:
 
     def _made_features(self, model_id: int) -> Tensor:
         """Group sums times the damped inverse Fisher `[k, proj_dim]`."""
+        made_with = {"fisher": self.fisher} | describe(self.projection.projector)
+        with keep_scores(self.save_dir) as kept:
+            found = kept.array(self.provider, model_id, "sums", made_with, lambda: self._made_sums(model_id))
+        sums, matrix = found[: len(self.groups)], found[len(self.groups) :]
+        fisher = EmpiricalFisher(self.projection.dim, found.device)
+        mine = slice(my_share(len(sums)).start, my_share(len(sums)).stop)
+        if self.fisher == "batched":
+            fisher.add(sums[mine]).all_reduce()
+        else:
+            fisher.matrix, fisher.rows = matrix.clone(), int(self.groups.sizes.sum())
+        damped, chosen = fisher.damped(self.damping)
+        self.chosen_damping.append(chosen)
+        features = torch.zeros_like(sums)
+        features[mine] = torch.linalg.solve(damped, sums[mine].T).T
+        return all_reduce_sum(features)
+
+    def _made_sums(self, model_id: int) -> Tensor:
+        """Projected group sums `[k, proj_dim]`; below them, if it is exact, the Fisher of the points."""
         space = self.provider.space
         sums = torch.zeros(len(self.groups), self.projection.dim, dtype=space.dtype, device=space.device)
         fisher = EmpiricalFisher(self.projection.dim, space.device)
@@ -128,14 +151,7 @@ class FisherInfluence:
                 for ids, rows in self._group_rows(model_id):
                     sums.index_add_(0, ids.to(space.device), rows)
         all_reduce_sum(sums)
-        mine = slice(my_share(len(sums)).start, my_share(len(sums)).stop)
-        if self.fisher == "batched":
-            fisher.add(sums[mine])
-        damped, chosen = fisher.all_reduce().damped(self.damping)
-        self.chosen_damping.append(chosen)
-        features = torch.zeros_like(sums)
-        features[mine] = torch.linalg.solve(damped, sums[mine].T).T
-        return all_reduce_sum(features)
+        return torch.cat([sums, fisher.all_reduce().matrix.to(sums)]) if self.fisher == "exact" else sums
 
     def _group_rows(self, model_id: int) -> Iterator[tuple[Tensor, Tensor]]:
         projector = self.projection.projector

@@ -7,18 +7,20 @@ so a change is first written to a journal as the new values, and the journal is 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.lib.format import open_memmap
+from torch import nn
 
+from ggda_ext.distributed import rank
+from ggda_ext.fingerprint import of_parameters
 from ggda_ext.groups import Groups
+from ggda_ext.store import FolderLock, StoreMismatch, clear_errors, difference, replaced, write_json
 
-SETTINGS = "ggda.json"
+SETTINGS, CHECKPOINT = "ggda.json", "ggda_checkpoint.json"
 
 
 class GroupStore:
@@ -30,10 +32,14 @@ class GroupStore:
         groups: the groups.
         fisher: ``"batched"`` keeps summed output gradients, ``"exact"`` the Fisher itself, ``"loss"`` nothing more.
         reset: whether to begin anew.
+
+    Until it is closed (or nobody holds it any more), other processes are refused this checkpoint; they may work on
+    others of the same TRAK store.
     """
 
     def __init__(self, folder: Path, current: dict[str, Any], groups: Groups, fisher: str, reset: bool) -> None:
         self.folder, self.groups, self._journal = folder, groups, folder / "_journal.npz"
+        self._lock = FolderLock(folder, reentrant=True)
         if reset:
             self._journal.unlink(missing_ok=True)
         self.flags = current["is_featurized"]
@@ -70,16 +76,14 @@ class GroupStore:
         if fisher is not None:
             assert self.fisher is not None
             change["fisher"] = self.fisher + fisher
-        part = self._journal.with_suffix(".part")
-        with part.open("wb") as file:
+        with clear_errors(self.folder, "the sums of a batch"), replaced(self._journal) as file:
             np.savez(file, **change)
-        os.replace(part, self._journal)
         self.recover()
 
     def recover(self) -> None:
         """Carry out what the journal says, however much of it was done before."""
         if self._journal.exists():
-            with np.load(self._journal) as change:
+            with np.load(self._journal, allow_pickle=False) as change:
                 ids = change["ids"]
                 for name, rows in self.sums.items():
                     rows[ids] = change[name]
@@ -104,15 +108,14 @@ class GroupStore:
         inside = labels[(np.asarray(self.points) == 1) & (labels >= 0)]
         return self.groups.sizes - np.bincount(inside, minlength=len(self.groups))
 
+    def close(self) -> None:
+        """Let other processes work on this checkpoint."""
+        self._lock.release()
+
     def delete_rows(self) -> None:
         """Delete what is not needed once features are made."""
         for name in ("fisher_rows.mmap", "fisher.mmap"):
             (self.folder / name).unlink(missing_ok=True)
-
-
-def fingerprint(groups: Groups) -> str:
-    """A short text that differs for other groups."""
-    return hashlib.sha256(np.ascontiguousarray(groups.labels, dtype=np.int64).tobytes()).hexdigest()[:16]
 
 
 def check_settings(folder: Path, settings: dict[str, Any], *, compare: bool) -> None:
@@ -129,12 +132,9 @@ def check_settings(folder: Path, settings: dict[str, Any], *, compare: bool) -> 
     if not path.exists():
         raise ValueError(f"save_dir={str(folder)!r} holds a store made without groups: pass another save_dir.")
     before = json.loads(path.read_text())
-    for name, value in settings.items():
-        if before.get(name) != value:
-            raise ValueError(
-                f"save_dir={str(folder)!r} holds a store with other {name}: {before.get(name)!r} there, {value!r} "
-                "here. Pass another save_dir, or the same settings."
-            )
+    differing = difference({name: before.get(name) for name in settings}, settings)
+    if differing is not None:
+        raise StoreMismatch(f"save_dir={str(folder)!r} {differing}")
 
 
 def write_settings(folder: Path, settings: dict[str, Any]) -> None:
@@ -143,11 +143,16 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
     write_json(folder / SETTINGS, settings)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a file as a whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1))
-    os.replace(part, path)
+def check_checkpoint(folder: Path, model: nn.Module, *, new: bool) -> None:
+    """Refuse another model than the one whose sums are in the folder of a checkpoint; remember a new one."""
+    path, found = folder / CHECKPOINT, {"values of the parameters": of_parameters(model)}
+    if new or not path.exists():
+        if rank() == 0:
+            write_json(path, found)
+        return
+    differing = difference(json.loads(path.read_text()), found)
+    if differing is not None:
+        raise StoreMismatch(f"save_dir, in {str(folder)!r}, {differing}")
 
 
 def open_means(folder: Path, n: int, reset: bool) -> np.memmap:
@@ -155,7 +160,6 @@ def open_means(folder: Path, n: int, reset: bool) -> np.memmap:
     path = folder / "out_to_loss_mean.mmap"
     if path.exists() and not reset:
         return open_memmap(path, mode="r+")
-    part = path.with_suffix(".part")
-    open_memmap(part, mode="w+", shape=(n,), dtype=np.float32)[:] = np.nan
-    os.replace(part, path)
+    with replaced(path) as file:
+        np.save(file, np.full(n, np.nan, np.float32), allow_pickle=False)
     return open_memmap(path, mode="r+")

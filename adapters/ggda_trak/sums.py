@@ -8,8 +8,6 @@ are collected before.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,7 +20,8 @@ from ggda_trak.ranks import is_to_reset
 from ggda_trak.rows import point_rows
 from ggda_trak.store import GroupStore
 
-LONGEST_WAIT = 10.0  # seconds of work that a killed process may lose, unless projecting itself takes long
+LEAST_POINTS = 1024  # between writes, which come after so many points that the sums do not depend on time or kills
+ROWS_PER_DIMENSION = 32  # points per dimension of the projection, where every call draws the whole matrix anew
 
 
 class GroupSums:
@@ -42,7 +41,7 @@ class GroupSums:
     ) -> None:
         self.store, self.groups, self.fisher = store, groups, fisher
         self.projection, self.model_id, self.memory_budget = projection, model_id, memory_budget
-        own = np.asarray(store.points) == 1
+        own: np.ndarray = np.asarray(store.points) == 1
         reset, self.before = (False, own) if world_size() == 1 else is_to_reset(own)
         if reset:
             store.clear()
@@ -115,9 +114,7 @@ class GroupSums:
         keys, rows = self._waiting.take()
         if not len(keys):
             return
-        start = time.monotonic()
         projected = self.projection(rows, self.model_id)
-        self._price = time.monotonic() - start
         for number, name in enumerate(self.names):
             mine = np.flatnonzero(keys // len(self.groups) == number)
             self._projected[name].append((keys[mine] % len(self.groups), projected[torch.from_numpy(mine)]))
@@ -126,7 +123,10 @@ class GroupSums:
         if (self.before | self.now | (self.groups.labels < 0)).all():
             return True
         held = sum(rows.nbytes for parts in self._projected.values() for _, rows in parts)
-        return held > self.memory_budget or time.monotonic() - self._committed > max(LONGEST_WAIT, 20 * self._price)
+        points = max(
+            LEAST_POINTS, self.groups.n // 100, self.projection.collects * ROWS_PER_DIMENSION * self.projection.dim
+        )
+        return held > self.memory_budget or sum(map(len, self._indices)) >= points
 
     def commit(self) -> None:
         """Project what waits, and add everything to the store."""
@@ -150,7 +150,6 @@ class GroupSums:
         self._indices: list[np.ndarray] = []
         self._projected: dict[str, list[tuple[np.ndarray, Tensor]]] = {name: [] for name in self.names}
         self._fisher = None
-        self._committed, self._price = time.monotonic(), 0.0
         self._waiting.take()
 
 

@@ -34,16 +34,18 @@ from ggda_ext.distributed import (
     unwrapped,
     world_size,
 )
+from ggda_ext.fingerprint import of_groups
 from ggda_ext.fisher import EmpiricalFisher, check_damping, check_invertible
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import Property
+from ggda_ext.store import write_json
 from ggda_trak.inputs import check_batch, target_indices, training_indices
 from ggda_trak.outputs import TaskOutputs
 from ggda_trak.projection import Projection, check_dimension, describe, release
 from ggda_trak.ranks import follow_first_rank, merge, own_folder, scores_of_first_rank
 from ggda_trak.rows import all_point_rows, property_rows
-from ggda_trak.store import GroupStore, check_settings, fingerprint, write_json, write_settings
+from ggda_trak.store import GroupStore, check_checkpoint, check_settings, write_settings
 from ggda_trak.sums import GroupSums
 from ggda_trak.weights import MeanWeights
 
@@ -126,7 +128,7 @@ class TRAKer(trak.TRAKer):
                 self._damping = ridge if ridge == "auto" else check_damping(ridge, "lambda_reg")
                 given["lambda_reg"] = 0.0
         self._half = given.get("use_half_precision", True)
-        with together({"groups": fingerprint(self.groups)}):
+        with together({"groups": of_groups(self.groups)}):
             super().__init__(**given)
             if not self.saver.experiments_file.exists():
                 write_json(self.saver.experiments_file, {})
@@ -150,7 +152,7 @@ class TRAKer(trak.TRAKer):
             return
         check_dimension(self.projector, self.num_params_for_grad)
         settings = {
-            "n": self.groups.n, "k": len(self.groups), "groups": fingerprint(self.groups),
+            "groups": of_groups(self.groups),
             "fisher": self.fisher if self._grouped else "TRAK's",
             "checkpoints": self._models if self._grouped else None,
             "half_precision": self._half, "parameters": sorted(self.grad_wrt) if self.grad_wrt else "all",
@@ -194,7 +196,10 @@ class TRAKer(trak.TRAKer):
                 f"{self._models}: pass checkpoints=[…], all state dicts or their paths, to average Q over them."
             )
         super().load_checkpoint(checkpoint, model_id, *args, **kwargs)
-        return None if self.saver.current_store["grads"] is None else self._store(model_id, reset=new)
+        if self.saver.current_store["grads"] is None:
+            return None
+        check_checkpoint(self._folder(model_id), self.model, new=new)
+        return self._store(model_id, reset=new)
 
     def _state(self, checkpoint: dict[str, Tensor]) -> dict[str, Tensor]:
         return checkpoint if self.groups is None else inner_names(checkpoint, self.model)
@@ -344,6 +349,8 @@ class TRAKer(trak.TRAKer):
             if rank():
                 self._folder(given["model_id"]).mkdir(exist_ok=True)
             super().start_scoring_checkpoint(**given)
+            if self._grouped:
+                check_checkpoint(self._folder(given["model_id"]), self.model, new=False)
 
     def score(
         self,
