@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from benchmarks.report.cost_tables import cost
 from benchmarks.report.lds_figures import lds_figures
 from benchmarks.report.removal_figures import removal_figures, runtime_figures
-from benchmarks.report.rows import PARTS, Results, of_sums, ordered, slug
+from benchmarks.report.rows import PARTS, PER_POINT, Results, of_sums, ordered, slug
 from benchmarks.report.style import (
     BLACK,
     GREY,
@@ -55,6 +55,7 @@ def detection_figures(results: Results, folder: Path) -> Iterator[Picture]:
     for setting, rows in results.of("noisy").groupby("setting", sort=False):
         some = ordered(of_sums(rows))
         some = some[some["grouping"].isin(["none", "Grad-K-Means"]) & some["curve"].notna()]
+        some = some[some["method"] != PER_POINT]  # TracIn's own curve
         if not some.empty:
             yield _detection(str(setting), some, folder)
 
@@ -79,7 +80,7 @@ def _detection(setting: str, rows: pd.DataFrame, folder: Path) -> Picture:
     figure = grid(list(panels), 3, draw, height=2.9, width=3.1)
     handles = [line(name, *method_look(name, methods)) for name in methods]
     title = f"{setting}: mislabelled points found"
-    finish(figure, title, [*handles, line("by chance", GREY, style=":")], columns=5)
+    finish(figure, title, [*handles, line("by chance", GREY, style=":")])
     caption = "Points are checked in the order of their (group's) importance, the least important first."
     return save(figure, folder, f"detection-{slug(setting)}", title, f"{caption} Higher is better.")
 
@@ -146,7 +147,7 @@ def speed_figures(results: Results, folder: Path) -> Iterator[Picture]:
     axis.set_xlabel("speed-up over the original (ratio of CPU seconds)")
     handles = [line(name, *SERIES[at % len(SERIES)], "") for at, name in enumerate(settings)]
     title = "Group scores against the original toolkits"
-    finish(figure, title, handles, columns=3)
+    finish(figure, title, handles)
     caption = "Same points, same process; right of the black line the group version is faster."
     yield save(figure, folder, "speed-up", title, caption)
 

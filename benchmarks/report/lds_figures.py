@@ -65,7 +65,7 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
     figure = grid(methods, 2, draw)
     handles = [line(grouping_title(one), *OF_GROUPING[one]) for one in groupings]
     handles += [] if ceiling.empty else [line("ceiling", GREY, style=":")]
-    finish(figure, title, handles, columns=6)
+    finish(figure, title, handles)
     caption = "Predicted against real effects of retraining; higher is better. Bars: 95 % bootstrap interval."
     caption += "" if ceiling.empty else " Ceiling: how well retraining with other seeds does."
     yield save(figure, folder, name, title, caption)

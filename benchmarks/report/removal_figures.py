@@ -15,6 +15,7 @@ from benchmarks.report.rows import (
     GROUPINGS,
     KEYS,
     NO_REMOVAL,
+    PER_POINT,
     RANDOM_REMOVAL,
     Results,
     merged,
@@ -64,7 +65,7 @@ _REMOVED = {"retraining": ("most important", "lower is better"), "pruning": ("le
 def _curves(
     experiment: str, setting: str, found: pd.DataFrame, panels: dict[str, pd.DataFrame], folder: Path
 ) -> Picture:
-    methods = [name for name in dict.fromkeys(found["method"]) if name not in BASELINES]
+    methods = list(dict.fromkeys(method for rows in panels.values() for method in rows["method"]))
     start = found[found["method"] == NO_REMOVAL].assign(fraction=0.0).head(1)
     random = found[found["method"] == RANDOM_REMOVAL]
 
@@ -89,7 +90,7 @@ def _curves(
     handles += [] if random.empty else [line("random removal", GREY, style="--")]
     which, better = _REMOVED[experiment]
     title = f"{setting}: {which} points removed"
-    finish(figure, title, handles, columns=5)
+    finish(figure, title, handles)
     caption = f"Test accuracy after retraining without the {which} points ({better}). {_BARS}"
     return save(figure, folder, f"{experiment}-curves-{slug(setting)}", title, caption)
 
@@ -120,7 +121,7 @@ def _by_grouping(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Pi
     handles = [line("single points (size 1)", BLACK, "*", "", 9)]
     handles += [line(name, *OF_GROUPING[name]) for name in groupings]
     title = f"{setting}: accuracy after removing the top {100 * largest:g} %, by grouping"
-    finish(figure, title, handles + _baseline_handles(found) + _size_handles(sizes), columns=4)
+    finish(figure, title, handles + _baseline_handles(found) + _size_handles(sizes))
     yield save(figure, folder, f"runtime-groupings-{slug(setting)}", title, f"{_READ} {_BARS}")
 
 
@@ -143,7 +144,7 @@ def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Pic
     handles = [line(f"top {100 * one:g} % removed", *look) for one, look in zip(fractions, SERIES, strict=False)]
     title = f"{setting}: accuracy after removal, Grad-K-Means groups"
     none = [entry for entry in _baseline_handles(found) if entry.get_label() == "no removal"]
-    finish(figure, title, handles + none + _size_handles(sizes), columns=4)
+    finish(figure, title, handles + none + _size_handles(sizes))
     yield save(figure, folder, f"runtime-removals-{slug(setting)}", title, f"{_READ} {_BARS}")
 
 
@@ -199,7 +200,7 @@ def _grouped_methods(found: pd.DataFrame) -> list[str]:
 
 def _removal_panels(found: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Panel name → its rows: single points, then Grad-K-Means and random groups of a middle size."""
-    attributed = found[~found["method"].isin(BASELINES)]
+    attributed = found[~found["method"].isin((*BASELINES, PER_POINT))]  # the latter has TracIn's own curve
     panels = {"single points": attributed[attributed["group_size"] == 1]}
     for grouping in ("Grad-K-Means", "Random"):
         some = attributed[attributed["grouping"] == grouping]

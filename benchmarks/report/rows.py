@@ -19,6 +19,7 @@ DATA_SETS = ("HELOC", "MNIST", "CIFAR-10", "QNLI")
 PAPER_METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
 GROUPINGS = ("none", "Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
 NO_REMOVAL, RANDOM_REMOVAL = BASELINES = ("No removal", "Random removal")
+PER_POINT = "Per-point, directional"
 KEYS = ("setting", "method", "grouping", "group_size", "aggregation")
 PARTS = ("grouping", "gradients", "curvature", "scoring")
 SECONDS = (*(f"seconds_{part}" for part in PARTS), "seconds_total")
@@ -159,11 +160,17 @@ def data_model(rows: pd.DataFrame, setting: str) -> tuple[str, str]:
 
 
 def seed_count(found: pd.DataFrame) -> str:
-    """In words, how many seeds are behind `merged` values."""
-    low, high = int(found["seeds"].min()), int(found["seeds"].max())
-    count = f"{low} seeds" if low == high else f"{low} to {high} seeds"
+    """In words, how many seeds are behind `merged` values, by setting where they differ."""
+    counts = {str(setting): _range(some["seeds"]) for setting, some in found.groupby("setting", sort=False)}
+    texts = set(counts.values())
+    text = texts.pop() if len(texts) == 1 else "; ".join(f"{setting}: {count}" for setting, count in counts.items())
     groupings = int(found["grouping_seeds"].max())
-    return count + (f", averaged over up to {groupings} grouping seeds" if groupings > 1 else "")
+    return text + (f"; averaged over up to {groupings} grouping seeds" if groupings > 1 else "")
+
+
+def _range(counts: pd.Series) -> str:
+    low, high = int(counts.min()), int(counts.max())
+    return f"{low} seed{'' if low == 1 else 's'}" if low == high else f"{low} to {high} seeds"
 
 
 def grouping_title(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ _SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "ggda",  # the same rows give the same file
     "svg.fonttype": "none",  # text stays text: a third of the size, can be searched; other fonts are narrower
 }
+_TITLE_LETTER, _LEGEND_LETTER, _LEGEND_SIGN = 0.1, 0.075, 0.62  # inches, on the wide side
 Draw = Callable[[Axes, str], None]
 
 
@@ -94,13 +96,18 @@ def grid(panels: Sequence[str], columns: int, draw: Draw, height: float = 2.5, w
     return figure
 
 
-def finish(figure: Figure, title: str, handles: Sequence[Artist], columns: int = 4) -> Figure:
-    """Title above, with stand-in data marked in colour by the setting's own name; legend below the panels."""
-    figure.suptitle(
-        title, x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=RED if STAND_IN in title else BLACK
-    )
-    if handles:
-        figure.legend(handles=list(handles), loc="outside lower center", ncols=min(columns, len(handles)), fontsize=8.5)
+def finish(figure: Figure, title: str, handles: Sequence[Artist]) -> Figure:
+    """Title above, with stand-in data marked in colour by the setting's own name; legend below the panels.
+
+    Both take the lines and columns that fit the figure's width.
+    """
+    width = figure.get_figwidth()
+    lines = textwrap.fill(title, int(width / _TITLE_LETTER))
+    color = RED if STAND_IN in title else BLACK
+    figure.suptitle(lines, x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=color)
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    columns = min(len(handles), max(1, int(width / (_LEGEND_LETTER * longest + _LEGEND_SIGN))))
+    figure.legend(handles=list(handles), loc="outside lower center", ncols=columns, fontsize=8.5)
     return figure
 
 
