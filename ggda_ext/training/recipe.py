@@ -85,7 +85,7 @@ def order_generator(seed: int) -> torch.Generator:
 
 def shuffled(points: Tensor, generator: torch.Generator) -> Tensor:
     """Training indices of one epoch, in the order in which they are used."""
-    return points[torch.randperm(len(points), generator=generator)]
+    return points.index_select(0, torch.randperm(len(points), generator=generator))
 
 
 def checked_subset(subset: Any, n: int, name: str = "subset") -> Tensor:
