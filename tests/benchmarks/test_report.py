@@ -333,8 +333,8 @@ def test_every_table_of_an_experiment_has_the_papers_number_or_says_there_is_non
     tables = list(all_tables(read([folder_of(tmp_path / "run", MadeRows().every())])))
     names = {table.name.removesuffix("-heloc-ann-s") for table in tables}
     assert names == {"noisy", "noisy-groupings", "pruning-paper", "pruning", "retraining-sizes", "retraining", "lds",
-                     "leave-group-out", "cost", "check", "check-skipped", "review-per-point", "review-learning-rates",
-                     "review-aggregation", "review-grouping-seeds"}  # fmt: skip
+                     "leave-group-out", "cost", "cost-256", "check", "check-skipped", "review-per-point",
+                     "review-learning-rates", "review-aggregation", "review-grouping-seeds"}  # fmt: skip
     for table in tables[2:]:
         assert "paper" in table.markdown().lower(), table.name
     by_name = {table.name: table.markdown() for table in tables}
