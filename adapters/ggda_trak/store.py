@@ -155,6 +155,37 @@ def check_checkpoint(folder: Path, model: nn.Module, *, new: bool) -> None:
         raise StoreMismatch(f"save_dir, in {str(folder)!r}, {differing}")
 
 
+def mend(folder: Path) -> None:
+    """Mend the JSON files that TRAK itself may have left half written when it was killed.
+
+    A checkpoint whose file is damaged counts as not finalized; its sums say what is in them.
+    """
+    for path in folder.glob("*.json"):
+        try:
+            json.loads(path.read_text())
+        except ValueError:
+            if path.name.startswith("id_"):
+                number = path.stem.removeprefix("id_")
+                write_json(path, {number: {"is_featurized": 0, "is_finalized": 0}})
+            else:
+                path.unlink()
+
+
+def mend_experiment(folder: Path, model_id: int, name: str) -> None:
+    """Let TRAK begin the targets of an experiment anew if it was killed while it made their files."""
+    rows, scores = folder / str(model_id) / f"{name}_grads.mmap", folder / "scores" / f"{name}.mmap"
+    if rows.exists() and not (_is_whole(rows) and _is_whole(scores)):
+        rows.unlink()
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        open_memmap(path, mode="r")
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def open_means(folder: Path, n: int, reset: bool) -> np.memmap:
     """Numbers of all points `[n]`, NaN where not known yet."""
     path = folder / "out_to_loss_mean.mmap"

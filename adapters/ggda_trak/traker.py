@@ -45,7 +45,7 @@ from ggda_trak.outputs import TaskOutputs
 from ggda_trak.projection import Projection, check_dimension, describe, release
 from ggda_trak.ranks import follow_first_rank, merge, own_folder, scores_of_first_rank
 from ggda_trak.rows import all_point_rows, property_rows
-from ggda_trak.store import GroupStore, check_checkpoint, check_settings, write_settings
+from ggda_trak.store import GroupStore, check_checkpoint, check_settings, mend, mend_experiment, write_settings
 from ggda_trak.sums import GroupSums
 from ggda_trak.weights import MeanWeights
 
@@ -129,6 +129,8 @@ class TRAKer(trak.TRAKer):
                 given["lambda_reg"] = 0.0
         self._half = given.get("use_half_precision", True)
         with together({"groups": of_groups(self.groups)}):
+            if self._load:
+                mend(Path(self._save_dir))
             super().__init__(**given)
             if not self.saver.experiments_file.exists():
                 write_json(self.saver.experiments_file, {})
@@ -348,6 +350,7 @@ class TRAKer(trak.TRAKer):
                 self._commit()
             if rank():
                 self._folder(given["model_id"]).mkdir(exist_ok=True)
+            mend_experiment(self._folder(""), given["model_id"], given["exp_name"])
             super().start_scoring_checkpoint(**given)
             if self._grouped:
                 check_checkpoint(self._folder(given["model_id"]), self.model, new=False)

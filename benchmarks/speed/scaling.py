@@ -81,10 +81,10 @@ def throughput(name: str, n: int) -> Iterator[Row]:
 def memory(name: str, n: int) -> Iterator[Row]:
     """Peak memory of `n` points against a tenth of them, with as many groups."""
     for k in (1_000, n // 10):
-        scored(name, n // 10, k)()  # what the process takes once and keeps
-        few, many = (peak_bytes(scored(name, points, k)) for points in (n // 10, n))
-        if few is None or many is None:
+        peaks = {points: [peak_bytes(scored(name, points, k)) for _ in range(2)] for points in (n // 10, n)}
+        if None in peaks[n]:
             return
+        few, many = (min(peak for peak in found if peak is not None) for found in peaks.values())  # allocators vary
         note = f"{many / 2**20:.1f} MB beyond the model, {4 * k / 2**20:.1f} MB of it the scores of {k:,} groups"
         yield Row("scaling", name, f"peak memory, {n:,} points", n // k, 0.0, f"{n // 10:,} points", many / max(few, 1),
                   "times", 1.2, note)  # fmt: skip
