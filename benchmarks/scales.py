@@ -37,7 +37,8 @@ class CheckScale:
         batch: training points in a batch of the original, which holds that many gradients at once.
         curvature_points: training points the Hessian is taken over.
         depth: steps of LiSSA; vectors of Arnoldi's Krylov space.
-        projected_parameters: at most that many parameters, the last ones, are projected; None for all.
+        last_parameters: at most that many parameters, the last ones, where a row of all of them is formed for every
+            point (dattri, TRAK, Fisher); None for all.
     """
 
     points: int
@@ -46,7 +47,7 @@ class CheckScale:
     batch: int
     curvature_points: int
     depth: int
-    projected_parameters: int | None = None
+    last_parameters: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class ExperimentScale:
         lds_seeds: models retrained on every half, and without every group left out.
         train: training points; None for those of the data set at this scale.
         test: test points; likewise.
-        epochs: of training; likewise those of the task.
+        epochs: of models that are retrained, and of the model whose scores decide on what; None for the task's epochs,
+            which noisy labels are always trained with.
     """
 
     model_seeds: int
@@ -145,18 +147,19 @@ _LR = replace(
 _ANN_S = replace(_LR, model_seeds=5, lds_subsets=32, lds_seeds=2)
 _ANN_M = replace(_ANN_S, model_seeds=2, noisy_seeds=2, lds_subsets=24, lds_seeds=1)
 _ANN_L = ExperimentScale(
-    model_seeds=1, grouping_seeds=1, group_sizes=(1, 4, 16, 64, 256), removed=(0.2,), pruned=(0.5,), lds_subsets=0,
+    model_seeds=2, grouping_seeds=1, group_sizes=(1, 4, 16, 64, 256), removed=(0.2,), lds_subsets=16,
     left_out_groups=0, trak_models=1, lissa_repeats=1, groupings=("Grad-K-Means",),
     methods=("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK", "Per-point, directional"),
-    retrained_methods=("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)"), retrained_sizes=(1, 1024), noisy_seeds=1,
+    retrained_methods=("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)"), retrained_sizes=(1, 64, 1024), noisy_seeds=1,
     lds_seeds=1, epochs=5,
 )  # fmt: skip
 _CIFAR = replace(
-    _ANN_L, lissa_depth=20, retrained_sizes=(1, 64), retrained_methods=("TracIn",), epochs=None, train=2_000, test=500
-)
+    _ANN_L, model_seeds=1, group_sizes=(1, 16, 64), pruned=(0.5,), lds_subsets=0, lissa_depth=10,
+    retrained_sizes=(1, 64), retrained_methods=("TracIn",), epochs=None, train=1_000, test=250,
+)  # fmt: skip
 _QNLI = replace(
     _CIFAR, group_sizes=(1, 16), methods=("TracIn", "Inf. (Fisher)", "Per-point, directional"), removed=(), pruned=(),
-    train=400, test=100,
+    train=256, test=64,
 )  # fmt: skip
 _PAPER_EPOCHS = {
     "heloc-lr": 200, "heloc-ann-s": 300, "heloc-ann-m": 400, "mnist-ann-l": 50, "cifar10-resnet18": 50, "qnli-bert": 3,
@@ -189,7 +192,7 @@ SCALES: dict[str, Scale] = {
             "mnist-ann-l": CheckScale(points=64, tests=4, group_size=8, batch=64, curvature_points=16, depth=3),
             "cifar10-resnet18": CheckScale(points=32, tests=2, group_size=8, batch=16, curvature_points=8, depth=2),
             "qnli-bert": CheckScale(
-                points=24, tests=2, group_size=8, batch=8, curvature_points=4, depth=2, projected_parameters=200_000
+                points=24, tests=2, group_size=8, batch=8, curvature_points=4, depth=2, last_parameters=200_000
             ),
         },
         experiments=dict.fromkeys(_PAPER_EPOCHS, _SMALL),
@@ -220,7 +223,7 @@ SCALES: dict[str, Scale] = {
             "mnist-ann-l": CheckScale(points=1_024, tests=20, group_size=64, batch=512, curvature_points=128, depth=5),
             "cifar10-resnet18": CheckScale(points=256, tests=4, group_size=32, batch=64, curvature_points=32, depth=3),
             "qnli-bert": CheckScale(
-                points=64, tests=2, group_size=16, batch=16, curvature_points=8, depth=2, projected_parameters=2_000_000
+                points=64, tests=2, group_size=16, batch=16, curvature_points=8, depth=2, last_parameters=2_000_000
             ),
         },
         experiments=dict.fromkeys(_PAPER_EPOCHS, _QUICK),
@@ -242,7 +245,7 @@ SCALES: dict[str, Scale] = {
             "cifar10-resnet18": 10,
             "qnli-bert": 1,
         },
-        resnet_width=16,
+        resnet_width=8,
         text_length=64,
         check={
             "heloc-lr": CheckScale(points=7_896, tests=100, group_size=64, batch=512, curvature_points=2_048, depth=20),

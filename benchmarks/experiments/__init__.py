@@ -41,10 +41,11 @@ def run(
         if name not in EXPERIMENTS:
             raise ValueError(f"experiment {name!r} is not one of {', '.join(EXPERIMENTS)}.")
     for one in tasks:
-        bench = Bench(experiment_task(one, scale, data_dir), scale, folder)
-        folder.add_source(bench.task.data.title, bench.task.data.source, bench.task.data.stand_in)
+        whole = experiment_task(one, scale, data_dir)
+        folder.add_source(whole.data.title, whole.data.source, whole.data.stand_in)
+        benches = Bench(whole, scale, folder), Bench(retrained_task(whole, scale), scale, folder)
         for name in names:
-            EXPERIMENTS[name](bench)
+            EXPERIMENTS[name](benches[name != noisy.NAME])
 
 
 def experiment_task(name: str, scale: Scale, data_dir: Path | None = None) -> Task:
@@ -54,5 +55,10 @@ def experiment_task(name: str, scale: Scale, data_dir: Path | None = None) -> Ta
         PAPER[name].data, data_dir, train=size.train or whole.train, test=size.test or whole.test,
         text_length=scale.text_length,
     )  # fmt: skip
-    made = task(name, loaded, scale, folder=data_dir)
-    return replace(made, recipe=replace(made.recipe, epochs=size.epochs or made.recipe.epochs))
+    return task(name, loaded, scale, folder=data_dir)
+
+
+def retrained_task(whole: Task, scale: Scale) -> Task:
+    """The same task where many models are trained: with fewer epochs, if the scale says so."""
+    epochs = scale.experiments[whole.name].epochs or whole.recipe.epochs
+    return replace(whole, recipe=replace(whole.recipe, epochs=epochs))
