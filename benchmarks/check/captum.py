@@ -1,0 +1,108 @@
+"""Captum's TracInCP, TracInCPFast and influence functions, per sample and with groups."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import captum.influence
+import ggda_captum
+from captum._utils.sample_gradient import SUPPORTED_MODULES
+from captum.influence._core.arnoldi_influence_function import ArnoldiInfluenceFunction
+from torch import Tensor, nn
+
+from benchmarks.check.case import Case, Method
+
+CAPTUM = SimpleNamespace(
+    TracInCP=captum.influence.TracInCP,
+    TracInCPFast=captum.influence.TracInCPFast,
+    NaiveInfluenceFunction=captum.influence.NaiveInfluenceFunction,
+    ArnoldiInfluenceFunction=ArnoldiInfluenceFunction,  # not exported by captum.influence
+)
+RATE = 0.1
+ARNOLDI_TOLERANCE = 1e-6  # with Captum's 0.1 nothing is left of a Hessian this flat
+Toolkit = ModuleType | SimpleNamespace
+
+
+def tracin(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
+    """TracIn over all parameters at the final checkpoint."""
+    influence = toolkit.TracInCP(
+        case.model, case.train_set, [case.model.state_dict()], _load, **_mode(case), **groups
+    )  # fmt: skip
+    return influence.influence(case.test)
+
+
+def tracin_fast(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
+    """TracIn of the last layer's weights."""
+    influence = toolkit.TracInCPFast(
+        case.model, case.model.get_submodule(case.last_layer), case.train_set, [case.model.state_dict()], _load,
+        loss_fn=nn.CrossEntropyLoss(reduction="sum"), batch_size=512, **groups,
+    )  # fmt: skip
+    return influence.influence(case.test)
+
+
+def arnoldi(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
+    """Influence functions over all parameters, with Arnoldi's approximation of the Hessian."""
+    influence = toolkit.ArnoldiInfluenceFunction(
+        case.model, case.train_set, case.model.state_dict(), _load, hessian_dataset=case.curvature_set,
+        arnoldi_dim=case.size.depth + 1, projection_dim=case.size.depth, arnoldi_tol=ARNOLDI_TOLERANCE,
+        **_mode(case), **groups,
+    )  # fmt: skip
+    return influence.influence(case.test)
+
+
+def naive(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
+    """Influence functions of the last layer, with its whole Hessian."""
+    influence = toolkit.NaiveInfluenceFunction(
+        case.model, case.train_set, case.model.state_dict(), _load, layers=[case.last_layer],
+        hessian_dataset=case.curvature_set, **_mode(case), **groups,
+    )  # fmt: skip
+    return influence.influence(case.test)
+
+
+def _mode(case: Case) -> dict[str, Any]:
+    """Captum's fastest way for the model: sample-wise gradients, if it knows all of its layers, else one by one."""
+    known = tuple(SUPPORTED_MODULES)
+    fast = all(isinstance(module, known) for module in case.model.modules() if list(module.parameters(recurse=False)))
+    return {
+        "loss_fn": nn.CrossEntropyLoss(reduction="sum" if fast else "none"),
+        "sample_wise_grads_per_batch": fast,
+        "batch_size": min(case.size.batch, 64 if fast else 16),
+    }
+
+
+def _load(model: nn.Module, state: dict[str, Tensor]) -> float:
+    model.load_state_dict(state)
+    return RATE
+
+
+def _described(case: Case) -> str:
+    mode = _mode(case)
+    return f"sample_wise_grads_per_batch={mode['sample_wise_grads_per_batch']}, batches of {mode['batch_size']}"
+
+
+def _curved(case: Case) -> str:
+    return f"{_described(case)}, Hessian of {len(case.curvature_set)} points"
+
+
+METHODS = (
+    Method(
+        "Captum", "TracInCP",
+        lambda case: tracin(case, CAPTUM), lambda case: tracin(case, ggda_captum, groups=case.groups), _described,
+    ),
+    Method(
+        "Captum", "TracInCPFast",
+        lambda case: tracin_fast(case, CAPTUM), lambda case: tracin_fast(case, ggda_captum, groups=case.groups),
+        lambda case: "last layer, batches of 512",
+    ),
+    Method(
+        "Captum", "ArnoldiInfluenceFunction",
+        lambda case: arnoldi(case, CAPTUM), lambda case: arnoldi(case, ggda_captum, groups=case.groups),
+        lambda case: f"arnoldi_dim={case.size.depth + 1}, {_curved(case)}",
+    ),
+    Method(
+        "Captum", "NaiveInfluenceFunction",
+        lambda case: naive(case, CAPTUM), lambda case: naive(case, ggda_captum, groups=case.groups),
+        lambda case: f"last layer, {_curved(case)}",
+    ),
+)  # fmt: skip

@@ -1,0 +1,161 @@
+"""One task as the check sees it: a trained model, the points an original toolkit can afford, and uneven groups."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.scales import CheckScale
+from ggda_ext import Groups
+from ggda_ext.curvature import Hessian
+from ggda_ext.data import IndexedData
+from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.grouping import GradKMeansGroups
+
+Pair = tuple[Tensor, Tensor]
+GROUPING = "Grad-K-Means"
+_POWER_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with training and test points; every method runs on it, per sample and by group.
+
+    Attributes:
+        model: the trained model, in eval mode, from inputs to logits.
+        train: inputs and labels of the training points.
+        test: inputs and labels of the test points.
+        size: batch sizes and depths.
+        largest_projection: the task's dimension of random projections.
+    """
+
+    model: nn.Module
+    train: Pair
+    test: Pair
+    size: CheckScale
+    largest_projection: int
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Uneven groups of the training points: Grad-K-Means clusters as they come."""
+        builder = GradKMeansGroups(self.model, nn.CrossEntropyLoss(), group_size=self.size.group_size, random_state=0)
+        return builder.fit_groups(self.train)
+
+    @cached_property
+    def train_set(self) -> TensorDataset:
+        return TensorDataset(*self.train)
+
+    @cached_property
+    def curvature_set(self) -> TensorDataset:
+        """The first training points: Hessians are those of the loss on them, for original and groups alike."""
+        count = self.size.curvature_points
+        return TensorDataset(*(tensor[:count] for tensor in self.train))
+
+    def train_loader(self) -> DataLoader:
+        return DataLoader(self.train_set, batch_size=self.size.batch)
+
+    def test_loader(self) -> DataLoader:
+        return DataLoader(TensorDataset(*self.test), batch_size=len(self.test[0]))
+
+    def curvature_loader(self) -> DataLoader:
+        """All of `curvature_set` in one batch: dattri adds up one inverse per batch."""
+        return DataLoader(self.curvature_set, batch_size=len(self.curvature_set))
+
+    @cached_property
+    def last_layer(self) -> str:
+        """Name of the linear layer that gives the logits."""
+        return [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)][-1]
+
+    @cached_property
+    def part(self) -> nn.Module:
+        """The model with only its last parameters as parameters, as many as the scale allows; the others are fixed.
+
+        For toolkits that form a row of all parameters for every point: dattri's slices of it make the time for a
+        point grow with rows times layers.
+        """
+        limit, kept, total = self.size.last_parameters, set[str](), 0
+        for name, parameter in reversed(list(self.model.named_parameters())):
+            total += parameter.numel()
+            if kept and limit is not None and total > limit:
+                break
+            kept.add(name)
+        part = copy.deepcopy(self.model)
+        for name, parameter in list(part.named_parameters()):
+            if name not in kept:
+                owner, _, last = name.rpartition(".")
+                delattr(part.get_submodule(owner), last)
+                part.get_submodule(owner).register_buffer(last, parameter.detach())
+        return part
+
+    @property
+    def scope(self) -> str:
+        """In words, which parameters are in `part`."""
+        some, every = (count_parameters(model) for model in (self.part, self.model))
+        return f"all {every:,} parameters" if some == every else f"the last {some:,} of {every:,} parameters"
+
+    @property
+    def batches(self) -> str:
+        """In words, how the original gets its points."""
+        return f"batches of {min(self.size.batch, len(self.train_set)):,}"
+
+    @property
+    def projection_dim(self) -> int:
+        """The task's dimension of random projections, or less: a quarter of the points, so that Fishers have rank."""
+        return min(self.largest_projection, max(2, len(self.train[0]) // 4))
+
+    @cached_property
+    def lissa_scaling(self) -> float:
+        """A scaling under which LiSSA contracts: twice the largest curvature, found by power iteration."""
+        space = ParameterSpace(self.part)
+        data = IndexedData(self.curvature_set, "curvature_set")
+        hessian = Hessian(space, lambda model, batch: self.loss(dict(model.named_parameters()), batch), data)
+        vector = torch.randn(1, space.size, generator=torch.Generator().manual_seed(0))
+        for _ in range(_POWER_STEPS):
+            vector = hessian @ (vector / vector.norm())
+        return float(f"{2 * max(float(vector.norm()), 0.5):.2g}")
+
+    def loss(self, parameters: dict[str, Tensor], data: tuple[Tensor, ...]) -> Tensor:
+        """Mean loss of a batch, as a function of parameters; dattri may turn tokens and labels into floats."""
+        inputs, labels = data
+        outputs = torch.func.functional_call(self.part, parameters, (inputs.to(self.train[0].dtype),))
+        return cross_entropy(outputs, labels.long())
+
+    def loss_of_one(self, parameters: dict[str, Tensor], data: tuple[Tensor, ...]) -> Tensor:
+        """The same for one example without a batch dimension."""
+        return self.loss(parameters, tuple(value.unsqueeze(0) for value in data))
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Number of scalars in a model's parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+Score = Callable[[Case], Tensor]
+
+
+@dataclass(frozen=True)
+class Method:
+    """An attribution method of a toolkit, in the original and with groups.
+
+    Attributes:
+        toolkit: ``"Captum"``, ``"dattri"``, ``"TRAK"`` or ``"core"``.
+        name: as the toolkit calls it.
+        original: scores of single training points `[tests, points]`, by the toolkit alone.
+        grouped: scores of groups `[tests, groups]`.
+        settings: how both are run, in words.
+        tolerance: largest difference allowed, relative to the largest score.
+    """
+
+    toolkit: str
+    name: str
+    original: Score
+    grouped: Score
+    settings: Callable[[Case], str]
+    tolerance: float = 1e-4

@@ -1,0 +1,70 @@
+"""dattri's LiSSA, TracIn and TRAK, per sample and with groups."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import ggda_dattri
+import torch
+from dattri import algorithm as upstream
+from dattri.task import AttributionTask
+from torch import Tensor
+
+from benchmarks.check.case import Case, Method
+
+DAMPING = 0.01
+
+
+def lissa(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
+    """LiSSA with all points of the Hessian in every step, so that nothing is random."""
+    attributor = toolkit.IFAttributorLiSSA(
+        AttributionTask(case.loss, case.part, case.part.state_dict()),
+        recursion_depth=case.size.depth, batch_size=len(case.curvature_set), scaling=case.lissa_scaling,
+        damping=DAMPING, **groups,
+    )  # fmt: skip
+    attributor.cache(case.curvature_loader())
+    with torch.no_grad():
+        return attributor.attribute(case.train_loader(), case.test_loader()).T
+
+
+def tracin(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
+    """TracIn at the final checkpoint, not projected."""
+    task = AttributionTask(case.loss_of_one, case.part, case.part.state_dict())
+    attributor = toolkit.TracInAttributor(task, torch.ones(1), False, {"proj_type": "identity"}, **groups)
+    return attributor.attribute(case.train_loader(), case.test_loader()).T
+
+
+def trak(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
+    """TRAK with dattri's projection."""
+    attributor = toolkit.TRAKAttributor(
+        AttributionTask(case.loss_of_one, case.part, case.part.state_dict()),
+        lambda parameters, data: torch.exp(-case.loss_of_one(parameters, data)),
+        {"proj_dim": case.projection_dim, "proj_type": "normal", "device": "cpu"},
+        regularization=RIDGE, **groups,
+    )  # fmt: skip
+    attributor.cache(case.train_loader())
+    return attributor.attribute(case.test_loader()).T
+
+
+RIDGE = 1e-6
+
+METHODS = (
+    Method(
+        "dattri", "IFAttributorLiSSA",
+        lambda case: lissa(case, upstream),
+        lambda case: lissa(case, ggda_dattri, groups=case.groups, show_progress=False),
+        lambda case: f"{case.scope}, depth {case.size.depth}, scaling {case.lissa_scaling:g}, "
+        f"Hessian of {len(case.curvature_set)} points, all in every step, {case.batches}",
+    ),
+    Method(
+        "dattri", "TracInAttributor",
+        lambda case: tracin(case, upstream), lambda case: tracin(case, ggda_dattri, groups=case.groups),
+        lambda case: f"{case.scope}, not projected, {case.batches}",
+    ),
+    Method(
+        "dattri", "TRAKAttributor",
+        lambda case: trak(case, upstream), lambda case: trak(case, ggda_dattri, groups=case.groups, fisher="exact"),
+        lambda case: f"{case.scope} projected to {case.projection_dim}, exact Fisher, {case.batches}",
+    ),
+)  # fmt: skip

@@ -1,0 +1,95 @@
+"""One row of the check: the original and the group version on the same case, their difference, time and memory."""
+
+from __future__ import annotations
+
+import io
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.check.case import GROUPING, Case, Method
+from benchmarks.speed.memory import peak_bytes
+
+REPEATS, SHORT = 3, 0.5
+"""Runs shorter than SHORT CPU seconds are done REPEATS times, and the fastest counts."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Scores with the CPU seconds and the peak memory they took."""
+
+    scores: Tensor
+    seconds: float
+    peak: int | None
+
+
+def row_of(method: Method, case: Case) -> dict[str, Any]:
+    """Run both sides and compare; what either raises makes the row `failed`, never the check stop."""
+    row: dict[str, Any] = {
+        "toolkit": method.toolkit,
+        "method": method.name,
+        "group_size": case.size.group_size,
+        "groups": len(case.groups),
+        "group_sizes": f"{case.groups.sizes.min()}…{case.groups.sizes.max()}",
+        "grouping": GROUPING,
+        "tolerance": method.tolerance,
+    }
+    try:
+        row["settings"] = method.settings(case)
+        original = measured(lambda: method.original(case))
+        grouped = measured(lambda: method.grouped(case))
+        error = relative_error(grouped.scores, case.groups.sum(original.scores, 1))
+    except Exception as failure:
+        return row | {"status": "failed", "reason": _said(failure), "traceback": traceback.format_exc()}
+    return row | {
+        "status": "equal" if error <= method.tolerance else "differs",
+        "error": error,
+        "seconds_original": original.seconds,
+        "seconds_groups": grouped.seconds,
+        "speed_up": original.seconds / grouped.seconds,
+        "peak_original": original.peak,
+        "peak_groups": grouped.peak,
+    }
+
+
+def measured(run: Callable[[], Tensor]) -> Measured:
+    """Time and memory of a call; a short one is repeated, because its first run pays for what is made once."""
+    found: list[Tensor] = []
+    seconds: list[float] = []
+
+    def once() -> None:
+        start = time.process_time()
+        found.append(run().detach())
+        seconds.append(time.process_time() - start)
+
+    with redirect_stderr(io.StringIO()), warnings.catch_warnings():  # the toolkits' own bars and remarks
+        warnings.simplefilter("ignore")
+        peak = peak_bytes(once)
+        while not found or (seconds[0] < SHORT and len(seconds) < REPEATS):
+            once()
+    return Measured(found[0], min(seconds), peak)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of scores `[tests, groups]`, relative to the largest score."""
+    if found.shape != expected.shape:
+        raise ValueError(f"the group version gave scores {list(found.shape)}, the original {list(expected.shape)}.")
+    for name, scores in (("group version", found), ("original", expected)):
+        if not bool(torch.isfinite(scores).all()):
+            raise ValueError(f"scores of the {name} are not finite.")
+    largest = float(expected.abs().max())
+    if largest == 0:
+        raise ValueError("all scores of the original are zero, so there is nothing to compare.")
+    return float((found.double() - expected.double()).abs().max()) / largest
+
+
+def _said(failure: Exception) -> str:
+    text = " ".join(str(failure).split())
+    return f"{type(failure).__name__}: {text}" if text else type(failure).__name__

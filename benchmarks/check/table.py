@@ -1,0 +1,75 @@
+"""The check's table and its verdict, from rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
+from typing import Any
+
+Row = Mapping[str, Any]
+STATUSES = ("equal", "differs", "failed", "skipped")
+
+
+def heading() -> str:
+    """The table's first line."""
+    return (
+        f"{'toolkit':7} {'method':25} {'points':>7} {'groups':>6} {'status':8} {'error':>8}  "
+        f"{'original s':>10} {'groups s':>9} {'speed-up':>9}  {'original MB':>11} {'groups MB':>9}"
+    )
+
+
+def line(row: Row) -> str:
+    """One row; a row that is not a comparison says why below."""
+    left = (
+        f"{row['toolkit']:7} {row['method']:25} {row['train_points']:7,d} {row.get('groups', ''):>6} {row['status']:8}"
+    )
+    if row["status"] in ("failed", "skipped"):
+        return f"{left} {row['reason']}"
+    return (
+        f"{left} {row['error']:8.1e}  {row['seconds_original']:10.3f} {row['seconds_groups']:9.3f} "
+        f"{row['speed_up']:7.1f} x  {_megabytes(row['peak_original']):>11} {_megabytes(row['peak_groups']):>9}"
+    )
+
+
+def source(row: Row) -> str:
+    """The line above the rows of a data set: what it is and where it came from."""
+    mark = " (stand-in)" if row["stand_in"] else ""
+    return f"{row['data']}{mark} · {row['model']} · {row['test_points']} test points · data: {row['source']}{mark}"
+
+
+def lines(rows: Iterable[Row]) -> Iterator[str]:
+    """The whole table."""
+    before = None
+    yield heading()
+    for row in rows:
+        if (row["data"], row["model"]) != before:
+            before = (row["data"], row["model"])
+            yield f"\n{source(row)}"
+        yield line(row)
+
+
+def verdict(rows: Iterable[Row]) -> Iterator[str]:
+    """The check in two or three lines."""
+    every = list(rows)
+    count = Counter(row["status"] for row in every)
+    rest = ", ".join(f"{count[status]} {status}" for status in STATUSES[1:] if count[status])
+    yield f"equal to the originals on {count['equal']} of {len(every)} checks" + (f"; {rest}" if rest else "")
+    faster = [row["speed_up"] for row in every if row["status"] == "equal"]
+    if faster:
+        yield f"median speed-up {median(faster):.1f} x (from {min(faster):.1f} to {max(faster):.1f}), in CPU time"
+    for status in STATUSES[1:]:
+        for row in every:
+            if row["status"] == status:
+                why = row.get("reason") or f"error {row['error']:.1e}, allowed {row['tolerance']:.0e}"
+                yield f"{status}: {row['data']} {row['model']} {row['toolkit']} {row['method']}: {why}"
+
+
+def passed(rows: Iterable[Row]) -> bool:
+    """Whether every check that is not excused by name came out equal, and there was at least one."""
+    statuses = [row["status"] for row in rows]
+    return "equal" in statuses and all(status in ("equal", "skipped") for status in statuses)
+
+
+def _megabytes(count: int | None) -> str:
+    return "n/a" if count is None else f"{count / 2**20:,.0f}"

@@ -1,0 +1,49 @@
+"""TRAK with its official projector, per sample and with groups."""
+
+from __future__ import annotations
+
+import tempfile
+from types import ModuleType
+from typing import Any
+
+import ggda_trak
+import torch
+import trak
+from torch import Tensor
+from trak.projectors import BasicProjector, ProjectionType
+
+from benchmarks.check.case import Case, Method, count_parameters
+
+
+def trak_scores(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
+    """The user's loop, from the constructor to the scores."""
+    state, count = case.part.state_dict(), len(case.test[0])
+    with tempfile.TemporaryDirectory() as folder:
+        traker = toolkit.TRAKer(
+            case.part, "image_classification", len(case.train_set), save_dir=folder, device="cpu",
+            projector=projector(case), use_half_precision=False,
+            logging_level=100, **groups,
+        )  # fmt: skip
+        traker.load_checkpoint(state, model_id=0)
+        for batch in case.train_loader():
+            traker.featurize(batch, num_samples=len(batch[0]))
+        traker.finalize_features()
+        traker.start_scoring_checkpoint("test", state, 0, num_targets=count)
+        traker.score(case.test, num_samples=count)
+        return torch.tensor(traker.finalize_scores("test")).T
+
+
+def projector(case: Case) -> BasicProjector:
+    """TRAK's projector on a CPU, in two blocks: with one, TRAK 0.3.2 has freed its matrix when it comes to scoring."""
+    block = -(-case.projection_dim // 2)
+    return BasicProjector(count_parameters(case.part), case.projection_dim, 0, ProjectionType.normal, "cpu", block)
+
+
+METHODS = (
+    Method(
+        "TRAK", "TRAKer",
+        lambda case: trak_scores(case, trak),
+        lambda case: trak_scores(case, ggda_trak, groups=case.groups, fisher="exact"),
+        lambda case: f"BasicProjector, {case.scope} projected to {case.projection_dim}, exact Fisher, {case.batches}",
+    ),
+)  # fmt: skip
