@@ -7,15 +7,17 @@ a function for them, ``retrain(subsets) -> values [subsets, seeds]``: a `Retrain
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from scipy.stats import rankdata
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
+from ggda_ext.distributed import alone, in_order, rank, world_size
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.training import Recipe, train_many
 
@@ -106,18 +108,27 @@ class Retrainer:
     show_progress: bool = False
 
     def __call__(self, subsets: Sequence[np.ndarray]) -> np.ndarray:
-        """Values `[subsets, seeds]` of models trained on every subset."""
-        models = train_many(
-            self.make_model,
-            self.loss_fn,
-            self.train,
-            self.recipe,
-            subsets=[subset for subset in subsets for _ in self.seeds],
-            seeds=list(self.seeds) * len(subsets),
-            show_progress=self.show_progress,
-        )
-        values = [float(self._value(outputs)) for outputs in models.outputs(self.test[0])]
-        return np.array(values).reshape(len(subsets), len(self.seeds))
+        """Values `[subsets, seeds]` of models trained on every subset; under several ranks each trains some of them."""
+        jobs = [(subset, seed) for subset in subsets for seed in self.seeds]
+        return in_order(self._my_values(jobs)).numpy().reshape(len(subsets), len(self.seeds))
+
+    def _my_values(self, jobs: Sequence[tuple[np.ndarray, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Which of the jobs are this rank's, and the values of their models."""
+        mine = list(range(rank(), len(jobs), world_size()))
+        if not mine and jobs:
+            return
+        with alone():
+            models = train_many(
+                self.make_model,
+                self.loss_fn,
+                self.train,
+                self.recipe,
+                subsets=[jobs[j][0] for j in mine],
+                seeds=[jobs[j][1] for j in mine],
+                show_progress=self.show_progress and mine[:1] == [0],
+            )
+            values = [float(self._value(outputs)) for outputs in models.outputs(self.test[0])]
+        yield torch.tensor(mine), torch.tensor(values, dtype=torch.float64)
 
     def _value(self, outputs: Tensor) -> Any:
         targets = self.test[1]

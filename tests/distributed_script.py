@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -28,9 +29,12 @@ from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribu
 from ggda_ext.curvature import Hessian, conjugate_gradients, lissa
 from ggda_ext.data import IndexedData
 from ggda_ext.distributed import all_reduce_sum, gather_rows, in_order, my_share, rank, world_size
+from ggda_ext.evaluation import Retrainer
 from ggda_ext.fisher import EmpiricalFisher
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.losses import as_example_loss
+from ggda_ext.retraining import leave_group_out
+from ggda_ext.training import Recipe
 
 LABELS = np.random.default_rng(0).integers(0, 5, cases.N) ** 2 % 5
 UNEVEN = Groups(np.unique(LABELS, return_inverse=True)[1])
@@ -188,7 +192,7 @@ def groupings() -> Iterator[tuple[str, Any]]:
         torch.from_numpy(grouping.random_groups(30, n_groups=4, random_state=generator).labels.copy()),
     )
     summary = UNEVEN.summary(case.model, loss, case.data, property=properties.mean_loss(tests_of(case), loss))
-    yield "summary", [torch.from_numpy(values).float() for name, values in summary.columns.items() if name != "group"]
+    yield "summary", [torch.tensor(values).float() for name, values in summary.columns.items() if name != "group"]
 
 
 def helpers() -> Iterator[tuple[str, Any]]:
@@ -290,6 +294,25 @@ def trak(folder: Path) -> Iterator[tuple[str, Any]]:
             yield f"TRAK: Fisher influence, {fisher}, tests", influence.influence(case.targets)
 
 
+def retrainings() -> Iterator[tuple[str, Any]]:
+    case = cases.make_case("mlp")
+    recipe = Recipe(epochs=2, learning_rate=0.01, batch_size=8)
+
+    def make_model() -> nn.Module:
+        return cases.make_case("mlp", seed=int(torch.randint(99, ()))).model
+
+    retrain = Retrainer(make_model, nn.CrossEntropyLoss(), case.data, tests_of(case), recipe, range(2), "loss")
+    yield "retraining: values", retrain([np.arange(20), np.arange(3, 23), np.arange(0, 23, 2)])
+    yield "retraining: one model", Retrainer(*list(vars(retrain).values())[:5], [0], "loss")([np.arange(9)])
+    left_out = leave_group_out(
+        make_model, nn.CrossEntropyLoss(), case.data, UNEVEN, tests_of(case), recipe, seeds=range(2)
+    )
+    yield "retraining: leave group out", (left_out.scores, left_out.stderr)
+    of = properties.soft_f1(tests_of(case))
+    left_out = leave_group_out(make_model, nn.CrossEntropyLoss(), case.data, UNEVEN, of, recipe, seeds=[3], at_once=1)
+    yield "retraining: leave group out, one by one", left_out.scores
+
+
 def models_in_ddp() -> Iterator[tuple[str, Any]]:
     """The same scores of a model in a DistributedDataParallel as of the model itself."""
     case = cases.make_case("mlp")
@@ -370,7 +393,7 @@ def everything(folder: Path) -> dict[str, Any]:
     """All results by name."""
     found: dict[str, Any] = {}
     parts = (core, fewer_points_than_ranks, streams, of_properties, curvature, groupings, helpers)
-    for part in (*parts, captum, dattri, models_in_ddp, errors):
+    for part in (*parts, captum, dattri, retrainings, models_in_ddp, errors):
         torch.manual_seed(0)
         found |= part()
     return found | dict(trak(folder))
@@ -378,6 +401,7 @@ def everything(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(200, exit=True)  # says where ranks wait for each other, if they do
     dist.init_process_group("gloo")
     torch.save(everything(Path(sys.argv[1])), Path(sys.argv[1]) / f"rank{rank()}.pt")
     dist.destroy_process_group()
