@@ -14,18 +14,25 @@ import torch
 
 from benchmarks.speed.timing import Row
 
-PARTS = ("core", "captum", "dattri", "trak", "grouping", "training")
+PARTS = ("core", "captum", "dattri", "trak", "grouping", "training", "scaling")
 
 
-def run(parts: Iterable[str] = PARTS, quick: bool = False, threads: int = 1, path: Path | None = None) -> list[Row]:
+def run(
+    parts: Iterable[str] = PARTS,
+    quick: bool = False,
+    threads: int = 1,
+    path: Path | None = None,
+    ranks: int | None = None,
+) -> list[Row]:
     """Measure the parts, print a table that grows as rows come in, and write JSON to `path`.
 
-    Rows that are done stay on disk if the run is stopped.
+    With `ranks`, that many processes are measured against one instead. Rows that are done stay on disk if the run is
+    stopped.
     """
     torch.set_num_threads(threads)
     found: list[Row] = []
     print(header())
-    for row in _rows(parts, quick):
+    for row in _rows(parts, quick, ranks):
         found.append(row)
         print(line(row), flush=True)
         if path is not None:
@@ -53,7 +60,10 @@ def line(row: Row) -> str:
     )
 
 
-def _rows(parts: Iterable[str], quick: bool) -> Iterator[Row]:
+def _rows(parts: Iterable[str], quick: bool, ranks: int | None) -> Iterator[Row]:
+    if ranks is not None:
+        yield from importlib.import_module("benchmarks.speed.ranks").rows(quick, ranks)
+        return
     for part in parts:
         yield from importlib.import_module(f"benchmarks.speed.{part}").rows(quick)
 
