@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from benchmarks.check.table import verdict
-from benchmarks.report.rows import PAPER_METHODS, Results
-
-_SHOWN_SIZES = 4
+from benchmarks.report.rows import PAPER_METHODS, Results, of_sums
 
 
 @dataclass(frozen=True)
@@ -50,23 +48,27 @@ def headlines(results: Results) -> Headlines:
 
 
 def _fidelity(rows: pd.DataFrame) -> str:
-    """Mean LDS of the paper's methods with Grad-K-Means, at the sizes that all of them have."""
+    """Mean LDS of the paper's methods on single points, and by size for random and for Grad-K-Means groups.
+
+    Only sizes that all methods and models have, so that the means are of the same things.
+    """
     if rows.empty:
         return "fidelity (LDS): not measured here; run `python -m benchmarks run lds`"
-    chosen = rows[rows["method"].isin(PAPER_METHODS) & rows["grouping"].isin(["none", "Grad-K-Means"])]
-    if "aggregation" in chosen:
-        chosen = chosen[chosen["aggregation"].fillna("sum") == "sum"]
-    table = chosen.pivot_table("mean", ["setting", "method"], "group_size").dropna(axis=1)
-    if table.shape[1] == 0:
-        return "fidelity (LDS): no group size was measured for all methods; see the table"
+    chosen = of_sums(rows[rows["method"].isin(PAPER_METHODS)])
+    table = chosen.pivot_table("mean", ["setting", "method"], ["grouping", "group_size"]).dropna(axis=1)
     means = table.mean()
-    sizes = list(means.index)
-    step = max(1, -(-(len(sizes) - 1) // (_SHOWN_SIZES - 1)))
-    shown = sorted({*sizes[::step], sizes[-1]})
-    text = ", ".join(f"{means[size]:.2f} at {'group size ' if size == shown[0] else ''}{size:g}" for size in shown)
+    parts = []
+    for grouping in ("none", "Random", "Grad-K-Means"):
+        sizes = [size for name, size in means.index if name == grouping]
+        shown = sorted({*sizes[:1], *sizes[len(sizes) // 2 :][:1], *sizes[-1:]})
+        values = ", ".join(f"{means[grouping, size]:.2f} at {size:g}" for size in shown)
+        if values:
+            parts.append(values if grouping == "none" else f"{grouping} groups {values}")
+    if not parts:
+        return "fidelity (LDS): no group size was measured for all methods; see the table"
     settings, methods = (table.index.get_level_values(level).nunique() for level in ("setting", "method"))
     where = table.index.get_level_values("setting")[0] if settings == 1 else f"{settings} models"
-    return f"fidelity (LDS): {text} (Grad-K-Means; mean of {methods} methods on {where})"
+    return f"fidelity (LDS) by group size: {'; '.join(parts)} (mean of {methods} methods on {where})"
 
 
 def _missing(value: object) -> bool:

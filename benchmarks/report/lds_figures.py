@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from benchmarks.report.rows import GROUPINGS, Results, grouping_title, mean_interval, of_sums, ordered, slug
-from benchmarks.report.style import GREY, OF_GROUPING, Picture, finish, grid, line, save, size_axis
+from benchmarks.report.style import GREY, OF_GROUPING, Picture, finish, grid, line, save, share_y, size_axis
 
 _KINDS = (
     ("mean", "interval", "lds", "linear data-modelling score (LDS)", "Spearman correlation"),
@@ -63,6 +63,7 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
         axis.set_ylabel(axis_name)
 
     figure = grid(methods, 2, draw)
+    share_y(figure)
     handles = [line(grouping_title(one), *OF_GROUPING[one]) for one in groupings]
     handles += [] if ceiling.empty else [line("ceiling", GREY, style=":")]
     finish(figure, title, handles)

@@ -35,6 +35,7 @@ from benchmarks.report.style import (
     log_axis,
     method_look,
     save,
+    share_y,
 )
 
 _SECONDS = "attribution time (CPU s, grouping included)"
@@ -85,7 +86,7 @@ def _curves(
         axis.set_ylabel(_ACCURACY)
 
     figure = grid(list(panels), 3, draw, height=2.9, width=3.1)
-    _share_y(figure.axes)
+    share_y(figure)
     handles = [line(name, *method_look(name, methods)) for name in methods]
     handles += [] if random.empty else [line("random removal", GREY, style="--")]
     which, better = _REMOVED[experiment]
@@ -118,6 +119,7 @@ def _by_grouping(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Pi
         _finish_runtime(axis)
 
     figure = grid(methods, 2, draw)
+    share_y(figure)
     handles = [line("single points (size 1)", BLACK, "*", "", 9)]
     handles += [line(name, *OF_GROUPING[name]) for name in groupings]
     title = f"{setting}: accuracy after removing the top {100 * largest:g} %, by grouping"
@@ -141,6 +143,7 @@ def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Pic
         _finish_runtime(axis)
 
     figure = grid(methods, 2, draw)
+    share_y(figure)
     handles = [line(f"top {100 * one:g} % removed", *look) for one, look in zip(fractions, SERIES, strict=False)]
     title = f"{setting}: accuracy after removal, Grad-K-Means groups"
     none = [entry for entry in _baseline_handles(found) if entry.get_label() == "no removal"]
@@ -208,9 +211,3 @@ def _removal_panels(found: pd.DataFrame) -> dict[str, pd.DataFrame]:
             size = min(some["group_size"].unique(), key=lambda one: abs(math.log2(one / 64)))
             panels[f"{grouping} groups of {size:g}"] = some[some["group_size"] == size]
     return {name: rows for name, rows in panels.items() if not rows.empty}
-
-
-def _share_y(axes: list[Axes]) -> None:
-    low, high = min(axis.get_ylim()[0] for axis in axes), max(axis.get_ylim()[1] for axis in axes)
-    for axis in axes:
-        axis.set_ylim(low, high)

@@ -116,16 +116,13 @@ def merged(frame: pd.DataFrame, by: Iterable[str], values: str = "values") -> pd
 
 def ordered(frame: pd.DataFrame, by: Sequence[str] = ("setting", "method", "grouping", "group_size")) -> pd.DataFrame:
     """Rows sorted as in the paper: no and random removal first, its methods, then ours; its groupings; sizes."""
-    methods = (NO_REMOVAL, RANDOM_REMOVAL, *PAPER_METHODS)
-    ranks = {"method": methods, "grouping": GROUPINGS}
-    settings = {name: at for at, name in enumerate(frame["setting"].unique())} if "setting" in frame else {}
+    first = {"setting": (), "method": (*BASELINES, *PAPER_METHODS), "grouping": GROUPINGS}
 
     def rank(column: pd.Series) -> pd.Series:
-        if column.name == "setting":
-            return column.map(settings)
-        if column.name in ranks:
-            return column.map(lambda name: ranks[column.name].index(name) if name in ranks[column.name] else 99)
-        return column
+        if column.name not in first:
+            return column
+        names = dict.fromkeys([*first[column.name], *column])  # what is not in the paper comes last, as it came
+        return column.map({name: at for at, name in enumerate(names)})
 
     return frame.sort_values([name for name in by if name in frame], key=rank, kind="stable").reset_index(drop=True)
 

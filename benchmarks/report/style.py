@@ -157,4 +157,12 @@ def size_axis(axis: Axes, sizes: Sequence[float]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(sizes), [f"{size:g}" for size in sizes])
     axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlim(min(sizes) / 1.7, max(sizes) * 1.7)
     axis.set_xlabel("group size (points; 1 = single points)")
+
+
+def share_y(figure: Figure) -> None:
+    """All panels of a figure with the same y axis."""
+    limits = [axis.get_ylim() for axis in figure.axes]
+    for axis in figure.axes:
+        axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
