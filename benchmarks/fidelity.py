@@ -12,7 +12,6 @@ The scale is reduced so that a run takes minutes: see `Scale`. One checkpoint; s
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +30,7 @@ from trak.modelout_functions import ImageClassificationModelOutput
 from trak.projectors import BasicProjector, ProjectionType
 
 from benchmarks import models
+from benchmarks.data import DataSet, load
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.fisher import Damping, EmpiricalFisher
 from ggda_ext.gradients.parameters import ParameterSpace
@@ -68,13 +68,14 @@ QUICK = Scale(points=512, tests=20, proj_dim=32, sizes=(4, 16), subsets=10, seed
 
 @dataclass(frozen=True)
 class Problem:
-    """A data set with a model and how to train it."""
+    """A data set with a model and how to train it; `standardise` columns, or take them as they are loaded."""
 
     name: str
     model: Callable[[], nn.Module]
     epochs: int
     rate: float
-    load: Callable[[Path], tuple[Pair, Pair]]
+    data: str
+    standardise: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,53 +94,47 @@ class Cell:
     lds: float
 
 
-def mnist(folder: Path) -> tuple[Pair, Pair]:
-    """Train and test digits `[n, 784]` in 0…1, with labels."""
-    with np.load(folder / "mnist.npz") as data:
-        parts = [(data[f"x_{part}"], data[f"y_{part}"]) for part in ("train", "test")]
-    train, test = ((torch.from_numpy(x).flatten(1) / 255, torch.from_numpy(y).long()) for x, y in parts)
-    return train, test
-
-
-def heloc(folder: Path) -> tuple[Pair, Pair]:
-    """Train and test applicants `[n, 23]`, standardised, with labels."""
-    with np.load(folder / "heloc.npz") as data:
-        x, y, is_test = torch.from_numpy(data["X"]), torch.from_numpy(data["y"]).long(), data["is_test"].astype(bool)
-    train, test = torch.from_numpy(~is_test), torch.from_numpy(is_test)
-    x = (x - x[train].mean(0)) / x[train].std(0).clamp_min(1e-6)
-    return (x[train], y[train]), (x[test], y[test])
+def loaded(problem: Problem, folder: Path | None) -> tuple[DataSet, Pair, Pair]:
+    """The problem's data set, with its training and test points ready for the model."""
+    dataset = load(problem.data, folder)
+    (x, y), (x_test, y_test) = dataset.train, dataset.test
+    if problem.standardise:
+        mean, spread = x.mean(0), x.std(0).clamp_min(1e-6)
+        x, x_test = (x - mean) / spread, (x_test - mean) / spread
+    return dataset, (x, y), (x_test, y_test)
 
 
 PROBLEMS = (
-    Problem("MNIST", models.ann_l, epochs=8, rate=1e-3, load=mnist),
-    Problem("HELOC", models.ann_s, epochs=12, rate=3e-3, load=heloc),
+    Problem("MNIST", models.ann_l, epochs=8, rate=1e-3, data="mnist"),
+    Problem("HELOC", models.ann_s, epochs=12, rate=3e-3, data="heloc", standardise=True),
 )
 
 
-def run(folder: Path, scale: Scale | None = None, path: Path | None = None) -> list[Cell]:
+def run(folder: Path | None, scale: Scale | None = None, path: Path | None = None) -> list[Cell]:
     """Measure every cell, print the tables, and write the cells as JSON to `path`."""
     scale = scale or Scale()
     print(f"{scale}, Spearman, mean ± sd over seeds, {torch.get_num_threads()} thread(s)")
     cells: list[Cell] = []
     for problem in PROBLEMS:
         start = time.process_time()
+        dataset, train, test = loaded(problem, folder)
         for seed in scale.seeds:
-            cells += measured(problem, seed, scale, folder)
+            cells += measured(problem, seed, scale, train, test)
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(
                     json.dumps({"scale": asdict(scale), "cells": [asdict(cell) for cell in cells]}, indent=1)
                 )
-        print(f"\n{problem.name} ({time.process_time() - start:.0f} CPU s)")
+        print(f"\n{dataset.title}, {dataset.source} ({time.process_time() - start:.0f} CPU s)")
         for line in table([cell for cell in cells if cell.data == problem.name]):
             print(line)
     return cells
 
 
-def measured(problem: Problem, seed: int, scale: Scale, folder: Path) -> Iterator[Cell]:
+def measured(problem: Problem, seed: int, scale: Scale, all_train: Pair, all_test: Pair) -> Iterator[Cell]:
     """All cells of one data set and seed."""
     draw = np.random.default_rng(seed)
-    (x, y), (x_test, y_test) = problem.load(folder)
+    (x, y), (x_test, y_test) = all_train, all_test
     chosen = torch.from_numpy(draw.choice(len(x), scale.points, replace=False))
     tested = torch.from_numpy(draw.choice(len(x_test), scale.tests, replace=False))
     train, test = (x[chosen], y[chosen]), (x_test[tested], y_test[tested])
@@ -258,11 +253,3 @@ def table(cells: Iterable[Cell]) -> Iterator[str]:
             ridge = f" ({np.mean([cell.chosen for cell in some]):.2g})" if name == "auto" else ""
             entries += f"{text:>22}{ridge}"
         yield f"{grouping:13} {size:4d} {k:5d} {fisher:8}{entries}"
-
-
-def data_folder(given: Path | None) -> Path:
-    """The folder with the data sets: as given, or in the environment variable GGDA_DATA_DIR."""
-    folder = given or (Path(os.environ["GGDA_DATA_DIR"]) if "GGDA_DATA_DIR" in os.environ else None)
-    if folder is None or not (folder / "mnist.npz").exists() or not (folder / "heloc.npz").exists():
-        raise SystemExit("pass --data-dir (or set GGDA_DATA_DIR): a folder with mnist.npz and heloc.npz.")
-    return folder
