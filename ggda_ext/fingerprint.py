@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -115,11 +116,20 @@ def name_of(value: Any, depth: int = 3) -> str:
     for key, item in sorted(getattr(value, "__dict__", {}).items()):
         if key.startswith("_") or key == "training":
             continue
-        if isinstance(item, _SIMPLE):
+        if _is_plain(item):
             settings.append(f"{key}={item!r}")
         elif depth and (callable(item) or isinstance(item, ExampleLoss)):
             settings.append(f"{key}={name_of(item, depth - 1)}")
     return f"{type(value).__qualname__}({', '.join(settings)})"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is made of numbers and texts."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(part) for item in value.items() for part in item)
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _SIMPLE)
 
 
 def _some(data: IndexedData) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import ggda_trak
 import ggda_trak.sums
 import numpy as np
 import pytest
+import restart_script
 import torch
 from torch import nn
 
@@ -129,3 +132,19 @@ def test_a_killed_run_goes_on_and_ends_as_if_undisturbed(work: Callable[[Path], 
         found = np.load(out, allow_pickle=False)
         assert found.dtype == expected.dtype
         assert found.tobytes() == expected.tobytes()
+
+
+def test_a_killed_rank_comes_back_with_torchrun(tmp_path: Path) -> None:
+    script = Path(restart_script.__file__)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "--max-restarts=1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, script, tmp_path], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "Signal 9 (SIGKILL)" in done.stderr or "exitcode: -9" in done.stderr
+    assert int((tmp_path / "finished_before").read_text()) > 0
+    expected = restart_script.work(tmp_path / "one process")
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+        for resumed, undisturbed, one in zip(found["resumed"], found["undisturbed"], expected, strict=True):
+            assert torch.equal(resumed, undisturbed)
+            torch.testing.assert_close(resumed, one)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from ggda_ext.stored_scores import ScoresInMemory, ScoreStore, keep_scores
 Solve = Callable[[Tensor], Tensor]
 """H⁻¹ v for rows v `[m, p]` in dattri's layout."""
 Curvature = Literal["whole", "upstream"]
+_NOT_OF_THE_SOLVER = ("device", "layer_name", "strategy", "save_dir", "show_progress")
 
 
 class GroupedInnerProduct(Grouped):
@@ -124,8 +126,9 @@ class GroupedInnerProduct(Grouped):
         """``solve(rows)``, found in `save_dir` if it was solved before, with the same settings and cached data."""
         if self.save_dir is None:
             return solve(rows)
+        own = {name: value for name, value in vars(self).items() if name not in _NOT_OF_THE_SOLVER}
         settings = {
-            "solver": name_of(self),
+            "solver": name_of(SimpleNamespace(**own)).replace("SimpleNamespace", type(self).__name__),
             "curvature": self.curvature,
             "losses of cached points": losses_of(provider, self._curvature_data()),
         }

@@ -1,0 +1,106 @@
+"""Estimates: what is asked about is what is estimated, costs add up, and a calibration run is near the truth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from ggda_ext import GroupGradients, Groups, attribute, estimate, properties
+from ggda_ext.planning import Estimate
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def provider(n: int = 4_000, **options: Any) -> GroupGradients:
+    x, y = torch.randn(n, 20), torch.randint(0, 3, (n,))
+    model = nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 3))
+    return GroupGradients(model, LOSS, (x, y), np.arange(n) // 8, batch_size=256, **options)
+
+
+def test_what_is_asked_about_is_estimated() -> None:
+    found = estimate(provider(), n=10**9, k=10**6, m=3, p=10**8, ranks=64, calibration_seconds=0.05)
+    assert (found.points, found.groups, found.properties, found.parameters, found.ranks) == (10**9, 10**6, 3, 10**8, 64)
+    assert found.score_bytes == 3 * 10**6 * 4
+    assert found.group_bytes >= 10**9 * 4
+    assert found.sent_bytes == pytest.approx(2 * 63 / 64 * found.score_bytes)
+    work = found.points * found.seconds_per_point / 64
+    assert found.seconds == pytest.approx(found.fixed_seconds + work + found.send_seconds)
+    assert "n=1,000,000,000 points" in found.explain()
+    assert "64 ranks" in found.explain()
+
+
+def test_time_is_proportional_to_points_and_shared_by_ranks() -> None:
+    base: dict[str, Any] = {
+        "strategy": "directional", "parameters": 1, "groups": 1, "properties": 1, "fixed_seconds": 1.0,
+        "seconds_per_point": 2.0, "sent_bytes": 0.0, "send_seconds": 0.5, "working_bytes": 1, "score_bytes": 2,
+        "group_bytes": 3, "timed_points": 1,
+    }  # fmt: skip
+    assert Estimate(points=10, ranks=1, **base).seconds == 21.5
+    assert Estimate(points=20, ranks=4, **base).seconds == 11.5
+    assert Estimate(points=20, ranks=4, **base).memory_bytes == 6
+
+
+@pytest.mark.parametrize("m", [1, 40])
+def test_the_estimate_is_of_the_order_of_the_measured_time(m: int) -> None:
+    given = provider(40_000)
+    found = estimate(given, m=m, clock=time.process_time, calibration_seconds=0.05)
+    assert found.strategy == given.plan(m).strategy
+    assert found.timed_points < 40_000
+    directions = torch.randn(m, given.p)
+    start = time.process_time()
+    given.scores(directions)
+    seconds = time.process_time() - start
+    assert seconds / 4 < found.seconds < seconds * 4
+
+
+def test_a_stream_is_estimated_from_its_first_points() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([(torch.zeros(4), 0)] * 50)
+
+    given = GroupGradients(nn.Linear(4, 2), LOSS, Stream(), np.arange(50) // 5, batch_size=4)
+    assert estimate(given, n=10**6, k=10**3, calibration_seconds=0.01).seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [({"k": 10**9}, "k=1000000000 groups"), ({"ranks": 0}, "ranks=0"), ({"m": 0}, "m=0")]
+)
+def test_impossible_questions_are_refused(options: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        estimate(provider(100), **options)
+
+
+# groups that no one writes down
+
+
+def test_groups_by_rule_are_groups() -> None:
+    rule, labels = Groups.by_rule(1_000, 7, lambda indices: indices % 7), Groups(np.arange(1_000) % 7)
+    assert rule == labels
+    assert len(rule) == 7
+    assert np.array_equal(Groups.by_rule(1_000, 7, lambda indices: indices % 7)[3], labels[3])
+    given = provider(1_000)
+    goal = properties.mean_loss((torch.randn(5, 20), torch.zeros(5, dtype=torch.long)), LOSS)
+    unseen = Groups.by_rule(1_000, 7, lambda indices: indices % 7)
+    found = attribute(given.model, LOSS, given.data, unseen, goal)
+    assert torch.equal(found, attribute(given.model, LOSS, given.data, labels, goal))
+    assert unseen._labels is None  # one property needs the labels of a batch at a time only
+
+
+@pytest.mark.parametrize(
+    ("k", "rule", "named"),
+    [
+        (3, lambda indices: indices % 4, "point 3 the group id 3: give 0 to 2"),
+        (3, lambda indices: indices % 3 - 1, "point 0 the group id -1"),
+        (4, lambda indices: indices % 3, r"1 of 4 groups are empty, first 3"),
+    ],
+)
+def test_a_rule_that_is_no_partition_is_refused(k: int, rule: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Groups.by_rule(10, k, rule)
