@@ -188,8 +188,8 @@ def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str | Non
         before, now = stored.get(name), given.get(name)
         if not _same(before, now):
             return (
-                f"was made with {name} = {_short(before, now)}, now it is {_short(now, before)}: pass what it was made with, "
-                "another save_dir, or delete the folder."
+                f"was made with {name} = {_short(before, now)}, now it is {_short(now, before)}: pass what it was made "
+                "with, another save_dir, or delete the folder."
             )
     return None
 
@@ -285,8 +285,8 @@ def _same(before: Any, now: Any) -> bool:
 def _short(value: Any, other: Any) -> str:
     """A value as text; of a long one the part where it differs from the other."""
     text = repr(value)
-    same = len(os.path.commonprefix([text, repr(other)]))
-    low = max(0, min(same, len(text)) - 40)
+    same = next((at for at, (a, b) in enumerate(zip(text, repr(other), strict=False)) if a != b), len(text))
+    low = max(0, same - 40)
     part = text[low : low + 80]
     return f"{'…' * (low > 0)}{part}{'…' * (low + 80 < len(text))}" if len(text) > 80 else text
 
