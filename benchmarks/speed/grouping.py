@@ -109,7 +109,7 @@ def digits(n: int) -> tuple[Pair, Pair, str]:
     """Training and test points of MNIST's shape, flattened, and where they come from."""
     path = Path(os.environ.get("GGDA_DATA_DIR", "")) / "mnist.npz"
     if path.exists():
-        with np.load(path) as found:
+        with np.load(path, allow_pickle=False) as found:
             return _flat(found["x_train"][:n], found["y_train"][:n]), _flat(found["x_test"], found["y_test"]), "MNIST"
     generator = torch.Generator().manual_seed(0)
     styles, tests = 40, 10_000  # every class in four styles, one label in twenty wrong
