@@ -42,7 +42,7 @@ def check_tables(results: Results) -> Iterator[Table]:
 def source_table(results: Results) -> Table:
     """Every data set with its size and where it came from; stand-ins are marked."""
     keys = ["setting", "scale", "train_points", "test_points", "epochs", "source", "stand_in"]
-    rows = results.rows.assign(epochs=_epochs(results.rows)).drop_duplicates(["experiment", *keys])
+    rows = results.rows.drop_duplicates(["experiment", *keys])
     lines = []
     for values, some in rows.groupby(keys, sort=False, dropna=False):
         setting, scale, train, test, epochs, source, stand_in = values
@@ -54,12 +54,6 @@ def source_table(results: Results) -> Table:
         )  # fmt: skip
     columns = ["Data / model", "Used in", "Scale", "Training points", "Test points", "Epochs", "Source", "Kind"]
     return Table("sources", "Data", pd.DataFrame(lines, columns=columns), keys=len(columns))
-
-
-def _epochs(rows: pd.DataFrame) -> list[float]:
-    """Epochs of training of every row, nan where the row does not say."""
-    recipes = rows["recipe"] if "recipe" in rows else [None] * len(rows)
-    return [recipe.get("epochs", float("nan")) if isinstance(recipe, dict) else float("nan") for recipe in recipes]
 
 
 def _comparison(row: dict[str, Any]) -> dict[str, str]:

@@ -73,7 +73,7 @@ def read(folders: Sequence[Path]) -> Results:
             raise ValueError(f"{folder} has no rows: its run stopped before the first one. Leave the folder out.")
         rows += [_flat(row) | {"folder": str(folder)} for row in found]
     frame = pd.DataFrame(rows)
-    for column in ("scale", "train_points", "test_points", "stand_in", "source"):
+    for column in ("scale", "train_points", "test_points", "epochs", "stand_in", "source"):
         if column not in frame:
             frame[column] = None
     frame = frame.drop_duplicates(["experiment", "key", "scale", "train_points"], keep="last")
@@ -182,21 +182,23 @@ def slug(name: str) -> str:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with `seconds` as columns seconds_grouping, …, and their sum."""
-    seconds = row.get("seconds")
-    if not isinstance(seconds, dict):
-        return dict(row)
-    parts = [float(seconds.get(part) or 0.0) for part in PARTS]
-    rest = {name: value for name, value in row.items() if name != "seconds"}
-    return rest | dict(zip(SECONDS, [*parts, sum(parts)], strict=True))
+    """A row with `seconds` as columns seconds_grouping, …, and their sum, and the recipe's epochs as a column."""
+    flat = {name: value for name, value in row.items() if name not in ("seconds", "recipe")}
+    if isinstance(row.get("recipe"), dict):
+        flat["epochs"] = row["recipe"].get("epochs")
+    if isinstance(row.get("seconds"), dict):
+        parts = [float(row["seconds"].get(part) or 0.0) for part in PARTS]
+        flat |= dict(zip(SECONDS, [*parts, sum(parts)], strict=True))
+    return flat
 
 
 def _settings(frame: pd.DataFrame) -> pd.Series:
-    """Names of settings, with the number of training points where one data set and model has several."""
+    """Names of settings, with training points and epochs where one experiment has several for a data set and model."""
     names = frame["data"].astype(str) + " / " + frame["model"].astype(str)
-    experiments = frame["experiment"] != "check"
-    several = frame[experiments].groupby(names[experiments])["train_points"].transform("nunique") > 1
-    several = several.reindex(frame.index, fill_value=False)
-    points = frame["train_points"].map(lambda n: f" ({int(n):,} points)" if pd.notna(n) else "")
-    marks = frame["stand_in"].map(lambda yes: f" ({STAND_IN})" if pd.notna(yes) and yes else "")
-    return names + points.where(several, "") + marks
+    marked = names
+    for column, title in (("train_points", "points"), ("epochs", "epochs")):
+        kinds = frame[column].groupby([frame["experiment"], names]).transform("nunique")
+        several = (kinds > 1) & (frame["experiment"] != "check")
+        marks = frame[column].map(lambda n, title=title: f" ({int(n):,} {title})" if pd.notna(n) else "")
+        marked = marked + marks.where(several, "")
+    return marked + frame["stand_in"].map(lambda yes: f" ({STAND_IN})" if pd.notna(yes) and yes else "")

@@ -302,6 +302,14 @@ def test_the_same_model_at_two_sizes_is_two_settings(tmp_path: Path) -> None:
     assert results.settings == ["HELOC / ANN-S (7,896 points)", "HELOC / ANN-S (500 points)"]
 
 
+def test_rows_of_unlike_training_are_never_put_into_one_table(tmp_path: Path) -> None:
+    rows = [row | {"recipe": {"epochs": 300}} for row in MadeRows().lds()]
+    fewer = [row | {"recipe": {"epochs": 30}} for row in rows[:1]]
+    results = read([folder_of(tmp_path / "a", rows), folder_of(tmp_path / "b", fewer)])
+    assert results.settings == ["HELOC / ANN-S (300 epochs)", "HELOC / ANN-S (30 epochs)"]
+    assert source_table(results).frame["Epochs"].tolist() == ["300", "30"]
+
+
 def test_more_groupings_of_the_same_models_do_not_shrink_the_standard_error(tmp_path: Path) -> None:
     row = next(row for row in MadeRows().noisy() if row["group_size"] == 16)
     twins = [row | {"key": f"{row['key']}/{seed}", "grouping_seed": seed} for seed in range(3)]
