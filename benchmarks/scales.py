@@ -144,8 +144,8 @@ _LR = replace(
     _PAPER, grouping_seeds=2, lds_subsets=40, trak_models=4, lissa_repeats=5, retrained_sizes=(1, 16, 64, 256, 1024),
     noisy_seeds=3, lds_seeds=3,
 )  # fmt: skip
-_ANN_S = replace(_LR, model_seeds=5, lds_subsets=32, lds_seeds=2, epochs=20)
-_ANN_M = replace(_ANN_S, model_seeds=2, noisy_seeds=2, lds_subsets=24, lds_seeds=1)
+_ANN_S = replace(_LR, lds_subsets=32, lds_seeds=2, epochs=20)
+_ANN_M = replace(_ANN_S, noisy_seeds=2, lds_subsets=24, lds_seeds=1)
 _ANN_L = ExperimentScale(
     model_seeds=2, grouping_seeds=1, group_sizes=(1, 4, 16, 64, 256), removed=(0.2,), lds_subsets=16,
     left_out_groups=0, trak_models=1, lissa_repeats=1, groupings=("Grad-K-Means",),
