@@ -8,24 +8,30 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from benchmarks.check import table
-from benchmarks.check.case import Case, Method
-from benchmarks.check.measure import row_of
 from benchmarks.results import ResultFolder
 from benchmarks.scales import Scale
 
+if TYPE_CHECKING:
+    from benchmarks.check.case import Case, Method
+
 TOOLKITS = ("captum", "dattri", "trak", "fisher")
+METHOD_NAMES = (
+    "TracInCP", "TracInCPFast", "ArnoldiInfluenceFunction", "NaiveInfluenceFunction",
+    "IFAttributorLiSSA", "TracInAttributor", "TRAKAttributor", "TRAKer", "FisherInfluence",
+)  # fmt: skip
+"""Of all toolkits, in the order of the table; known without importing them."""
 
 SKIPPED: Mapping[tuple[str, str, str], str] = {}
 """(task, toolkit, method) → what the original cannot do there; nothing else may be left out."""
 
 
 def methods() -> tuple[Method, ...]:
-    """All methods of all toolkits."""
+    """All methods of all toolkits, which are imported here."""
     found: list[Method] = []
     for toolkit in TOOLKITS:
         found += importlib.import_module(f"benchmarks.check.{toolkit}").METHODS
@@ -77,6 +83,8 @@ def run(
 
 
 def _checked(task: str, method: Method, case: Case) -> dict[str, Any]:
+    from benchmarks.check.measure import row_of
+
     reason = SKIPPED.get((task, method.toolkit, method.name))
     if reason is not None:
         return {"toolkit": method.toolkit, "method": method.name, "status": "skipped", "reason": reason}
@@ -86,6 +94,7 @@ def _checked(task: str, method: Method, case: Case) -> dict[str, Any]:
 def _prepared(name: str, scale: Scale, folder: ResultFolder, data_dir: Path | None) -> tuple[Case, dict[str, Any]]:
     """A task's case and the fields its rows share."""
     from benchmarks import data
+    from benchmarks.check.case import Case
     from benchmarks.tasks import PAPER, task
 
     of_data = PAPER[name].data
@@ -93,13 +102,13 @@ def _prepared(name: str, scale: Scale, folder: ResultFolder, data_dir: Path | No
     dataset = data.load(of_data, data_dir, train=size.train, test=size.test, text_length=scale.text_length)
     made = task(name, dataset, scale, folder=data_dir)
     source = f"{dataset.source}; weights: {made.weights}" if made.weights else dataset.source
-    folder.add_source(name, source, made.stand_in)
+    folder.add_source(dataset.title, source, made.stand_in)
     points = dataset.subset(train=numbers.points, test=numbers.tests)
     model = made.trained(seed=0).model
     case = Case(model, points.train, points.test, numbers, made.projection_dim)
     return case, {
         "experiment": "check",
-        "data": dataset.title,
+        "data": data.TITLES[dataset.name],
         "model": made.title,
         "source": source,
         "stand_in": made.stand_in,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import time
 import traceback
@@ -47,6 +48,8 @@ def row_of(method: Method, case: Case) -> dict[str, Any]:
         grouped = measured(lambda: method.grouped(case))
         error = relative_error(grouped.scores, case.groups.sum(original.scores, 1))
     except Exception as failure:
+        if isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
+            raise  # not the method's fault: with room on the disk, a resumed run has the row
         return row | {"status": "failed", "reason": _said(failure), "traceback": traceback.format_exc()}
     return row | {
         "status": "equal" if error <= method.tolerance else "differs",

@@ -35,7 +35,7 @@ def line(row: Row) -> str:
 def source(row: Row) -> str:
     """The line above the rows of a data set: what it is and where it came from."""
     mark = " (stand-in)" if row["stand_in"] else ""
-    return f"{row['data']}{mark} · {row['model']} · {row['test_points']} test points · data: {row['source']}{mark}"
+    return f"{row['data']}{mark} · {row['model']} · {row['test_points']} test points · source: {row['source']}"
 
 
 def lines(rows: Iterable[Row]) -> Iterator[str]:
@@ -58,11 +58,15 @@ def verdict(rows: Iterable[Row]) -> Iterator[str]:
     faster = [row["speed_up"] for row in every if row["status"] == "equal"]
     if faster:
         yield f"median speed-up {median(faster):.1f} x (from {min(faster):.1f} to {max(faster):.1f}), in CPU time"
-    for status in STATUSES[1:]:
-        for row in every:
-            if row["status"] == status:
-                why = row.get("reason") or f"error {row['error']:.1e}, allowed {row['tolerance']:.0e}"
-                yield f"{status}: {row['data']} {row['model']} {row['toolkit']} {row['method']}: {why}"
+    yield from problems(every)
+
+
+def problems(rows: Iterable[Row]) -> Iterator[str]:
+    """A line for every check that did not come out equal, with the reason."""
+    for row in sorted(rows, key=lambda row: STATUSES.index(row["status"])):
+        if row["status"] != "equal":
+            why = row.get("reason") or f"error {row['error']:.1e}, allowed {row['tolerance']:.0e}"
+            yield f"{row['status']}: {row['data']} {row['model']}, {row['toolkit']} {row['method']}: {why}"
 
 
 def passed(rows: Iterable[Row]) -> bool:
