@@ -79,14 +79,14 @@ def throughput(name: str, n: int) -> Iterator[Row]:
 
 
 def memory(name: str, n: int) -> Iterator[Row]:
-    """Peak memory of `n` points against a tenth of them, with as many groups."""
+    """Peak memory of `n` points against half of them, with as many groups; what grows with n would show as near 2."""
     for k in (1_000, n // 10):
-        peaks = {points: [peak_bytes(scored(name, points, k)) for _ in range(2)] for points in (n // 10, n)}
+        peaks = {points: [peak_bytes(scored(name, points, k)) for _ in range(2)] for points in (n // 2, n)}
         if None in peaks[n]:
             return
         few, many = (min(peak for peak in found if peak is not None) for found in peaks.values())  # allocators vary
         note = f"{many / 2**20:.1f} MB beyond the model, {4 * k / 2**20:.1f} MB of it the scores of {k:,} groups"
-        yield Row("scaling", name, f"peak memory, {n:,} points", n // k, 0.0, f"{n // 10:,} points", many / max(few, 1),
+        yield Row("scaling", name, f"peak memory, {n:,} points", n // k, 0.0, f"{n // 2:,} points", many / max(few, 1),
                   "times", 1.2, note)  # fmt: skip
 
 
