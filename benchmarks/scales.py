@@ -138,6 +138,9 @@ _QUICK = ExperimentScale(
     left_out_groups=16, trak_models=2, lissa_depth=50, lissa_repeats=1, groupings=_TWO_GROUPINGS, noisy_seeds=1,
     lds_seeds=1,
 )  # fmt: skip
+_FEW_METHODS = ("TracIn", "Inf. (Fisher)", "Per-point, directional")
+_SMALL_NOISY = replace(_SMALL, methods=_FEW_METHODS, lds_subsets=0, removed=(), pruned=())  # nothing is retrained
+_QUICK_NOISY = replace(_QUICK, methods=_FEW_METHODS, lds_subsets=0, removed=(), pruned=())
 _PAPER = ExperimentScale(model_seeds=10, grouping_seeds=3, group_sizes=_PAPER_SIZES)
 # HELOC's networks: after a tenth of the paper's epochs or less, test accuracy is that of all of them (0.74)
 _LR = replace(
@@ -157,10 +160,7 @@ _CIFAR = replace(
     _ANN_L, model_seeds=1, group_sizes=(1, 16, 64), pruned=(0.5,), lds_subsets=0, lissa_depth=10,
     retrained_sizes=(1, 64), retrained_methods=("TracIn",), epochs=None, train=1_000, test=250,
 )  # fmt: skip
-_QNLI = replace(
-    _CIFAR, group_sizes=(1, 16), methods=("TracIn", "Inf. (Fisher)", "Per-point, directional"), removed=(), pruned=(),
-    train=256, test=64,
-)  # fmt: skip
+_QNLI = replace(_CIFAR, group_sizes=(1, 16), methods=_FEW_METHODS, removed=(), pruned=(), train=256, test=64)
 _PAPER_EPOCHS = {
     "heloc-lr": 200, "heloc-ann-s": 300, "heloc-ann-m": 400, "mnist-ann-l": 50, "cifar10-resnet18": 50, "qnli-bert": 3,
 }  # fmt: skip
@@ -195,7 +195,14 @@ SCALES: dict[str, Scale] = {
                 points=24, tests=2, group_size=8, batch=8, curvature_points=4, depth=2, last_parameters=200_000
             ),
         },
-        experiments=dict.fromkeys(_PAPER_EPOCHS, _SMALL),
+        experiments={
+            "heloc-lr": _SMALL,
+            "heloc-ann-s": _SMALL,
+            "heloc-ann-m": _SMALL,
+            "mnist-ann-l": _SMALL,
+            "cifar10-resnet18": _SMALL_NOISY,
+            "qnli-bert": _SMALL_NOISY,
+        },
     ),
     "quick": Scale(
         name="quick",
@@ -203,8 +210,8 @@ SCALES: dict[str, Scale] = {
         data={
             "heloc": DataScale(),
             "mnist": DataScale(10_000, 2_000),
-            "cifar10": DataScale(2_000, 500),
-            "qnli": DataScale(512, 128),
+            "cifar10": DataScale(1_000, 500),
+            "qnli": DataScale(128, 64),
         },
         epochs={
             "heloc-lr": 20,
@@ -217,16 +224,23 @@ SCALES: dict[str, Scale] = {
         resnet_width=8,
         text_length=32,
         check={
-            "heloc-lr": CheckScale(points=2_048, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
-            "heloc-ann-s": CheckScale(points=2_048, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
-            "heloc-ann-m": CheckScale(points=2_048, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
-            "mnist-ann-l": CheckScale(points=1_024, tests=20, group_size=64, batch=512, curvature_points=128, depth=5),
-            "cifar10-resnet18": CheckScale(points=256, tests=4, group_size=32, batch=64, curvature_points=32, depth=3),
+            "heloc-lr": CheckScale(points=4_096, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
+            "heloc-ann-s": CheckScale(points=4_096, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
+            "heloc-ann-m": CheckScale(points=4_096, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
+            "mnist-ann-l": CheckScale(points=512, tests=10, group_size=32, batch=512, curvature_points=128, depth=5),
+            "cifar10-resnet18": CheckScale(points=96, tests=2, group_size=16, batch=48, curvature_points=16, depth=3),
             "qnli-bert": CheckScale(
-                points=64, tests=2, group_size=16, batch=16, curvature_points=8, depth=2, last_parameters=2_000_000
+                points=32, tests=2, group_size=8, batch=16, curvature_points=8, depth=2, last_parameters=2_000_000
             ),
         },
-        experiments=dict.fromkeys(_PAPER_EPOCHS, _QUICK),
+        experiments={
+            "heloc-lr": _QUICK,
+            "heloc-ann-s": _QUICK,
+            "heloc-ann-m": _QUICK,
+            "mnist-ann-l": _QUICK,
+            "cifar10-resnet18": _QUICK_NOISY,
+            "qnli-bert": _QUICK_NOISY,
+        },
     ),
     "laptop": Scale(
         name="laptop",
@@ -259,7 +273,9 @@ SCALES: dict[str, Scale] = {
             "cifar10-resnet18": CheckScale(
                 points=1_024, tests=10, group_size=64, batch=64, curvature_points=64, depth=5
             ),
-            "qnli-bert": CheckScale(points=256, tests=4, group_size=32, batch=16, curvature_points=16, depth=3),
+            "qnli-bert": CheckScale(
+                points=256, tests=4, group_size=32, batch=16, curvature_points=16, depth=3, last_parameters=4_000_000
+            ),
         },
         experiments={
             "heloc-lr": _LR,
@@ -293,7 +309,9 @@ SCALES: dict[str, Scale] = {
             "cifar10-resnet18": CheckScale(
                 points=10_000, tests=20, group_size=64, batch=32, curvature_points=512, depth=20
             ),
-            "qnli-bert": CheckScale(points=2_000, tests=10, group_size=64, batch=8, curvature_points=64, depth=10),
+            "qnli-bert": CheckScale(
+                points=2_000, tests=10, group_size=64, batch=8, curvature_points=64, depth=10, last_parameters=8_000_000
+            ),
         },
         experiments=dict.fromkeys(_PAPER_EPOCHS, _PAPER),
     ),
