@@ -13,6 +13,7 @@ from benchmarks.report.rows import (
     BASELINES,
     KEYS,
     NO_REMOVAL,
+    PAPER_METHODS,
     data_model,
     grouping_title,
     merged,
@@ -51,9 +52,9 @@ def _paper_pruning(setting: str, rows: pd.DataFrame, found: pd.DataFrame) -> Tab
         if any(cell != "–" for cell in cells):
             columns.append(("Baselines", baseline))
             lists.append([*cells, "–"])
-    for method in dict.fromkeys(ordered(found)["method"]):
-        mine = found[(found["method"] == method)]
-        if method in BASELINES or mine.empty:
+    for method in PAPER_METHODS:
+        mine = found[found["method"] == method]
+        if mine.empty:
             continue
         theirs, runtime = paper.pruning(data, model, method), paper.pruning_runtime(data, model, method)
         for at, (name, group_size, grouping) in enumerate((("DA", 1, "none"), ("GGDA", size, "Random"))):

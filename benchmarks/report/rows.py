@@ -97,21 +97,30 @@ def merged(frame: pd.DataFrame, by: Iterable[str], values: str = "values") -> pd
     by = list(by)
     lines = []
     for key, some in frame.groupby(by, sort=False, dropna=False):
-        lists = [np.asarray(one, float) for one in some[values]]
-        same_seeds = len({len(one) for one in lists}) == 1
-        per_seed = np.mean(lists, axis=0) if same_seeds else np.concatenate(lists)
-        means = [one.mean() for one in lists]
+        per_seed = _seed_means(some, values)
+        means = [np.mean(one) for one in some[values]]
         line = dict(zip(by, key, strict=True))
         line |= {
             "mean": per_seed.mean(),
             "stderr": per_seed.std(ddof=1) / len(per_seed) ** 0.5 if len(per_seed) > 1 else np.nan,
             "seeds": len(per_seed),
-            "grouping_seeds": len(lists),
+            "grouping_seeds": len(means),
             "spread": np.std(means, ddof=1) if len(means) > 1 else np.nan,
         }
         line |= {name: some[name].mean() for name in SECONDS if name in some}
         lines.append(line)
     return pd.DataFrame(lines)
+
+
+def _seed_means(rows: pd.DataFrame, values: str) -> np.ndarray:
+    """Values of each model seed, averaged over the rows that have it; by place where a row does not name its seeds."""
+    named = rows["model_seeds"] if "model_seeds" in rows else [None] * len(rows)
+    by_seed: dict[int, list[float]] = {}
+    for seeds, found in zip(named, rows[values], strict=True):
+        names = seeds if isinstance(seeds, list) and len(seeds) == len(found) else range(len(found))
+        for seed, value in zip(names, found, strict=True):
+            by_seed.setdefault(seed, []).append(value)
+    return np.array([np.mean(some) for some in by_seed.values()])
 
 
 def ordered(frame: pd.DataFrame, by: Sequence[str] = ("setting", "method", "grouping", "group_size")) -> pd.DataFrame:

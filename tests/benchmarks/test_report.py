@@ -86,7 +86,7 @@ class MadeRows:
                 "stderr": 0.003, "seconds_per_seed": [0.1] * 10,
             }  # fmt: skip
             if method == "TracIn":
-                row |= {"seconds_default_mode": 20.0} if size == 1 else {}
+                row |= {"default_mode_seconds": 20.0} if size == 1 else {}
                 other = {"key": f"{row['key']}/1", "grouping_seed": 1, "values": list(values + 0.02)}
                 rows += [row | other] if size > 1 else []
             by_mean = {"key": f"{row['key']}/mean", "aggregation": "mean", "values": list(values - 0.1)}
@@ -320,6 +320,9 @@ def test_more_groupings_of_the_same_models_do_not_shrink_the_standard_error(tmp_
     )
     assert three["stderr"] == pytest.approx(one["stderr"]) == pytest.approx(np.std(row["values"], ddof=1) / 10**0.5)
     assert (three["seeds"], three["grouping_seeds"], three["spread"]) == (10, 3, pytest.approx(0))
+    shorter = twins[1] | {"model_seeds": [8, 9], "values": row["values"][8:]}
+    mixed = merged(of_sums(read([folder_of(tmp_path / "mixed", [twins[0], shorter])]).rows), keys).iloc[0]
+    assert (mixed["seeds"], mixed["mean"]) == (10, pytest.approx(one["mean"]))
 
 
 def test_headlines_count_what_was_skipped_and_what_differs(tmp_path: Path) -> None:
@@ -361,6 +364,7 @@ def test_cost_adds_up_and_names_the_speed_up_over_single_points(tmp_path: Path) 
     row = found.loc[("TracIn", "Grad-K-Means", 256)]
     assert row["seconds_total"] == pytest.approx(0.2 + 0.1 + 4 / 256 + 0.02)
     assert row["faster"] == pytest.approx(4.12 / row["seconds_total"])
+    assert row["faster_ungrouped"] == pytest.approx(4.12 / (row["seconds_total"] - 0.2))
     assert row["default_mode"] == 20
     assert found.loc[("TRAK", "Random", 4), ["default_mode"]].isna().all()
 
