@@ -67,7 +67,7 @@ def _mode(case: Case) -> dict[str, Any]:
     return {
         "loss_fn": nn.CrossEntropyLoss(reduction="sum" if fast else "none"),
         "sample_wise_grads_per_batch": fast,
-        "batch_size": min(case.size.batch, 64 if fast else 16),
+        "batch_size": min(case.size.batch, 64 if fast else 4),
     }
 
 
