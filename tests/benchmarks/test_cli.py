@@ -1,0 +1,201 @@
+"""The command line: what it offers, its exit codes, and that a stopped run goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import check, experiments, tour
+from benchmarks.__main__ import main
+from benchmarks.check.case import Case, Method
+from benchmarks.results import ResultFolder, read_config, read_rows
+
+CHECK = ["check", "--scale", "smoke", "--tasks", "heloc-lr"]
+
+
+def ones(case: Case) -> Tensor:
+    return torch.ones(len(case.test[0]), len(case.train[0]))
+
+
+def right(case: Case) -> Tensor:
+    return case.groups.sum(ones(case), 1)
+
+
+def wrong(case: Case) -> Tensor:
+    return right(case) + torch.tensor([1.0] + [0.0] * (len(case.groups) - 1))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def methods(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that puts others in the place of the toolkits' methods."""
+
+    def put(*grouped: Any) -> None:
+        found = tuple(Method("Captum", f"method {i}", ones, one, lambda case: "") for i, one in enumerate(grouped))
+        monkeypatch.setattr(check, "methods", lambda: found)
+
+    return put
+
+
+def raises(error: BaseException) -> Any:
+    def run(case: Case) -> Tensor:
+        raise error
+
+    return run
+
+
+def only_folder() -> Path:
+    (path,) = Path("results").iterdir()
+    return path
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    for command in ("tour", "check", "run", "report", "data", "speed", "fidelity"):
+        assert f"\n    {command} " in printed
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for word in ("--scale", "--data-dir", "--resume", "--methods", "--tasks", "stand-in", "Exit code 1"):
+        assert word in printed
+
+
+@pytest.mark.parametrize("given", [[], ["--scale", "smoke"], ["tour"]])
+@pytest.mark.parametrize("passed", [True, False])
+def test_no_command_is_the_tour(given: list[str], passed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    scales = []
+    monkeypatch.setattr(tour, "run", lambda tasks, scale, *rest: scales.append(scale.name) or passed)
+    assert main(given) == (0 if passed else 1)
+    assert scales == ["smoke" if given[1:] else "quick"]
+
+
+def test_the_tour_ends_with_the_headlines(
+    methods: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods(right)
+    monkeypatch.setattr(tour, "EXPERIMENT_TASKS", ())
+    assert main(["tour", "--scale", "smoke", "--tasks", "heloc-lr"]) == 0
+    *_, equal, speed, fidelity, page = capsys.readouterr().out.splitlines()
+    assert equal == "equal to the originals on 1 of 1 checks"
+    assert speed.startswith("median speed-up")
+    assert fidelity.startswith("fidelity (LDS)")
+    assert Path(page.removeprefix("report: ")).exists()
+
+
+def test_the_tour_knows_all_experiments() -> None:
+    assert set(tour.EXPERIMENTS) == set(experiments.EXPERIMENTS)
+
+
+def test_equal_scores_are_exit_code_0(methods: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    methods(right)
+    assert main(CHECK) == 0
+    assert "equal to the originals on 1 of 1 checks" in capsys.readouterr().out
+    assert read_config(only_folder())["finished"]
+
+
+@pytest.mark.parametrize(("broken", "status"), [(wrong, "differs"), (raises(KeyError("x")), "failed")])
+def test_one_wrong_or_broken_method_is_exit_code_1(
+    broken: Any, status: str, methods: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods(right, broken, right)
+    assert main(CHECK) == 1
+    printed = capsys.readouterr().out
+    assert f"equal to the originals on 2 of 3 checks; 1 {status}" in printed
+    assert [row["status"] for row in read_rows(only_folder())] == ["equal", status, "equal"]
+
+
+def test_ctrl_c_keeps_rows_and_says_how_to_go_on(methods: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    methods(right, raises(KeyboardInterrupt()))
+    assert main(CHECK) == 130
+    folder = only_folder()
+    said = capsys.readouterr().err
+    assert "1 finished rows are kept" in said
+    assert f"python -m benchmarks check --resume {folder}" in said
+    methods(raises(AssertionError("a finished row runs again")), right)
+    assert main(["check", "--resume", str(folder)]) == 0
+    assert [row["status"] for row in read_rows(folder)] == ["equal", "equal"]
+
+
+def test_a_killed_check_goes_on_with_the_row_it_was_in(methods: Any) -> None:
+    def killed(case: Case) -> Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    methods(right, killed, right)
+    child = os.fork()
+    if child == 0:
+        main(CHECK)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert len(read_rows(only_folder())) == 1
+    methods(raises(AssertionError("a finished row runs again")), right, right)
+    assert main(["check", "--resume"]) == 0
+    assert len(read_rows(only_folder())) == 3
+    assert _exits(["check", "--resume"]) == 2  # it is finished now
+
+
+def _exits(arguments: list[str]) -> Any:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    return end.value.code
+
+
+def test_what_cannot_be_resumed_is_said(methods: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exits(["check", "--resume"]) == 2
+    assert "nothing to resume" in capsys.readouterr().err
+    assert _exits(["check", "--resume", "elsewhere"]) == 2
+    assert "no config.json" in capsys.readouterr().err
+    methods(raises(KeyboardInterrupt()))
+    main(CHECK)
+    assert _exits(["check", "--scale", "quick", "--resume"]) == 2
+    assert "scale='smoke', not 'quick'" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_said(methods: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    methods(right)
+
+    def full(self: ResultFolder, row: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultFolder, "append", full)
+        assert main(CHECK) == 1
+    assert "the disk is full" in capsys.readouterr().err
+    assert main(["check", "--resume"]) == 0
+
+
+def test_a_folder_with_wrong_data_is_said(methods: Any, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    methods(right)
+    (here / "heloc.npz").write_bytes(b"not a data set")
+    assert main([*CHECK, "--data-dir", str(here)]) == 1
+    assert "heloc.npz" in capsys.readouterr().err
+    (here / "heloc.npz").unlink()
+    assert main(["check", "--resume"]) == 0
+
+
+@pytest.mark.parametrize(
+    "bad", [["check", "--threads", "0"], ["run", "nothing"], ["check", "--tasks", "iris"], ["fly"], ["check", "--data"]]
+)
+def test_bad_arguments_are_exit_code_2(bad: list[str]) -> None:
+    assert _exits(bad) == 2
+
+
+def test_data_sets_stand_for_their_tasks(methods: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(check, "run", lambda tasks, *rest: seen.append(tasks) or [])
+    assert main(["check", "--data", "heloc", "qnli"]) == 1  # nothing checked is not passed
+    assert seen == [["heloc-lr", "heloc-ann-s", "heloc-ann-m", "qnli-bert"]]

@@ -1,0 +1,110 @@
+"""Result folders: rows are on disk when `append` returns, and a killed run goes on after its last whole row."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.results import ResultFolder, read_config, read_rows
+
+CONFIG = {"command": "check", "scale": "smoke"}
+
+
+def opened(base: Path, resume: Path | None = None) -> ResultFolder:
+    return ResultFolder.open("check", CONFIG, resume, base)
+
+
+def test_a_killed_run_goes_on_after_its_last_whole_row(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    child = os.fork()
+    if child == 0:
+        for number in range(100_000):
+            folder.append({"key": str(number), "text": "x" * 1000})
+    deadline = time.monotonic() + 60
+    while len(read_rows(folder.path)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    again = opened(tmp_path, folder.path)
+    done = len(again.rows)
+    assert done >= 3
+    assert [row["key"] for row in again.rows] == [str(number) for number in range(done)]
+    again.append({"key": str(done)})
+    assert [row["key"] for row in read_rows(folder.path)] == [str(number) for number in range(done + 1)]
+
+
+def test_half_a_last_line_is_dropped(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    folder.append({"key": "a"})
+    with (folder.path / "rows.jsonl").open("a") as file:
+        file.write('{"key": "b", "err')
+    assert [row["key"] for row in read_rows(folder.path)] == ["a"]
+    again = opened(tmp_path, folder.path)
+    assert again.done("a")
+    assert not again.done("b")
+    again.append({"key": "b"})
+    assert [row["key"] for row in read_rows(folder.path)] == ["a", "b"]
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    (folder.path / "rows.jsonl").write_text('{"key": "a"}\nnonsense\n{"key": "b"}\n')
+    with pytest.raises(ValueError, match="line 2, is not JSON"):
+        opened(tmp_path, folder.path)
+
+
+def test_a_key_comes_once(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    folder.append({"key": "a"})
+    with pytest.raises(ValueError, match="'a' is in"):
+        folder.append({"key": "a"})
+
+
+def test_numbers_of_numpy_and_torch_are_plain(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    folder.append({"key": "a", "x": np.float32(0.5), "y": torch.arange(2), "z": Path("p")})
+    assert folder.rows == read_rows(folder.path) == [{"key": "a", "x": 0.5, "y": [0, 1], "z": "p"}]
+    with pytest.raises(TypeError, match="does not fit into a row"):
+        folder.append({"key": "b", "x": object()})
+
+
+def test_another_scale_is_refused(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    with pytest.raises(ValueError, match="scale='smoke', not 'quick'"):
+        ResultFolder.open("check", CONFIG | {"scale": "quick"}, folder.path)
+    with pytest.raises(FileNotFoundError, match="no result folder"):
+        opened(tmp_path, tmp_path / "elsewhere")
+
+
+def test_the_latest_unfinished_run_is_found(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing to resume"):
+        ResultFolder.latest_unfinished("check", tmp_path)
+    paths = []
+    for _ in range(3):  # within one second
+        folder = opened(tmp_path)
+        paths.append(folder.path)
+    ResultFolder.open("run", CONFIG, None, tmp_path)
+    assert len(set(paths)) == 3
+    folder.finish()
+    found = ResultFolder.latest_unfinished("check", tmp_path)
+    assert found in paths[:2]
+    opened(tmp_path, folder.path)  # goes on, so it is unfinished again
+    assert read_config(folder.path)["finished"] is None
+
+
+def test_the_config_says_how_rows_were_made(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    folder.add_source("HELOC", "made", stand_in=True)
+    config = json.loads((folder.path / "config.json").read_text())
+    assert config["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert config["data"] == {"HELOC": {"source": "made", "stand_in": True}}
+    assert {"command", "scale", "machine", "started", "finished"} <= set(config)
+    opened(tmp_path, folder.path).add_source("MNIST", "folder", stand_in=False)
+    assert set(read_config(folder.path)["data"]) == {"HELOC", "MNIST"}
