@@ -151,6 +151,8 @@ class Method:
         grouped: scores of groups `[tests, groups]`.
         settings: how both are run, in words.
         tolerance: largest difference allowed, relative to the largest score.
+        batched: scores of groups with the batched Fisher, the default of the group version where there is a Fisher: an
+            approximation, so it is timed and not compared.
     """
 
     toolkit: str
@@ -159,3 +161,8 @@ class Method:
     grouped: Score
     settings: Callable[[Case], str]
     tolerance: float = 1e-4
+    batched: Score | None = None
+
+
+SOLVE_TOLERANCE = 1e-3
+"""For methods that invert a Fisher, which makes more of float32's rounding."""

@@ -7,12 +7,14 @@ No toolkit offers it, so the original is written here in the plain way: with tor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from ggda_trak import FisherInfluence
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from benchmarks.check.case import Case, Method, Pair, count_parameters
+from benchmarks.check.case import SOLVE_TOLERANCE, Case, Method, Pair, count_parameters
 from benchmarks.check.trak import projector
 
 DAMPING = 0.1
@@ -38,19 +40,19 @@ def plain(case: Case) -> Tensor:
     return test @ torch.linalg.solve(fisher, train.T)
 
 
-def grouped(case: Case) -> Tensor:
+def grouped(case: Case, **options: Any) -> Tensor:
     """Scores of groups."""
     influence = FisherInfluence(
-        case.part, case.train, nn.CrossEntropyLoss(), case.groups, projector=projector(case), fisher="exact",
-        damping=DAMPING,
-    )  # fmt: skip
+        case.part, case.train, nn.CrossEntropyLoss(), case.groups, projector=projector(case), **options
+    )
     return influence.influence(case.test)
 
 
 METHODS = (
     Method(
-        "core", "FisherInfluence", plain, grouped,
+        "core", "FisherInfluence", plain, lambda case: grouped(case, fisher="exact", damping=DAMPING),
         lambda case: f"original: vmap(grad) in {case.batches}; {case.scope} projected to {case.projection_dim}, "
         f"exact Fisher, damping {DAMPING}",
+        SOLVE_TOLERANCE, grouped,
     ),
 )  # fmt: skip

@@ -46,6 +46,7 @@ def row_of(method: Method, case: Case) -> dict[str, Any]:
         row["settings"] = method.settings(case)
         original = measured(lambda: method.original(case))
         grouped = measured(lambda: method.grouped(case))
+        batched = None if (run := method.batched) is None else measured(lambda: run(case))
         error = relative_error(grouped.scores, case.groups.sum(original.scores, 1))
     except Exception as failure:
         if isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
@@ -59,6 +60,8 @@ def row_of(method: Method, case: Case) -> dict[str, Any]:
         "speed_up": original.seconds / grouped.seconds,
         "peak_original": original.peak,
         "peak_groups": grouped.peak,
+        "seconds_batched": None if batched is None else batched.seconds,
+        "speed_up_batched": None if batched is None else original.seconds / batched.seconds,
     }
 
 

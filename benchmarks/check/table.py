@@ -26,9 +26,10 @@ def line(row: Row) -> str:
     )
     if row["status"] in ("failed", "skipped"):
         return f"{left} {row['reason']}"
+    batched = f"  ({row['speed_up_batched']:.1f} x with the batched Fisher)" if row["speed_up_batched"] else ""
     return (
         f"{left} {row['error']:8.1e}  {row['seconds_original']:10.3f} {row['seconds_groups']:9.3f} "
-        f"{row['speed_up']:7.1f} x  {_megabytes(row['peak_original']):>11} {_megabytes(row['peak_groups']):>9}"
+        f"{row['speed_up']:7.1f} x  {_megabytes(row['peak_original']):>11} {_megabytes(row['peak_groups']):>9}{batched}"
     )
 
 

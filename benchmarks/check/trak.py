@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -12,11 +13,13 @@ import trak
 from torch import Tensor
 from trak.projectors import BasicProjector, ProjectionType
 
-from benchmarks.check.case import Case, Method, count_parameters
+from benchmarks.check.case import SOLVE_TOLERANCE, Case, Method, count_parameters
 
 
-def trak_scores(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
-    """The user's loop, from the constructor to the scores."""
+def trak_scores(
+    case: Case, toolkit: ModuleType, batches: Iterable[Sequence[int]] | None = None, **groups: Any
+) -> Tensor:
+    """The user's loop, from the constructor to the scores, over batches of training indices or in order."""
     state, count = case.part.state_dict(), len(case.test[0])
     with tempfile.TemporaryDirectory() as folder:
         traker = toolkit.TRAKer(
@@ -25,8 +28,9 @@ def trak_scores(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
             logging_level=100, **groups,
         )  # fmt: skip
         traker.load_checkpoint(state, model_id=0)
-        for batch in case.train_loader():
-            traker.featurize(batch, num_samples=len(batch[0]))
+        for indices in batches or torch.arange(len(case.train_set)).split(case.size.batch):
+            at = torch.as_tensor(indices)
+            traker.featurize([tensor[at] for tensor in case.train], inds=at.numpy())
         traker.finalize_features()
         traker.start_scoring_checkpoint("test", state, 0, num_targets=count)
         traker.score(case.test, num_samples=count)
@@ -45,5 +49,7 @@ METHODS = (
         lambda case: trak_scores(case, trak),
         lambda case: trak_scores(case, ggda_trak, groups=case.groups, fisher="exact"),
         lambda case: f"BasicProjector, {case.scope} projected to {case.projection_dim}, exact Fisher, {case.batches}",
+        SOLVE_TOLERANCE,
+        lambda case: trak_scores(case, ggda_trak, case.groups.batch_sampler(case.size.batch), groups=case.groups),
     ),
 )  # fmt: skip
