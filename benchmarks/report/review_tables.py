@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.report.formats import Table, percent, plus_minus, three_digits
+from benchmarks.report.formats import Table, percent, plus_minus, size_names, three_digits
 from benchmarks.report.rows import BASELINES, KEYS, PER_POINT, Results, completed, grouping_title, merged, ordered
 from benchmarks.report.wording import STDERR
 
@@ -28,15 +28,16 @@ def review_tables(results: Results) -> Iterator[Table]:
             uneven[uneven["aggregation"] == "sum"],
             uneven[uneven["aggregation"] == "mean"],
             "review-aggregation",
-            "Sum against mean: groups ordered by the sum of their members' scores, or by the mean",
-            ("Sum", "Mean"),
+            "Groups ordered by the sum of their members' scores, or by the mean",
+            "sum / mean",
         )
+        sums = found[found["aggregation"] == "sum"]
         yield from _pairs(
-            found[found["method"] == TRACIN],
-            found[found["method"] == RATES].assign(method=TRACIN),
+            sums[sums["method"] == TRACIN],
+            sums[sums["method"] == RATES].assign(method=TRACIN),
             "review-learning-rates",
-            "TracIn at the final checkpoint, and over checkpoints weighted by their learning rates",
-            ("Final checkpoint", "Learning rates"),
+            "TracIn at the final checkpoint, or over checkpoints weighted by their learning rates",
+            "final / weighted",
         )
         yield from _grouping_seeds(found)
 
@@ -90,45 +91,43 @@ def _per_point(found: pd.DataFrame) -> Iterator[Table]:
         )
 
 
-def _pairs(one: pd.DataFrame, other: pd.DataFrame, name: str, title: str, columns: tuple[str, str]) -> Iterator[Table]:
-    """Two variants side by side wherever both were run."""
-    keys = ["setting", "method", "grouping", "group_size", "measure"]
-    both = one.merge(other, on=keys, suffixes=("", "_other"))
-    if both.empty:
-        return
-    lines = []
-    for row in both.to_dict("records"):
-        variant = {field: row[f"{field}_other"] for field in ("mean", "stderr")}
-        label = f"{row['measure']} ({row['better']} is better)"
-        where = [row["setting"], label, row["method"], grouping_title(row["grouping"]), f"{row['group_size']:g}"]
-        lines.append([*where, _shown(row), _shown(row | variant)])
-    header = ["Data / model", "Measure", "Attributor", "Grouping", "Group size", *columns]
-    frame = pd.DataFrame(lines, columns=header).sort_values(
-        ["Data / model", "Measure"], key=lambda column: column.map({v: at for at, v in enumerate(column.unique())}),
-        kind="stable",
-    )  # fmt: skip
-    yield Table(name, title, frame.reset_index(drop=True), keys=5, notes=[f"{STDERR}. {_NO_NUMBERS}"])
+def _pairs(one: pd.DataFrame, other: pd.DataFrame, name: str, title: str, variants: str) -> Iterator[Table]:
+    """Two variants in one cell wherever both were run, by group size."""
+    both = one.merge(other, on=["setting", "method", "grouping", "group_size", "measure"], suffixes=("", "_other"))
+    cells = [f"{_shown(row)} / {_shown(row | {'mean': row['mean_other']})}" for row in _without_error(both)]
+    note = f"In every cell: {variants}. {_NO_NUMBERS}"
+    yield from _by_size(both.assign(cell=cells), name, f"{title} ({variants})", note)
 
 
 def _grouping_seeds(found: pd.DataFrame) -> Iterator[Table]:
     """How much a result depends on the seed of the grouping."""
     several = found[(found["grouping_seeds"] > 1) & (found["aggregation"] == "sum")]
-    if several.empty:
-        return
-    lines = []
-    for row in several.to_dict("records"):
-        scale, digits = (100, 1) if row["measure"].startswith("accuracy") else (1, 3)
-        lines.append(
-            [
-                row["setting"], row["measure"], row["method"], row["grouping"], f"{row['group_size']:g}", _shown(row),
-                plus_minus(scale * row["spread"], float("nan"), digits), str(row["grouping_seeds"]),
-            ]
-        )  # fmt: skip
-    header = ["Data / model", "Measure", "Attributor", "Grouping", "Group size"]
-    frame = pd.DataFrame(lines, columns=[*header, "Mean", "Standard deviation over groupings", "Groupings"])
-    frame = frame.sort_values(["Data / model", "Measure"], kind="stable").reset_index(drop=True)
+    cells = [_shown(row | {"stderr": row["spread"]}) for row in several.to_dict("records")]
+    count = int(several["grouping_seeds"].max()) if len(several) else 0
+    note = f"Mean ± standard deviation of {count} groupings with other seeds, same models. {_NO_NUMBERS}"
     title = "Grouping seeds: how far results of different groupings lie apart"
-    yield Table("review-grouping-seeds", title, frame, keys=5, notes=[f"{STDERR}. {_NO_NUMBERS}"])
+    yield from _by_size(several.assign(cell=cells), "review-grouping-seeds", title, note)
+
+
+def _by_size(found: pd.DataFrame, name: str, title: str, note: str) -> Iterator[Table]:
+    """Cells by group size; a line for every setting, measure, method and grouping."""
+    if found.empty:
+        return
+    sizes = sorted(found["group_size"].unique())
+    keys = ["setting", "measure", "method", "grouping"]
+    order = {key: {value: at for at, value in enumerate(dict.fromkeys(found[key]))} for key in ("setting", "measure")}
+    found = found.sort_values(["setting", "measure"], key=lambda column: column.map(order[column.name]), kind="stable")
+    lines = []
+    for (setting, measure, method, grouping), some in found.groupby(keys, sort=False):
+        cells = dict(zip(some["group_size"], some["cell"], strict=True))
+        label = f"{measure} ({some['better'].iloc[0]} is better)"
+        lines.append([setting, label, method, grouping_title(grouping), *(cells.get(size, "–") for size in sizes)])
+    columns = ["Data / model", "Measure", "Attributor", "Grouping", *size_names(sizes)]
+    yield Table(name, title, pd.DataFrame(lines, columns=columns), keys=4, notes=[note])
+
+
+def _without_error(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    return rows.assign(stderr=float("nan")).to_dict("records")
 
 
 def _titles(found: pd.DataFrame, names: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ import pandas as pd
 
 from benchmarks.results import read_config, read_rows
 
+MODELS = ("LR", "ANN-S", "ANN-M")
 DATA_SETS = ("HELOC", "MNIST", "CIFAR-10", "QNLI")
 PAPER_METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
 GROUPINGS = ("none", "Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
@@ -78,9 +79,7 @@ def read(folders: Sequence[Path]) -> Results:
             frame[column] = None
     frame = frame.drop_duplicates(["experiment", "key", "scale", "train_points"], keep="last")
     frame["setting"] = _settings(frame)
-    order = {name: at for at, name in enumerate(DATA_SETS)}
-    frame["_data"] = frame["data"].map(lambda name: order.get(name, len(order)))
-    frame = frame.sort_values("_data", kind="stable").drop(columns="_data").reset_index(drop=True)
+    frame = ordered(frame, ("data", "model"))
     return Results(tuple(runs), frame)
 
 
@@ -125,7 +124,13 @@ def _seed_means(rows: pd.DataFrame, values: str) -> np.ndarray:
 
 def ordered(frame: pd.DataFrame, by: Sequence[str] = ("setting", "method", "grouping", "group_size")) -> pd.DataFrame:
     """Rows sorted as in the paper: no and random removal first, its methods, then ours; its groupings; sizes."""
-    first = {"setting": (), "method": (*BASELINES, *PAPER_METHODS), "grouping": GROUPINGS}
+    first = {
+        "setting": (),
+        "data": DATA_SETS,
+        "model": MODELS,
+        "method": (*BASELINES, *PAPER_METHODS),
+        "grouping": GROUPINGS,
+    }
 
     def rank(column: pd.Series) -> pd.Series:
         if column.name not in first:
