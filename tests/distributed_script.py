@@ -390,18 +390,19 @@ def _message(run: Callable[[], Any]) -> tuple[str, str]:
 
 
 def everything(folder: Path) -> dict[str, Any]:
-    """All results by name."""
+    """All results by name, arrays as tensors: what can be read without pickle."""
     found: dict[str, Any] = {}
     parts = (core, fewer_points_than_ranks, streams, of_properties, curvature, groupings, helpers)
     for part in (*parts, captum, dattri, retrainings, models_in_ddp, errors):
         torch.manual_seed(0)
         found |= part()
-    return found | dict(trak(folder))
+    found |= trak(folder)
+    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in found.items()}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(200, exit=True)  # says where ranks wait for each other, if they do
+    faulthandler.dump_traceback_later(800, exit=True)  # says where ranks wait for each other, if they do
     dist.init_process_group("gloo")
     torch.save(everything(Path(sys.argv[1])), Path(sys.argv[1]) / f"rank{rank()}.pt")
     dist.destroy_process_group()
