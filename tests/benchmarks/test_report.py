@@ -370,11 +370,11 @@ def test_cost_adds_up_and_names_the_speed_up_over_single_points(tmp_path: Path) 
 def test_reviewers_tables_hold_both_variants(tmp_path: Path) -> None:
     rows = MadeRows(methods=("TracIn",), sizes=(1, 16)).noisy()
     tables = {table.name: table.frame for table in all_tables(read([folder_of(tmp_path / "run", rows)]))}
-    aggregation = tables["review-aggregation"].set_index("Grouping")
-    assert "Random" not in aggregation.index
-    by_sum, by_mean = (float(part) for part in aggregation.loc["Grad-K-Means", "16"].split(" / "))
+    aggregation = tables["review-aggregation"].set_index(["Attributor", "Grouping"])["16"]
+    assert ("TracIn", "Random") not in aggregation.index
+    by_sum, by_mean = (float(part) for part in aggregation["TracIn", "Grad-K-Means"].split(" / "))
     assert by_sum - by_mean == pytest.approx(0.11, abs=0.002)
-    assert tables["review-grouping-seeds"].set_index("Grouping").loc["Random", "16"].endswith(" ± 0.014")
+    assert tables["review-grouping-seeds"].set_index("Grouping")["16"]["Random"].endswith(" ± 0.014")
     per_point = tables["review-per-point"]
     assert list(per_point["TracIn of"]) == [
         "single points, per-sample gradients", "single points, directional", "Grad-K-Means groups of 16",
