@@ -32,6 +32,7 @@ class CheckScale:
 
     Attributes:
         points: training points the original scores one by one; the group version gets the same.
+        dattri_points: the same for dattri, whose time for a point is many times that of the others.
         tests: test points.
         group_size: mean size of the (uneven) groups.
         batch: training points in a batch of the original, which holds that many gradients at once.
@@ -42,6 +43,7 @@ class CheckScale:
     """
 
     points: int
+    dattri_points: int
     tests: int
     group_size: int
     batch: int
@@ -126,6 +128,16 @@ class Scale:
     experiments: Mapping[str, ExperimentScale]
 
 
+def _checks(heloc: CheckScale, mnist: CheckScale, cifar10: CheckScale, qnli: CheckScale) -> dict[str, CheckScale]:
+    """Task → size of its check, the same for the three models of HELOC."""
+    return {
+        **dict.fromkeys(("heloc-lr", "heloc-ann-s", "heloc-ann-m"), heloc),
+        "mnist-ann-l": mnist,
+        "cifar10-resnet18": cifar10,
+        "qnli-bert": qnli,
+    }
+
+
 _PAPER_SIZES = (1, 4, 16, 64, 256, 1024)
 _TWO_GROUPINGS = ("Random", "Grad-K-Means")
 _SMALL = ExperimentScale(
@@ -185,16 +197,27 @@ SCALES: dict[str, Scale] = {
         },
         resnet_width=4,
         text_length=16,
-        check={
-            "heloc-lr": CheckScale(points=128, tests=4, group_size=8, batch=64, curvature_points=32, depth=3),
-            "heloc-ann-s": CheckScale(points=128, tests=4, group_size=8, batch=64, curvature_points=32, depth=3),
-            "heloc-ann-m": CheckScale(points=128, tests=4, group_size=8, batch=64, curvature_points=32, depth=3),
-            "mnist-ann-l": CheckScale(points=64, tests=4, group_size=8, batch=64, curvature_points=16, depth=3),
-            "cifar10-resnet18": CheckScale(points=32, tests=2, group_size=8, batch=16, curvature_points=8, depth=2),
-            "qnli-bert": CheckScale(
-                points=24, tests=2, group_size=8, batch=8, curvature_points=4, depth=2, last_parameters=200_000
+        check=_checks(
+            heloc=CheckScale(
+                points=128, dattri_points=128, tests=4, group_size=8, batch=64, curvature_points=32, depth=3
             ),
-        },
+            mnist=CheckScale(
+                points=64, dattri_points=64, tests=4, group_size=8, batch=64, curvature_points=16, depth=3
+            ),
+            cifar10=CheckScale(
+                points=32, dattri_points=32, tests=2, group_size=8, batch=16, curvature_points=8, depth=2
+            ),
+            qnli=CheckScale(
+                points=24,
+                dattri_points=24,
+                tests=2,
+                group_size=8,
+                batch=8,
+                curvature_points=4,
+                depth=2,
+                last_parameters=200_000,
+            ),
+        ),
         experiments={
             "heloc-lr": _SMALL,
             "heloc-ann-s": _SMALL,
@@ -223,16 +246,27 @@ SCALES: dict[str, Scale] = {
         },
         resnet_width=8,
         text_length=32,
-        check={
-            "heloc-lr": CheckScale(points=4_096, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
-            "heloc-ann-s": CheckScale(points=4_096, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
-            "heloc-ann-m": CheckScale(points=4_096, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
-            "mnist-ann-l": CheckScale(points=512, tests=10, group_size=32, batch=512, curvature_points=128, depth=5),
-            "cifar10-resnet18": CheckScale(points=96, tests=2, group_size=16, batch=48, curvature_points=16, depth=3),
-            "qnli-bert": CheckScale(
-                points=32, tests=2, group_size=8, batch=16, curvature_points=8, depth=2, last_parameters=2_000_000
+        check=_checks(
+            heloc=CheckScale(
+                points=7_896, dattri_points=4_096, tests=20, group_size=64, batch=512, curvature_points=512, depth=10
             ),
-        },
+            mnist=CheckScale(
+                points=4_096, dattri_points=512, tests=20, group_size=64, batch=512, curvature_points=128, depth=5
+            ),
+            cifar10=CheckScale(
+                points=512, dattri_points=96, tests=4, group_size=16, batch=48, curvature_points=16, depth=3
+            ),
+            qnli=CheckScale(
+                points=64,
+                dattri_points=32,
+                tests=2,
+                group_size=8,
+                batch=16,
+                curvature_points=8,
+                depth=2,
+                last_parameters=2_000_000,
+            ),
+        ),
         experiments={
             "heloc-lr": _QUICK,
             "heloc-ann-s": _QUICK,
@@ -261,22 +295,27 @@ SCALES: dict[str, Scale] = {
         },
         resnet_width=8,
         text_length=64,
-        check={
-            "heloc-lr": CheckScale(points=7_896, tests=100, group_size=64, batch=512, curvature_points=2_048, depth=20),
-            "heloc-ann-s": CheckScale(
-                points=7_896, tests=100, group_size=64, batch=512, curvature_points=2_048, depth=20
+        check=_checks(
+            heloc=CheckScale(
+                points=7_896, dattri_points=7_896, tests=100, group_size=64, batch=512, curvature_points=2_048, depth=20
             ),
-            "heloc-ann-m": CheckScale(
-                points=7_896, tests=100, group_size=64, batch=512, curvature_points=2_048, depth=20
+            mnist=CheckScale(
+                points=20_000, dattri_points=4_096, tests=50, group_size=64, batch=512, curvature_points=512, depth=10
             ),
-            "mnist-ann-l": CheckScale(points=4_096, tests=50, group_size=64, batch=512, curvature_points=512, depth=10),
-            "cifar10-resnet18": CheckScale(
-                points=1_024, tests=10, group_size=64, batch=64, curvature_points=64, depth=5
+            cifar10=CheckScale(
+                points=2_048, dattri_points=512, tests=10, group_size=64, batch=64, curvature_points=64, depth=5
             ),
-            "qnli-bert": CheckScale(
-                points=256, tests=4, group_size=32, batch=16, curvature_points=16, depth=3, last_parameters=4_000_000
+            qnli=CheckScale(
+                points=256,
+                dattri_points=128,
+                tests=4,
+                group_size=32,
+                batch=16,
+                curvature_points=16,
+                depth=3,
+                last_parameters=4_000_000,
             ),
-        },
+        ),
         experiments={
             "heloc-lr": _LR,
             "heloc-ann-s": _ANN_S,
@@ -293,26 +332,39 @@ SCALES: dict[str, Scale] = {
         epochs=_PAPER_EPOCHS,
         resnet_width=64,
         text_length=128,
-        check={
-            "heloc-lr": CheckScale(
-                points=7_896, tests=1_000, group_size=64, batch=512, curvature_points=7_896, depth=200
+        check=_checks(
+            heloc=CheckScale(
+                points=7_896,
+                dattri_points=7_896,
+                tests=1_000,
+                group_size=64,
+                batch=512,
+                curvature_points=7_896,
+                depth=200,
             ),
-            "heloc-ann-s": CheckScale(
-                points=7_896, tests=1_000, group_size=64, batch=512, curvature_points=7_896, depth=200
+            mnist=CheckScale(
+                points=60_000,
+                dattri_points=10_000,
+                tests=100,
+                group_size=64,
+                batch=512,
+                curvature_points=5_000,
+                depth=50,
             ),
-            "heloc-ann-m": CheckScale(
-                points=7_896, tests=1_000, group_size=64, batch=512, curvature_points=7_896, depth=200
+            cifar10=CheckScale(
+                points=10_000, dattri_points=2_000, tests=20, group_size=64, batch=32, curvature_points=512, depth=20
             ),
-            "mnist-ann-l": CheckScale(
-                points=60_000, tests=100, group_size=64, batch=512, curvature_points=5_000, depth=50
+            qnli=CheckScale(
+                points=2_000,
+                dattri_points=512,
+                tests=10,
+                group_size=64,
+                batch=8,
+                curvature_points=64,
+                depth=10,
+                last_parameters=8_000_000,
             ),
-            "cifar10-resnet18": CheckScale(
-                points=10_000, tests=20, group_size=64, batch=32, curvature_points=512, depth=20
-            ),
-            "qnli-bert": CheckScale(
-                points=2_000, tests=10, group_size=64, batch=8, curvature_points=64, depth=10, last_parameters=8_000_000
-            ),
-        },
+        ),
         experiments=dict.fromkeys(_PAPER_EPOCHS, _PAPER),
     ),
 }

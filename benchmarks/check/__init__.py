@@ -99,8 +99,14 @@ def _checked(task: str, method: Method, case: Case) -> dict[str, Any]:
 
     reason = SKIPPED.get((task, method.toolkit, method.name))
     if reason is not None:
-        return {"toolkit": method.toolkit, "method": method.name, "status": "skipped", "reason": reason}
-    return row_of(method, case)
+        return {
+            "toolkit": method.toolkit,
+            "method": method.name,
+            "status": "skipped",
+            "reason": reason,
+            "train_points": 0,
+        }
+    return row_of(method, case.few if method.toolkit == "dattri" else case)
 
 
 def _prepared(name: str, scale: Scale, folder: ResultFolder, data_dir: Path | None) -> tuple[Case, dict[str, Any]]:
@@ -125,6 +131,5 @@ def _prepared(name: str, scale: Scale, folder: ResultFolder, data_dir: Path | No
         "source": source,
         "stand_in": made.stand_in,
         "scale": scale.name,
-        "train_points": len(points.train[0]),
         "test_points": len(points.test[0]),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -41,6 +41,14 @@ class Case:
     test: Pair
     size: CheckScale
     largest_projection: int
+
+    @cached_property
+    def few(self) -> Case:
+        """The same with the first of the training points, as many as dattri is given."""
+        count = self.size.dattri_points
+        return (
+            self if count >= len(self.train[0]) else replace(self, train=(self.train[0][:count], self.train[1][:count]))
+        )
 
     @cached_property
     def groups(self) -> Groups:

@@ -36,6 +36,7 @@ def row_of(method: Method, case: Case) -> dict[str, Any]:
     row: dict[str, Any] = {
         "toolkit": method.toolkit,
         "method": method.name,
+        "train_points": len(case.train[0]),
         "group_size": case.size.group_size,
         "groups": len(case.groups),
         "group_sizes": f"{case.groups.sizes.min()}…{case.groups.sizes.max()}",

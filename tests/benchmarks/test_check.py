@@ -18,7 +18,7 @@ from benchmarks.check.case import Case, Method, count_parameters
 from benchmarks.results import ResultFolder
 from benchmarks.scales import SCALES, CheckScale
 
-SIZE = CheckScale(points=24, tests=2, group_size=6, batch=8, curvature_points=8, depth=2)
+SIZE = CheckScale(points=24, dattri_points=12, tests=2, group_size=6, batch=8, curvature_points=8, depth=2)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_wrong_score_differs(case: Case, side: str) -> None:
     ],
 )
 def test_what_cannot_be_compared_fails_and_says_why(case: Case, found: Any, reason: str) -> None:
-    row = measure.row_of(method(found), case) | {"data": "HELOC", "model": "LR", "train_points": 24}
+    row = measure.row_of(method(found), case) | {"data": "HELOC", "model": "LR"}
     assert row["status"] == "failed"
     assert "Traceback" in row["traceback"]
     assert not table.passed([row])
@@ -109,6 +109,12 @@ def test_a_part_of_the_model_is_the_same_model(case: Case) -> None:
     assert [name for name, _ in part.named_parameters()] == ["2.weight", "2.bias"]
     assert torch.equal(part(case.test[0]), case.model(case.test[0]))
     assert count_parameters(case.part) == count_parameters(case.model)
+
+
+def test_dattri_gets_the_first_points(case: Case) -> None:
+    assert torch.equal(case.few.train[0], case.train[0][:12])
+    assert case.few.groups.n == 12
+    assert case.few.few is case.few
 
 
 def test_names_of_methods_are_known_without_the_toolkits() -> None:
