@@ -154,7 +154,7 @@ _FEW_METHODS = ("TracIn", "Inf. (Fisher)", "Per-point, directional")
 _SMALL_NOISY = replace(_SMALL, methods=_FEW_METHODS, lds_subsets=0, removed=(), pruned=())  # nothing is retrained
 _QUICK_NOISY = replace(_QUICK, methods=_FEW_METHODS, lds_subsets=0, removed=(), pruned=())
 _PAPER = ExperimentScale(model_seeds=10, grouping_seeds=3, group_sizes=_PAPER_SIZES)
-# HELOC's networks are retrained for 20 epochs: ANN-S 0.738 (300 epochs: 0.740, one seed), ANN-M 0.737 (400: not measured)
+# HELOC's networks, retrained for 20 epochs: ANN-S 0.737 (300: 0.740, one seed), ANN-M 0.738 (400: not measured)
 _LR = replace(
     _PAPER, grouping_seeds=2, lds_subsets=40, trak_models=4, lissa_repeats=5, retrained_sizes=(1, 16, 64, 256, 1024),
     noisy_seeds=3, lds_seeds=3,
