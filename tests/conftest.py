@@ -1,4 +1,4 @@
-"""One thread and a fixed seed for every test; those of the benchmarks touch neither network nor the user's own files."""
+"""One thread and a fixed seed for every test; those of the benchmarks touch no network and no user's files."""
 
 from __future__ import annotations
 
