@@ -108,7 +108,9 @@ def _cost(setting: str, methods: list[str], rows: pd.DataFrame, folder: Path) ->
             axis.bar(names, height, bottom=base, color=color, hatch=hatch, edgecolor="white", width=0.75)
             base = base + height
         for at, total in enumerate(base):
-            axis.annotate(f"{total:.2g}", (at, total), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+            axis.annotate(
+                f"{float(f'{total:.2g}'):g}", (at, total), (0, 2), textcoords="offset points", ha="center", fontsize=8
+            )
         axis.set_ylim(0, 1.14 * base.max() or 1)
         axis.set_xlabel("group size (points; 1 = single points)")
         axis.set_ylabel("CPU seconds")

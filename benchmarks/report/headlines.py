@@ -50,12 +50,14 @@ def headlines(results: Results) -> Headlines:
 def _fidelity(rows: pd.DataFrame) -> str:
     """Mean LDS of the paper's methods on single points, and by size for random and for Grad-K-Means groups.
 
-    Only sizes that all methods and models have, so that the means are of the same things.
+    Only models with the most groupings and sizes, and only sizes they all have: the means are of the same things.
     """
     if rows.empty:
         return "fidelity (LDS): not measured here; run `python -m benchmarks run lds`"
     chosen = of_sums(rows[rows["method"].isin(PAPER_METHODS)])
-    table = chosen.pivot_table("mean", ["setting", "method"], ["grouping", "group_size"]).dropna(axis=1)
+    table = chosen.pivot_table("mean", ["setting", "method"], ["grouping", "group_size"])
+    cells = table.notna().sum(axis=1)
+    table = table[cells == cells.max()].dropna(axis=1)
     means = table.mean()
     parts = []
     for grouping in ("none", "Random", "Grad-K-Means"):

@@ -52,7 +52,7 @@ _SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "ggda",  # the same rows give the same file
     "svg.fonttype": "none",  # text stays text: a third of the size, can be searched; other fonts are narrower
 }
-_TITLE_LETTER, _LEGEND_LETTER, _LEGEND_SIGN = 0.1, 0.075, 0.62  # inches, on the wide side
+_TITLE_LETTER, _LEGEND_LETTER, _LEGEND_SIGN, _LEGEND_LINE = 0.1, 0.075, 0.62, 0.19  # inches, on the wide side
 Draw = Callable[[Axes, str], None]
 
 
@@ -107,6 +107,7 @@ def finish(figure: Figure, title: str, handles: Sequence[Artist]) -> Figure:
     figure.suptitle(lines, x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=color)
     longest = max(len(str(handle.get_label())) for handle in handles)
     columns = min(len(handles), max(1, int(width / (_LEGEND_LETTER * longest + _LEGEND_SIGN))))
+    figure.set_figheight(figure.get_figheight() + _LEGEND_LINE * (math.ceil(len(handles) / columns) - 1))
     figure.legend(handles=list(handles), loc="outside lower center", ncols=columns, fontsize=8.5)
     return figure
 
