@@ -64,7 +64,7 @@ def _comparison(row: dict[str, Any]) -> dict[str, str]:
         "Points": _count(row["train_points"]),
         "Groups": _count(row["groups"]),
         "Result": row["status"],
-        "Error": f"{row['error']:.0e}",
+        "Error": f"{row['error']:.1e}",
         "Allowed": f"{row['tolerance']:.0e}",
         "Original (s)": three_digits(row["seconds_original"]),
         "Groups (s)": three_digits(row["seconds_groups"]),
