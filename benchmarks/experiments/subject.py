@@ -93,8 +93,9 @@ class Subject:
     @cached_property
     def accuracy(self) -> float:
         """Test accuracy."""
+        model = self.model  # trained here, if it is not yet, and so with gradients
         with torch.no_grad():
-            outputs = torch.cat([self.model(part) for part in self.test[0].split(512)])
+            outputs = torch.cat([model(part) for part in self.test[0].split(512)])
         return float((outputs.argmax(1) == self.test[1]).double().mean())
 
     @cached_property
