@@ -248,21 +248,21 @@ SCALES: dict[str, Scale] = {
         text_length=32,
         check=_checks(
             heloc=CheckScale(
-                points=7_896, dattri_points=4_096, tests=20, group_size=64, batch=512, curvature_points=512, depth=10
+                points=7_896, dattri_points=2_048, tests=20, group_size=64, batch=512, curvature_points=512, depth=10
             ),
             mnist=CheckScale(
-                points=4_096, dattri_points=512, tests=20, group_size=64, batch=512, curvature_points=128, depth=5
+                points=2_048, dattri_points=256, tests=20, group_size=64, batch=512, curvature_points=128, depth=5
             ),
             cifar10=CheckScale(
-                points=512, dattri_points=96, tests=4, group_size=16, batch=48, curvature_points=16, depth=3
+                points=256, dattri_points=64, tests=2, group_size=16, batch=48, curvature_points=16, depth=3
             ),
             qnli=CheckScale(
-                points=64,
-                dattri_points=32,
+                points=32,
+                dattri_points=16,
                 tests=2,
                 group_size=8,
                 batch=16,
-                curvature_points=8,
+                curvature_points=4,
                 depth=2,
                 last_parameters=2_000_000,
             ),
