@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser(given[0]).parse_args(given)
     if hasattr(options, "threads"):
         torch.set_num_threads(options.threads)
+    if options.command == "speed" and options.json is None:
+        options.json = Path("results") / f"{time.strftime('%Y%m%d-%H%M%S')}-speed" / "speed.json"
     folder: ResultFolder | None = None
     try:
         if options.command in ("tour", "check", "run"):
@@ -62,15 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _in_folder(options, folder)
         return _without_folder(options)
     except KeyboardInterrupt:
-        print(f"\nstopped. {_how_to_go_on(options.command, folder)}", file=sys.stderr)
+        print(f"\nstopped. {_how_to_go_on(options, folder)}", file=sys.stderr)
         return STOPPED
     except data.DataError as error:
-        print(f"{error}\n{_how_to_go_on(options.command, folder)}", file=sys.stderr)
+        print(f"{error}\n{_how_to_go_on(options, folder)}", file=sys.stderr)
         return FAILED
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        print(f"the disk is full ({error}): make room. {_how_to_go_on(options.command, folder)}", file=sys.stderr)
+        print(f"the disk is full ({error}): make room. {_how_to_go_on(options, folder)}", file=sys.stderr)
         return FAILED
 
 
@@ -104,8 +106,7 @@ def _without_folder(options: argparse.Namespace) -> int:
 
         report.command(options)
     elif options.command == "speed":
-        path = options.json or Path("results") / f"{time.strftime('%Y%m%d-%H%M%S')}-speed" / "speed.json"
-        speed.run(options.parts, options.quick, options.threads, path, options.ranks)
+        speed.run(options.parts, options.quick, options.threads, options.json, options.ranks)
     else:
         from benchmarks import fidelity
 
@@ -146,11 +147,14 @@ def _tasks(options: argparse.Namespace) -> list[str] | None:
     return [task for task in TASKS if task in wanted]
 
 
-def _how_to_go_on(command: str, folder: ResultFolder | None) -> str:
-    if folder is None:
-        return f"Nothing is lost; run `{PROGRAM} {command}` again."
-    rows = f"{len(folder.rows)} finished rows are kept"
-    return f"{rows}; go on with: {PROGRAM} {command} --resume {folder.path}"
+def _how_to_go_on(options: argparse.Namespace, folder: ResultFolder | None) -> str:
+    if folder is not None:
+        rows = f"{len(folder.rows)} finished rows are kept"
+        return f"{rows}; go on with: {PROGRAM} {options.command} --resume {folder.path}"
+    written: Path | None = getattr(options, "json", None)
+    if written is not None and written.exists():
+        return f"What is finished is in {written}."
+    return f"Run `{PROGRAM} {options.command}` again."
 
 
 def _parser(command: str) -> argparse.ArgumentParser:

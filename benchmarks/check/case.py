@@ -21,7 +21,7 @@ from ggda_ext.grouping import GradKMeansGroups
 
 Pair = tuple[Tensor, Tensor]
 GROUPING = "Grad-K-Means"
-_POWER_STEPS = 5
+_POWER_STEPS, _RIDGE_POINTS = 5, 16
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,27 @@ class Case:
             vector = hessian @ (vector / vector.norm())
         return float(f"{2 * max(float(vector.norm()), 0.5):.2g}")
 
+    @cached_property
+    def loss_ridge(self) -> float:
+        """A ridge for dattri's TRAK, a hundredth of the mean diagonal of its kernel."""
+        return float(f"{self._mean_diagonal(cross_entropy) / self.projection_dim / 100:.2g}")
+
+    @cached_property
+    def margin_ridge(self) -> float:
+        """The same for TRAK itself."""
+        return float(f"{self._mean_diagonal(margin) / 100:.2g}")
+
+    def _mean_diagonal(self, output: Callable[[Tensor, Tensor], Tensor]) -> float:
+        """Of Σ φφᵀ, φ = Pᵀ∇output / √parameters, as far as a few points tell.
+
+        Without a ridge, gradients that all point the same way leave TRAK, the original too, with rounding errors.
+        """
+        parameters, squares = list(self.part.parameters()), list[float]()
+        for x, y in zip(*(tensor[:_RIDGE_POINTS].split(1) for tensor in self.train), strict=True):
+            gradient = torch.autograd.grad(output(self.part(x), y).sum(), parameters)
+            squares.append(sum(float(part.square().sum()) for part in gradient))
+        return len(self.train[0]) * sum(squares) / len(squares) / count_parameters(self.part)
+
     def loss(self, parameters: dict[str, Tensor], data: tuple[Tensor, ...]) -> Tensor:
         """Mean loss of a batch, as a function of parameters; dattri may turn tokens and labels into floats."""
         inputs, labels = data
@@ -138,6 +159,12 @@ class Case:
     def loss_of_one(self, parameters: dict[str, Tensor], data: tuple[Tensor, ...]) -> Tensor:
         """The same for one example without a batch dimension."""
         return self.loss(parameters, tuple(value.unsqueeze(0) for value in data))
+
+
+def margin(logits: Tensor, labels: Tensor) -> Tensor:
+    """TRAK's output of every point, the log-odds of its label `[b]`."""
+    own = logits.gather(1, labels[:, None])[:, 0]
+    return own - logits.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -158,7 +185,6 @@ class Method:
         original: scores of single training points `[tests, points]`, by the toolkit alone.
         grouped: scores of groups `[tests, groups]`.
         settings: how both are run, in words.
-        tolerance: largest difference allowed, relative to the largest score.
         batched: scores of groups with the batched Fisher, the default of the group version where there is a Fisher: an
             approximation, so it is timed and not compared.
     """
@@ -168,9 +194,4 @@ class Method:
     original: Score
     grouped: Score
     settings: Callable[[Case], str]
-    tolerance: float = 1e-4
     batched: Score | None = None
-
-
-SOLVE_TOLERANCE = 1e-3
-"""For methods that invert a Fisher, which makes more of float32's rounding."""

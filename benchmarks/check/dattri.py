@@ -11,7 +11,7 @@ from dattri import algorithm as upstream
 from dattri.task import AttributionTask
 from torch import Tensor
 
-from benchmarks.check.case import SOLVE_TOLERANCE, Case, Method
+from benchmarks.check.case import Case, Method
 
 DAMPING = 0.01
 
@@ -41,13 +41,11 @@ def trak(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
         AttributionTask(case.loss_of_one, case.part, case.part.state_dict()),
         lambda parameters, data: torch.exp(-case.loss_of_one(parameters, data)),
         {"proj_dim": case.projection_dim, "proj_type": "normal", "device": "cpu"},
-        regularization=RIDGE, **groups,
+        regularization=case.loss_ridge, **groups,
     )  # fmt: skip
     attributor.cache(case.train_loader())
     return attributor.attribute(case.test_loader()).T
 
-
-RIDGE = 1e-6
 
 METHODS = (
     Method(
@@ -65,7 +63,8 @@ METHODS = (
     Method(
         "dattri", "TRAKAttributor",
         lambda case: trak(case, upstream), lambda case: trak(case, ggda_dattri, groups=case.groups, fisher="exact"),
-        lambda case: f"{case.scope} projected to {case.projection_dim}, exact Fisher, {case.batches}",
-        SOLVE_TOLERANCE, lambda case: trak(case, ggda_dattri, groups=case.groups),
+        lambda case: f"{case.scope} projected to {case.projection_dim}, exact Fisher, "
+        f"regularization {case.loss_ridge:g}, {case.batches}",
+        lambda case: trak(case, ggda_dattri, groups=case.groups),
     ),
 )  # fmt: skip

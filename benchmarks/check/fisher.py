@@ -14,7 +14,7 @@ from ggda_trak import FisherInfluence
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from benchmarks.check.case import SOLVE_TOLERANCE, Case, Method, Pair, count_parameters
+from benchmarks.check.case import Case, Method, Pair, count_parameters
 from benchmarks.check.trak import projector
 
 DAMPING = 0.1
@@ -53,6 +53,6 @@ METHODS = (
         "core", "FisherInfluence", plain, lambda case: grouped(case, fisher="exact", damping=DAMPING),
         lambda case: f"original: vmap(grad) in {case.batches}; {case.scope} projected to {case.projection_dim}, "
         f"exact Fisher, damping {DAMPING}",
-        SOLVE_TOLERANCE, grouped,
+        grouped,
     ),
 )  # fmt: skip

@@ -13,19 +13,18 @@ import trak
 from torch import Tensor
 from trak.projectors import BasicProjector, ProjectionType
 
-from benchmarks.check.case import SOLVE_TOLERANCE, Case, Method, count_parameters
+from benchmarks.check.case import Case, Method, count_parameters
 
 
 def trak_scores(
-    case: Case, toolkit: ModuleType, batches: Iterable[Sequence[int]] | None = None, **groups: Any
+    case: Case, toolkit: ModuleType, batches: Iterable[Sequence[int]] | None = None, **options: Any
 ) -> Tensor:
     """The user's loop, from the constructor to the scores, over batches of training indices or in order."""
     state, count = case.part.state_dict(), len(case.test[0])
     with tempfile.TemporaryDirectory() as folder:
         traker = toolkit.TRAKer(
             case.part, "image_classification", len(case.train_set), save_dir=folder, device="cpu",
-            projector=projector(case), use_half_precision=False,
-            logging_level=100, **groups,
+            projector=projector(case), use_half_precision=False, logging_level=100, **options,
         )  # fmt: skip
         traker.load_checkpoint(state, model_id=0)
         for indices in batches or torch.arange(len(case.train_set)).split(case.size.batch):
@@ -46,10 +45,10 @@ def projector(case: Case) -> BasicProjector:
 METHODS = (
     Method(
         "TRAK", "TRAKer",
-        lambda case: trak_scores(case, trak),
-        lambda case: trak_scores(case, ggda_trak, groups=case.groups, fisher="exact"),
-        lambda case: f"BasicProjector, {case.scope} projected to {case.projection_dim}, exact Fisher, {case.batches}",
-        SOLVE_TOLERANCE,
+        lambda case: trak_scores(case, trak, lambda_reg=case.margin_ridge),
+        lambda case: trak_scores(case, ggda_trak, groups=case.groups, fisher="exact", lambda_reg=case.margin_ridge),
+        lambda case: f"BasicProjector, {case.scope} projected to {case.projection_dim}, exact Fisher, "
+        f"lambda_reg {case.margin_ridge:g}, {case.batches}",
         lambda case: trak_scores(case, ggda_trak, case.groups.batch_sampler(case.size.batch), groups=case.groups),
     ),
 )  # fmt: skip
