@@ -139,7 +139,10 @@ def test_a_killed_check_goes_on_with_the_row_it_was_in(methods: Any) -> None:
     methods(right, killed, right)
     child = os.fork()
     if child == 0:
-        main(CHECK)
+        try:
+            main(CHECK)
+        finally:
+            os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert len(read_rows(only_folder())) == 1
     methods(raises(AssertionError("a finished row runs again")), right, right)

@@ -25,8 +25,11 @@ def test_a_killed_run_goes_on_after_its_last_whole_row(tmp_path: Path) -> None:
     folder = opened(tmp_path)
     child = os.fork()
     if child == 0:
-        for number in range(100_000):
-            folder.append({"key": str(number), "text": "x" * 1000})
+        try:
+            for number in range(100_000):
+                folder.append({"key": str(number), "text": "x" * 1000})
+        finally:
+            os._exit(1)
     deadline = time.monotonic() + 60
     while len(read_rows(folder.path)) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
