@@ -107,12 +107,13 @@ class Bench:
             retrained: whether models are retrained for the cells, which a scale may limit to fewer of them.
         """
         size = self.size
-        methods, sizes = size.methods, size.group_sizes
+        methods, sizes, own_groupings = size.methods, size.group_sizes, size.groupings
         if retrained:
             methods, sizes = size.retrained_methods or methods, size.retrained_sizes or sizes
+            own_groupings = size.retrained_groupings or own_groupings
         if 1 in sizes:
             yield from (Cell(method) for method in METHODS if method in methods)
-        for grouping in groupings or size.groupings:
+        for grouping in groupings or own_groupings:
             for group_size in sizes:
                 if group_size == 1 or group_size * 2 > len(self.task.data.train[0]):
                     continue

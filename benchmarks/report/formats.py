@@ -8,8 +8,12 @@ from html import escape
 
 import pandas as pd
 
-_MANY_ROWS, _MANY_COLUMNS = 40, 8
-"""Beyond these, a LaTeX table runs over pages, or is set smaller."""
+_MANY_ROWS = 40  # beyond, a LaTeX table runs over pages
+_TEX_SIZES = (  # characters in a line, and how a LaTeX table up to that width is set
+    (70, "\\small"),
+    (110, "\\scriptsize\\setlength{\\tabcolsep}{3pt}"),
+    (float("inf"), "\\tiny\\setlength{\\tabcolsep}{2pt}"),
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Table:
         """The table as a LaTeX float, one of many rows as a longtable; needs booktabs, and longtable for those."""
         caption = _tex(" ".join([self.title + ".", *self.notes]))
         columns = "l" * self.keys + "r" * self._values
-        size = "\\small" if len(columns) <= _MANY_COLUMNS else "\\scriptsize\\setlength{\\tabcolsep}{3pt}"
+        size = next(command for limit, command in _TEX_SIZES if self._width <= limit)
         if len(self.frame) > _MANY_ROWS:
             body = self._blanked().to_latex(
                 index=False, escape=True, multicolumn_format="c", column_format=columns, longtable=True,
@@ -71,6 +75,13 @@ class Table:
     @property
     def _values(self) -> int:
         return self.frame.shape[1] - self.keys
+
+    @property
+    def _width(self) -> int:
+        """Characters of the longest cell of every column, or of its title's last level, in all."""
+        titles = [str(name[-1] if isinstance(name, tuple) else name) for name in self.frame.columns]
+        cells = self.frame.astype(str).map(len).max().tolist()
+        return sum(max(len(title), cell) for title, cell in zip(titles, cells, strict=True))
 
     def _blanked(self) -> pd.DataFrame:
         frame = self.frame.astype(str)

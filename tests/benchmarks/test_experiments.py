@@ -216,6 +216,15 @@ def test_cells_are_those_of_the_scale(folder: ResultFolder) -> None:
     assert {cell.group_size for cell in cells} == {1, 16}  # 1024 is more than half of the points
 
 
+def test_a_scale_may_retrain_for_fewer_groupings(folder: ResultFolder) -> None:
+    scale = tiny(grouping_seeds=2, methods=(TRACIN,), retrained_groupings=("Random",), lds_grouping_seeds=1)
+    made = Bench(experiments.experiment_task(TASK, scale), scale, folder)
+    assert list(made.cells()) == [Cell(TRACIN), Cell(TRACIN, "Random", 16, 0), Cell(TRACIN, "Random", 16, 1)]
+    assert {cell.grouping for cell in made.cells(retrained=False)} == {"none", "Random", bench.BEST}
+    experiments.run(["lds"], [TASK], scale, folder)
+    assert {(row["grouping"], row["grouping_seed"]) for row in folder.rows} == {("none", 0), ("Random", 0)}
+
+
 def test_unknown_experiments_are_refused_before_any_work(folder: ResultFolder) -> None:
     with pytest.raises(ValueError, match="experiment 'everything' is not one of noisy, lds"):
         experiments.run(["everything"], [TASK], tiny(), folder)

@@ -442,5 +442,11 @@ def test_a_long_latex_table_runs_over_pages() -> None:
     assert long.count("{") == long.count("}")
 
 
+@pytest.mark.parametrize(("columns", "size"), [(3, "\\small\n"), (10, "\\scriptsize"), (20, "\\tiny")])
+def test_a_wide_latex_table_is_set_smaller(columns: int, size: str) -> None:
+    frame = pd.DataFrame({f"{column}": ["12.3 ± 0.1"] for column in range(columns)})
+    assert size in Table("wide", "Wide", frame).latex()
+
+
 def test_slugs_are_file_names() -> None:
     assert slug("CIFAR-10 / ResNet-18 (2,000 points)") == "cifar-10-resnet-18-2-000-points"
