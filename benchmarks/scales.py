@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 ALL_METHODS = (
-    "TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK", "TracIn (learning rates)", "Per-point, directional",
+    "TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK", "Inf. (CG)", "TracIn (learning rates)",
+    "Per-point, directional",
 )  # fmt: skip
 
 
@@ -155,6 +156,7 @@ _QUICK = ExperimentScale(
     lds_seeds=1,
 )  # fmt: skip
 _QUICK_LR = replace(_QUICK, lds_subsets=100, lds_seeds=2)  # trained in hundredths of a second
+_ONE_CHECKPOINT = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK", "Inf. (CG)")
 _FEW_METHODS = ("TracIn", "Inf. (Fisher)", "Per-point, directional")
 _SMALL_NOISY = replace(_SMALL, methods=_FEW_METHODS, lds_subsets=0, removed=(), pruned=())  # nothing is retrained
 _QUICK_NOISY = replace(_QUICK, methods=_FEW_METHODS, lds_subsets=0, removed=(), pruned=())
@@ -165,10 +167,9 @@ _ANN_S = replace(_LR, grouping_seeds=2, lds_subsets=32, noisy_seeds=3, lds_group
 _ANN_M = replace(_ANN_S, epochs=20)
 _ANN_L = ExperimentScale(
     model_seeds=4, grouping_seeds=1, group_sizes=_PAPER_SIZES, removed=(0.2,), lds_subsets=24, left_out_groups=0,
-    trak_models=1, lissa_repeats=1,
-    methods=("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK", "Per-point, directional"),
-    retrained_methods=("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK"), retrained_sizes=(1, 64, 256, 1024),
-    retrained_groupings=_TWO_GROUPINGS, noisy_seeds=2, lds_seeds=1, epochs=5,
+    trak_models=1, lissa_repeats=1, methods=(*_ONE_CHECKPOINT, "Per-point, directional"),
+    retrained_methods=_ONE_CHECKPOINT, retrained_sizes=(1, 64, 256, 1024), retrained_groupings=_TWO_GROUPINGS,
+    noisy_seeds=2, lds_seeds=1, epochs=5,
 )  # fmt: skip
 _CIFAR = replace(
     _ANN_L, model_seeds=2, group_sizes=(1, 16, 64, 256), groupings=_TWO_GROUPINGS, pruned=(0.5,), lds_subsets=0,

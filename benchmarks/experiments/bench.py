@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.data import TITLES
 from benchmarks.experiments.groupings import NONE, grouped
-from benchmarks.experiments.methods import METHODS, PAPER_METHODS, RATES, TRACIN, Attribution, attributed
+from benchmarks.experiments.methods import CG, METHODS, PAPER_METHODS, RATES, TRACIN, Attribution, attributed
 from benchmarks.experiments.subject import Subject, Timed
 from benchmarks.results import ResultFolder
 from benchmarks.scales import ExperimentScale, Scale
@@ -117,7 +117,7 @@ class Bench:
             for group_size in sizes:
                 if group_size == 1 or group_size * 2 > len(self.task.data.train[0]):
                     continue
-                for method in (*PAPER_METHODS, RATES) if grouping == BEST else PAPER_METHODS:
+                for method in (*PAPER_METHODS, CG, *([RATES] if grouping == BEST else [])):
                     for seed in range(size.grouping_seeds if method == TRACIN else 1):
                         if method in methods:
                             yield Cell(method, grouping, group_size, seed)

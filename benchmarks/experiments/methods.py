@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from trak.projectors import BasicProjector, ProjectionType
 
-from benchmarks.experiments.subject import Subject, timed
+from benchmarks.experiments.subject import CG_STEPS, Subject, Timed, timed
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups, property_gradient
 from ggda_ext.attribution import load_state, parameters_restored
 from ggda_ext.fisher import EmpiricalFisher
 
 TRACIN, RATES, FISHER, LISSA, TRAK = "TracIn", "TracIn (learning rates)", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK"
-PER_POINT = "Per-point, directional"
+CG, PER_POINT = "Inf. (CG)", "Per-point, directional"
 SAMPLED = 8_192  # points up to which groups of one are timed on all of them
 _BATCH = 64  # points whose gradients are held at once
 
@@ -130,8 +130,19 @@ def fisher(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
 def lissa(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     """Influence with one LiSSA solve for all groups."""
     solved, settings = subject.solved
+    return _influence(subject, groups, per_sample, solved, str(settings))
+
+
+def conjugate_gradients(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+    """Influence with one solve by conjugate gradients for all groups."""
+    settings = f"{CG_STEPS} steps on all points, damping {subject.task.lissa.damping:g}"
+    return _influence(subject, groups, per_sample, subject.solved_by_gradients, settings)
+
+
+def _influence(subject: Subject, groups: Groups, per_sample: bool, solved: Timed[Tensor], settings: str) -> Scores:
+    """⟨H⁻¹ ∇g, Σ ∇ℓ⟩, given H⁻¹ ∇g."""
     found = timed(subject.gradients(groups, per_sample).scores, solved.value)
-    return Scores(found.value, str(settings), found.seconds, solved.seconds, subject.direction.seconds)
+    return Scores(found.value, settings, found.seconds, solved.seconds, subject.direction.seconds)
 
 
 def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
@@ -158,6 +169,7 @@ _METHODS: dict[str, Callable[[Subject, Groups, bool], Scores]] = {
     FISHER: fisher,
     LISSA: lissa,
     TRAK: trak,
+    CG: conjugate_gradients,
     RATES: tracin_with_rates,
     PER_POINT: tracin,
 }
@@ -169,6 +181,7 @@ SIGNS = {
     PER_POINT: 1,
     FISHER: 1,  # likewise, with the inverse curvature between the gradients
     LISSA: 1,
+    CG: 1,
     TRAK: -1,  # how much the group raises the target, here the loss
 }
 

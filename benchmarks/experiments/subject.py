@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from benchmarks.scales import ExperimentScale
 from benchmarks.tasks import LOSS, Lissa, Task
 from ggda_ext import GroupGradients, properties
-from ggda_ext.curvature import Hessian, lissa
+from ggda_ext.curvature import Hessian, conjugate_gradients, lissa
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.properties import MeanProperty, property_gradient
 from ggda_ext.training import Trained
 
 LISSA_BATCH = 128
+LARGE_BATCH = 1024  # where a point is a row of a table
+CG_STEPS = 10  # dattri's default
 _TRIES = 4  # LiSSA's scale is doubled that often if the recursion diverges
 T = TypeVar("T")
 
@@ -111,15 +113,11 @@ class Subject:
         The scale is doubled until the recursion does not diverge.
         """
         settings, direction = self.task.lissa, self.direction.value
-        hessian = Hessian(
-            ParameterSpace(self.model), lambda model, batch: LOSS(model(batch[0]), batch[1]),
-            IndexedData(self.train, "the training data"),
-        )  # fmt: skip
         for attempt in range(_TRIES):
             scale = settings.scale * 2**attempt
             try:
                 found = timed(
-                    lissa, hessian, direction, depth=settings.depth, scaling=scale, damping=settings.damping,
+                    lissa, self._hessian, direction, depth=settings.depth, scaling=scale, damping=settings.damping,
                     repeat=settings.repeats, batch_size=LISSA_BATCH, seed=self.seed,
                 )  # fmt: skip
             except ValueError:
@@ -128,6 +126,21 @@ class Subject:
                 continue
             return found, Lissa(settings.damping, settings.repeats, settings.depth, scale)
         raise AssertionError("the loop returns or raises")
+
+    @cached_property
+    def solved_by_gradients(self) -> Timed[Tensor]:
+        """The same by a few steps of conjugate gradients on all training points, with LiSSA's damping."""
+        return timed(
+            conjugate_gradients, self._hessian, self.direction.value,
+            max_iter=CG_STEPS, regularization=self.task.lissa.damping,
+        )  # fmt: skip
+
+    @cached_property
+    def _hessian(self) -> Hessian:
+        """The Hessian of the mean training loss."""
+        space, data = ParameterSpace(self.model), IndexedData(self.train, "the training data")
+        size = LARGE_BATCH if self.train[0].dim() == 2 else LISSA_BATCH
+        return Hessian(space, lambda model, batch: LOSS(model(batch[0]), batch[1]), data, size)
 
     def gradients(self, groups: Any, per_sample: bool = False) -> GroupGradients:
         """The provider of the training side, by the best strategy or one gradient per point, vectorised."""

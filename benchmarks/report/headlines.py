@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from benchmarks.check.table import verdict
-from benchmarks.report.rows import PAPER_METHODS, Results, of_sums
+from benchmarks.report.rows import CG, PAPER_METHODS, Results, of_sums
 
 
 @dataclass(frozen=True)
@@ -48,29 +48,35 @@ def headlines(results: Results) -> Headlines:
 
 
 def _fidelity(rows: pd.DataFrame) -> str:
-    """Mean LDS of the paper's methods on single points, and by size for random and for Grad-K-Means groups.
+    """LDS of the paper's methods on average, and of converged influence, by size and grouping.
 
     Only models with the most groupings and sizes, and only sizes they all have: the means are of the same things.
     """
     if rows.empty:
         return "fidelity (LDS): not measured here; run `python -m benchmarks run lds`"
-    chosen = of_sums(rows[rows["method"].isin(PAPER_METHODS)])
-    table = chosen.pivot_table("mean", ["setting", "method"], ["grouping", "group_size"])
-    cells = table.notna().sum(axis=1)
-    table = table[cells == cells.max()].dropna(axis=1)
-    means = table.mean()
-    parts = []
+    table = of_sums(rows).pivot_table("mean", ["setting", "method"], ["grouping", "group_size"])
+    theirs = table[table.index.get_level_values("method").isin(PAPER_METHODS)]
+    cells = theirs.notna().sum(axis=1)
+    theirs = theirs[cells == cells.max()].dropna(axis=1)
+    if theirs.empty:
+        return "fidelity (LDS): no group size was measured for all methods; see the table"
+    settings, methods = (list(theirs.index.unique(level)) for level in ("setting", "method"))
+    where = settings[0] if len(settings) == 1 else f"{len(settings)} models"
+    found = f"fidelity (LDS) by group size: {_by_size(theirs)} (mean of {len(methods)} methods on {where})"
+    ours = table.reindex([(setting, CG) for setting in settings])[theirs.columns]
+    return found if ours.isna().to_numpy().any() else f"{found}; {CG} {_by_size(ours)}"
+
+
+def _by_size(table: pd.DataFrame) -> str:
+    """Means over the rows at the smallest, a middle and the largest size of single points and two groupings."""
+    means, parts = table.mean(), []
     for grouping in ("none", "Random", "Grad-K-Means"):
         sizes = [size for name, size in means.index if name == grouping]
         shown = sorted({*sizes[:1], *sizes[len(sizes) // 2 :][:1], *sizes[-1:]})
         values = ", ".join(f"{means[grouping, size]:.2f} at {size:g}" for size in shown)
         if values:
             parts.append(values if grouping == "none" else f"{grouping} groups {values}")
-    if not parts:
-        return "fidelity (LDS): no group size was measured for all methods; see the table"
-    settings, methods = (table.index.get_level_values(level).nunique() for level in ("setting", "method"))
-    where = table.index.get_level_values("setting")[0] if settings == 1 else f"{settings} models"
-    return f"fidelity (LDS) by group size: {'; '.join(parts)} (mean of {methods} methods on {where})"
+    return "; ".join(parts)
 
 
 def _missing(value: object) -> bool:

@@ -20,7 +20,7 @@ DATA_SETS = ("HELOC", "MNIST", "CIFAR-10", "QNLI")
 PAPER_METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
 GROUPINGS = ("none", "Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
 NO_REMOVAL, RANDOM_REMOVAL = BASELINES = ("No removal", "Random removal")
-PER_POINT = "Per-point, directional"
+CG, PER_POINT = "Inf. (CG)", "Per-point, directional"
 KEYS = ("setting", "method", "grouping", "group_size", "aggregation")
 PARTS = ("grouping", "gradients", "curvature", "scoring")
 SECONDS = (*(f"seconds_{part}" for part in PARTS), "seconds_total")
@@ -128,7 +128,7 @@ def ordered(frame: pd.DataFrame, by: Sequence[str] = ("setting", "method", "grou
         "setting": (),
         "data": DATA_SETS,
         "model": MODELS,
-        "method": (*BASELINES, *PAPER_METHODS),
+        "method": (*BASELINES, *PAPER_METHODS, CG),
         "grouping": GROUPINGS,
     }
 

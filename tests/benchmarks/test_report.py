@@ -339,6 +339,16 @@ def test_headlines_count_what_was_skipped_and_what_differs(tmp_path: Path) -> No
     assert str(found).splitlines() == list(found.lines)
 
 
+def test_the_headline_of_fidelity_has_converged_influence_where_it_was_run_in_full(tmp_path: Path) -> None:
+    rows = MadeRows().lds()
+    ours = [
+        row | {"method": "Inf. (CG)", "key": f"{row['key']}/CG", "mean": 0.9} for row in rows if row["method"] == "TRAK"
+    ]
+    found = headlines(read([folder_of(tmp_path / "all", [*rows, *ours])])).fidelity
+    assert "(mean of 4 methods on HELOC / ANN-S); Inf. (CG) 0.90 at 1; Random groups 0.90 at 4" in found
+    assert "CG" not in headlines(read([folder_of(tmp_path / "part", [*rows, *ours[1:]])])).fidelity
+
+
 def test_every_table_of_an_experiment_has_the_papers_number_or_says_there_is_none(tmp_path: Path) -> None:
     tables = list(all_tables(read([folder_of(tmp_path / "run", MadeRows().every())])))
     names = {table.name.removesuffix("-heloc-ann-s") for table in tables}
