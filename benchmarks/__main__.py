@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks import check, data, speed, tour
-from benchmarks.results import ResultFolder, read_config
+from benchmarks.results import FolderInUse, ResultFolder, read_config
 from benchmarks.scales import SCALES
 from benchmarks.tasks import PAPER, TASKS
 
@@ -135,7 +135,7 @@ def _folder(options: argparse.Namespace, given: list[str]) -> ResultFolder:
         for name, value in chosen.items():
             config[name] = value if value is not None else before.get(name, defaults[name])
         return ResultFolder.open(options.command, config, resume)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, FolderInUse) as error:
         print(error, file=sys.stderr)
         raise SystemExit(MISUSED) from None
 

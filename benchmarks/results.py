@@ -18,15 +18,21 @@ from typing import Any
 
 import torch
 
+from ggda_ext.store import FolderLock
+
 RESULTS = Path("results")
 _PACKAGES = ("ggda-ext", "torch", "captum", "dattri", "traker", "transformers", "scikit-learn", "numpy", "scipy")
 _FIXED = ("command", "scale")  # what a run that goes on must share with the run it continues
 
 
+class FolderInUse(RuntimeError):
+    """Another process is writing to the folder."""
+
+
 class ResultFolder:
     """A run's config and its rows, each row a dict with a unique ``"key"``.
 
-    Use `open` to start a folder or to go on with one.
+    Use `open` to start a folder or to go on with one; it is this process's own until the object is gone.
 
     Attributes:
         path: the folder.
@@ -37,6 +43,7 @@ class ResultFolder:
     def __init__(self, path: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         self.path, self.config, self.rows = path, config, rows
         self._keys = {row["key"] for row in rows}
+        self._lock: FolderLock | None = None
 
     @classmethod
     def open(
@@ -54,6 +61,7 @@ class ResultFolder:
         if resume is None:
             folder = cls(_new_folder(base, name), given | {"started": _now(), "finished": None}, [])
             folder._write_config()
+            folder._lock = _lock(folder.path)
             return folder
         old = read_config(resume)
         for field in _FIXED:
@@ -62,8 +70,10 @@ class ResultFolder:
                     f"{resume} holds a run with {field}={old.get(field)!r}, not {given[field]!r}: resume it with the "
                     f"same {field}, or start a new run without --resume."
                 )
+        lock = _lock(resume)
         sources = {**old.get("data", {}), **given.get("data", {})}
         folder = cls(resume, old | given | {"data": sources, "finished": None}, read_rows(resume, repair=True))
+        folder._lock = lock
         folder._write_config()
         return folder
 
@@ -158,6 +168,15 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _lock(path: Path) -> FolderLock:
+    try:
+        return FolderLock(path, reentrant=True)
+    except RuntimeError as error:
+        raise FolderInUse(
+            f"{path} belongs to a run that is still going: wait for it, or start another without --resume ({error})"
+        ) from error
 
 
 def _new_folder(base: Path, name: str) -> Path:
