@@ -23,7 +23,10 @@ def run(bench: Bench) -> None:
 def _cells(bench: Bench) -> Iterator[tuple[Cell, Sequence[float]]]:
     fractions = bench.size.removed
     largest = (max(fractions),)
+    sizes = bench.size.removed_sizes
     for cell in bench.cells():
+        if sizes is not None and cell.group_size not in sizes:
+            continue
         curve = cell.method in PAPER_METHODS and cell.grouping_seed == 0 and cell.grouping in (BEST, NONE)
         yield cell, fractions if curve else largest
         if cell.method in PAPER_METHODS and cell.grouping == BEST and cell.grouping_seed == 0:

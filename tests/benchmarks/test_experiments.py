@@ -225,6 +225,12 @@ def test_a_scale_may_retrain_for_fewer_groupings(folder: ResultFolder) -> None:
     assert {(row["grouping"], row["grouping_seed"]) for row in folder.rows} == {("none", 0), ("Random", 0)}
 
 
+def test_a_scale_may_remove_points_for_fewer_sizes(folder: ResultFolder) -> None:
+    scale = tiny(methods=(TRACIN,), removed_sizes=(16,), model_seeds=1)
+    experiments.run(["retraining"], [TASK], scale, folder)
+    assert {row["group_size"] for row in folder.rows if row["method"] == TRACIN} == {16}
+
+
 def test_unknown_experiments_are_refused_before_any_work(folder: ResultFolder) -> None:
     with pytest.raises(ValueError, match="experiment 'everything' is not one of noisy, lds"):
         experiments.run(["everything"], [TASK], tiny(), folder)
