@@ -1,4 +1,4 @@
-"""How much of everything: the scales `smoke`, `quick`, `laptop` and `paper`, as numbers and nothing else.
+"""How much of everything: the scales `smoke`, `quick`, `laptop` and `paper`, as numbers and names, nothing else.
 
 Data sets are called heloc, mnist, cifar10, qnli; tasks (a data set with a model) as in `benchmarks.tasks`.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-ALL_METHODS = (
-    "TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK", "Inf. (CG)", "TracIn (learning rates)",
-    "Per-point, directional",
-)  # fmt: skip
+TRACIN, FISHER, LISSA, TRAK = PAPER_METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
+CG, RATES, PER_POINT = "Inf. (CG)", "TracIn (learning rates)", "Per-point, directional"
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class ExperimentScale:
     lissa_depth: int = 200
     lissa_repeats: int = 20
     groupings: tuple[str, ...] = ("Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
-    methods: tuple[str, ...] = ALL_METHODS
+    methods: tuple[str, ...] = (*PAPER_METHODS, CG, RATES, PER_POINT)
     retrained_methods: tuple[str, ...] | None = None
     retrained_sizes: tuple[int, ...] | None = None
     retrained_groupings: tuple[str, ...] | None = None
@@ -158,8 +156,7 @@ _QUICK = ExperimentScale(
     lds_seeds=1,
 )  # fmt: skip
 _QUICK_LR = replace(_QUICK, lds_subsets=100, lds_seeds=2)  # trained in hundredths of a second
-_ONE_CHECKPOINT = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK", "Inf. (CG)")
-_FEW_METHODS = ("TracIn", "Inf. (Fisher)", "Per-point, directional")
+_FEW_METHODS = (TRACIN, FISHER, PER_POINT)
 _SMALL_NOISY = replace(_SMALL, methods=_FEW_METHODS, lds_subsets=0, removed=(), pruned=())  # nothing is retrained
 _QUICK_NOISY = replace(_QUICK, methods=_FEW_METHODS, lds_subsets=0, removed=(), pruned=())
 _PAPER = ExperimentScale(model_seeds=10, grouping_seeds=3, group_sizes=_PAPER_SIZES)
@@ -171,14 +168,14 @@ _ANN_S = replace(
 _ANN_M = replace(_ANN_S, epochs=20)
 _ANN_L = ExperimentScale(
     model_seeds=3, grouping_seeds=1, group_sizes=_PAPER_SIZES, removed=(0.2,), lds_subsets=0, left_out_groups=0,
-    trak_models=1, lissa_repeats=1, methods=(*_ONE_CHECKPOINT, "Per-point, directional"),
-    retrained_methods=_ONE_CHECKPOINT, retrained_sizes=(1, 64, 256, 1024), retrained_groupings=_TWO_GROUPINGS,
+    trak_models=1, lissa_repeats=1, methods=(*PAPER_METHODS, CG, PER_POINT),
+    retrained_methods=(*PAPER_METHODS, CG), retrained_sizes=(1, 64, 256, 1024), retrained_groupings=_TWO_GROUPINGS,
     noisy_seeds=2, lds_seeds=1, epochs=5,
 )  # fmt: skip
 _CIFAR = replace(
     _ANN_L, model_seeds=2, group_sizes=(1, 16, 64, 256), groupings=_TWO_GROUPINGS, pruned=(0.5,),
-    methods=("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK", "Per-point, directional"),
-    lissa_depth=50, retrained_sizes=(1, 64), retrained_methods=("TracIn",), noisy_seeds=1, epochs=None, train=4_000,
+    methods=(*PAPER_METHODS, PER_POINT),
+    lissa_depth=50, retrained_sizes=(1, 64), retrained_methods=(TRACIN,), noisy_seeds=1, epochs=None, train=4_000,
     test=1_000,
 )  # fmt: skip
 _QNLI = replace(

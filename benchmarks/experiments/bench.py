@@ -12,10 +12,10 @@ from torch import Tensor
 
 from benchmarks.data import TITLES
 from benchmarks.experiments.groupings import NONE, grouped
-from benchmarks.experiments.methods import CG, METHODS, PAPER_METHODS, RATES, TRACIN, Attribution, attributed
+from benchmarks.experiments.methods import METHODS, Attribution, attributed
 from benchmarks.experiments.subject import Subject, Timed
 from benchmarks.results import ResultFolder
-from benchmarks.scales import ExperimentScale, Scale
+from benchmarks.scales import CG, PAPER_METHODS, RATES, TRACIN, ExperimentScale, Scale
 from benchmarks.tasks import Task
 from ggda_ext import Groups
 from ggda_ext.evaluation import Aggregation, aggregated, standard_error

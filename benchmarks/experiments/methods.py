@@ -26,13 +26,12 @@ from torch.utils.data import TensorDataset
 from trak.projectors import BasicProjector, ProjectionType
 
 from benchmarks.experiments.subject import CG_STEPS, Subject, Timed, timed
+from benchmarks.scales import CG, FISHER, LISSA, PER_POINT, RATES, TRACIN, TRAK
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups, property_gradient
 from ggda_ext.attribution import load_state, parameters_restored
 from ggda_ext.fisher import EmpiricalFisher
 
-TRACIN, RATES, FISHER, LISSA, TRAK = "TracIn", "TracIn (learning rates)", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK"
-CG, PER_POINT = "Inf. (CG)", "Per-point, directional"
 SAMPLED = 8_192  # points up to which groups of one are timed on all of them
 _BATCH = 64  # points whose gradients are held at once
 
@@ -72,9 +71,10 @@ def attributed(method: str, subject: Subject, groups: Groups) -> Attribution:
     score, n = _METHODS[method], groups.n
     per_sample = groups.are_singletons and method != PER_POINT
     if per_sample and n > SAMPLED:
+        scores = score(subject, groups, False)  # first: what it solves, the sample shares
         sample = score(subject.first(SAMPLED), Groups.singletons(SAMPLED), True)
         scores = replace(
-            score(subject, groups, False),
+            scores,
             gradients=sample.gradients * n / SAMPLED,
             settings=f"{sample.settings}; timed on {SAMPLED:,} of {n:,} points",
         )
@@ -174,7 +174,6 @@ _METHODS: dict[str, Callable[[Subject, Groups, bool], Scores]] = {
     PER_POINT: tracin,
 }
 METHODS = tuple(_METHODS)
-PAPER_METHODS = (TRACIN, FISHER, LISSA, TRAK)
 SIGNS = {
     TRACIN: 1,  # a step on the group lowers the loss by its score, so without the group the loss is higher
     RATES: 1,

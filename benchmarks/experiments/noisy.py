@@ -15,8 +15,9 @@ from tqdm.auto import tqdm
 
 from benchmarks.experiments.bench import Bench, Cell, summary
 from benchmarks.experiments.groupings import NONE
-from benchmarks.experiments.methods import TRACIN, captum_scores
+from benchmarks.experiments.methods import captum_scores
 from benchmarks.experiments.subject import Subject, timed
+from benchmarks.scales import TRACIN
 from ggda_ext.evaluation import Detection, noisy_label_detection
 
 NAME = "noisy"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks.experiments.bench import BEST, Bench, Cell
-from benchmarks.experiments.methods import PAPER_METHODS
 from benchmarks.experiments.removal import write_rows
+from benchmarks.scales import PAPER_METHODS
 
 NAME = "pruning"
 LARGE = 2  # how many of the largest group sizes are pruned with

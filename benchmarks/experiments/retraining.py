@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.experiments.bench import BEST, Bench, Cell
 from benchmarks.experiments.groupings import NONE
-from benchmarks.experiments.methods import PAPER_METHODS
 from benchmarks.experiments.removal import write_rows
+from benchmarks.scales import PAPER_METHODS
 
 NAME = "retraining"
 

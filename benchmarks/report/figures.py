@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from benchmarks.report.cost_tables import cost
 from benchmarks.report.lds_figures import lds_figures
 from benchmarks.report.removal_figures import removal_figures, runtime_figures
-from benchmarks.report.rows import PARTS, PER_POINT, Results, of_sums, ordered, slug
+from benchmarks.report.rows import PARTS, Results, of_sums, ordered, slug
 from benchmarks.report.style import (
     BLACK,
     GREY,
@@ -30,6 +30,7 @@ from benchmarks.report.style import (
     save,
     style,
 )
+from benchmarks.scales import PER_POINT
 
 Drawer = Callable[[Results, Path], Iterator[Picture]]
 

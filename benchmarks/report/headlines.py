@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pandas as pd
 
 from benchmarks.check.table import verdict
-from benchmarks.report.rows import CG, PAPER_METHODS, Results, of_sums
+from benchmarks.report.rows import Results, of_sums
+from benchmarks.scales import CG, PAPER_METHODS
 
 
 @dataclass(frozen=True)

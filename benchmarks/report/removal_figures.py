@@ -15,7 +15,6 @@ from benchmarks.report.rows import (
     GROUPINGS,
     KEYS,
     NO_REMOVAL,
-    PER_POINT,
     RANDOM_REMOVAL,
     Results,
     merged,
@@ -37,6 +36,7 @@ from benchmarks.report.style import (
     save,
     share_y,
 )
+from benchmarks.scales import PER_POINT
 
 _SECONDS = "attribution time (CPU s, grouping included)"
 _ACCURACY = "test accuracy (%)"

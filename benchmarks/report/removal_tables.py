@@ -13,7 +13,6 @@ from benchmarks.report.rows import (
     BASELINES,
     KEYS,
     NO_REMOVAL,
-    PAPER_METHODS,
     data_model,
     grouping_title,
     merged,
@@ -23,6 +22,7 @@ from benchmarks.report.rows import (
     slug,
 )
 from benchmarks.report.wording import RUNTIME, STDERR
+from benchmarks.scales import PAPER_METHODS
 
 
 def pruning_tables(rows: pd.DataFrame) -> Iterator[Table]:

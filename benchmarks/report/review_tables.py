@@ -10,10 +10,11 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.report.formats import Table, percent, plus_minus, size_names, three_digits
-from benchmarks.report.rows import BASELINES, KEYS, PER_POINT, Results, completed, grouping_title, merged, ordered
+from benchmarks.report.rows import BASELINES, KEYS, Results, completed, grouping_title, merged, ordered
 from benchmarks.report.wording import STDERR
+from benchmarks.scales import PER_POINT, RATES, TRACIN
 
-TRACIN, RATES, BEST = "TracIn", "TracIn (learning rates)", "Grad-K-Means"
+BEST = "Grad-K-Means"
 _NO_NUMBERS = "The paper has no such numbers."
 _COMPARED_SIZES = (16, 64, 256)
 

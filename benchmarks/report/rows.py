@@ -14,13 +14,12 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.results import read_config, read_rows
+from benchmarks.scales import CG, PAPER_METHODS
 
 MODELS = ("LR", "ANN-S", "ANN-M")
 DATA_SETS = ("HELOC", "MNIST", "CIFAR-10", "QNLI")
-PAPER_METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
 GROUPINGS = ("none", "Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
 NO_REMOVAL, RANDOM_REMOVAL = BASELINES = ("No removal", "Random removal")
-CG, PER_POINT = "Inf. (CG)", "Per-point, directional"
 KEYS = ("setting", "method", "grouping", "group_size", "aggregation")
 PARTS = ("grouping", "gradients", "curvature", "scoring")
 SECONDS = (*(f"seconds_{part}" for part in PARTS), "seconds_total")

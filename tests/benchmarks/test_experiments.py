@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks import experiments
 from benchmarks.experiments import bench, groupings, methods, noisy, retrainings
 from benchmarks.experiments.bench import Bench, Cell
-from benchmarks.experiments.methods import METHODS, PER_POINT, RATES, TRACIN, attributed
+from benchmarks.experiments.methods import METHODS, attributed
 from benchmarks.experiments.retrainings import Retrainings, Wanted
 from benchmarks.experiments.subject import LISSA_BATCH, Subject
 from benchmarks.results import ResultFolder
-from benchmarks.scales import SCALES, DataScale, Scale
+from benchmarks.scales import PER_POINT, RATES, SCALES, TRACIN, DataScale, Scale
 from ggda_ext import Groups
 from ggda_ext.evaluation import leave_group_out_correlation
 from ggda_ext.grouping import random_groups
