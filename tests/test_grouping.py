@@ -21,6 +21,7 @@ from ggda_ext.grouping import (
     ReprKMeansGroups,
     by_column,
     by_label,
+    engine,
     from_clusters,
     gradients,
     random_groups,
@@ -327,10 +328,22 @@ def test_inertia_is_close_to_scikit_learn_or_better(d: int, k: int) -> None:
     assert np.mean(ours) < 1.05 * np.mean(theirs)
 
 
-def test_inertia_is_close_to_scikit_learn_for_many_small_clusters() -> None:
-    points = blobs(2400, 3)  # 600 clusters: Lloyd by k-d tree
+@pytest.mark.parametrize("d", [3, 24])  # nearest centres by k-d tree, and by matrix products
+def test_inertia_is_close_to_scikit_learn_for_many_small_clusters(d: int) -> None:
+    points = blobs(2400, d)
     ours = inertia(points, kmeans(points, 600, np.random.default_rng(0), 60, 1e-3))
     assert ours < 1.05 * KMeans(600, n_init=1, max_iter=60, tol=1e-3, random_state=0).fit(points).inertia_
+
+
+def test_nearest_centres_in_many_dimensions_are_those_of_all_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_PRODUCTS", 100)  # several parts
+    points = blobs(90, 24)
+    centres = points[::9].copy()
+    distances, nearest = engine._nearest(centres, points, 2)
+    all_distances = np.linalg.norm(points[:, None] - centres, axis=-1)
+    assert np.array_equal(nearest, np.argsort(all_distances, 1)[:, :2])
+    assert np.allclose(distances, np.sort(all_distances, 1)[:, :2])
+    assert (distances[::9, 0] == 0).all()  # exactly: a point that is a centre is not drawn again
 
 
 def test_builders_take_a_loader_in_batches(model: nn.Module, data: tuple) -> None:

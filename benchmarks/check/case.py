@@ -20,7 +20,6 @@ from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.grouping import GradKMeansGroups
 
 Pair = tuple[Tensor, Tensor]
-GROUPING = "Grad-K-Means"
 _POWER_STEPS, _RIDGE_POINTS = 5, 16
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.check.case import GROUPING, Case, Method
+from benchmarks.check.case import Case, Method
+from benchmarks.names import GRAD_K_MEANS
 from benchmarks.speed.memory import peak_bytes
 
 TOLERANCE = 1e-3
@@ -44,7 +45,7 @@ def row_of(method: Method, case: Case) -> dict[str, Any]:
         "group_size": case.size.group_size,
         "groups": len(case.groups),
         "group_sizes": f"{case.groups.sizes.min()}…{case.groups.sizes.max()}",
-        "grouping": GROUPING,
+        "grouping": GRAD_K_MEANS,
         "tolerance": TOLERANCE,
     }
     try:

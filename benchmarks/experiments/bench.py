@@ -11,16 +11,15 @@ import numpy as np
 from torch import Tensor
 
 from benchmarks.data import TITLES
-from benchmarks.experiments.groupings import NONE, grouped
+from benchmarks.experiments.groupings import OF_MODEL, grouped
 from benchmarks.experiments.methods import METHODS, Attribution, attributed
 from benchmarks.experiments.subject import Subject, Timed
+from benchmarks.names import CG, GRAD_K_MEANS, PAPER_METHODS, RATES, SINGLE_POINTS, TRACIN
 from benchmarks.results import ResultFolder
-from benchmarks.scales import CG, PAPER_METHODS, RATES, TRACIN, ExperimentScale, Scale
+from benchmarks.scales import ExperimentScale, Scale
 from benchmarks.tasks import Task
 from ggda_ext import Groups
 from ggda_ext.evaluation import Aggregation, aggregated, standard_error
-
-BEST = "Grad-K-Means"
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Cell:
     """A method on a grouping: what a row of a table is about."""
 
     method: str
-    grouping: str = NONE
+    grouping: str = SINGLE_POINTS
     group_size: int = 1
     grouping_seed: int = 0
     aggregation: Aggregation = "sum"
@@ -78,7 +77,8 @@ class Bench:
         return self._timed_groups(cell, subject or self.subject).value
 
     def _timed_groups(self, cell: Cell, subject: Subject) -> Timed[Groups]:
-        key = (subject, cell.grouping, cell.group_size, cell.grouping_seed)
+        of_model = subject if cell.grouping in OF_MODEL else None
+        key = (of_model, cell.grouping, cell.group_size, cell.grouping_seed)
         if key not in self._groups:
             self._groups[key] = grouped(subject, cell.grouping, cell.group_size, cell.grouping_seed)
         return self._groups[key]
@@ -117,7 +117,7 @@ class Bench:
             for group_size in sizes:
                 if group_size == 1 or group_size * 2 > len(self.task.data.train[0]):
                     continue
-                for method in (*PAPER_METHODS, CG, *([RATES] if grouping == BEST else [])):
+                for method in (*PAPER_METHODS, CG, *([RATES] if grouping == GRAD_K_MEANS else [])):
                     for seed in range(size.grouping_seeds if method == TRACIN else 1):
                         if method in methods:
                             yield Cell(method, grouping, group_size, seed)

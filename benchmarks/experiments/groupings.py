@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from benchmarks import names
 from benchmarks.experiments.subject import Subject, Timed, timed
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups
 from ggda_ext.grouping import GradKMeansGroups, KMeansGroups, ReprKMeansGroups, random_groups
 
-NONE = "none"
-GROUPINGS = ("Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
+OF_MODEL = (names.REPR_K_MEANS, names.GRAD_K_MEANS)  # the others group the same inputs in the same way
 
 
 def grouped(subject: Subject, name: str, size: int, seed: int) -> Timed[Groups]:
@@ -16,22 +16,22 @@ def grouped(subject: Subject, name: str, size: int, seed: int) -> Timed[Groups]:
 
     Args:
         subject: the data, and the model whose representations and gradients are clustered.
-        name: one of `GROUPINGS`, or `NONE` for groups of one.
+        name: one of `names.GROUPINGS`, or `names.SINGLE_POINTS` for groups of one.
         size: mean size of a group.
         seed: of the grouping.
     """
     n = len(subject.train[0])
     match name:
-        case "none":
+        case names.SINGLE_POINTS:
             return Timed(Groups.singletons(n), 0.0)
-        case "Random":
+        case names.RANDOM:
             return timed(random_groups, n, size, random_state=seed)
-        case "K-Means":
+        case names.K_MEANS:
             return timed(KMeansGroups(size, random_state=seed).fit_groups, subject.train[0])
-        case "Repr-K-Means":
+        case names.REPR_K_MEANS:
             builder = ReprKMeansGroups(subject.model, group_size=size, random_state=seed)
             return timed(builder.fit_groups, subject.train)
-        case "Grad-K-Means":
+        case names.GRAD_K_MEANS:
             builder = GradKMeansGroups(subject.model, LOSS, group_size=size, random_state=seed)
             return timed(builder.fit_groups, subject.train)
-    raise ValueError(f"grouping {name!r} is not one of {', '.join((NONE, *GROUPINGS))}.")
+    raise ValueError(f"grouping {name!r} is not one of {', '.join((names.SINGLE_POINTS, *names.GROUPINGS))}.")

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.experiments.bench import Bench, Cell
-from benchmarks.experiments.groupings import NONE
 from benchmarks.experiments.retrainings import Retrainings, Wanted
+from benchmarks.names import LEAVE_GROUP_OUT, SINGLE_POINTS
 from ggda_ext import Groups
 from ggda_ext.evaluation import Correlation, group_lds, leave_group_out_correlation, points_of, random_subsets
 
 NAME = "lds"
-LEAVE_GROUP_OUT = "Leave-group-out"
 SUBSET_SEED = 100
 
 
@@ -55,7 +54,7 @@ def _one_per_grouping(cells: list[Cell]) -> Iterator[Cell]:
 
 
 def _leaves_out(bench: Bench, cell: Cell) -> bool:
-    return cell.grouping != NONE and len(bench.groups(cell)) <= bench.size.left_out_groups
+    return cell.grouping != SINGLE_POINTS and len(bench.groups(cell)) <= bench.size.left_out_groups
 
 
 def _kept(bench: Bench, groups: Groups, cell: Cell) -> np.ndarray:

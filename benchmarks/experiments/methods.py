@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 from trak.projectors import BasicProjector, ProjectionType
 
 from benchmarks.experiments.subject import CG_STEPS, Subject, Timed, timed
-from benchmarks.scales import CG, FISHER, LISSA, PER_POINT, RATES, TRACIN, TRAK
+from benchmarks.names import CG, FISHER, LISSA, PER_POINT, RATES, TRACIN, TRAK
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups, property_gradient
 from ggda_ext.attribution import load_state, parameters_restored

@@ -14,10 +14,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from benchmarks.experiments.bench import Bench, Cell, summary
-from benchmarks.experiments.groupings import NONE
 from benchmarks.experiments.methods import captum_scores
 from benchmarks.experiments.subject import Subject, timed
-from benchmarks.scales import TRACIN
+from benchmarks.names import SINGLE_POINTS, TRACIN
 from ggda_ext.evaluation import Detection, noisy_label_detection
 
 NAME = "noisy"
@@ -48,7 +47,7 @@ def run(bench: Bench) -> None:
         subjects.append((bench.another_subject(seed, labels), wrong))
     for cell in tqdm(open_cells, f"noisy labels, {task.name}", unit="row"):
         attributions = [bench.attribution(cell, subject) for subject, _ in subjects]
-        more = _default_mode(subjects[0][0]) if cell.method == TRACIN and cell.grouping == NONE else {}
+        more = _default_mode(subjects[0][0]) if cell.method == TRACIN and cell.grouping == SINGLE_POINTS else {}
         for one in _open_rows(bench, cell):
             found = [
                 noisy_label_detection(attribution.importance, groups, wrong, aggregation=one.aggregation)
@@ -62,7 +61,7 @@ def run(bench: Bench) -> None:
 
 def _open_rows(bench: Bench, cell: Cell) -> list[Cell]:
     """The rows to write for a cell: by sum, and for groups also by mean."""
-    both = [cell] if cell.grouping == NONE else [cell, cell.mean]
+    both = [cell] if cell.grouping == SINGLE_POINTS else [cell, cell.mean]
     return [one for one in both if not bench.folder.done(bench.key(NAME, one))]
 
 

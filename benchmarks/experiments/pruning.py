@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.experiments.bench import BEST, Bench, Cell
+from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.removal import write_rows
-from benchmarks.scales import PAPER_METHODS
+from benchmarks.names import GRAD_K_MEANS, PAPER_METHODS, RANDOM
 
 NAME = "pruning"
 LARGE = 2  # how many of the largest group sizes are pruned with
@@ -22,11 +22,11 @@ def run(bench: Bench) -> None:
 
 def _cells(bench: Bench) -> Iterator[tuple[Cell, Sequence[float]]]:
     fractions = bench.size.pruned
-    cells = list(bench.cells(("Random", BEST)))
+    cells = list(bench.cells((RANDOM, GRAD_K_MEANS)))
     large = sorted({cell.group_size for cell in cells})[-LARGE:]
     for cell in cells:
         if cell.group_size not in (1, *large):
             continue
         yield cell, fractions
-        if cell.method in PAPER_METHODS and cell.grouping == BEST and cell.grouping_seed == 0:
+        if cell.method in PAPER_METHODS and cell.grouping == GRAD_K_MEANS and cell.grouping_seed == 0:
             yield cell.mean, fractions

@@ -14,10 +14,9 @@ import numpy as np
 
 from benchmarks.experiments.bench import Bench, Cell, summary
 from benchmarks.experiments.retrainings import Retrainings, Wanted
+from benchmarks.names import NO_REMOVAL, RANDOM_REMOVAL
 from ggda_ext import Groups
 from ggda_ext.evaluation import removal_order
-
-NO_REMOVAL, RANDOM_REMOVAL = "No removal", "Random removal"
 
 
 @dataclass(frozen=True)

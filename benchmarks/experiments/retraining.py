@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.experiments.bench import BEST, Bench, Cell
-from benchmarks.experiments.groupings import NONE
+from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.removal import write_rows
-from benchmarks.scales import PAPER_METHODS
+from benchmarks.names import GRAD_K_MEANS, PAPER_METHODS, SINGLE_POINTS
 
 NAME = "retraining"
 
@@ -23,11 +22,8 @@ def run(bench: Bench) -> None:
 def _cells(bench: Bench) -> Iterator[tuple[Cell, Sequence[float]]]:
     fractions = bench.size.removed
     largest = (max(fractions),)
-    sizes = bench.size.removed_sizes
     for cell in bench.cells():
-        if sizes is not None and cell.group_size not in sizes:
-            continue
-        curve = cell.method in PAPER_METHODS and cell.grouping_seed == 0 and cell.grouping in (BEST, NONE)
-        yield cell, fractions if curve else largest
-        if cell.method in PAPER_METHODS and cell.grouping == BEST and cell.grouping_seed == 0:
+        first = cell.method in PAPER_METHODS and cell.grouping_seed == 0
+        yield cell, fractions if first and cell.grouping in (GRAD_K_MEANS, SINGLE_POINTS) else largest
+        if first and cell.grouping == GRAD_K_MEANS:
             yield cell.mean, largest

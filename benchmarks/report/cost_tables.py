@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
+from benchmarks.names import BASELINES, GRAD_K_MEANS, SINGLE_POINTS
 from benchmarks.report import paper
 from benchmarks.report.formats import Table, three_digits
-from benchmarks.report.rows import BASELINES, PARTS, SECONDS, Results, data_model, grouping_title, of_sums, ordered
+from benchmarks.report.rows import PARTS, SECONDS, Results, data_model, grouping_title, of_sums, ordered
 
 DEFAULT_MODE = "default_mode_seconds"
 
@@ -19,7 +20,7 @@ def cost_tables(results: Results) -> Iterator[Table]:
     costs = cost(results)
     if costs.empty:
         return
-    short = costs[(costs["group_size"] == 1) | ((costs["grouping"] == "Grad-K-Means") & (costs["group_size"] == 256))]
+    short = costs[(costs["group_size"] == 1) | ((costs["grouping"] == GRAD_K_MEANS) & (costs["group_size"] == 256))]
     if not short.empty:
         yield _table("cost-256", "Attribution cost in CPU seconds: single points, Grad-K-Means of 256", short, results)
     yield _table("cost", "Attribution cost in CPU seconds, every grouping", costs, results)
@@ -29,7 +30,7 @@ def _table(name: str, title: str, costs: pd.DataFrame, results: Results) -> Tabl
     lines = []
     for row in costs.itertuples():
         theirs = paper.noisy(*data_model(results.rows, row.setting), row.method)
-        quoted = theirs.get(row.group_size) if row.grouping in ("Grad-K-Means", "none") else None
+        quoted = theirs.get(row.group_size) if row.grouping in (GRAD_K_MEANS, SINGLE_POINTS) else None
         lines.append(
             [
                 row.setting, row.method, grouping_title(row.grouping), f"{row.group_size:g}",

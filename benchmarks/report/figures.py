@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from tqdm.auto import tqdm
 
+from benchmarks.names import GRAD_K_MEANS, PER_POINT, SINGLE_POINTS
 from benchmarks.report.cost_tables import cost
 from benchmarks.report.lds_figures import lds_figures
 from benchmarks.report.removal_figures import removal_figures, runtime_figures
@@ -30,7 +31,6 @@ from benchmarks.report.style import (
     save,
     style,
 )
-from benchmarks.scales import PER_POINT
 
 Drawer = Callable[[Results, Path], Iterator[Picture]]
 
@@ -55,7 +55,7 @@ def detection_figures(results: Results, folder: Path) -> Iterator[Picture]:
     """Per setting: mislabelled points found against points checked, for single points and groups of two sizes."""
     for setting, rows in results.of("noisy").groupby("setting", sort=False):
         some = ordered(of_sums(rows))
-        some = some[some["grouping"].isin(["none", "Grad-K-Means"]) & some["curve"].notna()]
+        some = some[some["grouping"].isin([SINGLE_POINTS, GRAD_K_MEANS]) & some["curve"].notna()]
         some = some[some["method"] != PER_POINT]  # TracIn's own curve
         if not some.empty:
             yield _detection(str(setting), some, folder)
@@ -91,7 +91,7 @@ def cost_figures(results: Results, folder: Path) -> Iterator[Picture]:
     costs = cost(results)
     if costs.empty:
         return
-    for setting, rows in costs[costs["grouping"].isin(["none", "Grad-K-Means"])].groupby("setting", sort=False):
+    for setting, rows in costs[costs["grouping"].isin([SINGLE_POINTS, GRAD_K_MEANS])].groupby("setting", sort=False):
         counts = rows.groupby("method", sort=False)["group_size"].nunique()
         methods = [str(method) for method, count in counts.items() if count > 1]
         if methods:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pandas as pd
 
 from benchmarks.check.table import verdict
+from benchmarks.names import CG, GRAD_K_MEANS, PAPER_METHODS, RANDOM, SINGLE_POINTS
 from benchmarks.report.rows import Results, of_sums
-from benchmarks.scales import CG, PAPER_METHODS
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def _fidelity(rows: pd.DataFrame) -> str:
 def _by_size(table: pd.DataFrame) -> str:
     """Means over the rows at the smallest, a middle and the largest size of single points and two groupings."""
     means, parts = table.mean(), []
-    for grouping in ("none", "Random", "Grad-K-Means"):
+    for grouping in (SINGLE_POINTS, RANDOM, GRAD_K_MEANS):
         sizes = [size for name, size in means.index if name == grouping]
         shown = sorted({*sizes[:1], *sizes[len(sizes) // 2 :][:1], *sizes[-1:]})
         values = ", ".join(f"{means[grouping, size]:.2f} at {size:g}" for size in shown)
         if values:
-            parts.append(values if grouping == "none" else f"{grouping} groups {values}")
+            parts.append(values if grouping == SINGLE_POINTS else f"{grouping} groups {values}")
     return "; ".join(parts)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from benchmarks.report.rows import GROUPINGS, Results, grouping_title, mean_interval, of_sums, ordered, slug
+from benchmarks.names import GROUPINGS, SINGLE_POINTS
+from benchmarks.report.rows import Results, grouping_title, mean_interval, of_sums, ordered, slug
 from benchmarks.report.style import GREY, OF_GROUPING, Picture, finish, grid, line, save, share_y, size_axis
 
 _KINDS = (
@@ -35,7 +36,7 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
     methods = [str(method) for method, count in counts.items() if count > 1]
     if not methods:
         return
-    groupings = [one for one in GROUPINGS if one in set(rows["grouping"])]
+    groupings = [one for one in (SINGLE_POINTS, *GROUPINGS) if one in set(rows["grouping"])]
     sizes = sorted(rows["group_size"].unique())
     shows_ceiling = name.startswith("lds") and "ceiling" in rows
     ceiling = rows.groupby("group_size")["ceiling"].mean().dropna() if shows_ceiling else pd.Series(dtype=float)
@@ -54,10 +55,10 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
             x, y, low, high = np.asarray(points, float).T
             bars = np.nan_to_num(np.clip([y - low, high - y], 0, None))
             color, marker = OF_GROUPING[grouping]
-            apart = 1 if grouping == "none" else 2 ** (0.14 * (at - len(groupings) / 2))  # bars side by side
+            apart = 1 if grouping == SINGLE_POINTS else 2 ** (0.14 * (at - len(groupings) / 2))  # bars side by side
             axis.errorbar(
                 x * apart, y, bars, color=color, marker=marker, capsize=2, elinewidth=0.9,
-                markersize=9 if grouping == "none" else 5,
+                markersize=9 if grouping == SINGLE_POINTS else 5,
             )  # fmt: skip
         size_axis(axis, sizes)
         axis.set_ylabel(axis_name)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from benchmarks.names import GRAD_K_MEANS, SINGLE_POINTS
 from benchmarks.report import paper
 from benchmarks.report.formats import Table, plus_minus, size_names, three_digits
 from benchmarks.report.rows import KEYS, data_model, grouping_title, merged, of_sums, ordered, seed_count
@@ -20,7 +21,7 @@ def noisy_tables(rows: pd.DataFrame) -> Iterator[Table]:
     found = ordered(merged(sums, KEYS))
     roc = merged(sums, KEYS, "roc_values").set_index(list(KEYS))["mean"]
     sizes = sorted(found["group_size"].unique())
-    grad = found[found["grouping"].isin(["Grad-K-Means", "none"])]
+    grad = found[found["grouping"].isin([GRAD_K_MEANS, SINGLE_POINTS])]
     lines = []
     for (setting, method), some in grad.groupby(["setting", "method"], sort=False):
         cells = {

@@ -10,18 +10,17 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from benchmarks.report.rows import (
+from benchmarks.names import (
     BASELINES,
+    GRAD_K_MEANS,
     GROUPINGS,
-    KEYS,
     NO_REMOVAL,
+    PER_POINT,
+    RANDOM,
     RANDOM_REMOVAL,
-    Results,
-    merged,
-    of_sums,
-    ordered,
-    slug,
+    SINGLE_POINTS,
 )
+from benchmarks.report.rows import KEYS, Results, merged, of_sums, ordered, slug
 from benchmarks.report.style import (
     BLACK,
     GREY,
@@ -36,7 +35,6 @@ from benchmarks.report.style import (
     save,
     share_y,
 )
-from benchmarks.scales import PER_POINT
 
 _SECONDS = "attribution time (CPU s, grouping included)"
 _ACCURACY = "test accuracy (%)"
@@ -105,14 +103,14 @@ def _by_grouping(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Pi
     methods = _grouped_methods(some)
     if not methods:
         return
-    groupings = [name for name in GROUPINGS if name in set(some["grouping"]) and name != "none"]
+    groupings = [name for name in GROUPINGS if name in set(some["grouping"])]
     sizes = sorted(some.loc[~some["method"].isin(BASELINES), "group_size"].unique())
 
     def draw(axis: Axes, method: str) -> None:
         _baselines(axis, found, largest)
         mine = some[some["method"] == method]
         for grouping in groupings:
-            curve = mine[mine["grouping"].isin([grouping, "none"])].sort_values("group_size")
+            curve = mine[mine["grouping"].isin([grouping, SINGLE_POINTS])].sort_values("group_size")
             _curve(axis, curve, OF_GROUPING[grouping])
         single = mine[mine["group_size"] == 1]
         axis.plot(single["seconds_total"], 100 * single["mean"], linestyle="", color=BLACK, marker="*", markersize=10)
@@ -128,7 +126,7 @@ def _by_grouping(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Pi
 
 
 def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Picture]:
-    some = found[found["grouping"].isin(["Grad-K-Means", "none"]) & ~found["method"].isin(BASELINES)]
+    some = found[found["grouping"].isin([GRAD_K_MEANS, SINGLE_POINTS]) & ~found["method"].isin(BASELINES)]
     methods = _grouped_methods(some)
     if not methods:
         return
@@ -205,7 +203,7 @@ def _removal_panels(found: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Panel name → its rows: single points, then Grad-K-Means and random groups of a middle size."""
     attributed = found[~found["method"].isin((*BASELINES, PER_POINT))]  # the latter has TracIn's own curve
     panels = {"single points": attributed[attributed["group_size"] == 1]}
-    for grouping in ("Grad-K-Means", "Random"):
+    for grouping in (GRAD_K_MEANS, RANDOM):
         some = attributed[attributed["grouping"] == grouping]
         if not some.empty:
             size = min(some["group_size"].unique(), key=lambda one: abs(math.log2(one / 64)))

@@ -7,22 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pandas as pd
 
+from benchmarks.names import BASELINES, NO_REMOVAL, PAPER_METHODS, RANDOM, SINGLE_POINTS
 from benchmarks.report import paper
 from benchmarks.report.formats import Table, percent, size_names, three_digits
-from benchmarks.report.rows import (
-    BASELINES,
-    KEYS,
-    NO_REMOVAL,
-    data_model,
-    grouping_title,
-    merged,
-    of_sums,
-    ordered,
-    seed_count,
-    slug,
-)
+from benchmarks.report.rows import KEYS, data_model, grouping_title, merged, of_sums, ordered, seed_count, slug
 from benchmarks.report.wording import RUNTIME, STDERR
-from benchmarks.scales import PAPER_METHODS
 
 
 def pruning_tables(rows: pd.DataFrame) -> Iterator[Table]:
@@ -57,7 +46,7 @@ def _paper_pruning(setting: str, rows: pd.DataFrame, found: pd.DataFrame) -> Tab
         if mine.empty:
             continue
         theirs, runtime = paper.pruning(data, model, method), paper.pruning_runtime(data, model, method)
-        for at, (name, group_size, grouping) in enumerate((("DA", 1, "none"), ("GGDA", size, "Random"))):
+        for at, (name, group_size, grouping) in enumerate((("DA", 1, SINGLE_POINTS), ("GGDA", size, RANDOM))):
             chosen = mine[(mine["group_size"] == group_size) & (mine["grouping"] == grouping)]
             if chosen.empty and not theirs:
                 continue

@@ -9,12 +9,11 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.names import BASELINES, GRAD_K_MEANS, PER_POINT, RATES, SINGLE_POINTS, TRACIN
 from benchmarks.report.formats import Table, percent, plus_minus, size_names, three_digits
-from benchmarks.report.rows import BASELINES, KEYS, Results, completed, grouping_title, merged, ordered
+from benchmarks.report.rows import KEYS, Results, completed, grouping_title, merged, ordered
 from benchmarks.report.wording import STDERR
-from benchmarks.scales import PER_POINT, RATES, TRACIN
 
-BEST = "Grad-K-Means"
 _NO_NUMBERS = "The paper has no such numbers."
 _COMPARED_SIZES = (16, 64, 256)
 
@@ -72,9 +71,9 @@ def _per_point(found: pd.DataFrame) -> Iterator[Table]:
     lines: list[list[str]] = []
     for setting in settings:
         here = found[found["setting"] == setting]
-        candidates = [("single points, per-sample gradients", TRACIN, "none", 1)]
-        candidates += [("single points, directional", PER_POINT, "none", 1)]
-        candidates += [(f"{BEST} groups of {size}", TRACIN, BEST, size) for size in _COMPARED_SIZES]
+        candidates = [("single points, per-sample gradients", TRACIN, SINGLE_POINTS, 1)]
+        candidates += [("single points, directional", PER_POINT, SINGLE_POINTS, 1)]
+        candidates += [(f"{GRAD_K_MEANS} groups of {size}", TRACIN, GRAD_K_MEANS, size) for size in _COMPARED_SIZES]
         for label, method, grouping, size in candidates:
             some = here[(here["method"] == method) & (here["grouping"] == grouping) & (here["group_size"] == size)]
             if some.empty:

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from benchmarks.names import BASELINES, CG, GROUPINGS, PAPER_METHODS, SINGLE_POINTS
 from benchmarks.results import read_config, read_rows
-from benchmarks.scales import CG, PAPER_METHODS
 
 MODELS = ("LR", "ANN-S", "ANN-M")
 DATA_SETS = ("HELOC", "MNIST", "CIFAR-10", "QNLI")
-GROUPINGS = ("none", "Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
-NO_REMOVAL, RANDOM_REMOVAL = BASELINES = ("No removal", "Random removal")
 KEYS = ("setting", "method", "grouping", "group_size", "aggregation")
 PARTS = ("grouping", "gradients", "curvature", "scoring")
 SECONDS = (*(f"seconds_{part}" for part in PARTS), "seconds_total")
@@ -128,7 +126,7 @@ def ordered(frame: pd.DataFrame, by: Sequence[str] = ("setting", "method", "grou
         "data": DATA_SETS,
         "model": MODELS,
         "method": (*BASELINES, *PAPER_METHODS, CG),
-        "grouping": GROUPINGS,
+        "grouping": (SINGLE_POINTS, *GROUPINGS),
     }
 
     def rank(column: pd.Series) -> pd.Series:
@@ -149,7 +147,7 @@ def of_sums(rows: pd.DataFrame) -> pd.DataFrame:
 def completed(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with the usual value where a baseline leaves grouping, size or aggregation out."""
     filled = rows.copy()
-    for column, usual in (("aggregation", "sum"), ("grouping", "none"), ("group_size", 1)):
+    for column, usual in (("aggregation", "sum"), ("grouping", SINGLE_POINTS), ("group_size", 1)):
         filled[column] = rows[column].fillna(usual) if column in rows else usual
     return filled
 
@@ -185,7 +183,7 @@ def _range(counts: pd.Series) -> str:
 
 def grouping_title(name: str) -> str:
     """A grouping's name in tables and legends."""
-    return "single points" if name == "none" else name
+    return "single points" if name == SINGLE_POINTS else name
 
 
 def slug(name: str) -> str:

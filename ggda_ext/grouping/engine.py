@@ -1,10 +1,10 @@
 """k-means that stays fast up to a quarter as many clusters as points.
 
-Three steps: centres drawn in rounds with probability proportional to the squared distance to the nearest
-one so far (k-means++ in rounds), a few rounds that move centres from where they save least to where they
-save most, then Lloyd's algorithm. Nearest centres come from SciPy's k-d tree in few dimensions and from
-scikit-learn otherwise. Gradients are heavy-tailed (most near zero, a few huge), which is why the start
-matters: on MNIST gradients Lloyd from random points ends at 1.2 to 45 times the inertia of k-means++.
+Three steps: centres drawn in rounds with probability proportional to the squared distance to the nearest one so far
+(k-means++ in rounds), a few rounds that move centres from where they save least to where they save most, then Lloyd's
+algorithm (scikit-learn's for few clusters). Nearest centres come from SciPy's k-d tree in few dimensions and from
+matrix products otherwise. Gradients are heavy-tailed (most near zero, a few huge), which is why the start matters: on
+MNIST gradients Lloyd from random points ends at 1.2 to 45 times the inertia of k-means++.
 """
 
 from __future__ import annotations
@@ -12,33 +12,32 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
+import torch
 from scipy.spatial import cKDTree
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.neighbors import NearestNeighbors
 
 TREE_DIMENSIONS = 15  # above this a k-d tree visits most leaves; scikit-learn draws the line here too
-TREE_CLUSTERS = 500  # below this scikit-learn's Lloyd iteration beats building and walking a tree
+MANY_CLUSTERS = 500  # up to this scikit-learn's Lloyd iteration beats building and walking a tree
 RELOCATION_ROUNDS = 6
+_PRODUCTS = 2**23  # inner products of points and centres held at a time
 
 
 def kmeans(points: np.ndarray, k: int, rng: np.random.Generator, max_iter: int, tol: float) -> np.ndarray:
     """Cluster of every point `[n]`, from `points [n, d]`; now and then a few clusters fewer than `k`.
 
-    Stops when the squared shift of all centres is at most `tol` times the mean variance of the features
-    (scikit-learn's rule); many small clusters also stop once an iteration lowers the inertia by less than
-    the fraction `tol`.
+    Stops when the squared shift of all centres is at most `tol` times the mean variance of the features (scikit-learn's
+    rule); many clusters also stop once an iteration lowers the inertia by less than the fraction `tol`.
     """
     if k == 1 or k == len(points):
         return np.arange(len(points)) % k
-    tree = points.shape[1] <= TREE_DIMENSIONS
-    if tree:
+    if points.shape[1] <= TREE_DIMENSIONS:
         points = points.astype(np.float64)
     centres = _seed(points, k, rng)
     if len(centres) > 1:
         centres = _relocate(points, centres)
-    if tree and k > TREE_CLUSTERS:
-        labels = _tree_lloyd(points, centres, max_iter, tol)
+    if k > MANY_CLUSTERS:
+        labels = _lloyd(points, centres, max_iter, tol)
     else:
         lloyd = KMeans(len(centres), init=centres, n_init=1, max_iter=max_iter, tol=tol, random_state=0)
         with warnings.catch_warnings():  # empty clusters are the caller's to fill
@@ -136,7 +135,7 @@ def _best_splits(
     return gain, (first, second)
 
 
-def _tree_lloyd(points: np.ndarray, centres: np.ndarray, max_iter: int, tol: float) -> np.ndarray:
+def _lloyd(points: np.ndarray, centres: np.ndarray, max_iter: int, tol: float) -> np.ndarray:
     shift_allowed, previous = tol * float(points.var(0).mean()), np.inf
     for _ in range(max_iter):
         distances, nearest = _nearest(centres, points, 1)
@@ -154,8 +153,13 @@ def _nearest(centres: np.ndarray, points: np.ndarray, count: int, slack: float =
     """Distances and indices `[n, count]` of the nearest centres; a tree may err by the fraction `slack`."""
     if points.shape[1] <= TREE_DIMENSIONS:
         return cKDTree(centres).query(points, np.arange(1, count + 1), eps=slack)
-    search = NearestNeighbors(n_neighbors=count, algorithm="brute").fit(centres)
-    return search.kneighbors(points)
+    rows = torch.from_numpy(centres)
+    half_squares = 0.5 * (rows * rows).sum(1)
+    parts = torch.from_numpy(points).split(max(1, _PRODUCTS // len(rows)))
+    closest = [torch.addmm(half_squares, part, rows.T, alpha=-1).topk(count, largest=False).indices for part in parts]
+    nearest = torch.cat(closest).numpy()
+    squares = [_squared_norms(points - centres[nearest[:, place]]) for place in range(count)]
+    return np.sqrt(np.stack(squares, 1)), nearest
 
 
 def _squared_norms(rows: np.ndarray) -> np.ndarray:

@@ -16,13 +16,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import experiments
-from benchmarks.experiments import bench, groupings, methods, noisy, retrainings
+from benchmarks.experiments import groupings, methods, noisy, retrainings
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.methods import METHODS, attributed
 from benchmarks.experiments.retrainings import Retrainings, Wanted
 from benchmarks.experiments.subject import LISSA_BATCH, Subject
+from benchmarks.names import GRAD_K_MEANS, GROUPINGS, PER_POINT, RATES, TRACIN
 from benchmarks.results import ResultFolder
-from benchmarks.scales import PER_POINT, RATES, SCALES, TRACIN, DataScale, Scale
+from benchmarks.scales import SCALES, DataScale, Scale
 from ggda_ext import Groups
 from ggda_ext.evaluation import leave_group_out_correlation
 from ggda_ext.grouping import random_groups
@@ -126,7 +127,7 @@ def test_noise_flips_the_share_it_says_to_other_classes() -> None:
 
 
 def test_groupings_have_the_size_they_are_asked_for(subject: Subject) -> None:
-    for name in groupings.GROUPINGS:
+    for name in GROUPINGS:
         groups = groupings.grouped(subject, name, 16, seed=0).value
         assert len(groups) == 10
         assert groups.n == 160
@@ -210,7 +211,7 @@ def test_a_scale_may_leave_out_retraining(folder: ResultFolder) -> None:
 def test_cells_are_those_of_the_scale(folder: ResultFolder) -> None:
     scale = tiny(grouping_seeds=2, group_sizes=(1, 16, 1024), retrained_methods=("TracIn",), retrained_sizes=(16,))
     made = Bench(experiments.experiment_task(TASK, scale), scale, folder)
-    assert list(made.cells()) == [Cell(TRACIN, name, 16, seed) for name in ("Random", bench.BEST) for seed in (0, 1)]
+    assert list(made.cells()) == [Cell(TRACIN, name, 16, seed) for name in ("Random", GRAD_K_MEANS) for seed in (0, 1)]
     cells = list(made.cells(retrained=False))
     assert cells[: len(METHODS)] == [Cell(method) for method in METHODS]
     assert {cell.group_size for cell in cells} == {1, 16}  # 1024 is more than half of the points
@@ -220,15 +221,9 @@ def test_a_scale_may_retrain_for_fewer_groupings(folder: ResultFolder) -> None:
     scale = tiny(grouping_seeds=2, methods=(TRACIN,), retrained_groupings=("Random",), lds_grouping_seeds=1)
     made = Bench(experiments.experiment_task(TASK, scale), scale, folder)
     assert list(made.cells()) == [Cell(TRACIN), Cell(TRACIN, "Random", 16, 0), Cell(TRACIN, "Random", 16, 1)]
-    assert {cell.grouping for cell in made.cells(retrained=False)} == {"none", "Random", bench.BEST}
+    assert {cell.grouping for cell in made.cells(retrained=False)} == {"none", "Random", GRAD_K_MEANS}
     experiments.run(["lds"], [TASK], scale, folder)
     assert {(row["grouping"], row["grouping_seed"]) for row in folder.rows} == {("none", 0), ("Random", 0)}
-
-
-def test_a_scale_may_remove_points_for_fewer_sizes(folder: ResultFolder) -> None:
-    scale = tiny(methods=(TRACIN,), removed_sizes=(16,), model_seeds=1)
-    experiments.run(["retraining"], [TASK], scale, folder)
-    assert {row["group_size"] for row in folder.rows if row["method"] == TRACIN} == {16}
 
 
 def test_unknown_experiments_are_refused_before_any_work(folder: ResultFolder) -> None:

@@ -13,16 +13,16 @@ import pandas as pd
 import pytest
 
 from benchmarks import report
+from benchmarks.names import GROUPINGS, NO_REMOVAL, RANDOM_REMOVAL
 from benchmarks.report import paper
 from benchmarks.report.check_tables import check_tables, source_table
 from benchmarks.report.cost_tables import cost
 from benchmarks.report.formats import Table, three_digits
 from benchmarks.report.headlines import headlines
-from benchmarks.report.rows import NO_REMOVAL, RANDOM_REMOVAL, merged, of_sums, read, slug
+from benchmarks.report.rows import merged, of_sums, read, slug
 from benchmarks.report.tables import all_tables
 
 METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
-GROUPINGS = ("Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
 SIZES = (1, 4, 16, 64, 256, 1024)
 Row = dict[str, Any]
 
