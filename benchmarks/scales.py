@@ -68,9 +68,9 @@ class ExperimentScale:
         lissa_repeats: LiSSA runs averaged.
         groupings: which groupings.
         methods: which attribution methods.
-        retrained_methods: those whose scores are followed by retraining (all experiments but noisy labels); None for
-            all of `methods`.
-        retrained_sizes: likewise; None for all of `group_sizes`.
+        retrained_methods: those whose most or least important points are removed; None for all of `methods`.
+        retrained_sizes: group sizes models are retrained for (all experiments but noisy labels); None for all of
+            `group_sizes`.
         retrained_groupings: likewise; None for all of `groupings`.
         noisy_seeds: noises, each with a model trained on it.
         lds_seeds: models retrained on every half, and without every group left out.
@@ -167,14 +167,13 @@ _ANN_L = ExperimentScale(
     noisy_seeds=2, lds_seeds=1, epochs=5,
 )  # fmt: skip
 _CIFAR = replace(
-    _ANN_L, model_seeds=2, group_sizes=(1, 16, 64, 256), groupings=_TWO_GROUPINGS, pruned=(0.5,),
-    methods=(*PAPER_METHODS, PER_POINT),
-    lissa_depth=50, retrained_sizes=(1, 64), retrained_methods=(TRACIN,), noisy_seeds=1, epochs=None, train=4_000,
-    test=1_000,
+    _ANN_L, model_seeds=2, group_sizes=(1, 16, 64, 256), groupings=_TWO_GROUPINGS, pruned=(0.5,), lds_subsets=12,
+    lissa_depth=50, methods=(*PAPER_METHODS, PER_POINT), retrained_methods=(TRACIN,), retrained_sizes=(1, 64),
+    noisy_seeds=1, epochs=None, train=4_000, test=1_000,
 )  # fmt: skip
 _QNLI = replace(
-    _CIFAR, group_sizes=(1, 64), groupings=(GRAD_K_MEANS,), retrained_groupings=None, methods=_FEW_METHODS,
-    train=1_000, test=250, epochs=3,
+    _CIFAR, model_seeds=1, group_sizes=(1, 64), groupings=(GRAD_K_MEANS,), retrained_groupings=None, lds_subsets=0,
+    methods=_FEW_METHODS, epochs=3, train=1_000, test=250,
 )  # fmt: skip
 _PAPER_EPOCHS = {
     "heloc-lr": 200, "heloc-ann-s": 300, "heloc-ann-m": 400, "mnist-ann-l": 50, "cifar10-resnet18": 50, "qnli-bert": 3,

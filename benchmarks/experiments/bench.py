@@ -97,20 +97,24 @@ class Bench:
             seconds={"grouping": groups.seconds} | found.seconds,
         )
 
-    def cells(self, groupings: Sequence[str] | None = None, *, retrained: bool = True) -> Iterator[Cell]:
+    def cells(
+        self, groupings: Sequence[str] | None = None, methods: Sequence[str] | None = None, *, retrained: bool = True
+    ) -> Iterator[Cell]:
         """Every method on every grouping and size; single points first.
 
         Learning-rate weights go with the paper's best grouping only, and more grouping seeds with TracIn only.
 
         Args:
             groupings: instead of those of the scale.
+            methods: likewise.
             retrained: whether models are retrained for the cells, which a scale may limit to fewer of them.
         """
         size = self.size
-        methods, sizes, own_groupings = size.methods, size.group_sizes, size.groupings
+        own_methods, sizes, own_groupings = size.methods, size.group_sizes, size.groupings
         if retrained:
-            methods, sizes = size.retrained_methods or methods, size.retrained_sizes or sizes
+            own_methods, sizes = size.retrained_methods or own_methods, size.retrained_sizes or sizes
             own_groupings = size.retrained_groupings or own_groupings
+        methods = methods or own_methods
         if 1 in sizes:
             yield from (Cell(method) for method in METHODS if method in methods)
         for grouping in groupings or own_groupings:

@@ -26,9 +26,11 @@ SUBSET_SEED = 100
 
 def run(bench: Bench) -> None:
     """Write the rows that are not there yet."""
-    if not bench.size.lds_subsets:
+    size = bench.size
+    if not size.lds_subsets:
         return
-    cells = [cell for cell in bench.cells() if cell.grouping_seed < bench.size.lds_grouping_seeds]
+    all_methods = bench.cells(methods=size.methods)  # they share the retrained models
+    cells = [cell for cell in all_methods if cell.grouping_seed < size.lds_grouping_seeds]
     cells += [replace(cell, method=LEAVE_GROUP_OUT) for cell in _one_per_grouping(cells) if _leaves_out(bench, cell)]
     cells.sort(key=_grouping)  # stable: methods stay in their order
     open_cells = [cell for cell in cells if not bench.folder.done(bench.key(NAME, cell))]

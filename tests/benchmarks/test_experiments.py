@@ -16,12 +16,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import experiments
-from benchmarks.experiments import groupings, methods, noisy, retrainings
+from benchmarks.experiments import bench, groupings, methods, noisy, retrainings
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.methods import METHODS, attributed
 from benchmarks.experiments.retrainings import Retrainings, Wanted
 from benchmarks.experiments.subject import LISSA_BATCH, Subject
-from benchmarks.names import GRAD_K_MEANS, GROUPINGS, PER_POINT, RATES, TRACIN
+from benchmarks.names import FISHER, GRAD_K_MEANS, GROUPINGS, PER_POINT, RATES, TRACIN
 from benchmarks.results import ResultFolder
 from benchmarks.scales import SCALES, DataScale, Scale
 from ggda_ext import Groups
@@ -224,6 +224,23 @@ def test_a_scale_may_retrain_for_fewer_groupings(folder: ResultFolder) -> None:
     assert {cell.grouping for cell in made.cells(retrained=False)} == {"none", "Random", GRAD_K_MEANS}
     experiments.run(["lds"], [TASK], scale, folder)
     assert {(row["grouping"], row["grouping_seed"]) for row in folder.rows} == {("none", 0), ("Random", 0)}
+
+
+def test_lds_scores_all_methods_on_the_same_models(folder: ResultFolder) -> None:
+    scale = tiny(methods=(TRACIN, FISHER), retrained_methods=(TRACIN,), left_out_groups=0)
+    experiments.run(["lds"], [TASK], scale, folder)
+    assert {row["method"] for row in folder.rows} == {TRACIN, FISHER}
+
+
+def test_groupings_of_inputs_are_made_once_for_all_models(
+    folder: ResultFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    grouped = groupings.grouped
+    monkeypatch.setattr(bench, "grouped", lambda *args: made.append(args[1]) or grouped(*args))
+    scale = tiny(methods=(TRACIN,), groupings=GROUPINGS, noisy_seeds=2)
+    experiments.run(["noisy"], [TASK], scale, folder)
+    assert {name: made.count(name) for name in GROUPINGS} == dict(zip(GROUPINGS, (1, 1, 2, 2), strict=True))
 
 
 def test_unknown_experiments_are_refused_before_any_work(folder: ResultFolder) -> None:
