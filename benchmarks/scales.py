@@ -161,7 +161,7 @@ _LR = replace(_PAPER, lds_subsets=100, noisy_seeds=5, lds_seeds=2)
 _ANN_S = replace(_LR, grouping_seeds=2, lds_subsets=32, noisy_seeds=3, lds_grouping_seeds=1)
 _ANN_M = replace(_ANN_S, epochs=50)  # the paper's 400, for thousands of retrained models, would take a night
 _ANN_L = ExperimentScale(
-    model_seeds=7, grouping_seeds=1, group_sizes=_PAPER_SIZES, removed=(0.2,), lds_subsets=0, left_out_groups=0,
+    model_seeds=7, grouping_seeds=1, group_sizes=_PAPER_SIZES, removed=(0.2,), lds_subsets=24, left_out_groups=0,
     trak_models=1, lissa_repeats=1, methods=(*PAPER_METHODS, CG, PER_POINT),
     retrained_methods=(*PAPER_METHODS, CG), retrained_sizes=(1, 64, 256, 1024), retrained_groupings=_TWO_GROUPINGS,
     noisy_seeds=2, lds_seeds=1, epochs=5,
