@@ -164,12 +164,12 @@ _ANN_L = ExperimentScale(
     model_seeds=7, grouping_seeds=1, group_sizes=_PAPER_SIZES, removed=(0.2,), lds_subsets=24, left_out_groups=0,
     trak_models=1, lissa_repeats=1, methods=(*PAPER_METHODS, CG, PER_POINT),
     retrained_methods=(*PAPER_METHODS, CG), retrained_sizes=(1, 64, 256, 1024), retrained_groupings=_TWO_GROUPINGS,
-    noisy_seeds=2, lds_seeds=1, epochs=5,
+    noisy_seeds=2, lds_seeds=2, epochs=5,
 )  # fmt: skip
 _CIFAR = replace(
     _ANN_L, model_seeds=2, group_sizes=(1, 16, 64, 256), groupings=_TWO_GROUPINGS, pruned=(0.5,), lds_subsets=12,
     lissa_depth=50, methods=(*PAPER_METHODS, PER_POINT), retrained_methods=(TRACIN,), retrained_sizes=(1, 64),
-    noisy_seeds=1, epochs=None, train=4_000, test=1_000,
+    noisy_seeds=1, lds_seeds=1, epochs=None, train=4_000, test=1_000,
 )  # fmt: skip
 _QNLI = replace(
     _CIFAR, model_seeds=1, group_sizes=(1, 64), groupings=(GRAD_K_MEANS,), retrained_groupings=None, lds_subsets=0,
