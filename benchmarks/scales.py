@@ -172,7 +172,7 @@ _CIFAR = replace(
     noisy_seeds=1, lds_seeds=1, epochs=None, train=4_000, test=1_000,
 )  # fmt: skip
 _QNLI = replace(
-    _CIFAR, model_seeds=1, group_sizes=(1, 64), groupings=(GRAD_K_MEANS,), retrained_groupings=None, lds_subsets=0,
+    _CIFAR, group_sizes=(1, 64), groupings=(GRAD_K_MEANS,), retrained_groupings=None, lds_subsets=0,
     methods=_FEW_METHODS, epochs=3, train=1_000, test=250,
 )  # fmt: skip
 _PAPER_EPOCHS = {
