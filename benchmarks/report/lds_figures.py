@@ -38,12 +38,10 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
         return
     groupings = [one for one in (SINGLE_POINTS, *GROUPINGS) if one in set(rows["grouping"])]
     sizes = sorted(rows["group_size"].unique())
-    shows_ceiling = name.startswith("lds") and "ceiling" in rows
-    ceiling = rows.groupby("group_size")["ceiling"].mean().dropna() if shows_ceiling else pd.Series(dtype=float)
+    ceiling = _ceilings(rows) if name.startswith("lds") else pd.Series(dtype=float)
 
     def draw(axis: Axes, method: str) -> None:
         axis.axhline(0, color=GREY, linewidth=0.8)
-        axis.plot(ceiling.index, ceiling, color=GREY, linestyle=":")
         for at, grouping in enumerate(groupings):
             mine = rows[(rows["method"] == method) & (rows["grouping"] == grouping)]
             points = [
@@ -55,6 +53,9 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
             x, y, low, high = np.asarray(points, float).T
             bars = np.nan_to_num(np.clip([y - low, high - y], 0, None))
             color, marker = OF_GROUPING[grouping]
+            if grouping in ceiling:
+                highest = ceiling[grouping]
+                axis.plot(highest.index, highest, color=color, linestyle=":", marker="_", markersize=9, alpha=0.7)
             apart = 1 if grouping == SINGLE_POINTS else 2 ** (0.14 * (at - len(groupings) / 2))  # bars side by side
             axis.errorbar(
                 x * apart, y, bars, color=color, marker=marker, capsize=2, elinewidth=0.9,
@@ -66,8 +67,16 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
     figure = grid(methods, 2, draw)
     share_y(figure)
     handles = [line(grouping_title(one), *OF_GROUPING[one]) for one in groupings]
-    handles += [] if ceiling.empty else [line("ceiling", GREY, style=":")]
+    handles += [] if ceiling.empty else [line("ceiling, by grouping", GREY, style=":")]
     finish(figure, title, handles)
     caption = "Predicted against real effects of retraining; higher is better. Bars: 95 % bootstrap interval."
     caption += "" if ceiling.empty else " Ceiling: how well retraining with other seeds does."
     yield save(figure, folder, name, title, caption)
+
+
+def _ceilings(rows: pd.DataFrame) -> pd.Series:
+    """What retraining with other seeds reaches, by grouping and group size, as far as it is known."""
+    if "ceiling" not in rows:
+        return pd.Series(dtype=float)
+    known = rows.dropna(subset="ceiling").astype({"ceiling": float})
+    return known.groupby(["grouping", "group_size"])["ceiling"].mean()

@@ -55,9 +55,10 @@ _FIDELITY = (
 
 
 def _ceilings(rows: pd.DataFrame, sizes: Sequence[float]) -> list[list[str]]:
-    """What retraining with other seeds reaches, by setting and size: a line each, mean over groupings."""
-    table = rows.pivot_table("ceiling", "setting", "group_size", sort=False).reindex(columns=list(sizes))
+    """What retraining with other seeds reaches, by setting, grouping and size: a line each where it is known."""
+    known = rows.dropna(subset="ceiling").astype({"ceiling": float})
+    table = known.pivot_table("ceiling", ["setting", "grouping"], "group_size", sort=False).reindex(columns=list(sizes))
     return [
-        [str(setting), "Ceiling", "mean of all", *(plus_minus(value, np.nan, 2) for value in line)]
-        for setting, line in zip(table.index, table.to_numpy(), strict=True)
+        [setting, "Ceiling", grouping_title(grouping), *(plus_minus(value, np.nan, 2) for value in line)]
+        for (setting, grouping), line in zip(table.index, table.to_numpy(), strict=True)
     ]

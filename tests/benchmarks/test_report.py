@@ -19,6 +19,7 @@ from benchmarks.report.check_tables import check_tables, source_table
 from benchmarks.report.cost_tables import cost
 from benchmarks.report.formats import Table, three_digits
 from benchmarks.report.headlines import headlines
+from benchmarks.report.lds_figures import lds_figures
 from benchmarks.report.rows import merged, of_sums, read, slug
 from benchmarks.report.tables import all_tables
 
@@ -394,9 +395,18 @@ def test_reviewers_tables_hold_both_variants(tmp_path: Path) -> None:
     assert all(" / " in cell for cell in rates["16"][1:])
 
 
-def test_the_ceiling_of_lds_is_a_line_of_its_own(tmp_path: Path) -> None:
+def test_the_ceiling_of_lds_has_a_line_for_every_grouping(tmp_path: Path) -> None:
     table = next(all_tables(read([folder_of(tmp_path / "run", MadeRows().lds())])))
-    assert table.frame.iloc[-1].tolist() == ["HELOC / ANN-S", "Ceiling", "mean of all", *["0.95"] * len(SIZES)]
+    single, *grouped = table.frame.iloc[-1 - len(GROUPINGS) :].to_numpy().tolist()
+    assert single == ["HELOC / ANN-S", "Ceiling", "single points", "0.95", *["–"] * (len(SIZES) - 1)]
+    assert grouped == [["HELOC / ANN-S", "Ceiling", name, "–", *["0.95"] * (len(SIZES) - 1)] for name in GROUPINGS]
+
+
+def test_lds_of_one_seed_has_no_ceiling(tmp_path: Path) -> None:
+    rows = [row | {"ceiling": None} for row in MadeRows().lds()]
+    results = read([folder_of(tmp_path / "run", rows)])
+    assert "Ceiling" not in set(next(all_tables(results)).frame["Attributor"])
+    assert all("Ceiling" not in picture.caption for picture in lds_figures(results, tmp_path))
 
 
 def test_checks_that_compared_nothing_are_listed_with_their_reason(tmp_path: Path) -> None:
