@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from benchmarks.names import GROUPINGS, SINGLE_POINTS
-from benchmarks.report.rows import Results, grouping_title, mean_interval, of_sums, ordered, slug
+from benchmarks.report.rows import Results, grouping_title, mean_interval, of_sums, ordered, slug, with_ceiling
 from benchmarks.report.style import GREY, OF_GROUPING, Picture, finish, grid, line, save, share_y, size_axis
 
 _KINDS = (
@@ -38,7 +38,8 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
         return
     groupings = [one for one in (SINGLE_POINTS, *GROUPINGS) if one in set(rows["grouping"])]
     sizes = sorted(rows["group_size"].unique())
-    ceiling = _ceilings(rows) if name.startswith("lds") else pd.Series(dtype=float)
+    known = with_ceiling(rows if name.startswith("lds") else rows[:0])
+    ceiling = known.groupby(["grouping", "group_size"])["ceiling"].mean()
 
     def draw(axis: Axes, method: str) -> None:
         axis.axhline(0, color=GREY, linewidth=0.8)
@@ -72,11 +73,3 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
     caption = "Predicted against real effects of retraining; higher is better. Bars: 95 % bootstrap interval."
     caption += "" if ceiling.empty else " Ceiling: how well retraining with other seeds does."
     yield save(figure, folder, name, title, caption)
-
-
-def _ceilings(rows: pd.DataFrame) -> pd.Series:
-    """What retraining with other seeds reaches, by grouping and group size, as far as it is known."""
-    if "ceiling" not in rows:
-        return pd.Series(dtype=float)
-    known = rows.dropna(subset="ceiling").astype({"ceiling": float})
-    return known.groupby(["grouping", "group_size"])["ceiling"].mean()

@@ -9,7 +9,7 @@ import pandas as pd
 
 from benchmarks.report import paper
 from benchmarks.report.formats import Table, interval, plus_minus, size_names
-from benchmarks.report.rows import grouping_title, mean_interval, of_sums, ordered
+from benchmarks.report.rows import grouping_title, mean_interval, of_sums, ordered, with_ceiling
 
 
 def lds_tables(rows: pd.DataFrame) -> Iterator[Table]:
@@ -28,7 +28,7 @@ def lds_tables(rows: pd.DataFrame) -> Iterator[Table]:
                 for size, one in line.groupby("group_size")
             }
             lines.append([setting, method, grouping_title(grouping), *(cells.get(size, "–") for size in sizes)])
-        if name == "lds" and "ceiling" in some:
+        if name == "lds":
             lines += _ceilings(some, sizes)
         yield Table(
             name,
@@ -56,8 +56,8 @@ _FIDELITY = (
 
 def _ceilings(rows: pd.DataFrame, sizes: Sequence[float]) -> list[list[str]]:
     """What retraining with other seeds reaches, by setting, grouping and size: a line each where it is known."""
-    known = rows.dropna(subset="ceiling").astype({"ceiling": float})
-    table = known.pivot_table("ceiling", ["setting", "grouping"], "group_size", sort=False).reindex(columns=list(sizes))
+    table = with_ceiling(rows).pivot_table("ceiling", ["setting", "grouping"], "group_size", sort=False)
+    table = table.reindex(columns=list(sizes))
     return [
         [setting, "Ceiling", grouping_title(grouping), *(plus_minus(value, np.nan, 2) for value in line)]
         for (setting, grouping), line in zip(table.index, table.to_numpy(), strict=True)

@@ -152,6 +152,13 @@ def completed(rows: pd.DataFrame) -> pd.DataFrame:
     return filled
 
 
+def with_ceiling(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of LDS that know what retraining with other seeds reaches; one seed alone cannot."""
+    if "ceiling" not in rows:
+        return rows[:0].assign(ceiling=0.0)
+    return rows.dropna(subset="ceiling").astype({"ceiling": float})
+
+
 def mean_interval(intervals: pd.Series) -> tuple[float, float]:
     """The mean of the intervals of several grouping seeds: as wide as one of them, never narrower."""
     pairs = [one for one in intervals if isinstance(one, (list, tuple)) and len(one) == 2]
