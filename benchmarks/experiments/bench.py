@@ -37,6 +37,11 @@ class Cell:
         return f"{self.method}/{self.grouping}/{self.group_size}/{self.grouping_seed}/{self.aggregation}"
 
     @property
+    def is_compared(self) -> bool:
+        """Whether sum and mean are compared on it: a method of the paper, on the first of its best groupings."""
+        return self.method in PAPER_METHODS and self.grouping == GRAD_K_MEANS and self.grouping_seed == 0
+
+    @property
     def mean(self) -> Cell:
         """The same with importance per member."""
         return replace(self, aggregation="mean")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.removal import write_rows
-from benchmarks.names import GRAD_K_MEANS, PAPER_METHODS, RANDOM
+from benchmarks.names import GRAD_K_MEANS, RANDOM
 
 NAME = "pruning"
 LARGE = 2  # how many of the largest group sizes are pruned with
@@ -28,5 +28,5 @@ def _cells(bench: Bench) -> Iterator[tuple[Cell, Sequence[float]]]:
         if cell.group_size not in (1, *large):
             continue
         yield cell, fractions
-        if cell.method in PAPER_METHODS and cell.grouping == GRAD_K_MEANS and cell.grouping_seed == 0:
+        if cell.is_compared:
             yield cell.mean, fractions

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.removal import write_rows
-from benchmarks.names import GRAD_K_MEANS, PAPER_METHODS, SINGLE_POINTS
+from benchmarks.names import PAPER_METHODS, SINGLE_POINTS
 
 NAME = "retraining"
 
@@ -23,7 +23,7 @@ def _cells(bench: Bench) -> Iterator[tuple[Cell, Sequence[float]]]:
     fractions = bench.size.removed
     largest = (max(fractions),)
     for cell in bench.cells():
-        first = cell.method in PAPER_METHODS and cell.grouping_seed == 0
-        yield cell, fractions if first and cell.grouping in (GRAD_K_MEANS, SINGLE_POINTS) else largest
-        if first and cell.grouping == GRAD_K_MEANS:
+        single = cell.method in PAPER_METHODS and cell.grouping == SINGLE_POINTS
+        yield cell, fractions if single or cell.is_compared else largest
+        if cell.is_compared:
             yield cell.mean, largest
