@@ -117,9 +117,20 @@ class IndexedData:
             loader = _own_loader(self._source, None, batch_size=batch_size)
         seen = 0
         for batch in loader:
-            size = batch_length(batch)
+            size = batch_length(batch) if loader.batch_size is not None else self._length_of_item(batch)
             yield np.arange(seen, seen + size), batch
             seen += size
+
+    def _length_of_item(self, item: Any) -> int:
+        """Number of examples in what a stream gives that nobody batches."""
+        lengths: list[int | None] = []
+        _map(lambda tensor: lengths.append(len(tensor) if tensor.dim() else None), item)
+        if None in lengths or len(set(lengths)) != 1:
+            raise ValueError(
+                f"{self.name} is a DataLoader with batch_size=None whose items hold tensors of lengths {lengths}, so they "
+                "are no batches: pass batch_size= to the DataLoader, or let the data set give batches."
+            )
+        return batch_length(item)
 
     def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
         """One batch for every sequence of indices, in that order."""
@@ -205,7 +216,7 @@ def _as_tensors(source: Any, name: str) -> Any:
         return source.tensors
     if type(source) is Subset:
         inner = _as_tensors(source.dataset, name)
-        return None if inner is None else _Selected(inner, np.asarray(source.indices))
+        return None if inner is None else _Selected(inner, _from_the_front(source, name))
     arrays = list(source.values()) if isinstance(source, Mapping) else source
     if not isinstance(arrays, tuple | list) or not arrays or isinstance(source, Dataset):
         return None
@@ -219,6 +230,15 @@ def _as_tensors(source: Any, name: str) -> Any:
         raise ValueError(f"{name} holds tensors of different lengths: {lengths}.")
     tensors = [torch.as_tensor(array) for array in arrays]
     return dict(zip(source, tensors, strict=True)) if isinstance(source, Mapping) else tuple(tensors)
+
+
+def _from_the_front(subset: Subset, name: str) -> np.ndarray:
+    """The indices of a Subset, where −1 is the last point."""
+    n, indices = len(subset.dataset), np.asarray(subset.indices, dtype=np.int64)  # type: ignore[arg-type]
+    outside = indices[(indices < -n) | (indices >= n)]
+    if len(outside):
+        raise IndexError(f"{name} is a Subset with index {outside[0]} of a data set of {n} points.")
+    return np.where(indices < 0, indices + n, indices)
 
 
 class _Selected:
@@ -262,14 +282,35 @@ def take(batch: Any, count: int) -> Any:
     return _map(lambda tensor: tensor[:count], batch)
 
 
+def pick(batch: Any, positions: Sequence[int]) -> Any:
+    """Some examples of a batch, as a batch."""
+    return _picked(batch, list(positions), batch_length(batch))
+
+
+def _picked(batch: Any, positions: list[int], size: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[positions] if batch.dim() and len(batch) == size else batch
+    if isinstance(batch, Mapping):
+        return {key: _picked(value, positions, size) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_picked(value, positions, size) for value in batch))
+    if isinstance(batch, tuple | list):
+        if len(batch) == size and not any(isinstance(value, Tensor | Mapping | tuple | list) for value in batch):
+            return type(batch)(batch[at] for at in positions)  # strings, numbers: one for each example
+        return type(batch)(_picked(value, positions, size) for value in batch)
+    return batch
+
+
 def as_batch_of_one(example: Any) -> Any:
     """One example, without a batch dimension, as a batch."""
     return _map(lambda tensor: tensor.unsqueeze(0), example)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor on `device`."""
-    return _map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """The batch with every tensor on `device`, and fit for autograd if it was made in inference mode."""
+    return _map(
+        lambda tensor: (tensor.clone() if tensor.is_inference() else tensor).to(device, non_blocking=True), batch
+    )
 
 
 def batch_length(batch: Any) -> int:

@@ -1,8 +1,8 @@
 """The training loss of each example of a batch, whatever shape the user's loss has.
 
-One rule for every reduction: the loss of an example is what the loss function gives for that
-example alone. So ``reduction="none"``, ``"sum"`` and ``"mean"`` of the usual losses agree, and a
-class-weighted mean, whose value depends on who shares the batch, has a well-defined answer too.
+One rule for every reduction: the loss of an example is what the loss function gives for that example alone. So
+``reduction="none"``, ``"sum"`` and ``"mean"`` of the usual losses agree. A mean that weighs examples has no such
+answer (alone, the weight cancels), so it is refused; an example whose targets are all ignored has the loss 0.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class ExampleLoss:
         """Sum of the losses of the batch, a scalar."""
         return self.each(model, batch).sum()
 
+    def reduced(self, model: nn.Module, batch: Any) -> Tensor | None:
+        """What the user's loss function gives for the batch as a whole, if it gives one number."""
+        return None
+
 
 class OutputLoss(ExampleLoss):
     """``loss_fn(model(*inputs), target)``, or the summed outputs where `loss_fn` is None.
@@ -47,6 +51,14 @@ class OutputLoss(ExampleLoss):
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         output, target = model_output(model, batch)
         return example_losses(self.loss_fn, output, target)
+
+    def reduced(self, model: nn.Module, batch: Any) -> Tensor | None:
+        """The value of `loss_fn` for the batch, unless how it reduces a batch is known."""
+        if self.loss_fn is None or type(self.loss_fn) in _KNOWN:
+            return None
+        output, target = model_output(model, batch)
+        value = self.loss_fn(*((output,) if target is None else (output, target)))
+        return value if value.dim() == 0 else None
 
 
 class BatchLoss(ExampleLoss):
@@ -121,7 +133,22 @@ def model_output(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
             f"the model returned a {type(output).__name__}, not a tensor: pass BatchLoss(fn) as the loss, "
             "with your own fn(model, batch) that returns one loss per example."
         )
+    if output.dim() == 0:
+        raise ValueError(
+            "the model returned a single number for a batch, not one output per example: let it return outputs "
+            "[b, …], or pass BatchLoss(fn) as the loss, with your own fn(model, batch) that returns losses [b]."
+        )
     return output, target
+
+
+_ELEMENTWISE = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss,
+    nn.PoissonNLLLoss, nn.KLDivLoss,
+)  # fmt: skip
+_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_BY_ROW = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.HingeEmbeddingLoss)
+_KNOWN = frozenset((*_ELEMENTWISE, *_CLASSES, *_BY_ROW))
+"""Losses of PyTorch whose ``reduction="none"``, reduced row by row, is the loss of a row alone; no subclasses."""
 
 
 def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target: Tensor | None) -> Tensor:
@@ -129,40 +156,60 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
     size = len(output)
     if loss_fn is None:
         return output.reshape(size, -1).sum(1)
+    if type(loss_fn) in _KNOWN and target is not None and len(target) == size:
+        found = _known_losses(loss_fn, output, target)
+        if found is not None:
+            return found
     arguments = (output,) if target is None else (output, target)
-    unreduced, reduction = _unreduced(loss_fn, target)
-    losses = unreduced(*arguments)
+    losses = loss_fn(*arguments)
     if not isinstance(losses, Tensor):
         raise TypeError(f"the loss returned a {type(losses).__name__}: it must return a tensor.")
     if losses.dim() and len(losses) == size:
-        rows = losses.reshape(size, -1)
-        return rows.mean(1) if reduction == "mean" else rows.sum(1)
+        return losses.reshape(size, -1).sum(1)
     if losses.dim():
         raise ValueError(
             f"the loss returned {_shape(losses)} for a batch of {size} examples: "
             f"return a scalar, or one loss per example, of shape [{size}]."
         )
-    if size == 1:
-        return losses.reshape(1)
+    return losses.reshape(1) if size == 1 else _alone(loss_fn, arguments)
+
+
+def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor | None:
+    """Losses of the rows alone `[b]` for a loss of PyTorch; None where only calling it row by row will tell."""
+    reduction, size = loss_fn.reduction, len(output)
+    classes = isinstance(loss_fn, _CLASSES)
+    if classes and loss_fn.weight is not None and reduction == "mean":
+        raise ValueError(
+            f"loss_fn is {type(loss_fn).__name__}(weight=…, reduction='mean'), which divides by the weights of "
+            "whoever shares the batch, so an example has no loss of its own: pass reduction='sum' if the weights are "
+            "to count, or leave out weight= if they are not."
+        )
+    if isinstance(loss_fn, _ELEMENTWISE) and output.shape != target.shape:
+        if output.numel() != target.numel():
+            return None
+        target = target.reshape(output.shape)  # [b] for outputs [b, 1]: alone they mean the same, a batch broadcasts
+    unreduced = copy.copy(loss_fn)
+    unreduced.reduction = "none"
+    rows = unreduced(output, target).reshape(size, -1)
+    if reduction != "mean":
+        return rows.sum(1)
+    if classes and not target.is_floating_point():
+        counted = (target.reshape(size, -1) != loss_fn.ignore_index).sum(1)
+        return rows.sum(1) / counted.clamp(min=1)
+    return rows.mean(1)
+
+
+def _alone(loss_fn: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> Tensor:
+    """A scalar loss of every row alone `[b]`: all at once under vmap, or one by one where vmap cannot run it."""
 
     def alone(*row: Tensor) -> Tensor:
         return loss_fn(*(value.unsqueeze(0) for value in row)).sum()
 
-    return torch.func.vmap(alone)(*arguments)
-
-
-def _unreduced(loss_fn: Callable[..., Tensor], target: Tensor | None) -> tuple[Callable[..., Tensor], str]:
-    """`loss_fn` with ``reduction="none"`` where that, reduced row by row, is the loss of a row alone."""
-    reduction = getattr(loss_fn, "reduction", "none")
-    if reduction == "none" or not isinstance(loss_fn, nn.Module):
-        return loss_fn, "none"
-    weighted = getattr(loss_fn, "weight", None) is not None
-    masked = hasattr(loss_fn, "ignore_index") and target is not None and target.dim() > 1
-    if reduction == "mean" and (weighted or masked):
-        return loss_fn, "mean"  # a weighted mean: only the loss of the row alone is well defined
-    unreduced = copy.copy(loss_fn)
-    unreduced.reduction = "none"  # type: ignore[assignment]
-    return unreduced, reduction
+    try:
+        return torch.func.vmap(alone)(*arguments)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        pass  # a boolean mask, or an `if` on a value: called row by row it runs, or says itself what is wrong
+    return torch.stack([alone(*row) for row in zip(*arguments, strict=True)])
 
 
 def _shape(value: Any) -> str:

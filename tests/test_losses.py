@@ -20,7 +20,6 @@ LOSSES = {
     "cross entropy mean": (nn.CrossEntropyLoss(), OUT, CLASSES),
     "cross entropy sum": (nn.CrossEntropyLoss(reduction="sum"), OUT, CLASSES),
     "cross entropy none": (nn.CrossEntropyLoss(reduction="none"), OUT, CLASSES),
-    "class weights": (nn.CrossEntropyLoss(weight=WEIGHT), OUT, CLASSES),
     "class weights, sum": (nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"), OUT, CLASSES),
     "ignored tokens": (nn.CrossEntropyLoss(), TOKENS, TOKEN_CLASSES),
     "ignored tokens, sum": (nn.CrossEntropyLoss(reduction="sum"), TOKENS, TOKEN_CLASSES),
@@ -97,6 +96,12 @@ def test_a_loss_written_for_one_example_is_vectorised(batch_of_one):
             r"shape \[\] for a batch of 5.*of shape \[5\]",
         ),
         (OutputLoss(nn.MSELoss()), "text", TypeError, "a batch is a str"),
+        (
+            OutputLoss(nn.CrossEntropyLoss(weight=WEIGHT)),
+            (OUT, CLASSES),
+            ValueError,
+            r"CrossEntropyLoss\(weight=…, reduction='mean'\), which divides by the weights.*reduction='sum'",
+        ),
     ],
 )
 def test_bad_losses_are_named(loss, batch, error, message):

@@ -128,7 +128,7 @@ def test_bad_directions_are_named(shape, value, message):
 def test_an_unknown_layer_asked_for_by_name_is_named():
     for strategy in ("directional", "segmented", "ghost"):
         with pytest.raises(
-            ValueError, match=rf"strategy='{strategy}' cannot be used here.*parameter 'scale'.*UnknownLayers"
+            ValueError, match=rf"strategy='{strategy}' cannot be used here.*parameter 'act.weight'.*PReLU"
         ):
             provider("unknown", strategy=strategy).plan(1)
     case = make_case("cnn")

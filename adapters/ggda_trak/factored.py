@@ -18,8 +18,8 @@ from trak.projectors import AbstractProjector
 from trak.utils import vectorize
 
 from ggda_ext import GroupGradients
-from ggda_ext.gradients.capture import Layer, Observer, known_layers
-from ggda_ext.gradients.layers import LayerRule, rule_for
+from ggda_ext.gradients.hooks import Layer, Observer, known_layers
+from ggda_ext.gradients.layer_rules import LayerRule, rule_for
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupBatch
 from ggda_ext.sketch import count_sketch, draw_sketch

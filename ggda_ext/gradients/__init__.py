@@ -1,8 +1,8 @@
-"""Providers of group-summed gradients: one file per strategy, one that plans, one that is called."""
+"""Providers of group-summed gradients: what is proven before a pass, what is watched during it, one file per strategy."""
 
 from ggda_ext.gradients.checks import check_deterministic_modules
-from ggda_ext.gradients.job import PointGradients
-from ggda_ext.gradients.plan import STRATEGIES, Plan
+from ggda_ext.gradients.cost import STRATEGIES, Plan
 from ggda_ext.gradients.provider import Directions, GroupGradients
+from ggda_ext.gradients.request import PointGradients
 
 __all__ = ["STRATEGIES", "Directions", "GroupGradients", "Plan", "PointGradients", "check_deterministic_modules"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.distributed import inner_name, unwrapped
+from ggda_ext.model_state import restore, training_kernels
 
 ParameterChoice = Iterable[str | nn.Module | nn.Parameter] | None
 
@@ -33,6 +34,8 @@ class ParameterSpace:
         self.size = end
         first = next(iter(self.parameters.values()))
         self.dtype, self.device = first.dtype, first.device
+        self.changing: list[Tensor] = []
+        """Buffers that the model's `forward` changes; `gradients` puts them back."""
 
     def __len__(self) -> int:
         return self.size
@@ -52,21 +55,26 @@ class ParameterSpace:
     def flatten(self, tensors: Sequence[Tensor | None], row: Tensor) -> Tensor:
         """Write one tensor per parameter (None for zeros) into a flat row `[p]`."""
         for tensor, (low, high) in zip(tensors, self.spans.values(), strict=True):
+            if tensor is not None and tensor.is_sparse:  # of an Embedding(sparse=True)
+                tensor = tensor.to_dense()
             row[low:high] = 0 if tensor is None else tensor.reshape(-1)
         return row
 
     @contextmanager
-    def gradients(self, enabled: bool) -> Iterator[None]:
-        """Let only the chosen parameters require gradients, or (``enabled=False``) none at all."""
+    def gradients(self, enabled: bool, also: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+        """Let only the chosen parameters require gradients, or (``enabled=False``) none at all but `also`."""
         before = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+        wanted = {id(parameter) for parameter in also} if not enabled else self.spans.keys()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.changing]
         try:
             for parameter, _ in before:
-                parameter.requires_grad_(enabled and parameter in self)
-            with torch.enable_grad():
+                parameter.requires_grad_(id(parameter) in wanted)
+            with training_kernels(), torch.enable_grad():
                 yield
         finally:
             for parameter, required in before:
                 parameter.requires_grad_(required)
+            restore(buffers)
 
 
 def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter]:
@@ -83,6 +91,19 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
         parameters = {name: value for name, value in named.items() if id(value) in wanted}
         if not parameters:
             raise ValueError("parameters= chooses no parameter of the model.")
+    for name, value in parameters.items():
+        if value.is_complex():
+            raise TypeError(
+                f"parameter {name!r} is complex ({value.dtype}), so an inner product of gradients has no order: leave "
+                "it out with parameters=, or store its real and imaginary part (torch.view_as_real)."
+            )
+        if value.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and holds no numbers: load the model first.")
+        if value.is_inference():
+            raise ValueError(
+                f"parameter {name!r} was made in torch.inference_mode and cannot have a gradient: make the model "
+                "outside of it."
+            )
     kinds = {(value.dtype, value.device) for value in parameters.values()}
     if len(kinds) > 1:
         raise ValueError(f"the chosen parameters differ in dtype or device: {sorted(map(str, kinds))}.")

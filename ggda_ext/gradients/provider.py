@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,26 +18,27 @@ from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.distributed import all_reduce_sum, fingerprint, my_share, together, unwrapped, world_size
-from ggda_ext.gradients import backward, directional, forward, ghost, norms, persample, segmented
-from ggda_ext.gradients.capture import Observer, observe
+from ggda_ext.gradients.captured import Unproven
 from ggda_ext.gradients.checks import check_deterministic_modules, check_finite_rows, check_finite_scores
-from ggda_ext.gradients.job import Job, PointGradients
+from ggda_ext.gradients.cost import STRATEGIES, Plan, choose, named
+from ggda_ext.gradients.hooks import Observer
 from ggda_ext.gradients.parameters import ParameterChoice, ParameterSpace
-from ggda_ext.gradients.plan import STRATEGIES, Plan, choose, named
-from ggda_ext.gradients.survey import Survey
+from ggda_ext.gradients.probe import Probe
+from ggda_ext.gradients.request import PointGradients, Request
+from ggda_ext.gradients.strategies import backward, directional, forward, ghost, norms, persample, segmented
 from ggda_ext.groups import GroupBatch, Groups, GroupsLike
 from ggda_ext.losses import as_example_loss
 
 Directions = Tensor | PointGradients
 
-_SCORES: dict[str, Callable[[Job, Tensor], Tensor]] = {
+_SCORES: dict[str, Callable[[Request, Tensor], Tensor]] = {
     "directional": directional.scores,
     "forward": forward.scores,
     "segmented": segmented.scores,
     "backward": backward.scores,
     "persample": persample.scores,
 }
-_BLOCKS: dict[str, Callable[[Job, int], Iterator[tuple[Tensor, Tensor]]]] = {
+_BLOCKS: dict[str, Callable[[Request, int], Iterator[tuple[Tensor, Tensor]]]] = {
     "segmented": segmented.blocks,
     "backward": backward.blocks,
     "persample": persample.blocks,
@@ -92,6 +94,7 @@ class GroupGradients:
         self.space = ParameterSpace(model, parameters)
         self.strategy, self.memory_budget, self.show_progress = strategy, memory_budget, show_progress
         self._batch_size = batch_size
+        self._last_tests: tuple[PointGradients, GroupGradients] | None = None
 
     @property
     def p(self) -> int:
@@ -103,7 +106,7 @@ class GroupGradients:
         other = copy.copy(self)
         other.data = data if isinstance(data, IndexedData) else IndexedData(data, self.data.name)
         other.groups = Groups.singletons(other.data.n or 0) if groups is None else Groups.of(groups, other.data.n)
-        other.__dict__["_survey"] = self._survey.on(other.groups)  # where cached_property keeps it
+        other.__dict__["_probe"] = self._probe.on(other.groups)  # where cached_property keeps it
         return other
 
     def plan(self, directions: int | Directions | None = 1) -> Plan:
@@ -113,9 +116,30 @@ class GroupGradients:
             m = directions.n
         else:
             m = len(directions) if isinstance(directions, Tensor) else directions or 0
+        facts = self._probe.facts
+        if isinstance(directions, PointGradients) and facts.not_ghost is None and not facts.uncovered:
+            facts = replace(facts, not_ghost=self._tests(directions)._not_ghost())
         if self.strategy == "auto":
-            return choose(self._survey.facts, m, rows=rows, points=points)
-        return named(self.strategy, self._survey.facts, m, rows=rows, points=points)
+            return choose(facts, m, rows=rows, points=points)
+        return named(self.strategy, facts, m, rows=rows, points=points)
+
+    def _not_ghost(self) -> str | None:
+        """Why `ghost` cannot serve with these as test points, or None."""
+        facts = self._probe.facts
+        if facts.uncovered:
+            name, why = next(iter(facts.uncovered.items()))
+            return f"the loss of the test points has a gradient of parameter {name!r} that layers do not show: {why}"
+        return None if facts.not_ghost is None else f"for the test points, {facts.not_ghost}"
+
+    def _tests(self, points: PointGradients) -> GroupGradients:
+        """A provider of the gradients of test points."""
+        if self._last_tests is None or self._last_tests[0] is not points:
+            provider = GroupGradients(
+                self.model, points.loss, points.data, parameters=self.space.parameters.values(),
+                batch_size=self._batch_size, memory_budget=self.memory_budget,
+            )  # fmt: skip
+            self._last_tests = points, provider
+        return self._last_tests[1]
 
     def scores(self, directions: Directions) -> Tensor:
         """Inner products of directions with every group's summed gradient.
@@ -124,18 +148,35 @@ class GroupGradients:
             directions: a tensor `[m, p]`, or the `PointGradients` of m test points.
 
         Returns:
-            Scores `[m, k]`, on the model's device, in its dtype.
+            Scores `[m, k]`, on the model's device, in its dtype (float32 for a model of half precision).
         """
         check_deterministic_modules(self.model)
         plan = self.plan(directions)
         if isinstance(directions, PointGradients) and plan.strategy != "ghost":
-            return self._scores_by_rows(plan, directions)
+            return self._scores_by_rows(directions)
         with together(self._same(directions)):
-            if isinstance(directions, Tensor):
-                scores = _SCORES[plan.strategy](self._job(plan), self._checked(directions))
-            else:
-                scores = ghost.scores(self._job(plan), directions)
+            scores = self._proven_scores(directions)
         return self._summed(scores)
+
+    def _proven_scores(self, directions: Directions) -> Tensor:
+        """This rank's part of the scores, by another strategy if a pass finds what was not proven."""
+        while True:
+            plan = self.plan(directions)
+            try:
+                if isinstance(directions, Tensor):
+                    return _SCORES[plan.strategy](self._request(plan), self._checked(directions))
+                if plan.strategy != "ghost":
+                    return self._rows_of(directions, lambda rows: self._proven_scores(rows))
+                tests = self._tests(directions)
+                return ghost.scores(self._request(plan), tests._request(tests.plan(None), range(0)))
+            except Unproven as error:
+                self._give_up(plan, error)
+
+    def _give_up(self, plan: Plan, error: Unproven) -> None:
+        """Go on without the layers of some parameters, or refuse, if the strategy was asked for by name."""
+        if self.strategy != "auto":
+            raise ValueError(f"strategy={plan.strategy!r} cannot be used here: {error}. Use 'auto'.") from error
+        self._probe.give_up(error.why)
 
     def blocks(self, max_rows: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The group-summed gradients, as `(group ids [b], rows [b, p])`; under several ranks, of this rank's groups.
@@ -151,14 +192,14 @@ class GroupGradients:
 
     def small_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`blocks()` of few rows that stay near the cache: the fastest way where each row is used once."""
-        return self.blocks(self._job(self.plan(None)).rows_near_cache)
+        return self.blocks(self._request(self.plan(None)).rows_near_cache)
 
     def all_blocks(self, max_rows: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """`blocks()` of all groups on every rank: the ranks form shares of each block and exchange them."""
         if world_size() == 1:
             yield from self.blocks(max_rows)
             return
-        k, step = len(self.groups), max_rows or self._job(self.plan(None)).rows_in_budget
+        k, step = len(self.groups), max_rows or self._request(self.plan(None)).rows_in_budget
         for low in range(0, k, step):
             ids = torch.arange(low, min(low + step, k))
             rows = torch.zeros(len(ids), self.p, dtype=self.space.dtype, device=self.space.device)
@@ -169,11 +210,18 @@ class GroupGradients:
 
     def _blocks(self, max_rows: int | None, ids: range) -> Iterator[tuple[Tensor, Tensor]]:
         check_deterministic_modules(self.model)
-        plan = self.plan(None)
-        job = self._job(plan, ids)
-        for some, rows in _BLOCKS[plan.strategy](job, max_rows or job.rows_in_budget):
-            check_finite_rows(rows, some, self.groups)
-            yield some, rows
+        within = self._share(ids)
+        while True:
+            plan = self.plan(None)
+            request = self._request(plan, within=within)
+            try:
+                for some, rows in _BLOCKS[plan.strategy](request, max_rows or request.rows_in_budget):
+                    check_finite_rows(rows, some, self.groups)
+                    yield some, rows
+                    within = int(self.groups.offsets[int(some[-1]) + 1]), within[1]
+                return
+            except Unproven as error:
+                self._give_up(plan, error)
 
     def rows(self) -> Tensor:
         """All group-summed gradients at once `[k, p]`: only for k and p that fit into memory."""
@@ -189,16 +237,26 @@ class GroupGradients:
         Otherwise from `blocks()`: in bounded memory, at the price of a gradient row per group.
         """
         check_deterministic_modules(self.model)
-        facts = self._survey.facts
-        seen = not facts.uncovered and facts.not_ghost is None
         with together(self._same(None)):
-            if seen and self.strategy == "auto" and int(self.groups.sizes.max()) <= facts.batch_size:
-                result = norms.squared_norms(self._job(self.plan(None), range(len(self.groups))))
-            else:
-                result = torch.zeros(len(self.groups), dtype=self.space.dtype, device=self.space.device)
+            result = self._factored_norms()
+            if result is None:
+                result = torch.zeros(len(self.groups), dtype=self._score_dtype, device=self.space.device)
                 for ids, rows in self.small_blocks():
-                    result[ids.to(result.device)] = rows.square().sum(1)
+                    result[ids.to(result.device)] = rows.to(result).square().sum(1)
         return self._summed(result[None])[0]
+
+    def _factored_norms(self) -> Tensor | None:
+        """Squared norms from layer inputs and output gradients; None where they do not tell."""
+        facts = self._probe.facts
+        seen = not facts.uncovered and facts.not_ghost is None
+        if not seen or self.strategy != "auto" or int(self.groups.sizes.max()) > facts.batch_size:
+            return None
+        plan = self.plan(None)
+        try:
+            return norms.squared_norms(self._request(plan, range(len(self.groups))))
+        except Unproven as error:
+            self._give_up(plan, error)
+            return None
 
     def observe(self, watch: Callable[[GroupBatch], Observer]) -> Iterator[GroupBatch]:
         """Batches of whole groups, each run forward and backward under the observer that `watch` gives for it.
@@ -206,31 +264,39 @@ class GroupGradients:
         Under several ranks, of this rank's groups, as in `blocks`.
         """
         check_deterministic_modules(self.model)
-        plan = named("segmented", self._survey.facts, 0, rows=True, points=False)
-        job = self._job(plan, range(len(self.groups)))
-        for groups, batch in job.grouped_batches():
-            observe(job.space, job.layers, job.loss, batch, watch(groups))
+        plan = named("segmented", self._probe.facts, 0, rows=True, points=False)
+        request = self._request(plan, range(len(self.groups)))
+        for groups, batch in request.grouped_batches():
+            request.observe(batch, watch(groups))
             yield groups
 
-    def _scores_by_rows(self, plan: Plan, points: PointGradients) -> Tensor:
-        """Test gradients in blocks that fit the budget, one pass over the training data for each block."""
-        tests = GroupGradients(
-            self.model, points.loss, points.data, parameters=self.space.parameters.values(),
-            batch_size=self._batch_size, memory_budget=self.memory_budget,
-        )  # fmt: skip
-        job = self._job(plan)
-        scores = torch.empty(points.n, len(self.groups), dtype=self.space.dtype, device=self.space.device)
-        for ids, rows in tests.all_blocks():
+    def _scores_by_rows(self, points: PointGradients) -> Tensor:
+        """Scores of test points by their gradient rows, added up over ranks block by block."""
+
+        def summed(rows: Tensor) -> Tensor:
             with together(self._same(rows)):
-                part = _SCORES[plan.strategy](job, rows)
-            scores[ids.to(scores.device)] = self._summed(part)
+                part = self._proven_scores(rows)
+            return self._summed(part)
+
+        return self._rows_of(points, summed)
+
+    def _rows_of(self, points: PointGradients, scores_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Test gradients in blocks that fit the budget, one pass over the training data for each block."""
+        parts = [(ids, scores_of(rows)) for ids, rows in self._tests(points).all_blocks()]
+        scores = torch.empty(points.n, len(self.groups), dtype=parts[0][1].dtype, device=parts[0][1].device)
+        for ids, part in parts:
+            scores[ids.to(scores.device)] = part
         return scores
 
     def _summed(self, scores: Tensor) -> Tensor:
         """Scores `[m, k]` added up over ranks; checked afterwards, so that all ranks refuse alike."""
-        all_reduce_sum(scores)
+        scores = all_reduce_sum(scores).to(self.space.device, self._score_dtype)
         check_finite_scores(scores, self.groups)
         return scores
+
+    @property
+    def _score_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.space.dtype, torch.float32)
 
     def _same(self, directions: Directions | None) -> dict[str, Any]:
         """What has to be the same on all ranks, so that their shares add up to something."""
@@ -259,17 +325,21 @@ class GroupGradients:
             )
         return directions
 
-    def _job(self, plan: Plan, whole: range | None = None) -> Job:
-        """What a strategy is given: this rank's share of the points, or of the groups `whole`, which are not cut."""
-        return Job(
-            self.space, self.loss, self.data, self.groups, self._survey.layers, plan.facts.batch_size,
-            self.memory_budget, self.show_progress, f"{plan.strategy} group scores", self._share(whole),
+    def _request(self, plan: Plan, whole: range | None = None, within: tuple[int, int] | None = None) -> Request:
+        """What a strategy is given: this rank's share of the points, or of the groups `whole`, which are not cut.
+
+        Args:
+            plan: the strategy and its batch size.
+            whole: groups to share out among the ranks.
+            within: the share itself, if it is known.
+        """
+        return Request(
+            self.space, self.loss, self.data, self.groups, self._probe.captured, plan.facts.batch_size,
+            self.memory_budget, self.show_progress, f"{plan.strategy} group scores", within or self._share(whole),
         )  # fmt: skip
 
-    def _share(self, whole: range | None) -> tuple[int, int] | None:
-        """Which run of the points, group after group, is this rank's; None for all of them."""
-        if world_size() == 1:
-            return None
+    def _share(self, whole: range | None) -> tuple[int, int]:
+        """Which run of the points, group after group, is this rank's."""
         offsets = self.groups.offsets
         if whole is None:
             share = my_share(int(offsets[-1]))
@@ -280,8 +350,6 @@ class GroupGradients:
         return int(offsets[low]), int(offsets[high])
 
     @cached_property
-    def _survey(self) -> Survey:
+    def _probe(self) -> Probe:
         check_deterministic_modules(self.model)
-        return Survey(
-            self.space, self.loss, self.data, self.groups, self._batch_size, self.memory_budget, self.strategy
-        )
+        return Probe(self.space, self.loss, self.data, self.groups, self._batch_size, self.memory_budget, self.strategy)

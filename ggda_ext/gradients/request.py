@@ -14,7 +14,8 @@ from tqdm.auto import tqdm
 
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.distributed import my_share, rank, share_of_stream
-from ggda_ext.gradients.capture import Layer
+from ggda_ext.gradients.captured import CapturedLayers
+from ggda_ext.gradients.hooks import Layer, Observer
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupBatch, Groups
 from ggda_ext.losses import ExampleLoss
@@ -38,26 +39,31 @@ class PointGradients:
             raise TypeError(f"{self.data.name} has no length: pass test points with a known number.")
         return self.data.n
 
-    def batches(self, job: Job) -> Iterator[Any]:
-        """The test points in order, on the model's device."""
-        return (to_device(batch, job.space.device) for _, batch in self.data.sequential(job.batch_size))
-
 
 @dataclass(frozen=True)
-class Job:
+class Request:
     """One question to a strategy. Batches come on the model's device."""
 
     space: ParameterSpace
     loss: ExampleLoss
     data: IndexedData
     groups: Groups
-    layers: list[Layer]
+    captured: CapturedLayers
     batch_size: int
     memory_budget: int
     show_progress: bool = False
     title: str = "ggda"
-    within: tuple[int, int] | None = None
-    """This rank's share of ``groups.order`` for `grouped_batches`; None for all of it."""
+    within: tuple[int, int] = (0, 0)
+    """This rank's share of ``groups.order`` for `grouped_batches`."""
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers that `observe` tells about."""
+        return self.captured.layers
+
+    def observe(self, batch: Any, observer: Observer) -> None:
+        """Run a batch forward and backward under an observer."""
+        self.captured.run(batch, observer)
 
     @cached_property
     def loss_module(self) -> nn.Module:
@@ -78,8 +84,8 @@ class Job:
         return int(min(max(1, size // (self.space.size * self.space.dtype.itemsize)), 1024))
 
     def empty_scores(self, m: int) -> Tensor:
-        """Zeros `[m, k]` to add scores to."""
-        return torch.zeros(m, len(self.groups), dtype=self.space.dtype, device=self.space.device)
+        """Zeros `[m, k]` to add scores to, in double precision: a group may have a billion points."""
+        return torch.zeros(m, len(self.groups), dtype=torch.float64, device=sums_on(self.space.device))
 
     def natural_batches(self) -> Iterator[tuple[Tensor, Any]]:
         """This rank's share of all points, in the order of the data set: `(their group ids, batch)`."""
@@ -130,7 +136,7 @@ class Job:
         size = min(self.batch_size, most_points or self.batch_size)
         batches = self.data.batches(group.indices for group in self.groups.batches(size, most_groups, self.within))
         pairs = zip(self.groups.batches(size, most_groups, self.within), batches, strict=True)
-        low, high = self.within or (0, self._points)
+        low, high = self.within
         for groups, batch in self._bar(pairs, high - low, lambda item: len(item[0])):
             yield groups, to_device(batch, self.space.device)
 
@@ -138,7 +144,7 @@ class Job:
         """Inner products of directions `[m, p]` with streamed rows `[m, k]`."""
         scores = self.empty_scores(len(directions))
         for ids, rows in blocks:
-            scores[:, ids.to(scores.device)] = directions @ rows.T
+            scores[:, ids.to(scores.device)] = (directions @ rows.T).to(scores)
         return scores
 
     def _bar(self, items: Iterator[Any], total: int, size: Any) -> Iterator[Any]:
@@ -149,6 +155,11 @@ class Job:
             for item in items:
                 yield item
                 bar.update(size(item))
+
+
+def sums_on(device: torch.device) -> torch.device:
+    """Where sums in double precision can be kept for a model on a device."""
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 class LossModule(nn.Module):
@@ -164,16 +175,21 @@ class LossModule(nn.Module):
 
 
 def merge_pieces(pieces: Iterator[tuple[Tensor, Tensor, bool]], max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of at most `max_rows` finished rows from `(ids, rows, whether the group is complete)`."""
+    """Blocks of at most `max_rows` finished rows from `(ids, rows, whether the group is complete)`.
+
+    The pieces of a group are added up in double precision.
+    """
     ids: list[Tensor] = []
     rows: list[Tensor] = []
     begun: Tensor | None = None
     for piece_ids, piece_rows, complete in pieces:
-        if begun is not None:
-            piece_rows += begun
-        begun = None if complete else piece_rows
+        if begun is not None or not complete:
+            wide = piece_rows.to(sums_on(piece_rows.device), torch.float64)
+            begun = wide if begun is None else begun.add_(wide)
         if not complete:
             continue
+        if begun is not None:
+            piece_rows, begun = begun.to(piece_rows), None
         if rows and sum(map(len, rows)) + len(piece_rows) > max_rows:
             yield _joined(ids), _joined(rows)
             ids, rows = [], []

@@ -10,22 +10,22 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from ggda_ext.data import as_batch_of_one
-from ggda_ext.gradients.job import Job, merge_pieces
-from ggda_ext.gradients.layers import segment_sum
+from ggda_ext.gradients.layer_rules import segment_sum
 from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.gradients.request import Request, merge_pieces
 
 
-def scores(job: Job, directions: Tensor) -> Tensor:
+def scores(request: Request, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
-    return job.scores_of(blocks(job, job.rows_near_cache), directions)
+    return request.scores_of(blocks(request, request.rows_near_cache), directions)
 
 
-def blocks(job: Job, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Group-summed gradients as `(group ids [b], rows [b, p])`, at most `max_rows` at a time."""
 
     def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
-        for groups, batch in job.grouped_batches(most_points=max_rows):
-            rows = point_gradients(job.loss_module, job.space, batch)
+        for groups, batch in request.grouped_batches(most_points=max_rows):
+            rows = point_gradients(request.loss_module, request.space, batch)
             yield torch.from_numpy(groups.ids), segment_sum(rows, groups.starts.tolist()), groups.complete
 
     return merge_pieces(pieces(), max_rows)
@@ -40,4 +40,4 @@ def point_gradients(loss_module: nn.Module, space: ParameterSpace, batch: Any) -
 
     with space.gradients(enabled=False):
         gradients = vmap(grad(loss_of_one), in_dims=(None, 0))(parameters, batch)
-    return torch.cat([gradients[name].flatten(1) for name in parameters], 1)
+    return torch.cat([gradients[name].reshape(len(gradients[name]), -1) for name in parameters], 1)

@@ -13,22 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.gradients.capture import Layer
-from ggda_ext.gradients.ghost import Factors, collect
-from ggda_ext.gradients.job import Job
+from ggda_ext.gradients.hooks import Layer
+from ggda_ext.gradients.request import Request
+from ggda_ext.gradients.strategies.ghost import Factors, collect
 
 PAIRED = 64  # points whose pairs are all formed; for a larger group the sum of products is cheaper
 
 
-def squared_norms(job: Job) -> Tensor:
+def squared_norms(request: Request) -> Tensor:
     """Squared norm of every group's summed gradient `[k]`; groups must fit into a batch."""
-    result = job.empty_scores(1)[0]
-    for groups, batch in job.grouped_batches():
-        factors = collect(job, job.loss, batch)
-        norms = _of_points(job.layers, factors) if len(groups.ids) == len(groups) else None
+    result = request.empty_scores(1)[0]
+    for groups, batch in request.grouped_batches():
+        factors = collect(request, batch)
+        norms = _of_points(request.layers, factors) if len(groups.ids) == len(groups) else None
         if norms is None:
-            norms = torch.cat([_of_run(job.layers, factors, starts) for starts in _runs(groups.starts)])
-        result[torch.from_numpy(groups.ids).to(result.device)] = norms
+            norms = torch.cat([_of_run(request.layers, factors, starts) for starts in _runs(groups.starts)])
+        result[torch.from_numpy(groups.ids).to(result.device)] = norms.to(result)
     return result.clamp_(min=0)  # rounding, where gradients cancel
 
 

@@ -13,22 +13,22 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ggda_ext.gradients.job import Job
 from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.gradients.request import Request
 
 
-def scores(job: Job, directions: Tensor) -> Tensor:
+def scores(request: Request, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
-    result = job.empty_scores(len(directions))
-    moves = tangents(job.space, directions)
-    for labels, batch in job.natural_batches():
+    result = request.empty_scores(len(directions))
+    moves = tangents(request.space, directions)
+    for labels, batch in request.natural_batches():
         for row, tangent in zip(result, moves, strict=True):
-            row.index_add_(0, labels, point_scores(job.loss_module, job.space, tangent, batch))
+            row.index_add_(0, labels, point_scores(request.loss_module, request.space, tangent, batch).to(row))
     return result
 
 
 def tangents(space: ParameterSpace, directions: Tensor) -> list[dict[str, Tensor]]:
-    """Directions `[m, p]` by parameter; an embedding's padding row, which gets no gradient, stands still."""
+    """Directions `[m, p]` by parameter; an embedding's padding row, which gets no gradient, does not move."""
     still = {
         id(module.weight): module.padding_idx
         for module in space.model.modules()
@@ -45,7 +45,7 @@ def tangents(space: ParameterSpace, directions: Tensor) -> list[dict[str, Tensor
 
 def point_scores(loss_module: nn.Module, space: ParameterSpace, tangent: dict[str, Tensor], batch: Any) -> Tensor:
     """Derivative of every example's loss along one direction `[b]`."""
-    with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+    with space.gradients(enabled=False), torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
         duals = {
             f"model.{name}": forward_ad.make_dual(value.detach(), tangent[name])
             for name, value in space.parameters.items()

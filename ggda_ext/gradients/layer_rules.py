@@ -101,6 +101,32 @@ class _Embedding(LayerRule):
             out[row].index_add_(0, tokens, gradient)
 
 
+class _EmbeddingBag(LayerRule):
+    """Sums or means of embeddings, for bags of equal length `[b, l]`."""
+
+    def apply(self, layer: nn.EmbeddingBag, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.embedding_bag(a, weight, mode=layer.mode, padding_idx=layer.padding_idx)
+
+    def weight_rows(self, layer: nn.EmbeddingBag, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
+        counted = torch.ones_like(a, dtype=d.dtype) if layer.padding_idx is None else (a != layer.padding_idx).to(d)
+        if layer.mode == "mean":
+            counted = counted / counted.sum(1, keepdim=True).clamp(min=1)
+        out.zero_()
+        for row, (low, high) in enumerate(itertools.pairwise(starts)):
+            gradient = counted[low:high, :, None] * d[low:high, None]
+            out[row].index_add_(0, a[low:high].reshape(-1), gradient.flatten(0, 1))
+
+
+class _Copies(LayerRule):
+    """A parameter that the module was given as one copy per example: d is its gradient, example by example."""
+
+    def apply(self, layer: nn.Module, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return weight.expand_as(a).clone()
+
+    def weight_rows(self, layer: nn.Module, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
+        out.copy_(segment_sum(d, starts))
+
+
 class _Norm(LayerRule):
     """Layers that normalise, then scale and shift: their parameters act on the normalised input."""
 
@@ -130,6 +156,7 @@ _RULES: list[tuple[type[nn.Module], LayerRule]] = [
     (nn.Conv2d, _Conv(2)),
     (nn.Conv3d, _Conv(3)),
     (nn.Embedding, _Embedding()),
+    (nn.EmbeddingBag, _EmbeddingBag()),
     (nn.LayerNorm, _Norm(lambda m, a, w, b: F.layer_norm(a, m.normalized_shape, w, b, m.eps), True)),
     (nn.RMSNorm, _Norm(lambda m, a, w, b: F.rms_norm(a, m.normalized_shape, w, m.eps), True)),
     (nn.GroupNorm, _Norm(lambda m, a, w, b: F.group_norm(a, m.num_groups, w, b, m.eps), False)),
@@ -138,10 +165,15 @@ _RULES: list[tuple[type[nn.Module], LayerRule]] = [
     (nn.BatchNorm3d, _Norm(_batch_norm, False)),
 ]
 
+COPIES: LayerRule = _Copies()
+
 
 def rule_for(layer: nn.Module) -> LayerRule | None:
     """The rule of a layer, or None for a kind of layer (or a use of it) that is not known to be linear."""
-    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
+    embeds = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+    if embeds and (layer.max_norm is not None or layer.scale_grad_by_freq):
+        return None
+    if isinstance(layer, nn.EmbeddingBag) and layer.mode == "max":
         return None
     if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
         return None

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ggda_ext.gradients.capture import Layer, Observer, observe
-from ggda_ext.gradients.job import Job
+from ggda_ext.gradients.hooks import Layer, Observer
+from ggda_ext.gradients.request import Request
 
 
-def scores(job: Job, directions: Tensor) -> Tensor:
+def scores(request: Request, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
-    result = job.empty_scores(len(directions))
-    parts = {id(value): job.space.part(directions, value) for value in job.space.parameters.values()}
-    for labels, batch in job.natural_batches():
+    result = request.empty_scores(len(directions))
+    parts = {id(value): request.space.part(directions, value) for value in request.space.parameters.values()}
+    for labels, batch in request.natural_batches():
         observer = _PointScores(parts, directions.new_zeros(len(directions), len(labels)))
-        observe(job.space, job.layers, job.loss, batch, observer)
-        result.index_add_(1, labels, observer.scores)
+        request.observe(batch, observer)
+        result.index_add_(1, labels, observer.scores.to(result))
     return result
 
 

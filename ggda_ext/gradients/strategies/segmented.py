@@ -11,30 +11,30 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.gradients.capture import Layer, Observer, observe
-from ggda_ext.gradients.job import Job, merge_pieces
+from ggda_ext.gradients.hooks import Layer, Observer
+from ggda_ext.gradients.request import Request, merge_pieces
 
 BUFFER_BYTES = 8 * 2**20
 
 
-def scores(job: Job, directions: Tensor) -> Tensor:
+def scores(request: Request, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
-    result = job.empty_scores(len(directions))
-    buffer = _Buffer(job.space.dtype, job.space.device)
-    for groups, batch in job.grouped_batches():
+    result = request.empty_scores(len(directions))
+    buffer = _Buffer(request.space.dtype, request.space.device)
+    for groups, batch in request.grouped_batches():
         ids = torch.from_numpy(groups.ids).to(result.device)
-        observer = _SegmentScores(job, directions, groups.starts.tolist(), ids, result, buffer)
-        observe(job.space, job.layers, job.loss, batch, observer)
+        observer = _SegmentScores(request, directions, groups.starts.tolist(), ids, result, buffer)
+        request.observe(batch, observer)
     return result
 
 
-def blocks(job: Job, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Group-summed gradients as `(group ids [b], rows [b, p])`, at most `max_rows` at a time."""
 
     def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
-        for groups, batch in job.grouped_batches(most_groups=max_rows):
-            observer = _SegmentRows(job, groups.starts.tolist())
-            observe(job.space, job.layers, job.loss, batch, observer)
+        for groups, batch in request.grouped_batches(most_groups=max_rows):
+            observer = _SegmentRows(request, groups.starts.tolist())
+            request.observe(batch, observer)
             yield torch.from_numpy(groups.ids), observer.finished(), groups.complete
 
     return merge_pieces(pieces(), max_rows)
@@ -54,19 +54,19 @@ class _Buffer:
 
 class _SegmentScores(Observer):
     def __init__(
-        self, job: Job, directions: Tensor, starts: list[int], ids: Tensor, scores: Tensor, buffer: _Buffer
+        self, request: Request, directions: Tensor, starts: list[int], ids: Tensor, scores: Tensor, buffer: _Buffer
     ) -> None:
-        self.space, self.directions, self.buffer = job.space, directions, buffer
+        self.space, self.directions, self.buffer = request.space, directions, buffer
         self.starts, self.ids, self.scores = starts, ids, scores
 
     def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
         starts = [start * repeats for start in self.starts]
         if layer.bias is not None:
             rows = layer.rule.bias_rows(layer.module, d, starts)
-            self.scores.index_add_(1, self.ids, self._columns(layer.bias) @ rows.flatten(1).T)
+            self._add(self.ids, self._columns(layer.bias) @ rows.flatten(1).T)
         if layer.weight is None:
             return
-        if isinstance(layer.module, nn.Embedding):
+        if isinstance(layer.module, nn.Embedding | nn.EmbeddingBag):
             self._embedding(layer, kept, d)
             return
         step = max(1, BUFFER_BYTES // (layer.weight.numel() * layer.weight.element_size()))
@@ -75,7 +75,7 @@ class _SegmentScores(Observer):
             rows = self.buffer.rows(len(bounds) - 1, layer.weight)
             cut = slice(bounds[0], bounds[-1])
             layer.rule.weight_rows(layer.module, kept[cut], d[cut], [b - bounds[0] for b in bounds], rows)
-            self.scores.index_add_(1, self.ids[low : low + step], self._columns(layer.weight) @ rows.flatten(1).T)
+            self._add(self.ids[low : low + step], self._columns(layer.weight) @ rows.flatten(1).T)
 
     def _embedding(self, layer: Layer, tokens: Tensor, d: Tensor) -> None:
         """A gather-dot: rows of length vocabulary x width would be nearly all zeros."""
@@ -84,7 +84,10 @@ class _SegmentScores(Observer):
         assert layer.weight is not None
         for row, direction in zip(self.scores, self.space.part(self.directions, layer.weight), strict=True):
             tangent = layer.apply(tokens, direction, None)
-            row.index_add_(0, labels, (tangent * d).reshape(len(labels), -1).sum(1))
+            row.index_add_(0, labels, (tangent * d).reshape(len(labels), -1).sum(1).to(row))
+
+    def _add(self, ids: Tensor, scores: Tensor) -> None:
+        self.scores.index_add_(1, ids, scores.to(self.scores))
 
     def _columns(self, parameter: nn.Parameter) -> Tensor:
         low, high = self.space.spans[id(parameter)]
@@ -94,9 +97,11 @@ class _SegmentScores(Observer):
 class _SegmentRows(Observer):
     """Writes every layer's segment gradients into rows `[s, p]`, or adds them if the layer is called again."""
 
-    def __init__(self, job: Job, starts: list[int]) -> None:
-        self.space, self.starts = job.space, starts
-        self.rows = torch.empty(len(starts) - 1, job.space.size, dtype=job.space.dtype, device=job.space.device)
+    def __init__(self, request: Request, starts: list[int]) -> None:
+        self.space, self.starts = request.space, starts
+        self.rows = torch.empty(
+            len(starts) - 1, request.space.size, dtype=request.space.dtype, device=request.space.device
+        )
         self.written: set[int] = set()
 
     def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:

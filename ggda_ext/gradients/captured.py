@@ -1,0 +1,192 @@
+"""Layers observed in a pass, and the watch that keeps the proof good while it lasts.
+
+What was compared with autograd on a few examples holds for a batch only if the model treats it alike. So a pass
+looks at three things. The first batches: are the rows of some examples what they are in a batch without the others?
+(A model may reorder its batch, or cut it.) Every batch: is each layer called as often, with as many rows per example,
+as when it was compared? And parameters that no example touched so far: does one touch them now? What is new is
+compared with autograd there and then; what differs raises `Unproven`, never a number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.data import batch_length, pick
+from ggda_ext.gradients.hooks import Calls, Layer, Observer, UnknownLayer, observe
+from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.gradients.truth import Tolerance, captured_scores, random_direction, truth_of, wide
+from ggda_ext.losses import ExampleLoss
+
+ENOUGH_ROWS = 32  # examples in batches whose rows were compared, after which order and cuts are trusted
+_COMPARED = 4  # examples of such a batch
+_TRIED = 64  # examples of a batch that are looked at for one that touches a parameter
+
+
+class Unproven(ValueError):
+    """Layer inputs and output gradients do not give the gradient of some parameters: name → why."""
+
+    def __init__(self, why: dict[str, str]) -> None:
+        self.why = why
+        name, reason = next(iter(why.items()))
+        super().__init__(f"the gradient of parameter {name!r} cannot be had from the layers: {reason}")
+
+
+class CapturedLayers:
+    """The layers of a model to observe, with what has been proven about them.
+
+    Args:
+        space: model and chosen parameters.
+        layers: the layers.
+        loss: of the examples.
+        allowed: differences that rounding may explain.
+    """
+
+    def __init__(self, space: ParameterSpace, layers: list[Layer], loss: ExampleLoss, allowed: Tolerance) -> None:
+        self.space, self.layers, self.loss, self.allowed = space, layers, loss, allowed
+        self.proven: set[tuple[tuple[str, int], ...]] = set()
+        self.unseen: dict[str, nn.Parameter] = {}
+        """Parameters that had no gradient in any example looked at so far."""
+        self.rows_compared = 0
+
+    def run(self, batch: Any, observer: Observer) -> None:
+        """Run a batch forward and backward under an observer.
+
+        Raises:
+            Unproven: if the model treats the batch in a way that was not proven and that disagrees with autograd.
+        """
+        size = batch_length(batch)
+        recorder = None
+        if size > 1 and self.rows_compared < ENOUGH_ROWS:
+            recorder = _Recorder(self._some(size), size, observer)
+        try:
+            calls = observe(self.space, self.layers, self.loss, batch, recorder or observer, list(self.unseen.values()))
+        except UnknownLayer as error:
+            raise Unproven(dict.fromkeys(self.space.parameters, str(error))) from error
+        if calls.touched or calls.signature not in self.proven:
+            self._prove(batch, calls)
+        elif recorder is not None:
+            self._compare(batch, recorder)
+
+    def _some(self, size: int) -> list[int]:
+        """Positions of examples in a batch: the first, the last, and others that vary from batch to batch."""
+        others = torch.randperm(size, generator=torch.Generator().manual_seed(self.rows_compared)).tolist()
+        return sorted({0, size - 1, *others[: _COMPARED - 2]})
+
+    def _compare(self, batch: Any, recorder: _Recorder) -> None:
+        """Raise unless the recorded rows of some examples are those of a batch without the others."""
+        again = _Recorder(list(range(len(recorder.positions))), len(recorder.positions))
+        observe(self.space, self.layers, self.loss, pick(batch, recorder.positions), again)
+        why = recorder.difference(again, self.allowed)
+        if why is not None:
+            raise Unproven(dict.fromkeys(self.space.parameters, why))
+        self.rows_compared += recorder.size
+
+    def _prove(self, batch: Any, calls: Calls) -> None:
+        """Compare examples of the batch with autograd, as the model treats them in a way not seen before."""
+        size = batch_length(batch)
+        names = {id(value): name for name, value in self.unseen.items()}
+        touched = {names[id(parameter)] for parameter in calls.touched}
+        positions = self._telling(batch, touched) if touched else self._some(size)
+        few = pick(batch, positions)
+        direction = random_direction(self.space)
+        truth = truth_of(self.space, self.loss, [pick(batch, [at]) for at in positions], direction)
+        try:
+            scores, _ = captured_scores(self.space, self.layers, self.loss, few, direction, _Silent())
+        except UnknownLayer as error:
+            raise Unproven(dict.fromkeys(self.space.parameters, str(error))) from error
+        wrong = truth.differs(scores, self.allowed).tolist()
+        if any(wrong):
+            raise Unproven(
+                {
+                    name: f"{name!r} is used in a way its layer alone does not show"
+                    for name, is_wrong in zip(self.space.parameters, wrong, strict=True)
+                    if is_wrong
+                }
+            )
+        recorder = _Recorder(positions, size)
+        observe(self.space, self.layers, self.loss, batch, recorder)
+        self._compare(batch, recorder)
+        self.proven.add(calls.signature)
+        for name in touched:
+            del self.unseen[name]
+
+    def _telling(self, batch: Any, touched: set[str]) -> list[int]:
+        """Positions of examples that touch the parameters, and some others."""
+        size = batch_length(batch)
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(0)).tolist()[:_TRIED]
+        direction = random_direction(self.space)
+        missing, found = set(touched), []
+        for at in order:
+            truth = truth_of(self.space, self.loss, [pick(batch, [at])], direction)
+            seen = {
+                name for name, is_seen in zip(self.space.parameters, truth.touched.tolist(), strict=True) if is_seen
+            }
+            if missing & seen:
+                found.append(at)
+                missing -= seen
+            if not missing:
+                return sorted({*found, *self._some(size)})
+        raise Unproven(
+            dict.fromkeys(sorted(missing), "no example could be found to compare its gradient with autograd")
+        )
+
+
+class _Silent(Observer):
+    def backward(self, layer: Layer, kept: Any, d: Tensor, repeats: int) -> None:
+        pass
+
+
+class _Recorder(Observer):
+    """Keeps the rows of some examples of a batch, layer call by layer call, while another observer does the work."""
+
+    def __init__(self, positions: list[int], size: int, worker: Observer | None = None) -> None:
+        self.positions, self.size, self.worker = positions, size, worker
+        self.inputs: list[tuple[str, Tensor]] = []
+        self.gradients: dict[int, tuple[Tensor, float]] = {}
+
+    def forward(self, layer: Layer, a: Tensor) -> tuple[int, Any]:
+        self.inputs.append((layer.name, self._rows(a)))
+        return len(self.inputs) - 1, self.worker.forward(layer, a) if self.worker is not None else None
+
+    def backward(self, layer: Layer, kept: tuple[int, Any], d: Tensor, repeats: int) -> None:
+        number, own = kept
+        before = self.gradients.get(number)
+        rows = self._rows(d) if before is None else before[0] + self._rows(d)
+        usual = float(wide(d).nan_to_num(0, 0, 0).norm()) / self.size**0.5
+        self.gradients[number] = rows, usual
+        if self.worker is not None:
+            self.worker.backward(layer, own, d, repeats)
+
+    def _rows(self, values: Tensor) -> Tensor:
+        return values.reshape(self.size, -1, *values.shape[1:])[self.positions]
+
+    def difference(self, alone: _Recorder, allowed: Tolerance) -> str | None:
+        """How these rows differ from those of the same examples in a batch of their own, or None."""
+        for number, (name, rows) in enumerate(self.inputs):
+            if number >= len(alone.inputs) or alone.inputs[number][0] != name:
+                return f"layer {name!r} is called otherwise in a batch of {self.size} than in one of {alone.size}"
+            usual = self.gradients.get(number, (rows, 0.0))[1]
+            pairs = [(rows, alone.inputs[number][1], 0.0)]
+            if number in self.gradients or number in alone.gradients:
+                zero = torch.zeros(())
+                mine, other = (found.gradients.get(number, (zero, 0.0))[0] for found in (self, alone))
+                pairs.append((mine, other, usual * len(self.positions) ** 0.5))
+            for found, expected, floor in pairs:
+                if not _alike(found, expected, floor, allowed.each):
+                    return (
+                        f"the rows of layer {name!r} are not those of the examples in their order "
+                        f"(in a batch of {self.size} examples)"
+                    )
+        return None
+
+
+def _alike(found: Tensor, expected: Tensor, floor: float, allowed: float) -> bool:
+    if found.shape != expected.shape and found.dim() and expected.dim():
+        return False
+    if not found.is_floating_point():
+        return bool((found == expected).all())
+    found, expected = (wide(values).nan_to_num(0, 0, 0) for values in (found, expected.to(found.device)))
+    return float((found - expected).norm()) <= allowed * (float(expected.norm()) + floor)

@@ -1,0 +1,1 @@
+"""One file per strategy; all give the same numbers."""

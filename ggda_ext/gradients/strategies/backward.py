@@ -1,0 +1,31 @@
+"""`backward`: one batched backward pass per group, the paper's way; for any model and any layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ggda_ext.gradients.request import Request, merge_pieces
+
+
+def scores(request: Request, directions: Tensor) -> Tensor:
+    """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
+    return request.scores_of(blocks(request, request.rows_near_cache), directions)
+
+
+def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Group-summed gradients as `(group ids [b], rows [b, p])`, at most `max_rows` at a time."""
+
+    def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
+        parameters = list(request.space.parameters.values())
+        for groups, batch in request.grouped_batches(most_groups=1):
+            with request.space.gradients(enabled=True):
+                gradients = torch.autograd.grad(
+                    request.loss.total(request.space.model, batch), parameters, allow_unused=True
+                )
+            row = torch.empty(request.space.size, dtype=request.space.dtype, device=request.space.device)
+            yield torch.from_numpy(groups.ids), request.space.flatten(gradients, row)[None], groups.complete
+
+    return merge_pieces(pieces(), max_rows)

@@ -1,0 +1,432 @@
+"""Models, losses and data that make attribution libraries wrong without a word, with ground truth by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+N, WIDTH, CLASSES = 24, 6, 3
+GROUPS = torch.arange(N) % 4
+
+
+class Reorders(nn.Module):
+    """Sorts its batch by a feature, and puts the outputs back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return self.body(x[order])[order.argsort()]
+
+
+class UniqueTokens(nn.Module):
+    """Embeds every token that occurs once, whoever has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(9, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        unique, places = torch.unique(x, return_inverse=True)
+        return self.head(self.tokens(unique)[places].mean(1).tanh())
+
+
+class Unpads(nn.Module):
+    """Runs its layers on the tokens that are not padding, as one long sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mix, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        real = x > 0
+        packed = self.mix(self.tokens(x[real])).tanh()
+        padded = packed.new_zeros(*x.shape, 4)
+        padded[real] = packed
+        return self.head(padded.sum(1))
+
+
+class Experts(nn.Module):
+    """Sends every example to one of two experts; the second one is rare."""
+
+    def __init__(self, threshold: float = 0.5) -> None:
+        super().__init__()
+        self.threshold = threshold
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, CLASSES) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rare = x[:, 1] > self.threshold
+        out = x.new_zeros(len(x), CLASSES)
+        out[~rare] = self.experts[0](x[~rare]) if bool((~rare).any()) else out[~rare]
+        if bool(rare.any()):
+            out[rare] = self.experts[1](x[rare])
+        return out
+
+
+class TokenExperts(nn.Module):
+    """Sends every token to one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(9, 4), nn.Linear(4, CLASSES)
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.tokens(x)
+        out = torch.zeros_like(z)
+        for j, expert in enumerate(self.experts):
+            mine = x % 2 == j
+            if bool(mine.any()):
+                out[mine] = expert(z[mine]).tanh()
+        return self.head(out.mean(1))
+
+
+class LaterOnly(nn.Module):
+    """A layer that only examples with a large feature use, tied by hand to another use of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.extra = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        late = (x[:, 5] > 0).to(x.dtype)[:, None]
+        return self.body(x) + late * (self.extra(x) + F.linear(x.tanh(), self.extra.weight))
+
+
+class DeadBranch(nn.Module):
+    """A branch that is off for the first examples, tied to a layer of the other branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gate = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        on = (x[:, 4] > 0.3).to(x.dtype)[:, None]
+        return on * self.gate(x).relu() + on * F.linear(x, self.gate.weight) + self.body(x)
+
+
+class NoStatistics(nn.Module):
+    """BatchNorm that always takes the statistics of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(WIDTH, CLASSES), nn.BatchNorm1d(CLASSES, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.body(x))
+
+
+class Centres(nn.Module):
+    """Subtracts the mean of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        return self.head(h - h.mean(0))
+
+
+class MixesGradients(nn.Module):
+    """The same outputs alone and in a batch, but not the same gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        mean = h.mean(0)
+        return self.head(h + mean - mean.detach())
+
+
+class InAList(nn.Module):
+    """Reads a parameter from a Python list, where nobody can put another in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.weight = nn.Linear(WIDTH, 5), nn.Parameter(torch.randn(5, CLASSES))
+        self.kept = [self.weight]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self.kept = [self.weight]
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).tanh() @ self.kept[0]
+
+
+class Hooked(nn.Module):
+    """A parameter whose gradient is changed by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
+        self.head.weight.register_hook(lambda d: 2 * d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
+class Encoder(nn.Module):
+    """`nn.TransformerEncoder` with padding: in eval mode its fused path zeroes padded outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.tokens, self.encoder = nn.Embedding(9, 4), nn.TransformerEncoder(layer, 1)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.tokens(x), src_key_padding_mask=x == 0).mean(1))
+
+
+class Scaled(nn.Module):
+    """A temperature of no dimensions, as CLIP has, and a scale by feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.logit_scale = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.tensor(0.3))
+        self.body = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x * self.scale) * self.logit_scale.exp()
+
+
+class ClassToken(nn.Module):
+    """A token of its own, concatenated, and position embeddings, added: bare parameters, as in ViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = _Embeddings()
+        self.norm, self.head = _RootMeanSquare(4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(x)).tanh().mean(1))
+
+
+class _Embeddings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(9, 4)
+        self.cls, self.positions = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.cls.expand(len(x), -1, -1), self.tokens(x)], 1) + self.positions
+
+
+class _RootMeanSquare(nn.Module):
+    """Llama's normalisation, under a name of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class Counts(nn.Module):
+    """A buffer that changes in every forward pass, and scales the outputs by what it was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x) * self.calls.clone()
+        self.calls.mul_(1.5)
+        return out
+
+
+class Attention(nn.Module):
+    """`nn.MultiheadAttention`, which uses the weights of its layers without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.attention = nn.Embedding(9, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.tokens(x)
+        return self.head(self.attention(z, z, z, need_weights=False)[0].mean(1))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+def spectral() -> nn.Module:
+    body = nn.Linear(WIDTH, 5)
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(body), nn.Tanh(), nn.Linear(5, CLASSES)).train()
+
+
+def weight_norm() -> nn.Module:
+    body = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 5))
+    return nn.Sequential(body, nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(20, CLASSES))
+
+
+def bag(mode: str = "mean") -> nn.Module:
+    return nn.Sequential(nn.EmbeddingBag(9, 4, mode=mode, padding_idx=0), nn.Linear(4, CLASSES))
+
+
+class MaskedMean(nn.Module):
+    """A loss whose mean is not the mean of its unreduced losses."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        counts = (target > 0).to(output.dtype) + 0.5
+        losses = F.cross_entropy(output, target, reduction="none") * counts
+        if self.reduction == "none":
+            return losses
+        return losses.sum() / counts.sum() if self.reduction == "mean" else losses.sum()
+
+
+def contrastive(output: Tensor, target: Tensor) -> Tensor:
+    """Examples are compared with each other."""
+    z = F.normalize(output, dim=1)
+    return F.cross_entropy(z @ z.T / 0.5, torch.arange(len(z)))
+
+
+def boolean_mask(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over the outputs that are right, by a boolean mask."""
+    hard = output.gather(1, target[:, None])[:, 0] < 10
+    return F.cross_entropy(output[hard], target[hard], reduction="sum")
+
+
+def python_if(output: Tensor, target: Tensor) -> Tensor:
+    loss = F.cross_entropy(output, target, reduction="sum")
+    return loss * 2 if float(loss.detach()) > 1e9 else loss
+
+
+@dataclass
+class Unusual:
+    """A model with a loss and data, and whether its groups have a score at all."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[..., Any] = nn.CrossEntropyLoss()  # noqa: RUF009
+    inputs: str = "features"
+    refused: str | None = None
+    """What the error says, where the loss of an example is not well defined."""
+    alone: Callable[..., Any] | None = None
+    """The loss of one example alone, where that is not what `loss` gives."""
+    parameters: list[str] | None = None
+
+
+CE = nn.CrossEntropyLoss()
+WEIGHTS = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+
+CASES: dict[str, Unusual] = {
+    "reordered batch": Unusual(Reorders),
+    "unique tokens": Unusual(UniqueTokens, inputs="tokens"),
+    "unpadded tokens": Unusual(Unpads, inputs="tokens"),
+    "experts by example": Unusual(Experts),
+    "rare expert": Unusual(lambda: Experts(1.6)),
+    "experts by token": Unusual(TokenExperts, inputs="tokens"),
+    "first examples ignored": Unusual(LaterOnly, nn.CrossEntropyLoss(ignore_index=-100), inputs="ignored first"),
+    "a layer for later points": Unusual(LaterOnly, inputs="late"),
+    "a dead branch": Unusual(DeadBranch, inputs="late"),
+    "class weights, mean": Unusual(mlp, nn.CrossEntropyLoss(weight=WEIGHTS), refused="divides by the weights"),
+    "class weights, sum": Unusual(mlp, nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum")),
+    "class weights, smoothing, sum": Unusual(
+        mlp, nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1, reduction="sum")
+    ),
+    "class weights, smoothing, mean": Unusual(
+        mlp, nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), refused="divides by the weights"
+    ),
+    "label smoothing": Unusual(mlp, nn.CrossEntropyLoss(label_smoothing=0.1)),
+    "target without a dimension": Unusual(lambda: nn.Linear(WIDTH, 1), nn.MSELoss(), inputs="regression"),
+    "the same, unreduced by hand": Unusual(
+        lambda: nn.Linear(WIDTH, 1), lambda o, t: F.mse_loss(o, t, reduction="none"), "regression", "mixes the examples"
+    ),
+    "the same, as a function": Unusual(
+        lambda: nn.Linear(WIDTH, 1), lambda o, t: F.mse_loss(o, t), "regression", "neither their mean nor their sum"
+    ),
+    "no running statistics": Unusual(NoStatistics, refused="alone"),
+    "centred batch": Unusual(Centres, refused="mixes the examples"),
+    "mixed gradients": Unusual(MixesGradients, refused="mixes the examples"),
+    "contrastive loss": Unusual(mlp, contrastive, refused="neither their mean nor their sum"),
+    "parameter in a list": Unusual(InAList),
+    "hook on a parameter": Unusual(Hooked),
+    "masked mean": Unusual(mlp, MaskedMean(), refused="neither their mean nor their sum"),
+    "masked sum": Unusual(mlp, MaskedMean("sum")),
+    "one layer of an encoder": Unusual(Encoder, inputs="tokens", parameters=["head"]),
+    "an encoder": Unusual(Encoder, inputs="tokens"),
+    "attention": Unusual(Attention, inputs="tokens"),
+    "scales": Unusual(Scaled),
+    "class token": Unusual(ClassToken, inputs="tokens"),
+    "boolean mask in the loss": Unusual(mlp, boolean_mask),
+    "if in the loss": Unusual(mlp, python_if),
+    "sparse embedding": Unusual(sparse, inputs="tokens"),
+    "embedding bag": Unusual(bag, inputs="tokens"),
+    "embedding bag, sum": Unusual(lambda: bag("sum"), inputs="tokens"),
+    "spectral norm in train mode": Unusual(spectral),
+    "weight norm": Unusual(weight_norm),
+    "changing buffer": Unusual(Counts),
+}
+
+
+def data(kind: str, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, CLASSES, (N,), generator=generator)
+    if kind == "tokens":
+        x = torch.randint(1, 9, (N, 5), generator=generator)
+        lengths = torch.randint(1, 6, (N, 1), generator=generator)
+        return x * (torch.arange(5) < lengths), y
+    x = torch.randn(N, WIDTH, generator=generator, dtype=torch.float64)
+    if kind == "ignored first":
+        y[: N // 2] = -100
+    if kind == "late":
+        x[: N // 2, 4:] = -x[: N // 2, 4:].abs()
+        x[N // 2 :, 4:] = x[N // 2 :, 4:].abs()
+    if kind == "regression":
+        return x, torch.randn(N, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def make(name: str, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """The model in float64 and eval mode (unless it is of use only in train mode), and its data."""
+    case = CASES[name]
+    torch.manual_seed(seed)
+    model = case.build().double()
+    if "train mode" not in name:
+        model.eval()
+    return model, data(case.inputs, seed)
+
+
+def point_gradients(name: str, model: nn.Module, points: tuple[Tensor, Tensor]) -> Tensor:
+    """Gradient of every point's loss `[n, p]`, one backward pass per point from the same state of the model."""
+    case = CASES[name]
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    chosen = [p for n, p in model.named_parameters() if case.parameters is None or n.split(".")[0] in case.parameters]
+    rows = []
+    for x, y in zip(*points, strict=True):
+        for key, value in model.state_dict().items():
+            value.copy_(state[key])
+        if case.inputs == "ignored first" and int(y) == -100:
+            rows.append(torch.zeros(sum(p.numel() for p in chosen), dtype=torch.float64))
+            continue
+        loss = (case.alone or case.loss)(model(x[None]), y[None]).sum()
+        found = torch.autograd.grad(loss, chosen, allow_unused=True)
+        dense = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(chosen, found, strict=True)]
+        rows.append(torch.cat([g.flatten() for g in dense]))
+    for key, value in model.state_dict().items():
+        value.copy_(state[key])
+    return torch.stack(rows)
