@@ -47,6 +47,9 @@ class IndexedData:
         n: number of examples, or None for a stream (an IterableDataset) of unknown length.
     """
 
+    anchors: tuple[Any, ...] | None = None
+    """The objects that hold the examples, to tell whether two are the same; None if that cannot be told."""
+
     def __init__(self, data: DataLike, name: str = "data") -> None:
         self.name = name
         self._loader = data if isinstance(data, DataLoader) else None
@@ -55,6 +58,12 @@ class IndexedData:
             raise TypeError(f"{name} is already indexed.")
         self.is_stream = isinstance(source, IterableDataset)
         self._source = source
+        if self._loader is not None:
+            self.anchors = (self._loader,)
+        elif isinstance(source, Mapping):
+            self.anchors = tuple(source.values())
+        else:
+            self.anchors = tuple(source) if isinstance(source, tuple | list) else (source,)
         self._order = None if self._loader is None or self.is_stream else _loader_order(self._loader, name)
         own_collate = self._loader is not None and self._loader.collate_fn is not default_collate
         self._tensors = None if own_collate or self.is_stream else _as_tensors(source, name)
@@ -127,8 +136,8 @@ class IndexedData:
         _map(lambda tensor: lengths.append(len(tensor) if tensor.dim() else None), item)
         if None in lengths or len(set(lengths)) != 1:
             raise ValueError(
-                f"{self.name} is a DataLoader with batch_size=None whose items hold tensors of lengths {lengths}, so they "
-                "are no batches: pass batch_size= to the DataLoader, or let the data set give batches."
+                f"{self.name} is a DataLoader with batch_size=None whose items hold tensors of lengths {lengths}, so "
+                "they are no batches: pass batch_size= to the DataLoader, or let the data set give batches."
             )
         return batch_length(item)
 
@@ -308,9 +317,12 @@ def as_batch_of_one(example: Any) -> Any:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor on `device`, and fit for autograd if it was made in inference mode."""
-    return _map(
-        lambda tensor: (tensor.clone() if tensor.is_inference() else tensor).to(device, non_blocking=True), batch
-    )
+    with torch.inference_mode(False):
+        return _map(lambda tensor: _for_autograd(tensor).to(device, non_blocking=True), batch)
+
+
+def _for_autograd(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def batch_length(batch: Any) -> int:

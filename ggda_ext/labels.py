@@ -5,7 +5,7 @@ All give one label per point, the ids 0 … k-1 of its group, with -1 for a poin
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
@@ -32,7 +32,12 @@ def is_list_of_lists(groups: Any) -> bool:
 
 def labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
     """Labels `[n]` from the member indices of every group."""
-    members = [_as_numpy(indices) for indices in lists]
+    if not len(lists):
+        raise ValueError("groups is empty: pass at least one group of training points.")
+    members = [_as_numpy(sorted(indices) if isinstance(indices, Set) else indices) for indices in lists]
+    alone = next((indices for indices in members if indices.ndim != 1), None)
+    if alone is not None:
+        raise TypeError(f"groups as index lists must hold one list of indices per group, not {alone.tolist()!r}.")
     sizes = np.array([len(indices) for indices in members])
     empty = np.flatnonzero(sizes == 0)
     if len(empty):
@@ -64,10 +69,8 @@ def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | No
     """Labels and names from one value per point; names are None for plain ids 0 … k-1."""
     array = _as_numpy(values)
     if array.ndim != 1:
-        raise ValueError(
-            f"groups as labels must be one-dimensional, not of shape {tuple(array.shape)}: "
-            "pass one label per training point."
-        )
+        got = repr(values) if array.ndim == 0 else f"of shape {tuple(array.shape)}"
+        raise ValueError(f"groups as labels must be one-dimensional, not {got}: pass one label per training point.")
     if array.dtype.kind == "f":
         absent = np.isnan(array)
         if not np.array_equal(array[~absent], np.round(array[~absent])):
@@ -106,7 +109,7 @@ def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, .
         labels = np.fromiter((seen.setdefault(value, len(seen)) for value in values), np.int64, len(values))
     except TypeError as error:
         raise TypeError(f"groups holds labels that cannot be compared: {error}.") from error
-    absent = {value for value in seen if value is None or value != value or str(value) in ("NaT", "<NA>")}
+    absent = {value for value in seen if value is None or str(value) in ("NaT", "<NA>") or value != value}
     names = [value for value in seen if value not in absent]
     with suppress(TypeError):  # labels of mixed types keep the order in which they appear
         names.sort()  # type: ignore[call-arg]

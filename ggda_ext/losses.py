@@ -25,6 +25,11 @@ class ExampleLoss:
     vectorized = False
     """Whether the model runs under `torch.func.vmap`, where a layer sees one example at a time."""
 
+    @property
+    def anchors(self) -> tuple[Any, ...] | None:
+        """The objects that make this loss what it is, to tell whether two are the same; None if that cannot be told."""
+        return (self,)
+
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         """Loss of every example `[b]`."""
         raise NotImplementedError
@@ -48,6 +53,11 @@ class OutputLoss(ExampleLoss):
     def __init__(self, loss_fn: Callable[..., Tensor] | None) -> None:
         self.loss_fn = loss_fn
 
+    @property
+    def anchors(self) -> tuple[Any, ...] | None:
+        """The loss function, and how outputs become losses."""
+        return (type(self),) if self.loss_fn is None else (type(self), self.loss_fn)
+
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         output, target = model_output(model, batch)
         return example_losses(self.loss_fn, output, target)
@@ -66,6 +76,11 @@ class BatchLoss(ExampleLoss):
 
     def __init__(self, fn: Callable[[nn.Module, Any], Tensor]) -> None:
         self.fn = fn
+
+    @property
+    def anchors(self) -> tuple[Any, ...] | None:
+        """The function."""
+        return type(self), self.fn
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         losses = self.fn(model, batch)

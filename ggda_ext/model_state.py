@@ -37,19 +37,33 @@ def training_kernels() -> Iterator[None]:
                 torch.backends.mha.set_fastpath_enabled(_fast_path)
 
 
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """For our own arithmetic, which autocast is not to round, wherever it is called from."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
 class Buffers:
     """The buffers of a model as they are now, for modules that change them in `forward` (spectral norm, counters)."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._kept = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
 
-    def changed(self) -> list[tuple[Tensor, Tensor]]:
-        """Buffers that are not as they were, each with its old content."""
-        return [(now, before) for now, before in self._kept if not torch.equal(now.nan_to_num(), before.nan_to_num())]
+    def changed(self) -> dict[str, Tensor]:
+        """Buffers that are not as they were, by name."""
+        return {
+            name: now
+            for name, (now, before) in self._kept.items()
+            if not torch.equal(now.nan_to_num(), before.nan_to_num())
+        }
 
     def restore(self) -> None:
-        """Put the old contents back."""
-        restore(self.changed())
+        """Put the old contents back where they changed."""
+        restore([self._kept[name] for name in self.changed()])
 
 
 def restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
@@ -57,3 +71,8 @@ def restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
+
+
+def sums_on(device: torch.device) -> torch.device:
+    """Where sums in double precision can be kept for a model on a device."""
+    return torch.device("cpu") if device.type == "mps" else device

@@ -41,6 +41,11 @@ class WeightedLoss(ExampleLoss):
     def __init__(self, loss: ExampleLoss) -> None:
         self.loss, self.vectorized = loss, loss.vectorized
 
+    @property
+    def anchors(self) -> tuple[Any, ...] | None:
+        """Those of the loss that is weighted."""
+        return None if self.loss.anchors is None else (type(self), *self.loss.anchors)
+
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         """Weighted losses `[b]`."""
         examples, weights = batch

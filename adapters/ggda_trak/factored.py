@@ -204,7 +204,7 @@ class _Projections(Observer):
         if layer.weight is not None and id(layer.weight) in spans:
             out = d.new_empty(len(starts) - 1, *layer.weight.shape)
             layer.rule.weight_rows(layer.module, a, d, starts, out)
-            rest[:, slice(*spans[id(layer.weight)])] += out.flatten(1)
+            rest[:, slice(*spans[id(layer.weight)])] += out.reshape(len(out), -1)
 
 
 def _is_factored(layer: Layer) -> bool:

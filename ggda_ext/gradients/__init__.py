@@ -1,4 +1,4 @@
-"""Providers of group-summed gradients: what is proven before a pass, what is watched during it, one file per strategy."""
+"""Providers of group-summed gradients: what is proven before a pass and watched in it; one file per strategy."""
 
 from ggda_ext.gradients.checks import check_deterministic_modules
 from ggda_ext.gradients.cost import STRATEGIES, Plan

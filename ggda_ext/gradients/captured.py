@@ -9,12 +9,15 @@ compared with autograd there and then; what differs raises `Unproven`, never a n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ggda_ext.data import batch_length, pick
+from ggda_ext.gradients.findings import Findings
 from ggda_ext.gradients.hooks import Calls, Layer, Observer, UnknownLayer, observe
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.gradients.truth import Tolerance, captured_scores, random_direction, truth_of, wide
@@ -39,17 +42,14 @@ class CapturedLayers:
 
     Args:
         space: model and chosen parameters.
-        layers: the layers.
+        found: what is known about them; a pass adds to it.
         loss: of the examples.
         allowed: differences that rounding may explain.
     """
 
-    def __init__(self, space: ParameterSpace, layers: list[Layer], loss: ExampleLoss, allowed: Tolerance) -> None:
-        self.space, self.layers, self.loss, self.allowed = space, layers, loss, allowed
-        self.proven: set[tuple[tuple[str, int], ...]] = set()
-        self.unseen: dict[str, nn.Parameter] = {}
-        """Parameters that had no gradient in any example looked at so far."""
-        self.rows_compared = 0
+    def __init__(self, space: ParameterSpace, found: Findings, loss: ExampleLoss, allowed: Tolerance) -> None:
+        self.space, self.found, self.loss, self.allowed = space, found, loss, allowed
+        self.layers = found.layers(space)
 
     def run(self, batch: Any, observer: Observer) -> None:
         """Run a batch forward and backward under an observer.
@@ -59,44 +59,50 @@ class CapturedLayers:
         """
         size = batch_length(batch)
         recorder = None
-        if size > 1 and self.rows_compared < ENOUGH_ROWS:
+        if size > 1 and self.found.rows_compared < ENOUGH_ROWS:
             recorder = _Recorder(self._some(size), size, observer)
-        try:
-            calls = observe(self.space, self.layers, self.loss, batch, recorder or observer, list(self.unseen.values()))
-        except UnknownLayer as error:
-            raise Unproven(dict.fromkeys(self.space.parameters, str(error))) from error
-        if calls.touched or calls.signature not in self.proven:
+        unseen = [self.space.parameters[name] for name in self.found.unseen]
+        with self._named():
+            calls = observe(self.space, self.layers, self.loss, batch, recorder or observer, unseen)
+        if calls.touched or calls.signature not in self.found.proven:
             self._prove(batch, calls)
         elif recorder is not None:
             self._compare(batch, recorder)
 
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Say of which parameters a layer that cannot be observed hides the gradients: it may be all."""
+        try:
+            yield
+        except UnknownLayer as error:
+            raise Unproven(dict.fromkeys(self.space.parameters, str(error))) from error
+
     def _some(self, size: int) -> list[int]:
         """Positions of examples in a batch: the first, the last, and others that vary from batch to batch."""
-        others = torch.randperm(size, generator=torch.Generator().manual_seed(self.rows_compared)).tolist()
+        others = torch.randperm(size, generator=torch.Generator().manual_seed(self.found.rows_compared)).tolist()
         return sorted({0, size - 1, *others[: _COMPARED - 2]})
 
     def _compare(self, batch: Any, recorder: _Recorder) -> None:
         """Raise unless the recorded rows of some examples are those of a batch without the others."""
         again = _Recorder(list(range(len(recorder.positions))), len(recorder.positions))
-        observe(self.space, self.layers, self.loss, pick(batch, recorder.positions), again)
+        with self._named():
+            observe(self.space, self.layers, self.loss, pick(batch, recorder.positions), again)
         why = recorder.difference(again, self.allowed)
         if why is not None:
             raise Unproven(dict.fromkeys(self.space.parameters, why))
-        self.rows_compared += recorder.size
+        self.found.rows_compared += recorder.size
 
     def _prove(self, batch: Any, calls: Calls) -> None:
         """Compare examples of the batch with autograd, as the model treats them in a way not seen before."""
         size = batch_length(batch)
-        names = {id(value): name for name, value in self.unseen.items()}
+        names = {id(self.space.parameters[name]): name for name in self.found.unseen}
         touched = {names[id(parameter)] for parameter in calls.touched}
         positions = self._telling(batch, touched) if touched else self._some(size)
         few = pick(batch, positions)
         direction = random_direction(self.space)
         truth = truth_of(self.space, self.loss, [pick(batch, [at]) for at in positions], direction)
-        try:
+        with self._named():
             scores, _ = captured_scores(self.space, self.layers, self.loss, few, direction, _Silent())
-        except UnknownLayer as error:
-            raise Unproven(dict.fromkeys(self.space.parameters, str(error))) from error
         wrong = truth.differs(scores, self.allowed).tolist()
         if any(wrong):
             raise Unproven(
@@ -109,9 +115,8 @@ class CapturedLayers:
         recorder = _Recorder(positions, size)
         observe(self.space, self.layers, self.loss, batch, recorder)
         self._compare(batch, recorder)
-        self.proven.add(calls.signature)
-        for name in touched:
-            del self.unseen[name]
+        self.found.proven.add(calls.signature)
+        self.found.unseen -= touched
 
     def _telling(self, batch: Any, touched: set[str]) -> list[int]:
         """Positions of examples that touch the parameters, and some others."""

@@ -21,6 +21,7 @@ from ggda_ext.data import batch_length
 from ggda_ext.gradients.layer_rules import COPIES, LayerRule, rule_for
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.losses import ExampleLoss
+from ggda_ext.model_state import full_precision
 
 MOST_COPIED = 2**18  # numbers in a parameter that is copied for every example
 
@@ -76,7 +77,7 @@ class Calls:
         return tuple(sorted(self.rows))
 
 
-def known_layers(space: ParameterSpace) -> tuple[list[Layer], dict[str, str]]:
+def known_layers(space: ParameterSpace, copies_output: bool = False) -> tuple[list[Layer], dict[str, str]]:
     """The layers that own the chosen parameters, and the parameters with no rule: name → why."""
     layers: list[Layer] = []
     unknown: dict[str, str] = {}
@@ -90,7 +91,7 @@ def known_layers(space: ParameterSpace) -> tuple[list[Layer], dict[str, str]]:
             why = f"{type(module).__name__} {name or '(the model itself)'!r} is not a layer known to be linear"
             unknown |= {names[id(value)]: why for value in own.values()}
             continue
-        layers.append(Layer(name, module, rule, own.get("weight"), own.get("bias")))
+        layers.append(Layer(name, module, rule, own.get("weight"), own.get("bias"), copies_output))
     return layers, unknown
 
 
@@ -112,6 +113,11 @@ def copied_parameter(name: str, module: nn.Module, key: str, parameter: nn.Param
         return None
     if parameter.numel() > MOST_COPIED:
         return None
+    return copied_layer(name, module, key, parameter, shape)
+
+
+def copied_layer(name: str, module: nn.Module, key: str, parameter: nn.Parameter, shape: tuple[int, ...]) -> Layer:
+    """A parameter that its module is given as copies of a shape."""
     return Layer(name, module, COPIES, parameter, None, copied=(key, shape))
 
 
@@ -149,7 +155,7 @@ def observe(
                 "so its rows cannot be told apart by example"
             )
         calls.rows.append((layer.name, repeats))
-        with _full_precision(a.device):
+        with full_precision(a.device):
             kept = observer.forward(layer, _in_full(a, space))
         tapped = output
         if not output.requires_grad:
@@ -190,7 +196,7 @@ def _backward(observer: Observer, layer: Layer, kept: Any, repeats: int, space: 
         d = d.detach()
         if layer.copied is not None:
             d = d.view(len(d), *_of(layer.weight).shape)
-        with _full_precision(d.device):
+        with full_precision(d.device):
             observer.backward(layer, kept, _in_full(d, space), repeats)
 
     return on_gradient
@@ -218,16 +224,6 @@ def _of(parameter: nn.Parameter | None) -> nn.Parameter:
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Our own arithmetic is not for autocast to round, wherever a hook is called from."""
-    if not torch.is_autocast_enabled(device.type):
-        yield
-        return
-    with torch.autocast(device.type, enabled=False):
-        yield
 
 
 def _in_full(values: Tensor, space: ParameterSpace) -> Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import DataLike, IndexedData
+from ggda_ext.data import DataLike, IndexedData, to_device
 from ggda_ext.distributed import all_reduce_sum, fingerprint, my_share, together, unwrapped, world_size
 from ggda_ext.gradients.captured import Unproven
 from ggda_ext.gradients.checks import check_deterministic_modules, check_finite_rows, check_finite_scores
@@ -154,7 +154,7 @@ class GroupGradients:
         plan = self.plan(directions)
         if isinstance(directions, PointGradients) and plan.strategy != "ghost":
             return self._scores_by_rows(directions)
-        with together(self._same(directions)):
+        with together(self._same(directions)), torch.inference_mode(False):
             scores = self._proven_scores(directions)
         return self._summed(scores)
 
@@ -274,7 +274,7 @@ class GroupGradients:
         """Scores of test points by their gradient rows, added up over ranks block by block."""
 
         def summed(rows: Tensor) -> Tensor:
-            with together(self._same(rows)):
+            with together(self._same(rows)), torch.inference_mode(False):
                 part = self._proven_scores(rows)
             return self._summed(part)
 
@@ -318,7 +318,7 @@ class GroupGradients:
             raise ValueError(
                 f"directions has shape {list(directions.shape)}: pass [m, {self.p}], one row per direction."
             )
-        directions = directions.detach().to(self.space.device, self.space.dtype)
+        directions = to_device(directions.detach(), self.space.device).to(self.space.dtype)
         if not bool(torch.isfinite(directions.sum())) and not bool(torch.isfinite(directions).all()):
             raise ValueError(
                 "directions holds NaN or infinite numbers: look at the property or test point they are of."
@@ -352,4 +352,7 @@ class GroupGradients:
     @cached_property
     def _probe(self) -> Probe:
         check_deterministic_modules(self.model)
-        return Probe(self.space, self.loss, self.data, self.groups, self._batch_size, self.memory_budget, self.strategy)
+        with torch.inference_mode(False):
+            return Probe(
+                self.space, self.loss, self.data, self.groups, self._batch_size, self.memory_budget, self.strategy
+            )

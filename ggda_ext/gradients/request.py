@@ -19,6 +19,7 @@ from ggda_ext.gradients.hooks import Layer, Observer
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupBatch, Groups
 from ggda_ext.losses import ExampleLoss
+from ggda_ext.model_state import full_precision, sums_on
 
 CACHED_BLOCK_BYTES = 8 * 2**20
 
@@ -144,7 +145,8 @@ class Request:
         """Inner products of directions `[m, p]` with streamed rows `[m, k]`."""
         scores = self.empty_scores(len(directions))
         for ids, rows in blocks:
-            scores[:, ids.to(scores.device)] = (directions @ rows.T).to(scores)
+            with full_precision(rows.device):
+                scores[:, ids.to(scores.device)] = (directions @ rows.T).to(scores)
         return scores
 
     def _bar(self, items: Iterator[Any], total: int, size: Any) -> Iterator[Any]:
@@ -155,11 +157,6 @@ class Request:
             for item in items:
                 yield item
                 bar.update(size(item))
-
-
-def sums_on(device: torch.device) -> torch.device:
-    """Where sums in double precision can be kept for a model on a device."""
-    return torch.device("cpu") if device.type == "mps" else device
 
 
 class LossModule(nn.Module):

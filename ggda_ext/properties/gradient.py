@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.distributed import all_reduce_sum, broadcast, together, unwrapped
+from ggda_ext.model_state import sums_on, training_kernels
 
 Property = Callable[[nn.Module], Tensor]
 Parameters = Mapping[str, nn.Parameter]
@@ -69,7 +70,7 @@ def _differentiable(model: nn.Module, parameters: Parameters) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with training_kernels(), torch.enable_grad():
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
             yield
@@ -83,14 +84,22 @@ def _differentiable(model: nn.Module, parameters: Parameters) -> Iterator[None]:
 
 
 class Rows:
-    """Gradient rows `[m, p]`, added up from vector-Jacobian products."""
+    """Gradient rows `[m, p]`, added up from vector-Jacobian products.
 
-    def __init__(self, m: int, parameters: Parameters) -> None:
+    Args:
+        m: number of rows.
+        parameters: what is differentiated by.
+        sums: whether a row is a sum over batches.
+    """
+
+    def __init__(self, m: int, parameters: Parameters, sums: bool = False) -> None:
         self.parameters = parameters
         self.tensors = list(parameters.values())
         self.sizes = [tensor.numel() for tensor in self.tensors]
-        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in self.tensors))
-        self.rows = torch.zeros(m, sum(self.sizes), dtype=dtype, device=self.tensors[0].device)
+        self.dtype, self.device = reduce(torch.promote_types, (t.dtype for t in self.tensors)), self.tensors[0].device
+        # what is added up over many batches is kept in double precision
+        dtype, device = (torch.float64, sums_on(self.device)) if sums else (self.dtype, self.device)
+        self.rows = torch.zeros(m, sum(self.sizes), dtype=dtype, device=device)
         self.used = False
 
     def add(self, j: int, value: Tensor, cotangent: Tensor | None = None, keep: bool = False) -> None:
@@ -116,7 +125,7 @@ class Rows:
                 f"property does not depend on the parameters {names}: compute it from the model it is called "
                 "with, without detach or no_grad, or choose parameters that it uses."
             )
-        return self.rows
+        return self.rows.to(self.device, self.dtype)
 
 
 def checked_value(value: Any) -> Tensor:

@@ -84,7 +84,7 @@ class MeanProperty(_LossProperty):
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
         """The row `[1, p]`."""
-        found, n = Rows(1, parameters), torch.tensor(0)
+        found, n = Rows(1, parameters, sums=True), torch.tensor(0)
         with together():
             for indices, batch in self._my_batches(model):
                 values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
@@ -116,7 +116,7 @@ class OutputsProperty(_DataProperty):
         ]
         if any(slope is None for slope in slopes):
             raise ValueError("property does not depend on the outputs: compute it from fn's first argument.")
-        found = Rows(m, parameters)
+        found = Rows(m, parameters, sums=True)
         with together():
             for indices, batch in self._my_batches(model):
                 again, _ = model_output(model, batch)

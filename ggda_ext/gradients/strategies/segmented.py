@@ -63,7 +63,7 @@ class _SegmentScores(Observer):
         starts = [start * repeats for start in self.starts]
         if layer.bias is not None:
             rows = layer.rule.bias_rows(layer.module, d, starts)
-            self._add(self.ids, self._columns(layer.bias) @ rows.flatten(1).T)
+            self._add(self.ids, self._columns(layer.bias) @ rows.reshape(len(rows), -1).T)
         if layer.weight is None:
             return
         if isinstance(layer.module, nn.Embedding | nn.EmbeddingBag):
@@ -75,7 +75,7 @@ class _SegmentScores(Observer):
             rows = self.buffer.rows(len(bounds) - 1, layer.weight)
             cut = slice(bounds[0], bounds[-1])
             layer.rule.weight_rows(layer.module, kept[cut], d[cut], [b - bounds[0] for b in bounds], rows)
-            self._add(self.ids[low : low + step], self._columns(layer.weight) @ rows.flatten(1).T)
+            self._add(self.ids[low : low + step], self._columns(layer.weight) @ rows.reshape(len(rows), -1).T)
 
     def _embedding(self, layer: Layer, tokens: Tensor, d: Tensor) -> None:
         """A gather-dot: rows of length vocabulary x width would be nearly all zeros."""
