@@ -79,10 +79,10 @@ def check_batch(
         return
     scale = truth.losses.abs() + truth.losses[finite].abs().max()
     off = ((losses - truth.losses).abs() > allowed.most * scale) & finite
-    if bool(off.any()) or not (bool(finite.all()) and _same_sum(space, loss, batch, truth, direction, allowed)):
-        # a loss near 0 is a difference of larger numbers, so only gradients can tell rounding from mixing
-        if not _alike_in_batch(space, loss, batch, truth, direction, allowed):
-            _refuse_mixing(space.model, losses, truth.losses, off, name)
+    same = not bool(off.any()) and bool(finite.all()) and _same_sum(space, loss, batch, truth, direction, allowed)
+    # a loss near 0 is a difference of larger numbers, so only gradients can tell rounding from mixing
+    if not same and not _alike_in_batch(space, loss, batch, truth, direction, allowed):
+        _refuse_mixing(space.model, losses, truth.losses, off, name)
     if reduced is not None and bool(finite.all()):
         _check_reduction(float(reduced), truth.losses, allowed)
 

@@ -107,7 +107,7 @@ def _anchors(loss: ExampleLoss, data: IndexedData) -> tuple[Any, ...] | None:
 
 def _structure(space: ParameterSpace, settings: Hashable) -> Hashable:
     modules = tuple(
-        (name, type(module), type(module).forward, id(module.__dict__.get("forward")), module.training,
+        (name, type(module), *(id(vars(owner).get("forward")) for owner in (type(module), module)), module.training,
          tuple(module._forward_hooks), tuple(module._forward_pre_hooks))
         for name, module in space.model.named_modules()
     )  # fmt: skip

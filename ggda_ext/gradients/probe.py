@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from ggda_ext.gradients.findings import Findings, recall, remember
 from ggda_ext.gradients.hooks import Layer, Observer, copied_parameter, known_layers
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.gradients.request import LossModule
-from ggda_ext.gradients.sample import EXAMPLES, Members, Sample
+from ggda_ext.gradients.sample import EXAMPLES, Members, Sample, runs_of
 from ggda_ext.gradients.strategies import forward, persample
 from ggda_ext.gradients.truth import Truth, captured_scores, random_direction, tolerance, total_scores
 from ggda_ext.groups import Groups
@@ -62,7 +63,6 @@ class Probe:
         strategy: str,
     ) -> None:
         self._space, self._loss, self._data = space, loss, data
-        self._direction = random_direction(space)
         self._found: Findings
         settings = batch_size, data.is_stream
         found = recall(space, loss, data, settings)
@@ -79,6 +79,11 @@ class Probe:
         self._bytes_per_point = _BYTES_PER_ACTIVATION * self._found.activation_bytes + copied
         self._most_points = batch_size or _batch_size(self._bytes_per_point, memory_budget)
         self._points, self._groups = int(groups.sizes.sum()), len(groups)
+
+    @cached_property
+    def _direction(self) -> Tensor:
+        """Along which gradients are compared `[1, p]`."""
+        return random_direction(self._space)
 
     @property
     def facts(self) -> Facts:
@@ -148,7 +153,7 @@ class Probe:
             if not bool(missing.any()):
                 return
             some = np.asarray([members[at] for at in others[start : start + _MORE]])
-            runs = [some[low : low + at_once] for low in range(0, len(some), at_once)]
+            runs = runs_of(some, at_once)
             device = self._space.device
             for run, batch in zip(runs, [to_device(b, device) for b in self._data.batches(runs)], strict=True):
                 scores = total_scores(self._space, self._loss, batch, self._direction)
@@ -161,7 +166,7 @@ class Probe:
     def _layers(self, output_dims: dict[str, int]) -> None:
         """Find out which layers can be observed, and compare what they say with autograd."""
         found, space = self._found, self._space
-        layers, unknown = known_layers(space)
+        _, unknown = known_layers(space)
         if unknown and not self._loss.vectorized:
             unknown = self._without_copied(unknown, output_dims)
         found.uncovered = unknown

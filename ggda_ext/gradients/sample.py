@@ -70,7 +70,7 @@ class Sample:
         return saved
 
     def _runs(self, indices: np.ndarray) -> list[np.ndarray]:
-        return [indices[low : low + self._at_once] for low in range(0, len(indices), self._at_once)]
+        return runs_of(indices, self._at_once)
 
     def _each(self, batch: Any) -> Tensor:
         with self._space.gradients(enabled=False), torch.no_grad():
@@ -106,6 +106,11 @@ class Sample:
 
     def _check_same(self, batch: Any) -> None:
         check_same_losses(self._first_losses, self._each(batch), self._data.name)
+
+
+def runs_of(indices: np.ndarray, most: int) -> list[np.ndarray]:
+    """Indices in runs of at most `most`, all about equally long: a batch of one would tell nothing about batches."""
+    return np.array_split(indices, -(-len(indices) // most))
 
 
 def _spread(members: Members, count: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ggda_ext.data import batch_length
 from ggda_ext.gradients.hooks import Calls, Layer, Observer, observe
@@ -87,18 +87,20 @@ def random_direction(space: ParameterSpace) -> Tensor:
 def truth_of(space: ParameterSpace, loss: ExampleLoss, alone: Sequence[Any], direction: Tensor) -> Truth:
     """The truth about examples, each given as a batch of one, along a direction `[1, p]`."""
     losses, scores, norms = [], [], []
+    directions = [wide(space.part(direction, parameter)).flatten() for parameter in space.parameters.values()]
     for one in alone:
         value, gradients = _gradients(space, loss, one)
         losses.append(value)
-        scores.append(torch.stack([_dot(g, space.part(direction, p)) for g, p in gradients]))
-        norms.append(torch.stack([_norm(g, p) for g, p in gradients]))
+        scores.append(torch.stack([_dot(*pair) for pair in zip(gradients, directions, strict=True)]))
+        norms.append(torch.stack([_norm(*pair) for pair in zip(gradients, directions, strict=True)]))
     return Truth(torch.stack(losses), torch.stack(scores).cpu(), torch.stack(norms).cpu())
 
 
 def total_scores(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: Tensor) -> Tensor:
     """Gradient of the summed loss of a batch along a direction, per parameter `[q]`."""
     _, gradients = _gradients(space, loss, batch)
-    return torch.stack([_dot(g, space.part(direction, p)) for g, p in gradients]).cpu()
+    parts = (wide(space.part(direction, parameter)).flatten() for parameter in space.parameters.values())
+    return torch.stack([_dot(*pair) for pair in zip(gradients, parts, strict=True)]).cpu()
 
 
 def captured_scores(
@@ -113,26 +115,23 @@ def captured_scores(
     return torch.stack([observer.scores[id(parameter)] for parameter in space.parameters.values()], 1).cpu(), calls
 
 
-def _gradients(
-    space: ParameterSpace, loss: ExampleLoss, batch: Any
-) -> tuple[Tensor, list[tuple[Tensor | None, nn.Parameter]]]:
+def _gradients(space: ParameterSpace, loss: ExampleLoss, batch: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """The summed loss of a batch, and its gradient by parameter; None where it does not depend on it."""
     parameters = list(space.parameters.values())
     with space.gradients(enabled=True):
         value = loss.total(space.model, batch)
         found: Sequence[Tensor | None] = [None] * len(parameters)
         if value.requires_grad:
             found = torch.autograd.grad(value, parameters, allow_unused=True)
-    dense = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
-    return value.detach().cpu().double(), list(zip(dense, parameters, strict=True))
+    return value.detach().cpu().double(), [g.to_dense() if g is not None and g.is_sparse else g for g in found]
 
 
 def _dot(gradient: Tensor | None, direction: Tensor) -> Tensor:
-    direction = wide(direction).flatten()
     return direction.new_zeros(()) if gradient is None else torch.dot(gradient.flatten().to(direction), direction)
 
 
-def _norm(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    return wide(parameter.detach().new_zeros(()) if gradient is None else gradient).norm()
+def _norm(gradient: Tensor | None, direction: Tensor) -> Tensor:
+    return direction.new_zeros(()) if gradient is None else gradient.flatten().to(direction).norm()
 
 
 def wide(values: Tensor) -> Tensor:
