@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 from cases import relative_error
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from ggda_ext import GroupGradients, Groups
 
@@ -48,6 +57,20 @@ def gpt2() -> nn.Module:
     )
 
 
+def llama() -> nn.Module:
+    return LlamaForSequenceClassification(
+        LlamaConfig(vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+                    num_key_value_heads=2, max_position_embeddings=10, num_labels=3, pad_token_id=0)
+    )  # fmt: skip
+
+
+def vit() -> nn.Module:
+    return ViTForImageClassification(
+        ViTConfig(hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=6,
+                  patch_size=3, num_channels=3, num_labels=3)
+    )  # fmt: skip
+
+
 def text() -> dict[str, Tensor]:
     lengths = torch.randint(3, 7, (N,))
     mask = (torch.arange(7) < lengths[:, None]).long()
@@ -56,6 +79,10 @@ def text() -> dict[str, Tensor]:
         "attention_mask": mask,
         "labels": torch.randint(0, 3, (N,)),
     }
+
+
+def pixels() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(N, 3, 6, 6, dtype=torch.float64), "labels": torch.randint(0, 3, (N,))}
 
 
 def images() -> dict[str, Tensor]:
@@ -75,10 +102,12 @@ def gradients(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("strategy", ["directional", "forward", "segmented", "backward", "persample"])
 @pytest.mark.parametrize(
-    ("build", "inputs"), [(resnet, images), (bert, text), (gpt2, text)], ids=["resnet", "bert", "gpt2"]
+    ("build", "inputs"),
+    [(resnet, images), (bert, text), (gpt2, text), (llama, text), (vit, pixels)],
+    ids=["resnet", "bert", "gpt2", "llama", "vit"],
 )
 def test_every_strategy_gives_the_gradients(build, inputs, strategy):
-    if (build, strategy) in {(bert, "persample"), (gpt2, "persample")}:
+    if (build, strategy) in {(bert, "persample"), (gpt2, "persample"), (llama, "persample")}:
         return  # data-dependent masks do not run under vmap; see the next test
     model, data = build().double().eval(), inputs()
     if build is resnet:

@@ -101,7 +101,7 @@ def test_rows_are_the_truth_or_the_cause_is_named(name, strategy):
             assert relative_error(found, truth) <= 1e-10
 
 
-FAST = {"scales": "directional", "class token": "directional", "embedding bag": "directional",
+FAST = {"scales": "directional", "class token": "directional", "embedding bag": "directional", "weight norm": "forward",
         "attention": "forward", "an encoder": "forward", "sparse embedding": "directional"}  # fmt: skip
 
 

@@ -66,6 +66,8 @@ def rows(quick: bool = False) -> Iterator[Row]:
         if quick and setting.name == "ResNet-18":
             continue
         yield from one_property(setting, quick)
+        yield from fixed_cost(setting)
+    yield from predictions()
     yield from many_directions(quick)
     yield from per_point_toolkits(quick)
     yield from memory(quick)
@@ -117,6 +119,71 @@ def one_property(setting: Setting, quick: bool) -> Iterator[Row]:
         bound = setting.goal if strategy == "auto" else None
         yield Row("core", setting.name, f"{strategy}, one property", int(group_size), seconds, "pass", seconds / unit,
                   "passes", bound, f"{setting.note}, n = {n:,}")  # fmt: skip
+
+
+def fixed_cost(setting: Setting) -> Iterator[Row]:
+    """What a first call costs before the pass: comparing strategies with autograd; and a second call with the same."""
+    n = min(setting.quick_n, 1000)
+    data, groups = setting.data(n), Groups(np.arange(n) // 4)
+    fresh = iter([setting.build() for _ in range(12)])
+    model = next(fresh)
+
+    def look(at: nn.Module) -> None:
+        GroupGradients(at, LOSS, data, groups).plan(1)
+
+    look(model)
+    cases: dict[str, Callable[[], Any]] = dict(passes(model, data, setting.batch_sizes)) | {
+        "first": lambda: look(next(fresh)), "again": lambda: look(model),
+    }  # fmt: skip
+    times = best_times(cases, 10 if n == 1000 and setting.n > 10_000 else 3)
+    for name, case in (("first", "fixed cost of a first call"), ("again", "fixed cost of the next call")):
+        thousand = unit_of(times) * 1000 / n
+        yield Row("core", setting.name, case, None, times[name], "pass over 1,000 points", times[name] / thousand,
+                  "passes", None, f"{setting.note}, {times[name] * 1e3:.1f} ms")  # fmt: skip
+
+
+class _Encoder(nn.Module):
+    """Attention layers whose weights are used without calling them, so that only strategies without layers serve."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
+        self.tokens, self.encoder = nn.Embedding(1000, width), nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.tokens(tokens)).mean(1))
+
+
+def _normalised() -> nn.Module:
+    norm = nn.utils.parametrizations.weight_norm
+    return nn.Sequential(norm(nn.Linear(64, 128)), nn.ReLU(), norm(nn.Linear(128, 128)), nn.ReLU(), nn.Linear(128, 2))
+
+
+def predictions() -> Iterator[Row]:
+    """What `plan.explain` promises against what a call costs, on models that not every strategy can serve."""
+    torch.manual_seed(0)
+    n = 512
+    tokens, features, y = torch.randint(0, 1000, (n, 32)), torch.randn(n, 64), torch.randint(0, 2, (n,))
+    for name, model, x in (("Encoder", _Encoder().eval(), tokens), ("weight norm", _normalised(), features)):
+        cases: dict[str, Callable[[], Any]] = dict(passes(model, (x, y), (64, 128, 512)))
+        promised = {}
+        for strategy in ("auto", "forward", "backward", "persample"):
+            for size in (1, 16, 256):
+                provider = GroupGradients(model, LOSS, (x, y), Groups(np.arange(n) // size), strategy=strategy)
+                try:
+                    promised[f"{strategy} {size}"] = provider.plan(1).passes
+                except ValueError:
+                    continue  # this strategy does not serve the model, and says so
+                v = torch.randn(1, provider.p)
+                cases[f"{strategy} {size}"] = lambda provider=provider, v=v: provider.scores(v)  # type: ignore[misc]
+        times = best_times(cases, 3)
+        for case, passes_promised in promised.items():
+            strategy, group_size = case.split()
+            measured = times[case] / unit_of(times)
+            yield Row("core", name, f"{strategy}, predicted / measured", int(group_size), times[case], "pass",
+                      passes_promised / measured, "times", None,
+                      f"{passes_promised:.1f} predicted, {measured:.1f} measured, n = {n:,}")  # fmt: skip
 
 
 def _call(model: nn.Module, data: DataLike, groups: Groups, goal: Any, strategy: str) -> Callable[[], Tensor]:

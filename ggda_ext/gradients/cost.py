@@ -1,9 +1,9 @@
 """Which strategy to take, and why.
 
 Costs are multiples of one forward and backward pass over the training points, from a model fitted to
-measurements (``python -m benchmarks speed``): a pass counts three forward passes, capturing a and d two,
+measurements (``python -m benchmarks speed`` compares them): a pass counts three forward passes, capturing a and d two,
 a direction one more. Forming rows of length p is bound by memory, so it pays only once the points of a
-group (or their tokens) share it.
+group (or their tokens) share it; a backward pass of its own for every group also has a fixed price.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 STRATEGIES = ("directional", "forward", "ghost", "segmented", "backward", "persample")
 
 _ROW_WRITE = 6.0  # passes a row costs in `segmented`, shared by the points and tokens of a group
-_GROUP_CALL = 150.0  # passes a separate backward call costs in `backward`, likewise
+_GROUP_ROW = 100.0  # passes a row costs in `backward`, likewise
+_GROUP_CALL = 2e6  # multiplications that could be done in the time of one more backward call
 _VMAP = 30.0  # passes vmap(grad) costs over the two of its arithmetic, shared by tokens
 
 
@@ -103,7 +104,8 @@ def cost(strategy: str, facts: Facts, m: int) -> float:
         case "segmented":
             return 1 + _ROW_WRITE / facts.sharing + products
         case "backward":
-            return 1 + _GROUP_CALL / facts.sharing + products
+            call = _GROUP_CALL / (facts.group_size * facts.work_per_point)
+            return 1 + _GROUP_ROW / facts.sharing + call + products
         case _:
             return 2 + _VMAP * facts.group_size / facts.sharing + products
 

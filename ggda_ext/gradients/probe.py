@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ggda_ext.data import IndexedData, batch_length, pick, to_device
 from ggda_ext.gradients.captured import CapturedLayers
@@ -91,7 +92,7 @@ class Probe:
         found, size = self._found, min(self._most_points, self._points)
         return Facts(
             points=self._points, groups=self._groups, parameters=self._space.size,
-            work_per_point=float(self._space.size) if found.uncovered else max(found.work, 1.0),
+            work_per_point=max(found.work, 1.0),
             uncovered=found.uncovered, not_ghost=found.not_ghost, ghost_work=found.ghost_work,
             no_forward_mode=found.no_forward_mode, no_vmap=found.no_vmap,
             batch_size=size, working_bytes=self._bytes_per_point * size,
@@ -125,6 +126,8 @@ class Probe:
         if not self._data.is_stream:
             self._look_further(members, at_once)
         self._layers(sample.output_dims)
+        if self._found.uncovered:
+            self._found.work = self._counted_work()
         self._found.unseen = set(self._untouched())
 
     def _compare(self, strategy: str) -> None:
@@ -187,6 +190,13 @@ class Probe:
             for name, is_wrong in zip(space.parameters, wrong, strict=True)
             if is_wrong
         }
+
+    def _counted_work(self) -> float:
+        """Multiplications of a forward pass over one example, where the layers do not tell: as PyTorch counts them."""
+        batch = self._found.batches[0]
+        with self._space.gradients(enabled=False), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            self._loss.each(self._space.model, batch)
+        return max(counter.get_total_flops() / 2 / batch_length(batch), float(self._space.size))
 
     def _captured(self, layers: list[Layer]) -> Tensor | str:
         """Scores of all examples from the layers `[b, q]`, or why there are none; keeps what the layers cost."""

@@ -1,6 +1,7 @@
 """`forward`: the score of point i along v is d/dε ℓ(x_i; θ + εv), by forward-mode differentiation.
 
-For any layer that supports forward mode; fused attention does not, so the math kernel is used.
+For any layer that supports forward mode. Fused attention and fused weight normalisation do not, so attention takes
+the math kernel, and weight normalisation is written out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.gradients.request import Request
@@ -45,10 +47,23 @@ def tangents(space: ParameterSpace, directions: Tensor) -> list[dict[str, Tensor
 
 def point_scores(loss_module: nn.Module, space: ParameterSpace, tangent: dict[str, Tensor], batch: Any) -> Tensor:
     """Derivative of every example's loss along one direction `[b]`."""
-    with space.gradients(enabled=False), torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+    unfused = sdpa_kernel(SDPBackend.MATH), _WeightNormWrittenOut()
+    with space.gradients(enabled=False), torch.no_grad(), forward_ad.dual_level(), unfused[0], unfused[1]:
         duals = {
             f"model.{name}": forward_ad.make_dual(value.detach(), tangent[name])
             for name, value in space.parameters.items()
         }
         losses, derivative = forward_ad.unpack_dual(functional_call(loss_module, duals, (batch,)))
     return torch.zeros_like(losses) if derivative is None else derivative
+
+
+class _WeightNormWrittenOut(TorchFunctionMode):
+    """Replaces the fused g·v/‖v‖, which has no forward-mode derivative."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch._weight_norm:
+            return func(*args, **(kwargs or {}))
+        v, g, *rest = args
+        dim = (rest or [(kwargs or {}).get("dim", 0)])[0]
+        others = [d for d in range(v.dim()) if d != dim] if dim >= 0 else list(range(v.dim()))
+        return v * (g / v.square().sum(others, keepdim=True).sqrt())
