@@ -1,20 +1,32 @@
-"""The empirical Fisher of (projected) gradients, exact or batched by group, with a ridge relative to its own size.
+"""The empirical Fisher of (projected) gradients, of points or of groups, with a ridge relative to its own size.
 
-    F = Σ_r φ_r φ_rᵀ  over k rows φ_r: points (exact) or group sums (batched),    F_λ = F + λ · mean diag(F) · I
+With φ_i the gradients whose Fisher a method takes (of the loss for influence functions, of the output for TRAK), ℓ_i
+the loss of a point, and |G| the size of a group, every ``fisher=`` of this package is one of
 
-The batched Fisher is an approximation: k rows say little about p directions unless k is well above p, and a ridge has
-to make up for it. ``"auto"`` is λ = 0.3 · p / k, chosen on real data (``python -m benchmarks fidelity``).
+    "exact"     F = Σ_i φ_i φ_iᵀ
+    "batched"   F = Σ_G u_G u_Gᵀ / |G|,   u_G = Σ_{i∈G} φ_i      every φ_i replaced by the mean of its group
+    "paper"     F = Σ_G u_G u_Gᵀ,         u_G = Σ_{i∈G} ∇ℓ_i     as printed in the paper, always of loss gradients
+
+and is inverted with a ridge, F_λ = F + λ · mean diag(F) · I. The batched Fisher is the exact one for groups of one
+and for groups of equal points, so it has the scale of the exact one. The paper's grows with the square of a group's
+size: large groups count more, and scores come out smaller.
+
+Both are approximations: k rows say little about p directions unless k is well above p, and a ridge has to make up for
+it. ``"auto"`` is λ = 0.3 · p / k, chosen on real data (``python -m benchmarks fidelity``).
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ggda_ext.distributed import all_reduce_sum, gather_objects, world_size
 
+FisherKind = Literal["exact", "batched", "paper"]
+FISHERS: tuple[FisherKind, ...] = ("exact", "batched", "paper")
 Damping = float | Literal["auto"]
 
 AUTO_DAMPING = 0.3
@@ -51,6 +63,26 @@ class EmpiricalFisher:
         self.matrix += (rows.T @ rows).to(self.matrix.dtype)
         self.rows += len(rows)
         return self
+
+    def add_groups(self, kind: FisherKind, sums: Tensor, sizes: np.ndarray) -> EmpiricalFisher:
+        """Add groups as rows, by the formula of `kind` above.
+
+        Args:
+            kind: ``"batched"`` or ``"paper"``.
+            sums: u_G of every group `[k, p]`.
+            sizes: points in every group `[k]`.
+
+        >>> sums = torch.tensor([[2.0, 2.0]])  # two points (1, 1)
+        >>> EmpiricalFisher(2).add_groups("batched", sums, np.array([2])).matrix.tolist()
+        [[2.0, 2.0], [2.0, 2.0]]
+        >>> EmpiricalFisher(2).add_groups("paper", sums, np.array([2])).matrix.tolist()
+        [[4.0, 4.0], [4.0, 4.0]]
+        """
+        if kind == "exact":
+            raise ValueError("kind='exact' is made of the gradients of single points: add them with `add`.")
+        if kind == "paper":
+            return self.add(sums)
+        return self.add(sums / torch.from_numpy(np.sqrt(sizes)).to(sums)[:, None])
 
     def all_reduce(self) -> EmpiricalFisher:
         """Add up over ranks, where each has added other rows; every rank then has the Fisher of all of them."""
@@ -90,6 +122,14 @@ class EmpiricalFisher:
         if ridge <= self.dim * torch.finfo(torch.float32).eps or not self.mean_diagonal > 0:  # else well conditioned
             check_invertible(damped, self.rows, "pass a ridge such as 0.1, or 'auto'")
         return damped, ridge
+
+
+def check_fisher(kind: str) -> FisherKind:
+    """`kind` as one of `FISHERS`."""
+    for known in FISHERS:
+        if kind == known:
+            return known
+    raise ValueError(f"fisher={kind!r} is not one of {', '.join(map(repr, FISHERS))}.")
 
 
 def check_damping(damping: object, name: str = "damping") -> float:

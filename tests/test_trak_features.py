@@ -26,14 +26,14 @@ def size_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("fisher", ["exact", "batched", "loss"])
+@pytest.mark.parametrize("fisher", ["exact", "batched", "paper"])
 def test_batch_size_and_order_of_batches_do_not_change_a_score(fisher: str, tmp_path: Path) -> None:
     options = {"groups": uneven_labels(), "fisher": fisher, "lambda_reg": 0.1}
     found = [scores(TRAKer, case(TASK), tmp_path / str(size), size=size, **options) for size in (N, 17)]
     assert error(found[1], found[0]) < 1e-4
 
 
-@pytest.mark.parametrize("fisher", ["exact", "batched", "loss"])
+@pytest.mark.parametrize("fisher", ["exact", "batched", "paper"])
 def test_strategy_every_provider_gives_the_same_scores(fisher: str, tmp_path: Path) -> None:
     found = [
         scores(
@@ -82,9 +82,9 @@ def test_points_left_out_are_in_no_group(tmp_path: Path) -> None:
     labels = uneven_labels()
     kept = np.where(np.arange(N) % 3 == 0, -1, labels)
     groups = Groups(kept, rest="drop")
-    found = scores(TRAKer, case(TASK), tmp_path / "a", groups=groups, fisher="loss", lambda_reg=0.2)
+    found = scores(TRAKer, case(TASK), tmp_path / "a", groups=groups, fisher="paper", lambda_reg=0.2)
     given = case(TASK)
-    traker = TRAKer(given.model, TASK, N, save_dir=tmp_path / "b", groups=groups, fisher="loss", lambda_reg=0.2,
+    traker = TRAKer(given.model, TASK, N, save_dir=tmp_path / "b", groups=groups, fisher="paper", lambda_reg=0.2,
                     **given.options)  # fmt: skip
     checkpoint = given.checkpoints(1)[0]
     traker.load_checkpoint(checkpoint, 0)
@@ -147,7 +147,7 @@ def test_bert_works_though_it_fails_under_vmap(strategy: str, tmp_path: Path) ->
     given.model = Classifier().eval()
     given.train = tuple(tensor % 2 if j == 3 else tensor for j, tensor in enumerate(given.train))
     given.targets = tuple(tensor % 2 if j == 3 else tensor for j, tensor in enumerate(given.targets))
-    options = {"groups": uneven_labels(), "strategy": strategy, "fisher": "loss", "lambda_reg": 0.5}
+    options = {"groups": uneven_labels(), "strategy": strategy, "fisher": "paper", "lambda_reg": 0.5}
     found = scores(TRAKer, given, tmp_path, **options)
     parameters = dict(given.model.named_parameters())
     task = TextClassificationModelOutput()

@@ -323,7 +323,7 @@ def test_half_precision_is_off_with_groups_and_overflow_is_an_error(tmp_path: Pa
     store = ggda_trak.store.GroupStore(
         tmp_path,
         {"grads": np.zeros((2, 3), np.float16), "is_featurized": np.zeros((2, 1), np.int32)},
-        Groups([0, 0, 1]), "loss", True,
+        Groups([0, 0, 1]), "paper", True,
     )  # fmt: skip
     with pytest.raises(ValueError, match="do not fit float16"):
         store.add(np.array([0]), np.array([1]), {"numerators": np.full((1, 3), 1e6, np.float32)})

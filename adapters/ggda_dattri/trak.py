@@ -2,14 +2,15 @@
 
     τ[G, j] = mean over checkpoints of φ_jᵀ F⁻¹ Σ_{i∈G} Q_i x_i
 
-where F is the Fisher of the points, Σ_i x_i x_iᵀ (exact: the sum of dattri's scores), or of the groups (batched).
+where F is the Fisher of the points, Σ_i x_i x_iᵀ (exact: the sum of dattri's scores), or one of the groups, see
+`ggda_ext.fisher`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from dattri.algorithm import trak as dattri_trak
@@ -22,7 +23,7 @@ from ggda_dattri.projection import GroupedProjection
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.distributed import all_reduce_sum, gather_objects, in_order, my_share, together
 from ggda_ext.fingerprint import sketch_of
-from ggda_ext.fisher import Damping, EmpiricalFisher, check_invertible
+from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_fisher, check_invertible
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
 from ggda_ext.properties import Property
@@ -50,9 +51,10 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         strategy: the core's gradient strategy.
         save_dir: a folder that keeps the projected sums of the groups of every checkpoint once they are finished, so
             that they serve other test points, and another process, without another pass.
-        fisher: ``"batched"``, from the sums of the groups, an approximation at about the price of two passes over
-            the data; or ``"exact"``, from every point, whose scores are the sums of dattri's.
-        damping: ridge of the batched Fisher relative to its mean diagonal, or ``"auto"``; on top of dattri's
+        fisher: ``"batched"``, of output gradients summed by group, or ``"paper"``, of loss gradients summed by group,
+            both approximations at about the price of two passes over the data; or ``"exact"``, of every point, whose
+            scores are the sums of dattri's. See `ggda_ext.fisher` for the formulas.
+        damping: ridge of a Fisher of groups relative to its mean diagonal, or ``"auto"``; on top of dattri's
             `regularization`. The values used are in `dampings`, one per checkpoint.
         **kwargs: dattri's own arguments.
     """
@@ -66,14 +68,12 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
     def __init__(
         self,
         *args: Any,
-        fisher: Literal["batched", "exact"] = "batched",
+        fisher: FisherKind = "batched",
         damping: Damping = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if fisher not in ("batched", "exact"):
-            raise ValueError(f"fisher={fisher!r} is not one of 'batched', 'exact'.")
-        self.fisher, self.damping = fisher, damping
+        self.fisher, self.damping = check_fisher(fisher), damping
         self._cached: list[_Features] | None = None
 
     def cache(self, full_train_dataloader: DataLoader) -> None:
@@ -151,7 +151,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         exact = self.fisher == "exact" or self._is_dattri
         with keep_scores(self.save_dir) as kept:
             return [
-                (self._exact if exact else self._batched)(kept, index, data, groups, weights) for index in checkpoints
+                (self._exact if exact else self._of_groups)(kept, index, data, groups, weights) for index in checkpoints
             ]
 
     def _kept_sums(
@@ -216,7 +216,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         fisher, sums, weighted = found or _no_sums(len(groups), *shape, checkpoint.space.device)
         return torch.cat([all_reduce_sum(sums), all_reduce_sum(weighted), fisher.all_reduce().matrix])
 
-    def _batched(
+    def _of_groups(
         self, kept: ScoreStore | ScoresInMemory, index: int, data: IndexedData, groups: Groups, weights: Tensor
     ) -> _Features:
         checkpoint = self._checkpoint(index)
@@ -228,7 +228,9 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
 
         sums, weighted_sums = self._kept_sums(kept, plain, index, weights, make)
         mine = my_share(len(sums))
-        fisher = EmpiricalFisher(sums.shape[1], sums.device).add(sums[mine.start : mine.stop]).all_reduce()
+        fisher = EmpiricalFisher(sums.shape[1], sums.device)
+        rows = (sums if self.fisher == "batched" else weighted_sums)[mine.start : mine.stop]
+        fisher.add_groups(self.fisher, rows, groups.sizes[mine.start : mine.stop]).all_reduce()
         if self.damping == 0:  # dattri's regularization may do alone
             matrix, damping = fisher.matrix, 0.0
             matrix.diagonal().add_(self.regularization)

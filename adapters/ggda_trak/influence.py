@@ -1,9 +1,9 @@
 """`FisherInfluence`: influence functions with the empirical Fisher of projected gradients, for groups.
 
-    τ_G(g) = ∇gᵀP (F + λ · mean diag(F) · I)⁻¹ Pᵀ Σ_{i∈G} ∇ℓ_i,    F = Σ_G u_G u_Gᵀ,  u_G = Pᵀ Σ_{i∈G} ∇ℓ_i
+    τ_G(g) = ∇gᵀP (F + λ · mean diag(F) · I)⁻¹ Pᵀ Σ_{i∈G} ∇ℓ_i
 
-averaged over checkpoints, with P one of TRAK's projectors. With ``fisher="exact"`` F = Σ_i φ_i φ_iᵀ over points,
-and a group's score is the sum of its members'.
+averaged over checkpoints, with P one of TRAK's projectors and F a Fisher of the projected loss gradients, see
+`ggda_ext.fisher`. With ``fisher="exact"`` a group's score is the sum of its members'.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ggda_ext import GroupGradients
 from ggda_ext.attribution import LoadCheckpoint, at_checkpoints
 from ggda_ext.data import DataLike
 from ggda_ext.distributed import all_reduce_sum, my_share, together
-from ggda_ext.fisher import Damping, EmpiricalFisher, check_damping
+from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import PointProperty, Property
 from ggda_ext.stored_scores import keep_scores
@@ -43,7 +43,8 @@ class FisherInfluence:
         proj_dim: length of projected gradients. If there are no more parameters than that, nothing is projected.
         projector: one of TRAK's, or of `ggda_trak.projectors`; by default a BasicProjector of `proj_dim`.
         projector_seed: of the default projector.
-        fisher: ``"batched"`` (of group sums) or ``"exact"`` (of single points).
+        fisher: ``"paper"``, ``"batched"`` (both of group sums, approximations) or ``"exact"`` (of single points), see
+            `ggda_ext.fisher` for the formulas.
         damping: ridge λ relative to the mean diagonal of the Fisher, or ``"auto"``.
         save_dir: a folder that keeps the projected sums of every checkpoint once they are finished, so that they serve
             other test points, properties and dampings, and another process, without another pass.
@@ -65,18 +66,17 @@ class FisherInfluence:
         proj_dim: int = 512,
         projector: Any = None,
         projector_seed: int = 0,
-        fisher: str = "batched",
+        fisher: FisherKind = "paper",
         damping: Damping = "auto",
         save_dir: str | Path | None = None,
         **provider_options: Any,
     ) -> None:
-        if fisher not in ("batched", "exact"):
-            raise ValueError(f"fisher={fisher!r} is not one of 'batched', 'exact'.")
+        self.fisher = check_fisher(fisher)
         if proj_dim < 1:
             raise ValueError(f"proj_dim={proj_dim}: pass at least 1.")
         self.damping: Damping = "auto" if damping == "auto" else check_damping(damping)
         self.provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
-        self.model, self.groups, self.fisher = self.provider.model, self.provider.groups, fisher
+        self.model, self.groups = self.provider.model, self.provider.groups
         space = self.provider.space
         if projector is None and space.size > proj_dim:
             projector = BasicProjector(
@@ -125,10 +125,10 @@ class FisherInfluence:
         sums, matrix = found[: len(self.groups)], found[len(self.groups) :]
         fisher = EmpiricalFisher(self.projection.dim, found.device)
         mine = slice(my_share(len(sums)).start, my_share(len(sums)).stop)
-        if self.fisher == "batched":
-            fisher.add(sums[mine]).all_reduce()
-        else:
+        if self.fisher == "exact":
             fisher.matrix, fisher.rows = matrix.clone(), int(self.groups.sizes.sum())
+        else:
+            fisher.add_groups(self.fisher, sums[mine], self.groups.sizes[mine]).all_reduce()
         damped, chosen = fisher.damped(self.damping)
         self.chosen_damping.append(chosen)
         features = torch.zeros_like(sums)

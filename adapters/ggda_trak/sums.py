@@ -30,7 +30,7 @@ class GroupSums:
     Args:
         store: where the sums end up.
         groups: the groups of all training points.
-        fisher: ``"exact"``, ``"batched"`` or ``"loss"``.
+        fisher: ``"exact"``, ``"batched"`` or ``"paper"``.
         projection: projects rows.
         model_id: chooses the projection matrix.
         memory_budget: bytes for rows that wait for their projection.

@@ -35,7 +35,7 @@ from ggda_ext.distributed import (
     world_size,
 )
 from ggda_ext.fingerprint import of_groups
-from ggda_ext.fisher import EmpiricalFisher, check_damping, check_invertible
+from ggda_ext.fisher import EmpiricalFisher, FisherKind, check_damping, check_fisher, check_invertible
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import Property
@@ -49,7 +49,6 @@ from ggda_trak.store import GroupStore, check_checkpoint, check_settings, mend, 
 from ggda_trak.sums import GroupSums
 from ggda_trak.weights import MeanWeights
 
-FISHERS = ("exact", "batched", "loss")
 STRATEGIES = ("auto", "segmented", "backward", "persample")
 
 
@@ -67,9 +66,9 @@ class TRAKer(trak.TRAKer):
     Args:
         *args: as for `trak.TRAKer`.
         groups: a `Groups` or anything it accepts, for `train_set_size` points.
-        fisher: ``"batched"`` (output gradients u_G summed by group, Σ_G u_G u_Gᵀ / |G|; TRAK's at size one),
-            ``"loss"`` (the paper's: loss gradients summed by group) or ``"exact"`` (per point: scores are the sums of
-            TRAK's, but take as long). The first two are approximations: they do not add up over groups.
+        fisher: ``"batched"`` (of output gradients summed by group; TRAK's at size one), ``"paper"`` (of loss gradients
+            summed by group) or ``"exact"`` (of single points: scores are the sums of TRAK's, but take as long), see
+            `ggda_ext.fisher` for the formulas. The first two are approximations: they do not add up over groups.
         strategy: how gradients are computed, see `GroupGradients`; other than ``"auto"`` it is used for groups of
             one as well.
         checkpoints: all checkpoints that will be used, if several: state dicts, or paths to them. The weights Q
@@ -86,7 +85,7 @@ class TRAKer(trak.TRAKer):
         self,
         *args: Any,
         groups: GroupsLike = None,
-        fisher: str = "batched",
+        fisher: FisherKind = "batched",
         strategy: str = "auto",
         checkpoints: Sequence[Any] | None = None,
         memory_budget: int = 512 * 2**20,
@@ -99,18 +98,18 @@ class TRAKer(trak.TRAKer):
         if groups is None:
             super().__init__(*args, **kwargs)
             return
-        for name, value, known in (("fisher", fisher, FISHERS), ("strategy", strategy, STRATEGIES)):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}.")
+        self.fisher = check_fisher(fisher)
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy={strategy!r} is not one of {', '.join(map(repr, STRATEGIES))}.")
         if memory_budget < 1:
             raise ValueError(f"memory_budget={memory_budget}: pass a positive number of bytes.")
         if checkpoints is not None and (isinstance(checkpoints, str | dict) or not len(checkpoints)):
             raise ValueError("checkpoints must be a list of state dicts or of paths, one for every checkpoint.")
         given = inspect.signature(trak.TRAKer).bind(*args, **kwargs).arguments
         self.groups = Groups.of(groups, given["train_set_size"])
-        self.fisher, self.strategy, self.memory_budget = fisher, strategy, memory_budget
+        self.strategy, self.memory_budget = strategy, memory_budget
         ridge = given.get("lambda_reg", "auto" if fisher != "exact" else 0.0)
-        forced = strategy != "auto" or fisher == "loss" or given.get("lambda_reg") == "auto"
+        forced = strategy != "auto" or fisher == "paper" or given.get("lambda_reg") == "auto"
         self._grouped = forced or not self.groups.are_singletons
         self._checkpoints = checkpoints
         self._load = given.get("load_from_save_dir", True)
@@ -330,12 +329,12 @@ class TRAKer(trak.TRAKer):
             assert self.groups is not None
             check_invertible(damped, int(self.groups.sizes.sum()), "pass lambda_reg, a ridge, as for TRAK")
             return matrix, self.lambda_reg / float(matrix.diagonal().mean())
-        rows = numerators
+        sums = numerators  # loss gradients, but for their sign
         if self.fisher == "batched":
-            rows = torch.as_tensor(np.array(store.sums["fisher_rows"]), device=self.device)
-            assert self.groups is not None  # a group of alike points counts as its points would, not as their square
-            rows = rows / torch.from_numpy(np.sqrt(self.groups.sizes)).to(rows)[:, None]
-        return EmpiricalFisher(rows.shape[1], rows.device).add(rows).damped(self._damping)
+            sums = torch.as_tensor(np.array(store.sums["fisher_rows"]), device=self.device)
+        assert self.groups is not None
+        fisher = EmpiricalFisher(sums.shape[1], sums.device)
+        return fisher.add_groups(self.fisher, sums, self.groups.sizes).damped(self._damping)
 
     def start_scoring_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """As TRAK's."""
