@@ -11,7 +11,8 @@ on random batches; all vectors share each batch, so for a given seed the solve i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,8 @@ BatchLossFn = Callable[[nn.Module, Any], Tensor]
 _CHUNK_BYTES = 8 * 2**20  # vectors worked on at once: few enough to stay near the cache, enough to share overheads
 _CHECK_EVERY = 8  # LiSSA steps between looks at the size of the iterate
 _GROWTH = 10.0  # how far beyond linear growth an iterate counts as diverging
+_CONVERGED = 1e-3  # share of the first residual at which conjugate gradients that lost accuracy count all the same
+_NOISE = 100.0  # a curvature below so many roundings of |d| |H d| has no sign that can be trusted
 
 
 class Hessian:
@@ -56,22 +59,16 @@ class Hessian:
         where it is zero. A vector is not read again after its product was given out.
         """
         parameters = list(self.space.parameters.values())
-        chunk = max(1, _CHUNK_BYTES // (self.space.size * vectors.element_size()))
         with self.space.gradients(enabled=True), sdpa_kernel(SDPBackend.MATH):
-            value = self.loss(self.space.model, to_device(batch, self.space.device))
-            if value.numel() != 1:
-                raise ValueError(
-                    f"the loss of a batch has shape {list(value.shape)}: return one number, its mean or sum."
-                )
-            first = torch.autograd.grad(value.reshape(()), parameters, create_graph=True, allow_unused=True)
+            value = one_number(self.loss(self.space.model, to_device(batch, self.space.device)))
+            first = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
             used = [(g, p) for g, p in zip(first, parameters, strict=True) if g is not None and g.requires_grad]
-            for low in range(0, len(vectors), chunk):
-                rows = slice(low, min(low + chunk, len(vectors)))
+            for rows in chunks_of_vectors(vectors):
                 if not used:
                     yield rows, [None] * len(parameters)
                     continue
-                cotangents = [self.space.part(vectors[rows], p) for _, p in used]
-                yield rows, _second([g for g, _ in used], parameters, cotangents, keep=rows.stop < len(vectors))
+                along, keep = [self.space.part(vectors[rows], p) for _, p in used], rows.stop < len(vectors)
+                yield rows, products_with_vectors([g for g, _ in used], parameters, along, keep=keep)
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
         """Products `[m, p]` of the Hessian over the whole data with `vectors [m, p]`."""
@@ -120,19 +117,28 @@ class Hessian:
         )
 
 
-def _second(
-    gradients: list[Tensor], parameters: list[nn.Parameter], cotangents: list[Tensor], keep: bool
+def one_number(value: Tensor) -> Tensor:
+    """The loss of a batch as a scalar, if it is one number."""
+    if value.numel() != 1:
+        raise ValueError(f"the loss of a batch has shape {list(value.shape)}: return one number, its mean or sum.")
+    return value.reshape(())
+
+
+def chunks_of_vectors(vectors: Tensor) -> Iterator[slice]:
+    """Rows of `vectors [m, p]` that are worked on at once."""
+    chunk = max(1, _CHUNK_BYTES // (vectors.shape[1] * vectors.element_size()))
+    return (slice(low, min(low + chunk, len(vectors))) for low in range(0, len(vectors), chunk))
+
+
+def products_with_vectors(
+    of: list[Tensor], by: Sequence[Tensor], vectors: list[Tensor], *, keep: bool
 ) -> list[Tensor | None]:
-    """∂⟨gradients, cotangents⟩/∂parameters for a batch of cotangents `[c, *shape]`; zero where None."""
-    if len(cotangents[0]) == 1:
-        single = [cotangent[0] for cotangent in cotangents]
-        found = torch.autograd.grad(gradients, parameters, single, retain_graph=keep, allow_unused=True)
+    """∂⟨of, vectors⟩/∂by for some vectors at a time `[c, *shape]`; zero where None. `keep` keeps the graph."""
+    if len(vectors[0]) == 1:
+        single = [vector[0] for vector in vectors]
+        found = torch.autograd.grad(of, by, single, retain_graph=keep, allow_unused=True)
         return [None if part is None else part[None] for part in found]
-    return list(
-        torch.autograd.grad(
-            gradients, parameters, cotangents, retain_graph=keep, allow_unused=True, is_grads_batched=True
-        )
-    )
+    return list(torch.autograd.grad(of, by, vectors, retain_graph=keep, allow_unused=True, is_grads_batched=True))
 
 
 def lissa(
@@ -246,7 +252,8 @@ def _diverged(hessian: Hessian, vectors: Tensor, step: int, steps: _Steps, run: 
         fix = f"scaling={_round_up(1.5 * curvature)} (the batches have curvature up to about {curvature:.3g})"
     else:
         enough = min(0.5, _round_up(max(0.001, 2 * damping, -1.5 * curvature / scaling)))
-        fix = f"damping={enough} (the loss has directions of negative curvature), or a larger batch_size"
+        fix = f"damping={enough} (the loss has directions of negative curvature), a larger batch_size or the "
+        fix += "Gauss–Newton matrix"
     return ValueError(
         f"LiSSA diverged at step {step} of recursion_depth={steps.depth}, with damping={damping}, scaling={scaling}: "
         f"the iterate grows. Try {fix}; a recursion_depth below {step} would only hide it."
@@ -276,28 +283,105 @@ def conjugate_gradients(
 ) -> Tensor:
     """(H + regularization I)⁻¹ v by at most `max_iter` steps of conjugate gradients from v, for `vectors [m, p]`.
 
-    A vector whose residual falls below `tol` stands still.
+    A vector is done when its residual falls below `tol`. It stops earlier, with a warning, where a further step would
+    be rounding errors rather than mathematics:
+
+    * in a direction of negative curvature, or of none but for rounding: the method is for positive matrices;
+    * when residuals are no longer orthogonal to the first one. Steps after that depend on the order of additions. They
+      are kept only if they converge all the same, to a thousandth of the first residual.
+
+    Args:
+        hessian: the curvature H, a `Hessian` or a `GaussNewton`, which has no negative curvature for a convex loss.
+        vectors: right-hand sides `[m, p]`.
+        max_iter: most steps.
+        tol: residual norm at which a vector is done.
+        regularization: added to the diagonal.
+
+    Warns:
+        NegativeCurvature, LostAccuracy: with the first such step, what was found there, and what helps.
     """
     vectors = vectors.detach()
+    eps = torch.finfo(vectors.dtype).eps
 
     def product(x: Tensor) -> Tensor:
         return (hessian @ x).add_(x, alpha=regularization)
 
     solution = vectors.clone()
     residual = vectors - product(solution)
-    direction = residual.clone()
+    direction, start = residual.clone(), residual.clone()
     squares = residual.square().sum(1, keepdim=True)
-    for _ in range(max_iter):
-        going = squares > tol**2
+    negative, lost = (torch.zeros_like(squares, dtype=torch.bool) for _ in range(2))
+    trusted = solution.clone()  # the last solution before a vector lost its accuracy
+    first_negative: tuple[int, float] | None = None
+    first_lost: int | None = None
+    for number in range(1, max_iter + 1):
+        going = (squares > tol**2) & ~negative
         if not bool(going.any()):
             break
         bent = product(direction)
-        step = torch.where(going, squares / (direction * bent).sum(1, keepdim=True), 0)
+        curved = (direction * bent).sum(1, keepdim=True)
+        noise = _NOISE * eps * _lengths(direction) * _lengths(bent)
+        if bool((found := going & (curved <= noise)).any()):
+            least = torch.where(found, curved / direction.square().sum(1, keepdim=True), float("inf")).min()
+            first_negative = first_negative or (number, float(least))
+            negative |= found
+            going &= ~found
+        step = torch.where(going, squares / curved, 0)
         solution += step * direction
         residual -= step * bent
         before, squares = squares, residual.square().sum(1, keepdim=True)
+        turned = (residual * start).sum(1, keepdim=True).abs() > eps**0.5 * _lengths(residual) * _lengths(start)
+        if first_lost is None and bool((going & turned).any()):
+            first_lost = number
+        lost |= going & turned
+        trusted = torch.where(lost, trusted, solution)
         direction = residual + torch.where(going, squares / before, 0) * direction
-    return solution
+    noisy = lost & (squares > (_CONVERGED * _lengths(start)) ** 2)
+    if first_negative is not None:
+        _warn_of_negative_curvature(*first_negative, int(negative.sum()), len(vectors), max_iter, regularization)
+    if first_lost is not None and bool(noisy.any()):
+        left = float((squares.sqrt() / _lengths(start))[noisy].max())
+        _warn_of_lost_accuracy(first_lost, left, int(noisy.sum()), len(vectors), max_iter, regularization)
+    return torch.where(noisy, trusted, solution)
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    return rows.norm(dim=1, keepdim=True)
+
+
+class NegativeCurvature(UserWarning):
+    """Conjugate gradients met a direction in which the loss is not curved upwards, and stopped there."""
+
+
+class LostAccuracy(UserWarning):
+    """Conjugate gradients reached steps that depend on rounding, did not converge, and went back to the step before."""
+
+
+def _warn_of_negative_curvature(
+    step: int, curvature: float, stopped: int, count: int, max_iter: int, regularization: float
+) -> None:
+    enough = _round_up(max(2 * (regularization - curvature), 1e-8))
+    warnings.warn(
+        f"conjugate gradients met curvature {curvature:.3g} at step {step} of max_iter={max_iter}, with "
+        f"regularization={regularization:g}: the Hessian is not positive, so {stopped} of {count} vectors stopped at "
+        f"the solution they had. Pass a larger regularization (try {enough:g}), or use the Gauss–Newton matrix "
+        "(`GaussNewton`, or curvature='gauss-newton'), which has no negative curvature for a convex loss.",
+        NegativeCurvature,
+        stacklevel=3,
+    )
+
+
+def _warn_of_lost_accuracy(
+    step: int, left: float, stopped: int, count: int, max_iter: int, regularization: float
+) -> None:
+    warnings.warn(
+        f"conjugate gradients depend on rounding from step {step} of max_iter={max_iter} on, with regularization="
+        f"{regularization:g}, and did not converge ({left:.2g} of the first residual is left): {stopped} of {count} "
+        "vectors have the solution before that step. Pass a larger regularization, use float64, or be content with "
+        f"max_iter={step - 1}.",
+        LostAccuracy,
+        stacklevel=3,
+    )
 
 
 def direct_solve(matrix: Tensor, vectors: Tensor, regularization: float = 0.0) -> Tensor:
