@@ -60,7 +60,7 @@ class GroupInfluence(DataInfluence):
     def __init__(
         self,
         *args: Any,
-        groups: GroupsLike = None,
+        groups: GroupsLike | None = None,
         strategy: str = "auto",
         save_dir: str | Path | None = None,
         **kwargs: Any,
@@ -211,7 +211,7 @@ class GroupInfluence(DataInfluence):
         """The loss of each example, of training or test points, when `inputs` is to be explained."""
         return as_example_loss(loss_fn)
 
-    def _point_provider(self, points: PointGradients, groups: GroupsLike = None) -> GroupGradients:
+    def _point_provider(self, points: PointGradients, groups: GroupsLike | None = None) -> GroupGradients:
         """The gradients of test points, each for itself or summed by `groups`."""
         return GroupGradients(self.model, points.loss, points.data, groups, parameters=self._parameters())
 

@@ -8,7 +8,7 @@ averaged over checkpoints, with P one of TRAK's projectors and F a Fisher of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trak.projectors import BasicProjector, NoOpProjector, ProjectionType
 
 from ggda_ext import GroupGradients
-from ggda_ext.attribution import LoadCheckpoint, at_checkpoints
+from ggda_ext.attribution import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints
 from ggda_ext.data import DataLike
 from ggda_ext.distributed import all_reduce_sum, my_share, together
 from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
@@ -38,7 +38,8 @@ class FisherInfluence:
         data: the training set.
         loss_fn: the training loss, ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
         groups: a `Groups` or anything it accepts; None for groups of one.
-        checkpoints: state dicts or their paths, over which scores are averaged; the current parameters if left out.
+        checkpoints: a state dict or its path, or several, over which scores are averaged; the current parameters if
+            left out.
         load_checkpoint: ``load_checkpoint(model, checkpoint)``, if a checkpoint is neither.
         proj_dim: length of projected gradients. If there are no more parameters than that, nothing is projected.
         projector: one of TRAK's, or of `ggda_trak.projectors`; by default a BasicProjector of `proj_dim`.
@@ -59,9 +60,9 @@ class FisherInfluence:
         model: nn.Module,
         data: DataLike,
         loss_fn: Any,
-        groups: GroupsLike = None,
+        groups: GroupsLike | None = None,
         *,
-        checkpoints: Iterable[Any] | None = None,
+        checkpoints: Checkpoints | None = None,
         load_checkpoint: LoadCheckpoint | None = None,
         proj_dim: int = 512,
         projector: Any = None,
@@ -84,14 +85,12 @@ class FisherInfluence:
             )
         check_dimension(projector, space.size)
         self.projection = Projection(projector or NoOpProjector(device=space.device), space, space.size**0.5)
-        self._checkpoints = None if checkpoints is None else list(checkpoints)
-        if self._checkpoints == []:
-            raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
+        self._checkpoints = None if checkpoints is None else listed_checkpoints(checkpoints)
         self._load, self.save_dir = load_checkpoint, save_dir
         self._features: list[Tensor] = []
         self.chosen_damping: list[float] = []
 
-    def influence(self, inputs: DataLike = None, *, property: Property | None = None) -> Tensor:
+    def influence(self, inputs: DataLike | None = None, *, property: Property | None = None) -> Tensor:
         """How much every group lowers the loss of test points, or a property of the model.
 
         Args:
@@ -104,8 +103,9 @@ class FisherInfluence:
         """
         if (inputs is None) == (property is None):
             raise ValueError("pass either inputs, test points, or property=, a function of the model.")
-        if property is None:
+        if inputs is not None:
             property = PointProperty(inputs, self.provider.loss, name="inputs")
+        assert property is not None
         scores: Tensor | None = None
         with closing(at_checkpoints(self.model, self._checkpoints, self._load)) as numbers:
             for number in numbers:

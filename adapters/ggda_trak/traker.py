@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from trak.gradient_computers import IterativeGradientComputer
 from trak.savers import ModelIDException
 
 from ggda_ext import GroupGradients, Groups
+from ggda_ext.attribution import Checkpoints, listed_checkpoints
 from ggda_ext.distributed import (
     alone,
     from_first_rank,
@@ -84,10 +85,10 @@ class TRAKer(trak.TRAKer):
     def __init__(
         self,
         *args: Any,
-        groups: GroupsLike = None,
+        groups: GroupsLike | None = None,
         fisher: FisherKind = "batched",
         strategy: str = "auto",
-        checkpoints: Sequence[Any] | None = None,
+        checkpoints: Checkpoints | None = None,
         memory_budget: int = 512 * 2**20,
         **kwargs: Any,
     ) -> None:
@@ -103,8 +104,8 @@ class TRAKer(trak.TRAKer):
             raise ValueError(f"strategy={strategy!r} is not one of {', '.join(map(repr, STRATEGIES))}.")
         if memory_budget < 1:
             raise ValueError(f"memory_budget={memory_budget}: pass a positive number of bytes.")
-        if checkpoints is not None and (isinstance(checkpoints, str | dict) or not len(checkpoints)):
-            raise ValueError("checkpoints must be a list of state dicts or of paths, one for every checkpoint.")
+        if checkpoints is not None:
+            checkpoints = listed_checkpoints(checkpoints)
         given = inspect.signature(trak.TRAKer).bind(*args, **kwargs).arguments
         self.groups = Groups.of(groups, given["train_set_size"])
         self.strategy, self.memory_budget = strategy, memory_budget
