@@ -11,7 +11,6 @@ on random batches; all vectors share each batch, so for a given seed the solve i
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,8 +32,6 @@ BatchLossFn = Callable[[nn.Module, Any], Tensor]
 _CHUNK_BYTES = 8 * 2**20  # vectors worked on at once: few enough to stay near the cache, enough to share overheads
 _CHECK_EVERY = 8  # LiSSA steps between looks at the size of the iterate
 _GROWTH = 10.0  # how far beyond linear growth an iterate counts as diverging
-_CONVERGED = 1e-3  # share of the first residual at which conjugate gradients that lost accuracy count all the same
-_NOISE = 100.0  # a curvature below so many roundings of |d| |H d| has no sign that can be trusted
 
 
 class Hessian:
@@ -249,9 +246,9 @@ def _diverged(hessian: Hessian, vectors: Tensor, step: int, steps: _Steps, run: 
     draws = _draws(hessian, 4, steps.batch_size, [steps.seed, run])
     curvature = max((_extreme(hessian, vectors, batch) for batch in draws), key=abs)
     if curvature > (2 - damping) * scaling / 2:
-        fix = f"scaling={_round_up(1.5 * curvature)} (the batches have curvature up to about {curvature:.3g})"
+        fix = f"scaling={round_up(1.5 * curvature)} (the batches have curvature up to about {curvature:.3g})"
     else:
-        enough = min(0.5, _round_up(max(0.001, 2 * damping, -1.5 * curvature / scaling)))
+        enough = min(0.5, round_up(max(0.001, 2 * damping, -1.5 * curvature / scaling)))
         fix = f"damping={enough} (the loss has directions of negative curvature), a larger batch_size or the "
         fix += "Gauss–Newton matrix"
     return ValueError(
@@ -272,116 +269,10 @@ def _extreme(hessian: Hessian, vectors: Tensor, batch: Any) -> float:
     return value
 
 
-def _round_up(value: float) -> float:
+def round_up(value: float) -> float:
     """To two significant digits, upwards."""
     unit = 10.0 ** (np.floor(np.log10(value)) - 1)
     return float(f"{np.ceil(value / unit) * unit:.2g}")
-
-
-def conjugate_gradients(
-    hessian: Hessian, vectors: Tensor, *, max_iter: int = 10, tol: float = 1e-7, regularization: float = 0.0
-) -> Tensor:
-    """(H + regularization I)⁻¹ v by at most `max_iter` steps of conjugate gradients from v, for `vectors [m, p]`.
-
-    A vector is done when its residual falls below `tol`. It stops earlier, with a warning, where a further step would
-    be rounding errors rather than mathematics:
-
-    * in a direction of negative curvature, or of none but for rounding: the method is for positive matrices;
-    * when residuals are no longer orthogonal to the first one. Steps after that depend on the order of additions. They
-      are kept only if they converge all the same, to a thousandth of the first residual.
-
-    Args:
-        hessian: the curvature H, a `Hessian` or a `GaussNewton`, which has no negative curvature for a convex loss.
-        vectors: right-hand sides `[m, p]`.
-        max_iter: most steps.
-        tol: residual norm at which a vector is done.
-        regularization: added to the diagonal.
-
-    Warns:
-        NegativeCurvature, LostAccuracy: with the first such step, what was found there, and what helps.
-    """
-    vectors = vectors.detach()
-    eps = torch.finfo(vectors.dtype).eps
-
-    def product(x: Tensor) -> Tensor:
-        return (hessian @ x).add_(x, alpha=regularization)
-
-    solution = vectors.clone()
-    residual = vectors - product(solution)
-    direction, start = residual.clone(), residual.clone()
-    squares = residual.square().sum(1, keepdim=True)
-    negative, lost = (torch.zeros_like(squares, dtype=torch.bool) for _ in range(2))
-    trusted = solution.clone()  # the last solution before a vector lost its accuracy
-    first_negative: tuple[int, float] | None = None
-    first_lost: int | None = None
-    for number in range(1, max_iter + 1):
-        going = (squares > tol**2) & ~negative
-        if not bool(going.any()):
-            break
-        bent = product(direction)
-        curved = (direction * bent).sum(1, keepdim=True)
-        noise = _NOISE * eps * _lengths(direction) * _lengths(bent)
-        if bool((found := going & (curved <= noise)).any()):
-            least = torch.where(found, curved / direction.square().sum(1, keepdim=True), float("inf")).min()
-            first_negative = first_negative or (number, float(least))
-            negative |= found
-            going &= ~found
-        step = torch.where(going, squares / curved, 0)
-        solution += step * direction
-        residual -= step * bent
-        before, squares = squares, residual.square().sum(1, keepdim=True)
-        turned = (residual * start).sum(1, keepdim=True).abs() > eps**0.5 * _lengths(residual) * _lengths(start)
-        if first_lost is None and bool((going & turned).any()):
-            first_lost = number
-        lost |= going & turned
-        trusted = torch.where(lost, trusted, solution)
-        direction = residual + torch.where(going, squares / before, 0) * direction
-    noisy = lost & (squares > (_CONVERGED * _lengths(start)) ** 2)
-    if first_negative is not None:
-        _warn_of_negative_curvature(*first_negative, int(negative.sum()), len(vectors), max_iter, regularization)
-    if first_lost is not None and bool(noisy.any()):
-        left = float((squares.sqrt() / _lengths(start))[noisy].max())
-        _warn_of_lost_accuracy(first_lost, left, int(noisy.sum()), len(vectors), max_iter, regularization)
-    return torch.where(noisy, trusted, solution)
-
-
-def _lengths(rows: Tensor) -> Tensor:
-    return rows.norm(dim=1, keepdim=True)
-
-
-class NegativeCurvature(UserWarning):
-    """Conjugate gradients met a direction in which the loss is not curved upwards, and stopped there."""
-
-
-class LostAccuracy(UserWarning):
-    """Conjugate gradients reached steps that depend on rounding, did not converge, and went back to the step before."""
-
-
-def _warn_of_negative_curvature(
-    step: int, curvature: float, stopped: int, count: int, max_iter: int, regularization: float
-) -> None:
-    enough = _round_up(max(2 * (regularization - curvature), 1e-8))
-    warnings.warn(
-        f"conjugate gradients met curvature {curvature:.3g} at step {step} of max_iter={max_iter}, with "
-        f"regularization={regularization:g}: the Hessian is not positive, so {stopped} of {count} vectors stopped at "
-        f"the solution they had. Pass a larger regularization (try {enough:g}), or use the Gauss–Newton matrix "
-        "(`GaussNewton`, or curvature='gauss-newton'), which has no negative curvature for a convex loss.",
-        NegativeCurvature,
-        stacklevel=3,
-    )
-
-
-def _warn_of_lost_accuracy(
-    step: int, left: float, stopped: int, count: int, max_iter: int, regularization: float
-) -> None:
-    warnings.warn(
-        f"conjugate gradients depend on rounding from step {step} of max_iter={max_iter} on, with regularization="
-        f"{regularization:g}, and did not converge ({left:.2g} of the first residual is left): {stopped} of {count} "
-        "vectors have the solution before that step. Pass a larger regularization, use float64, or be content with "
-        f"max_iter={step - 1}.",
-        LostAccuracy,
-        stacklevel=3,
-    )
 
 
 def direct_solve(matrix: Tensor, vectors: Tensor, regularization: float = 0.0) -> Tensor:
@@ -393,5 +284,5 @@ def direct_solve(matrix: Tensor, vectors: Tensor, regularization: float = 0.0) -
     except torch.linalg.LinAlgError as error:
         raise ValueError(
             f"the Hessian is singular with regularization={regularization}: pass a positive regularization, e.g. "
-            f"{_round_up(1e-3 * max(float(matrix.diagonal().abs().mean()), 1e-12)):g}."
+            f"{round_up(1e-3 * max(float(matrix.diagonal().abs().mean()), 1e-12)):g}."
         ) from error

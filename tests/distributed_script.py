@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, grouping, properties
-from ggda_ext.curvature import Hessian, conjugate_gradients, lissa
+from ggda_ext.conjugate_gradients import conjugate_gradients
+from ggda_ext.curvature import Hessian, lissa
 from ggda_ext.data import IndexedData
 from ggda_ext.distributed import all_reduce_sum, gather_rows, in_order, my_share, rank, world_size
 from ggda_ext.evaluation import Retrainer
