@@ -46,10 +46,10 @@ def attribute(
     tag: str | None = None,
     **provider_options: Any,
 ) -> Tensor:
-    """How much every group of training points pulls at a property of the model.
+    """Scores of groups: positive where the property is predicted to rise if the group is removed.
 
-    A positive score means that training on the group lowers the property (a loss falls), so removing the
-    group is predicted to raise it.
+    For a loss these are the groups that help. The size of a score is that of a step of gradient descent on the group,
+    so it ranks groups and is not the rise itself (docs/signs.md lists all entry points).
 
     Args:
         model: the trained model, in eval mode if it has dropout or BatchNorm.

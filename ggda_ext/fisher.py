@@ -7,9 +7,12 @@ the loss of a point, and |G| the size of a group, every ``fisher=`` of this pack
     "batched"   F = Σ_G u_G u_Gᵀ / |G|,   u_G = Σ_{i∈G} φ_i      every φ_i replaced by the mean of its group
     "paper"     F = Σ_G u_G u_Gᵀ,         u_G = Σ_{i∈G} ∇ℓ_i     as printed in the paper, always of loss gradients
 
-and is inverted with a ridge, F_λ = F + λ · mean diag(F) · I. The batched Fisher is the exact one for groups of one
-and for groups of equal points, so it has the scale of the exact one. The paper's grows with the square of a group's
-size: large groups count more, and scores come out smaller.
+and is inverted with a ridge, F_λ = F + λ · mean diag(F) · I.
+
+The batched Fisher is the exact one for groups of one, and where the gradients in a group are alike; where they are
+unrelated, with mean zero, it is 1/|G| of the exact one. Next to the exact Fisher of loss gradients the paper's is right
+on average where they are unrelated, and |G| times as large where they are alike. So for groups of one size the two
+differ by a factor, if φ_i = ∇ℓ_i; with uneven sizes large groups count more in the paper's.
 
 Both are approximations: k rows say little about p directions unless k is well above p, and a ridge has to make up for
 it. ``"auto"`` is λ = 0.3 · p / k, chosen on real data (``python -m benchmarks fidelity``).

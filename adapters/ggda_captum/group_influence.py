@@ -93,6 +93,8 @@ class GroupInfluence(DataInfluence):
     def influence(self, inputs: Any = None, *args: Any, property: Property | None = None, **kwargs: Any) -> Any:
         """Captum's `influence` with groups as training points; `property` stands where `inputs` would.
 
+        A positive score means that the loss, or the property, is predicted to rise if the group is removed.
+
         Args:
             inputs: test points, a tuple ``(*inputs, labels)`` or a DataLoader of such tuples.
             *args: Captum's own arguments, unchanged.

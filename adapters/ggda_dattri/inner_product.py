@@ -88,6 +88,9 @@ class GroupedInnerProduct(Grouped):
     ) -> Tensor:
         """Influence of groups on test points `(groups, tests)` or on a property `(groups, properties)`.
 
+        Positive where the target is predicted to rise if the group is removed (for a loss, groups that help): for a
+        loss that is a mean over its batch, n times the rise, with n the number of cached points.
+
         Args:
             train_dataloader: training points the groups partition; not shuffled.
             test_dataloader: test points; not shuffled.

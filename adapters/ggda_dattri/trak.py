@@ -40,8 +40,13 @@ class _Features:
 
 
 class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
-    """dattri's TRAK; for groups the gradients of a group are summed before they are projected.
+    """dattri's TRAK, scores `(groups, tests)`: a positive one means that the group *raises* the target.
 
+    The target of a test point is the task's function (the margin, as TRAK wants it), so a positive score is a group
+    that helps; of a property it is the property, so for a loss a positive score is a group that hurts. Scores have no
+    unit; see docs/signs.md.
+
+    For groups the gradients of a group are summed before they are projected.
     dattri keeps the projector arguments of one instance for all later ones; with groups they stay its own. NaN
     gradients, 0 in dattri, are an error, and `self_attribute` works after `cache`.
 
@@ -94,6 +99,8 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         property: Property | None = None,
     ) -> Tensor:
         """Influence of groups on test points `(groups, tests)` or on a property `(groups, properties)`.
+
+        Positive where training on the group raises the target, the opposite of dattri's influence functions.
 
         Args:
             test_dataloader: test points; not shuffled.

@@ -33,6 +33,9 @@ from ggda_trak.rows import point_rows, property_rows
 class FisherInfluence:
     """Influence of groups of training points on test losses or properties: the paper's Inf. (Fisher).
 
+    A positive score means that the loss or property is predicted to rise if the group is removed: the core's sign, not
+    TRAK's. With ``fisher="exact"`` it is about that rise, see docs/signs.md.
+
     Args:
         model: the trained model, in eval mode if it has dropout or BatchNorm.
         data: the training set.
@@ -91,15 +94,14 @@ class FisherInfluence:
         self.chosen_damping: list[float] = []
 
     def influence(self, inputs: DataLike | None = None, *, property: Property | None = None) -> Tensor:
-        """How much every group lowers the loss of test points, or a property of the model.
+        """The predicted rise of the loss of test points, or of a property of the model, if a group is removed.
 
         Args:
             inputs: test points, as the training data holds them.
             property: what to explain in their place, a callable ``g(model) -> Tensor``.
 
         Returns:
-            Scores `[m, k]`, one row per test point or component of the property; positive if training on the group
-            lowers it.
+            Scores `[m, k]`, one row per test point or component of the property.
         """
         if (inputs is None) == (property is None):
             raise ValueError("pass either inputs, test points, or property=, a function of the model.")

@@ -54,7 +54,10 @@ STRATEGIES = ("auto", "segmented", "backward", "persample")
 
 
 class TRAKer(trak.TRAKer):
-    """`trak.TRAKer`, with scores `[groups, targets]` if `groups` is given.
+    """`trak.TRAKer`, with scores `[groups, targets]`: a positive one means that the group *raises* the target.
+
+    The target of a test point is its output (the margin), so a positive score is a group that helps; of a property it
+    is the property, so for a loss a positive score is a group that hurts. Scores have no unit; see docs/signs.md.
 
     Without groups, and with groups of one, TRAK's own code runs. With groups, `use_half_precision` is off unless
     asked for (sums overflow float16), and where TRAK crashes this does not: ``torch.device("cpu")``, `proj_dim` of
@@ -363,7 +366,11 @@ class TRAKer(trak.TRAKer):
         *,
         property: Property | None = None,
     ) -> None:
-        """Add targets: a batch of points, or the components of a property of the model (give one of the two)."""
+        """Add targets: a batch of points, or the components of a property of the model (give one of the two).
+
+        A positive score means that training on the group raises the target: the output (margin) of a point, or the
+        property, even if that is a loss.
+        """
         if (batch is None) == (property is None):
             raise ValueError("pass either a batch of targets or property=, a function of the model.")
         if self.groups is None and property is None:
@@ -393,7 +400,7 @@ class TRAKer(trak.TRAKer):
         return all_point_rows(self._gradients(batch).on((*batch, ones)), projection, model_id)
 
     def finalize_scores(self, exp_name: str, model_ids: Iterable[int] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """TRAK's scores, `[groups, targets]` with groups."""
+        """TRAK's scores, `[groups, targets]` with groups; positive where the group raises the target."""
         if self.groups is None:
             return super().finalize_scores(exp_name, model_ids, *args, **kwargs)
         used = list(self.saver.model_ids) if model_ids is None else list(model_ids)
