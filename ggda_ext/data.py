@@ -102,7 +102,7 @@ class IndexedData:
     def my_share(self, batch_size: int, *, whole_batches: bool = False) -> Iterator[tuple[np.ndarray, Any]]:
         """This rank's share of all examples in order, as `(indices, batch)`; all of them on one rank.
 
-        Of a stream each rank reads everything and takes every so manieth batch.
+        Every rank reads a stream from beginning to end, and keeps one batch in as many as there are ranks.
 
         Args:
             batch_size: examples per batch.

@@ -110,20 +110,23 @@ class EmpiricalFisher:
         """The relative ridge for this number of rows and dimensions."""
         return AUTO_DAMPING * self.dim / max(self.rows, 1)
 
-    def damped(self, damping: Damping = "auto") -> tuple[Tensor, float]:
+    def damped(self, damping: Damping = "auto", absolute: float = 0.0) -> tuple[Tensor, float]:
         """The damped Fisher `[p, p]` and the relative ridge λ in it.
 
         Args:
             damping: λ relative to the mean diagonal, or ``"auto"`` for `auto_damping`.
+            absolute: a toolkit's own ridge (TRAK's `lambda_reg`, dattri's `regularization`), added on top as it is.
 
         Raises:
             ValueError: if it cannot be inverted.
         """
         ridge = self.auto_damping if damping == "auto" else check_damping(damping)
         damped = self.matrix.clone()
-        damped.diagonal().add_(ridge * self.mean_diagonal)
-        if ridge <= self.dim * torch.finfo(torch.float32).eps or not self.mean_diagonal > 0:  # else well conditioned
-            check_invertible(damped, self.rows, "pass a ridge such as 0.1, or 'auto'")
+        added = ridge * self.mean_diagonal + absolute
+        damped.diagonal().add_(added)
+        enough = self.dim * torch.finfo(torch.float32).eps * self.mean_diagonal  # else it is well conditioned
+        if added <= enough or not self.mean_diagonal > 0:
+            check_invertible(damped, self.rows, "pass a damping such as 0.1, or 'auto'")
         return damped, ridge
 
 
@@ -140,6 +143,13 @@ def check_damping(damping: object, name: str = "damping") -> float:
     if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 <= damping < float("inf"):
         raise ValueError(f"{name}={damping!r}: pass a number from 0 on, relative to the mean diagonal, or 'auto'.")
     return float(damping)
+
+
+def check_ridge(ridge: object, name: str) -> float:
+    """A toolkit's own ridge as a number, if it is one and not negative."""
+    if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not 0 <= ridge < float("inf"):
+        raise ValueError(f"{name}={ridge!r}: pass a number from 0 on; a relative ridge is damping=.")
+    return float(ridge)
 
 
 def check_invertible(fisher: Tensor, rows: int, fix: str) -> None:

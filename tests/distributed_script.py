@@ -268,7 +268,7 @@ def trak(folder: Path) -> Iterator[tuple[str, Any]]:
         save_dir = folder / f"trak-{fisher}"
         options: dict[str, Any] = {"task": case.task, "train_set_size": trak_cases.N, "save_dir": save_dir}
         options |= case.options | {"groups": labels, "fisher": fisher, "checkpoints": states}
-        options |= {"lambda_reg": 1.0 if fisher == "exact" else "auto"}
+        options |= {"lambda_reg": 1.0} if fisher == "exact" else {}
         model = wrapped(case.model) if fisher == "paper" else case.model
         if fisher == "exact":  # interrupted, then run again
             traker = ggda_trak.TRAKer(model, **options)
@@ -279,7 +279,7 @@ def trak(folder: Path) -> Iterator[tuple[str, Any]]:
         traker = ggda_trak.TRAKer(model, **options)
         trak_cases.featurize(traker, case, states)
         yield f"TRAK: {fisher}", torch.from_numpy(trak_cases.scored(traker, case, states))
-        yield f"TRAK: {fisher}, damping", torch.tensor([traker.damping[j] for j in range(count)])
+        yield f"TRAK: {fisher}, damping", torch.tensor([traker.chosen_damping[j] for j in range(count)])
         of = properties.mean_loss(case.targets, nn.CrossEntropyLoss(), batch_size=2)
         again = ggda_trak.TRAKer(model, **options)
         for model_id, state in enumerate(states):

@@ -204,7 +204,7 @@ def test_trak_fisher_is_that_of_the_group_sums(fisher):
     case = make_case()
     new = make_trak(ggda_dattri, case, checkpoints=1, groups=GROUPS, damping=0.5, own_target=True, fisher=fisher)
     new.cache(case.train_loader())
-    assert new.dampings == [0.5]
+    assert new.chosen_damping == {0: 0.5}
     old = make_trak(upstream, case, checkpoints=1, own_target=True)
     parameters = old.task.get_param(0)[0]
 
@@ -249,7 +249,7 @@ def test_trak_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="no training points: call cache"):
         new.attribute(case.test_loader())
     with pytest.raises(ValueError, match="known after cache"):
-        new.dampings  # noqa: B018
+        new.chosen_damping  # noqa: B018
     with pytest.raises(ValueError, match="neither"):
         new.attribute()
     with pytest.raises(ValueError, match="built for 23 training points"):

@@ -117,7 +117,7 @@ def test_one_word_is_one_formula_in_every_toolkit(kind: FisherKind, tmp_path: Pa
             return torch.ones(len(batch[0]), 1)
 
     traker = TRAKer(
-        model, Margins(), 60, save_dir=tmp_path, device="cpu", groups=groups, fisher=kind, lambda_reg=0.3,
+        model, Margins(), 60, save_dir=tmp_path, device="cpu", groups=groups, fisher=kind, damping=0.3,
         projector=NoOpProjector(device="cpu"),
         logging_level=100,
     )  # fmt: skip

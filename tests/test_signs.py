@@ -224,6 +224,7 @@ def test_leave_group_out_is_the_rise_itself() -> None:
     real = case.losses.mean(0)[few]
     assert correlation(result.scores, real) > 0.8
     assert 0.5 < slope(real, result.scores) < 2
+    assert evaluation.leave_group_out_correlation(real, result.scores).value > 0.8
 
 
 def test_evaluation_wants_the_rise_of_the_loss() -> None:

@@ -48,7 +48,7 @@ def test_scores_are_those_of_the_traker(fisher: str, points: Points, tmp_path: P
     numerators = groups.sum(rows * weights, 0)
     of = {"exact": rows, "batched": groups.sum(rows, 0) / sizes.sqrt(), "paper": numerators}[fisher]
     expected = fidelity.scores(of, numerators, targets, 0.0 if fisher == "exact" else 0.2)[0]
-    ridge = {} if fisher == "exact" else {"lambda_reg": 0.2}
+    ridge = {} if fisher == "exact" else {"damping": 0.2}
     traker = TRAKer(model, "image_classification", 120, save_dir=tmp_path / "store", device="cpu", proj_dim=16,
                     groups=groups, fisher=fisher, logging_level=100, **ridge)  # fmt: skip
     traker.load_checkpoint(model.state_dict(), 0)

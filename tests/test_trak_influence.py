@@ -77,7 +77,7 @@ def test_checkpoints_are_averaged_and_the_model_left_as_it_was(fisher: str, tmp_
         expected.append(formula(model, fisher, 0.2, 16, model_id))
     torch.testing.assert_close(found, (expected[0] + expected[1]) / 2, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(scorer.influence(data(TEST)), found)
-    assert scorer.chosen_damping == [0.2, 0.2]
+    assert scorer.chosen_damping == {0: 0.2, 1: 0.2}
 
 
 def test_additivity_with_the_exact_fisher() -> None:

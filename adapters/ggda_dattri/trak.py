@@ -23,7 +23,7 @@ from ggda_dattri.projection import GroupedProjection
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.distributed import all_reduce_sum, gather_objects, in_order, my_share, together
 from ggda_ext.fingerprint import sketch_of
-from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_fisher, check_invertible
+from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
 from ggda_ext.properties import Property
@@ -59,8 +59,9 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         fisher: ``"batched"``, of output gradients summed by group, or ``"paper"``, of loss gradients summed by group,
             both approximations at about the price of two passes over the data; or ``"exact"``, of every point, whose
             scores are the sums of dattri's. See `ggda_ext.fisher` for the formulas.
-        damping: ridge of a Fisher of groups relative to its mean diagonal, or ``"auto"``; on top of dattri's
-            `regularization`. The values used are in `dampings`, one per checkpoint.
+        damping: ridge of the Fisher relative to its mean diagonal, on top of dattri's `regularization`; ``"auto"`` is
+            that of `ggda_ext.fisher` for a Fisher of groups, and none for the exact one. What was used is in
+            `chosen_damping`, by checkpoint.
         **kwargs: dattri's own arguments.
     """
 
@@ -78,7 +79,8 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.fisher, self.damping = check_fisher(fisher), damping
+        self.fisher = check_fisher(fisher)
+        self.damping: Damping = "auto" if damping == "auto" else check_damping(damping)
         self._cached: list[_Features] | None = None
 
     def cache(self, full_train_dataloader: DataLoader) -> None:
@@ -132,11 +134,11 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         return torch.stack(own).mean(0)[:, None].to(self.device)
 
     @property
-    def dampings(self) -> list[float]:
-        """The relative ridge in the cached Fisher of each checkpoint."""
+    def chosen_damping(self) -> dict[int, float]:
+        """Checkpoint → relative ridge in its cached Fisher."""
         if self._cached is None:
-            raise ValueError("dampings are known after cache: call cache(full_train_dataloader) first.")
-        return [feature.damping for feature in self._cached]
+            raise ValueError("chosen_damping is known after cache: call cache(full_train_dataloader) first.")
+        return {index: feature.damping for index, feature in enumerate(self._cached)}
 
     def _training_side(self, train_dataloader: DataLoader | None) -> list[_Features]:
         if train_dataloader is not None and self.full_train_dataloader is not None:
@@ -201,10 +203,10 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
             lambda: self._exact_sums(checkpoint, data, groups, weights),
         )  # fmt: skip
         sums, weighted, matrix = found.split([len(groups), len(groups), found.shape[1]])
-        matrix = matrix.clone()
-        matrix.diagonal().add_(self.regularization)
-        check_invertible(matrix, data.n or 0, f"raise regularization={self.regularization}")
-        return _Features(torch.linalg.solve(matrix, weighted.T), sums, 0.0)
+        fisher = EmpiricalFisher(found.shape[1], found.device)
+        fisher.matrix, fisher.rows = matrix, data.n or 0
+        damped, damping = fisher.damped(0.0 if self.damping == "auto" else self.damping, self.regularization)
+        return _Features(torch.linalg.solve(damped, weighted.T), sums, damping)
 
     def _exact_sums(self, checkpoint: Checkpoint, data: IndexedData, groups: Groups, weights: Tensor) -> Tensor:
         """Σ x_i and Σ Q_i x_i of every group, then the Fisher, one below the other `[2k + proj_dim, proj_dim]`."""
@@ -238,13 +240,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         fisher = EmpiricalFisher(sums.shape[1], sums.device)
         rows = (sums if self.fisher == "batched" else weighted_sums)[mine.start : mine.stop]
         fisher.add_groups(self.fisher, rows, groups.sizes[mine.start : mine.stop]).all_reduce()
-        if self.damping == 0:  # dattri's regularization may do alone
-            matrix, damping = fisher.matrix, 0.0
-            matrix.diagonal().add_(self.regularization)
-            check_invertible(matrix, fisher.rows, "pass damping='auto', or a larger regularization")
-        else:
-            matrix, damping = fisher.damped(self.damping)
-            matrix.diagonal().add_(self.regularization)
+        matrix, damping = fisher.damped(self.damping, self.regularization)
         return _Features(torch.linalg.solve(matrix, weighted_sums.T), sums, damping)
 
 

@@ -55,7 +55,7 @@ class FisherInfluence:
         **provider_options: see `GroupGradients`: `parameters`, `strategy`, `batch_size`, `show_progress`, …
 
     Attributes:
-        chosen_damping: the λ of every checkpoint, once scores were asked for.
+        chosen_damping: checkpoint → relative ridge in its Fisher, once scores were asked for.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class FisherInfluence:
         self._checkpoints = None if checkpoints is None else listed_checkpoints(checkpoints)
         self._load, self.save_dir = load_checkpoint, save_dir
         self._features: list[Tensor] = []
-        self.chosen_damping: list[float] = []
+        self.chosen_damping: dict[int, float] = {}
 
     def influence(self, inputs: DataLike | None = None, *, property: Property | None = None) -> Tensor:
         """The predicted rise of the loss of test points, or of a property of the model, if a group is removed.
@@ -131,8 +131,7 @@ class FisherInfluence:
             fisher.matrix, fisher.rows = matrix.clone(), int(self.groups.sizes.sum())
         else:
             fisher.add_groups(self.fisher, sums[mine], self.groups.sizes[mine]).all_reduce()
-        damped, chosen = fisher.damped(self.damping)
-        self.chosen_damping.append(chosen)
+        damped, self.chosen_damping[model_id] = fisher.damped(self.damping)
         features = torch.zeros_like(sums)
         features[mine] = torch.linalg.solve(damped, sums[mine].T).T
         return all_reduce_sum(features)

@@ -154,7 +154,7 @@ class GroupSums:
 
 
 class _Rows:
-    """Rows of gradients by key, added up until they are taken; memory is had when the first row comes."""
+    """Rows of gradients by key, added up until they are taken. The first row allocates the memory for all."""
 
     def __init__(self, capacity: int, projection: Projection) -> None:
         self.capacity, self._space = capacity, projection.space

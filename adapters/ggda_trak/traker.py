@@ -36,7 +36,7 @@ from ggda_ext.distributed import (
     world_size,
 )
 from ggda_ext.fingerprint import of_groups
-from ggda_ext.fisher import EmpiricalFisher, FisherKind, check_damping, check_fisher, check_invertible
+from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher, check_ridge
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import Property
@@ -73,16 +73,17 @@ class TRAKer(trak.TRAKer):
         fisher: ``"batched"`` (of output gradients summed by group; TRAK's at size one), ``"paper"`` (of loss gradients
             summed by group) or ``"exact"`` (of single points: scores are the sums of TRAK's, but take as long), see
             `ggda_ext.fisher` for the formulas. The first two are approximations: they do not add up over groups.
+        damping: ridge of the Fisher relative to its mean diagonal, on top of TRAK's `lambda_reg`; ``"auto"`` is that of
+            `ggda_ext.fisher` for a Fisher of groups, and none for the exact one.
         strategy: how gradients are computed, see `GroupGradients`; other than ``"auto"`` it is used for groups of
             one as well.
         checkpoints: all checkpoints that will be used, if several: state dicts, or paths to them. The weights Q
             are averaged over them.
         memory_budget: bytes for activations, gradient rows, and rows that wait for their projection.
-        **kwargs: as for `trak.TRAKer`. With groups and without ``fisher="exact"``, `lambda_reg` is relative to the
-            mean diagonal of the Fisher, or ``"auto"``, the default (see `ggda_ext.fisher`).
+        **kwargs: as for `trak.TRAKer`.
 
     Attributes:
-        damping: model id → relative ridge in its Fisher, once its features are finalized.
+        chosen_damping: model id → relative ridge in its Fisher, once its features are finalized.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class TRAKer(trak.TRAKer):
         *args: Any,
         groups: GroupsLike | None = None,
         fisher: FisherKind = "batched",
+        damping: Damping = "auto",
         strategy: str = "auto",
         checkpoints: Checkpoints | None = None,
         memory_budget: int = 512 * 2**20,
@@ -98,7 +100,7 @@ class TRAKer(trak.TRAKer):
         self.groups: Groups | None = None
         self._sums: GroupSums | None = None
         self._provider: GroupGradients | None = None
-        self._grouped, self.damping = False, dict[int, float]()
+        self._grouped, self.chosen_damping = False, dict[int, float]()
         if groups is None:
             super().__init__(*args, **kwargs)
             return
@@ -112,8 +114,9 @@ class TRAKer(trak.TRAKer):
         given = inspect.signature(trak.TRAKer).bind(*args, **kwargs).arguments
         self.groups = Groups.of(groups, given["train_set_size"])
         self.strategy, self.memory_budget = strategy, memory_budget
-        ridge = given.get("lambda_reg", "auto" if fisher != "exact" else 0.0)
-        forced = strategy != "auto" or fisher == "paper" or given.get("lambda_reg") == "auto"
+        ridge = check_ridge(given.get("lambda_reg", 0.0), "lambda_reg")
+        self.damping: Damping = "auto" if damping == "auto" else check_damping(damping)
+        forced = strategy != "auto" or fisher == "paper" or damping != "auto"
         self._grouped = forced or not self.groups.are_singletons
         self._checkpoints = checkpoints
         self._load = given.get("load_from_save_dir", True)
@@ -125,11 +128,7 @@ class TRAKer(trak.TRAKer):
             given["device"] = str(given["device"])
         if self._grouped:
             given = {"use_half_precision": False} | given | {"train_set_size": len(self.groups)}
-            if fisher == "exact":
-                given["lambda_reg"] = check_damping(ridge, "lambda_reg")
-            else:
-                self._damping = ridge if ridge == "auto" else check_damping(ridge, "lambda_reg")
-                given["lambda_reg"] = 0.0
+            given["lambda_reg"] = 0.0  # it is in the Fisher that TRAK's code is given
         self._half = given.get("use_half_precision", True)
         with together({"groups": of_groups(self.groups)}):
             if self._load:
@@ -143,7 +142,7 @@ class TRAKer(trak.TRAKer):
         for model_id in self.saver.model_ids:
             found = self._folder(model_id) / "damping.json"
             if found.exists():
-                self.damping[model_id] = json.loads(found.read_text())["damping"]
+                self.chosen_damping[model_id] = json.loads(found.read_text())["damping"]
         if self._grouped:
             self.lambda_reg = ridge
             self._weights = MeanWeights(
@@ -299,7 +298,7 @@ class TRAKer(trak.TRAKer):
                 self.saver.load_current_store(model_id)
                 store = self._store(model_id)
             merge(store)
-            self.damping[model_id] = from_first_rank(partial(self._finalize, model_id, store, del_grads))
+            self.chosen_damping[model_id] = from_first_rank(partial(self._finalize, model_id, store, del_grads))
             self.saver.model_ids[model_id]["is_finalized"] = 1
             self.saver.serialize_current_model_id_metadata()
 
@@ -327,18 +326,16 @@ class TRAKer(trak.TRAKer):
 
     def _fisher(self, store: GroupStore, numerators: Tensor) -> tuple[Tensor, float]:
         """The Fisher `[p, p]` for TRAK's score computer, and the relative ridge in it."""
+        assert self.groups is not None
+        fisher = EmpiricalFisher(numerators.shape[1], numerators.device)
         if store.fisher is not None:
-            matrix = torch.as_tensor(np.array(store.fisher), device=self.device)
-            damped = matrix + self.lambda_reg * torch.eye(len(matrix), device=matrix.device)
-            assert self.groups is not None
-            check_invertible(damped, int(self.groups.sizes.sum()), "pass lambda_reg, a ridge, as for TRAK")
-            return matrix, self.lambda_reg / float(matrix.diagonal().mean())
+            fisher.matrix = torch.as_tensor(np.array(store.fisher), device=self.device)
+            fisher.rows = int(self.groups.sizes.sum())
+            return fisher.damped(0.0 if self.damping == "auto" else self.damping, self.lambda_reg)
         sums = numerators  # loss gradients, but for their sign
         if self.fisher == "batched":
             sums = torch.as_tensor(np.array(store.sums["fisher_rows"]), device=self.device)
-        assert self.groups is not None
-        fisher = EmpiricalFisher(sums.shape[1], sums.device)
-        return fisher.add_groups(self.fisher, sums, self.groups.sizes).damped(self._damping)
+        return fisher.add_groups(self.fisher, sums, self.groups.sizes).damped(self.damping, self.lambda_reg)
 
     def start_scoring_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """As TRAK's."""
