@@ -75,11 +75,11 @@ class EmpiricalFisher:
             sums: u_G of every group `[k, p]`.
             sizes: points in every group `[k]`.
 
-        >>> sums = torch.tensor([[2.0, 2.0]])  # two points (1, 1)
-        >>> EmpiricalFisher(2).add_groups("batched", sums, np.array([2])).matrix.tolist()
-        [[2.0, 2.0], [2.0, 2.0]]
-        >>> EmpiricalFisher(2).add_groups("paper", sums, np.array([2])).matrix.tolist()
+        >>> sums = torch.tensor([[4.0, 4.0]])  # four points (1, 1)
+        >>> EmpiricalFisher(2).add_groups("batched", sums, np.array([4])).matrix.tolist()
         [[4.0, 4.0], [4.0, 4.0]]
+        >>> EmpiricalFisher(2).add_groups("paper", sums, np.array([4])).matrix.tolist()
+        [[16.0, 16.0], [16.0, 16.0]]
         """
         if kind == "exact":
             raise ValueError("kind='exact' is made of the gradients of single points: add them with `add`.")
