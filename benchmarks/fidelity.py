@@ -1,4 +1,4 @@
-"""How faithful is a batched Fisher? Exact, batched and loss Fisher × damping × group size × grouping, on real data.
+"""How faithful is a Fisher of groups? Exact, batched and the paper's × damping × group size × grouping, on real data.
 
 Against two yardsticks, each a mean over test points of a Spearman correlation:
 
@@ -32,12 +32,11 @@ from trak.projectors import BasicProjector, ProjectionType
 from benchmarks import models
 from benchmarks.data import DataSet, load
 from ggda_ext import GroupGradients, Groups
-from ggda_ext.fisher import Damping, EmpiricalFisher
+from ggda_ext.fisher import FISHERS, Damping, EmpiricalFisher
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.grouping import GradKMeansGroups, random_groups
 
 DAMPINGS: tuple[Damping, ...] = (0.0, 0.01, 0.1, 0.3, 1.0, 10.0, "auto")
-FISHERS = ("exact", "batched", "loss")
 Pair = tuple[Tensor, Tensor]
 
 
@@ -145,7 +144,7 @@ def measured(problem: Problem, seed: int, scale: Scale, all_train: Pair, all_tes
         margins = torch.stack([margin(trained(problem, half(train, groups, one), seed), test) for one in halves])
         sizes = torch.from_numpy(groups.sizes.copy())[:, None]
         numerators = groups.sum(rows * weights, 0)
-        sums = {"exact": rows, "batched": groups.sum(rows, 0) / sizes.sqrt(), "loss": numerators}
+        sums = {"exact": rows, "batched": groups.sum(rows, 0) / sizes.sqrt(), "paper": numerators}
         expected = groups.sum(reference, 0)
         for fisher in FISHERS:
             for damping in DAMPINGS:

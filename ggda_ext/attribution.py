@@ -10,10 +10,11 @@ curvature between the two gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +28,28 @@ from ggda_ext.properties import PointProperty, Property, property_gradient
 from ggda_ext.stored_scores import keep_scores
 
 LoadCheckpoint = Callable[[nn.Module, Any], Any]
+Checkpoints: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Iterable[Any]
+"""One checkpoint, a path or a state dict, or several of them; with `load_checkpoint`, several of whatever it loads."""
 
 
 def attribute(
     model: nn.Module,
     loss_fn: Any,
     data: DataLike,
-    groups: GroupsLike,
+    groups: GroupsLike | None,
     property: Property,
     *,
-    checkpoints: Iterable[Any] | None = None,
+    checkpoints: Checkpoints | None = None,
     weights: Sequence[float] | None = None,
     load_checkpoint: LoadCheckpoint | None = None,
     save_dir: str | Path | None = None,
     tag: str | None = None,
     **provider_options: Any,
 ) -> Tensor:
-    """How much every group of training points pulls at a property of the model.
+    """Scores of groups: positive where the property is predicted to rise if the group is removed.
 
-    A positive score means that training on the group lowers the property (a loss falls), so removing the
-    group is predicted to raise it.
+    For a loss these are the groups that help. The size of a score is that of a step of gradient descent on the group,
+    so it ranks groups and is not the rise itself (docs/signs.md lists all entry points).
 
     Args:
         model: the trained model, in eval mode if it has dropout or BatchNorm.
@@ -54,8 +57,8 @@ def attribute(
         data: the training set.
         groups: a `Groups` or anything it accepts; None for groups of one.
         property: what to explain, a callable ``g(model) -> Tensor`` or one of `ggda_ext.properties`.
-        checkpoints: state dicts or their paths; the model's current parameters if left out. The model gets its
-            own parameters back afterwards.
+        checkpoints: a state dict or its path, or several; the model's current parameters if left out. The model gets
+            its own parameters back afterwards.
         weights: one weight per checkpoint; 1 if left out.
         load_checkpoint: ``load_checkpoint(model, checkpoint)``, if a checkpoint is neither.
         save_dir: a folder that keeps finished blocks of scores. Called again after a kill, only missing blocks are
@@ -79,21 +82,25 @@ def attribute(
         )
 
 
-def _weighted(
-    checkpoints: Iterable[Any] | None, weights: Sequence[float] | None
-) -> tuple[list[Any] | None, list[float]]:
+def _weighted(checkpoints: Checkpoints | None, weights: Sequence[float] | None) -> tuple[list[Any] | None, list[float]]:
     """Checkpoints, None for the current parameters, with their weights."""
     if checkpoints is None:
         if weights is not None:
             raise ValueError("weights is given without checkpoints: pass both, or neither.")
         return None, [1.0]
-    listed = [checkpoints] if isinstance(checkpoints, str | dict) else list(checkpoints)
-    if not listed:
-        raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
+    listed = listed_checkpoints(checkpoints)
     factors = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
     if len(factors) != len(listed):
         raise ValueError(f"weights has {len(factors)} entries for {len(listed)} checkpoints.")
     return listed, factors
+
+
+def listed_checkpoints(checkpoints: Checkpoints) -> list[Any]:
+    """Checkpoints as a list; a single path or state dict is one of them."""
+    listed = [checkpoints] if isinstance(checkpoints, str | PathLike | Mapping) else list(checkpoints)
+    if not listed:
+        raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
+    return listed
 
 
 def at_checkpoints(
@@ -127,7 +134,7 @@ def property_directions(provider: GroupGradients, property: Property) -> Directi
 
 def load_state(model: nn.Module, checkpoint: Any) -> None:
     """Load a state dict, or the file that holds one; saved from a DistributedDataParallel or not."""
-    if not isinstance(checkpoint, dict):
+    if not isinstance(checkpoint, Mapping):
         checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
     unwrapped(model).load_state_dict(inner_names(checkpoint, model))
 

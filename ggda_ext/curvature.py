@@ -11,7 +11,7 @@ on random batches; all vectors share each batch, so for a given seed the solve i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,22 +56,16 @@ class Hessian:
         where it is zero. A vector is not read again after its product was given out.
         """
         parameters = list(self.space.parameters.values())
-        chunk = max(1, _CHUNK_BYTES // (self.space.size * vectors.element_size()))
         with self.space.gradients(enabled=True), sdpa_kernel(SDPBackend.MATH):
-            value = self.loss(self.space.model, to_device(batch, self.space.device))
-            if value.numel() != 1:
-                raise ValueError(
-                    f"the loss of a batch has shape {list(value.shape)}: return one number, its mean or sum."
-                )
-            first = torch.autograd.grad(value.reshape(()), parameters, create_graph=True, allow_unused=True)
+            value = one_number(self.loss(self.space.model, to_device(batch, self.space.device)))
+            first = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
             used = [(g, p) for g, p in zip(first, parameters, strict=True) if g is not None and g.requires_grad]
-            for low in range(0, len(vectors), chunk):
-                rows = slice(low, min(low + chunk, len(vectors)))
+            for rows in chunks_of_vectors(vectors):
                 if not used:
                     yield rows, [None] * len(parameters)
                     continue
-                cotangents = [self.space.part(vectors[rows], p) for _, p in used]
-                yield rows, _second([g for g, _ in used], parameters, cotangents, keep=rows.stop < len(vectors))
+                along, keep = [self.space.part(vectors[rows], p) for _, p in used], rows.stop < len(vectors)
+                yield rows, products_with_vectors([g for g, _ in used], parameters, along, keep=keep)
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
         """Products `[m, p]` of the Hessian over the whole data with `vectors [m, p]`."""
@@ -120,19 +114,28 @@ class Hessian:
         )
 
 
-def _second(
-    gradients: list[Tensor], parameters: list[nn.Parameter], cotangents: list[Tensor], keep: bool
+def one_number(value: Tensor) -> Tensor:
+    """The loss of a batch as a scalar, if it is one number."""
+    if value.numel() != 1:
+        raise ValueError(f"the loss of a batch has shape {list(value.shape)}: return one number, its mean or sum.")
+    return value.reshape(())
+
+
+def chunks_of_vectors(vectors: Tensor) -> Iterator[slice]:
+    """Rows of `vectors [m, p]` that are worked on at once."""
+    chunk = max(1, _CHUNK_BYTES // (vectors.shape[1] * vectors.element_size()))
+    return (slice(low, min(low + chunk, len(vectors))) for low in range(0, len(vectors), chunk))
+
+
+def products_with_vectors(
+    of: list[Tensor], by: Sequence[Tensor], vectors: list[Tensor], *, keep: bool
 ) -> list[Tensor | None]:
-    """∂⟨gradients, cotangents⟩/∂parameters for a batch of cotangents `[c, *shape]`; zero where None."""
-    if len(cotangents[0]) == 1:
-        single = [cotangent[0] for cotangent in cotangents]
-        found = torch.autograd.grad(gradients, parameters, single, retain_graph=keep, allow_unused=True)
+    """∂⟨of, vectors⟩/∂by for some vectors at a time `[c, *shape]`; zero where None. `keep` keeps the graph."""
+    if len(vectors[0]) == 1:
+        single = [vector[0] for vector in vectors]
+        found = torch.autograd.grad(of, by, single, retain_graph=keep, allow_unused=True)
         return [None if part is None else part[None] for part in found]
-    return list(
-        torch.autograd.grad(
-            gradients, parameters, cotangents, retain_graph=keep, allow_unused=True, is_grads_batched=True
-        )
-    )
+    return list(torch.autograd.grad(of, by, vectors, retain_graph=keep, allow_unused=True, is_grads_batched=True))
 
 
 def lissa(
@@ -243,10 +246,11 @@ def _diverged(hessian: Hessian, vectors: Tensor, step: int, steps: _Steps, run: 
     draws = _draws(hessian, 4, steps.batch_size, [steps.seed, run])
     curvature = max((_extreme(hessian, vectors, batch) for batch in draws), key=abs)
     if curvature > (2 - damping) * scaling / 2:
-        fix = f"scaling={_round_up(1.5 * curvature)} (the batches have curvature up to about {curvature:.3g})"
+        fix = f"scaling={round_up(1.5 * curvature)} (the batches have curvature up to about {curvature:.3g})"
     else:
-        enough = min(0.5, _round_up(max(0.001, 2 * damping, -1.5 * curvature / scaling)))
-        fix = f"damping={enough} (the loss has directions of negative curvature), or a larger batch_size"
+        enough = min(0.5, round_up(max(0.001, 2 * damping, -1.5 * curvature / scaling)))
+        fix = f"damping={enough} (the loss has directions of negative curvature), a larger batch_size or the "
+        fix += "Gauss–Newton matrix"
     return ValueError(
         f"LiSSA diverged at step {step} of recursion_depth={steps.depth}, with damping={damping}, scaling={scaling}: "
         f"the iterate grows. Try {fix}; a recursion_depth below {step} would only hide it."
@@ -265,39 +269,10 @@ def _extreme(hessian: Hessian, vectors: Tensor, batch: Any) -> float:
     return value
 
 
-def _round_up(value: float) -> float:
+def round_up(value: float) -> float:
     """To two significant digits, upwards."""
     unit = 10.0 ** (np.floor(np.log10(value)) - 1)
     return float(f"{np.ceil(value / unit) * unit:.2g}")
-
-
-def conjugate_gradients(
-    hessian: Hessian, vectors: Tensor, *, max_iter: int = 10, tol: float = 1e-7, regularization: float = 0.0
-) -> Tensor:
-    """(H + regularization I)⁻¹ v by at most `max_iter` steps of conjugate gradients from v, for `vectors [m, p]`.
-
-    A vector whose residual falls below `tol` stands still.
-    """
-    vectors = vectors.detach()
-
-    def product(x: Tensor) -> Tensor:
-        return (hessian @ x).add_(x, alpha=regularization)
-
-    solution = vectors.clone()
-    residual = vectors - product(solution)
-    direction = residual.clone()
-    squares = residual.square().sum(1, keepdim=True)
-    for _ in range(max_iter):
-        going = squares > tol**2
-        if not bool(going.any()):
-            break
-        bent = product(direction)
-        step = torch.where(going, squares / (direction * bent).sum(1, keepdim=True), 0)
-        solution += step * direction
-        residual -= step * bent
-        before, squares = squares, residual.square().sum(1, keepdim=True)
-        direction = residual + torch.where(going, squares / before, 0) * direction
-    return solution
 
 
 def direct_solve(matrix: Tensor, vectors: Tensor, regularization: float = 0.0) -> Tensor:
@@ -309,5 +284,5 @@ def direct_solve(matrix: Tensor, vectors: Tensor, regularization: float = 0.0) -
     except torch.linalg.LinAlgError as error:
         raise ValueError(
             f"the Hessian is singular with regularization={regularization}: pass a positive regularization, e.g. "
-            f"{_round_up(1e-3 * max(float(matrix.diagonal().abs().mean()), 1e-12)):g}."
+            f"{round_up(1e-3 * max(float(matrix.diagonal().abs().mean()), 1e-12)):g}."
         ) from error

@@ -9,7 +9,7 @@ collate function, and draws nothing from the global random state.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -30,8 +30,21 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ggda_ext.distributed import my_share, share_of_stream, world_size
 
-DataLike = Any
-"""A DataLoader, a Dataset, a tensor, a tuple of tensors, or a dict of tensors."""
+
+class ExampleSource(Protocol):
+    """A data set that is no torch `Dataset` but is fetched like one, such as those of Hugging Face."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, indices: list[int], /) -> Any: ...
+
+
+Array: TypeAlias = Tensor | np.ndarray
+DataLike: TypeAlias = (
+    "DataLoader[Any] | Dataset[Any] | ExampleSource | Array | Sequence[Array] | Mapping[str, Array] | IndexedData"
+)
+"""A DataLoader, a Dataset, a tensor, a tuple of tensors, or a dict of tensors; what is indexed already where the
+library passes its own data on."""
 
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -53,7 +66,7 @@ class IndexedData:
     def __init__(self, data: DataLike, name: str = "data") -> None:
         self.name = name
         self._loader = data if isinstance(data, DataLoader) else None
-        source = data.dataset if isinstance(data, DataLoader) else data
+        source: Any = data.dataset if isinstance(data, DataLoader) else data
         if isinstance(source, IndexedData):
             raise TypeError(f"{name} is already indexed.")
         self.is_stream = isinstance(source, IterableDataset)
@@ -98,7 +111,7 @@ class IndexedData:
     def my_share(self, batch_size: int, *, whole_batches: bool = False) -> Iterator[tuple[np.ndarray, Any]]:
         """This rank's share of all examples in order, as `(indices, batch)`; all of them on one rank.
 
-        Of a stream each rank reads everything and takes every so manieth batch.
+        Every rank reads a stream from beginning to end, and keeps one batch in as many as there are ranks.
 
         Args:
             batch_size: examples per batch.

@@ -298,7 +298,8 @@ def leave_group_out_correlation(
 
     Args:
         importance: of every group `[k]`, or for several test points or properties `[m, k]`.
-        rises: loss without the group minus loss with all data `[k]`, or `[k, m]`; see `ggda_ext.retraining`.
+        rises: loss without the group minus loss with all data, `[k]` or `[m, k]` as `importance`: the `scores` of
+            `ggda_ext.retraining.leave_group_out`.
         kind: ``"pearson"`` or ``"spearman"``.
         resamples: of the bootstrap over groups, for the interval.
         seed: of the bootstrap.
@@ -306,7 +307,10 @@ def leave_group_out_correlation(
     if kind not in ("pearson", "spearman"):
         raise ValueError(f"kind={kind!r} is not one of 'pearson', 'spearman'.")
     scores = np.atleast_2d(_numbers(importance, "importance"))
-    return _correlation(scores.T, _numbers(rises, "rises"), kind, resamples, seed)
+    real = np.atleast_2d(_numbers(rises, "rises"))
+    if real.shape != scores.shape:
+        raise ValueError(f"rises has shape {list(real.shape)}: pass {list(scores.shape)}, as importance.")
+    return _correlation(scores.T, real.T, kind, resamples, seed)
 
 
 def standard_error(values: np.ndarray) -> np.ndarray:

@@ -1,20 +1,35 @@
-"""The empirical Fisher of (projected) gradients, exact or batched by group, with a ridge relative to its own size.
+"""The empirical Fisher of (projected) gradients, of points or of groups, with a ridge relative to its own size.
 
-    F = Σ_r φ_r φ_rᵀ  over k rows φ_r: points (exact) or group sums (batched),    F_λ = F + λ · mean diag(F) · I
+With φ_i the gradients whose Fisher a method takes (of the loss for influence functions, of the output for TRAK), ℓ_i
+the loss of a point, and |G| the size of a group, every ``fisher=`` of this package is one of
 
-The batched Fisher is an approximation: k rows say little about p directions unless k is well above p, and a ridge has
-to make up for it. ``"auto"`` is λ = 0.3 · p / k, chosen on real data (``python -m benchmarks fidelity``).
+    "exact"     F = Σ_i φ_i φ_iᵀ
+    "batched"   F = Σ_G u_G u_Gᵀ / |G|,   u_G = Σ_{i∈G} φ_i      every φ_i replaced by the mean of its group
+    "paper"     F = Σ_G u_G u_Gᵀ,         u_G = Σ_{i∈G} ∇ℓ_i     as printed in the paper, always of loss gradients
+
+and is inverted with a ridge, F_λ = F + λ · mean diag(F) · I.
+
+The batched Fisher is the exact one for groups of one, and where the gradients in a group are alike; where they are
+unrelated, with mean zero, it is 1/|G| of the exact one. Next to the exact Fisher of loss gradients the paper's is right
+on average where they are unrelated, and |G| times as large where they are alike. So for groups of one size the two
+differ by a factor, if φ_i = ∇ℓ_i; with uneven sizes large groups count more in the paper's.
+
+Both are approximations: k rows say little about p directions unless k is well above p, and a ridge has to make up for
+it. ``"auto"`` is λ = 0.3 · p / k, chosen on real data (``python -m benchmarks fidelity``).
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ggda_ext.distributed import all_reduce_sum, gather_objects, world_size
 
+FisherKind = Literal["exact", "batched", "paper"]
+FISHERS: tuple[FisherKind, ...] = ("exact", "batched", "paper")
 Damping = float | Literal["auto"]
 
 AUTO_DAMPING = 0.3
@@ -52,6 +67,26 @@ class EmpiricalFisher:
         self.rows += len(rows)
         return self
 
+    def add_groups(self, kind: FisherKind, sums: Tensor, sizes: np.ndarray) -> EmpiricalFisher:
+        """Add groups as rows, by the formula of `kind` above.
+
+        Args:
+            kind: ``"batched"`` or ``"paper"``.
+            sums: u_G of every group `[k, p]`.
+            sizes: points in every group `[k]`.
+
+        >>> sums = torch.tensor([[4.0, 4.0]])  # four points (1, 1)
+        >>> EmpiricalFisher(2).add_groups("batched", sums, np.array([4])).matrix.tolist()
+        [[4.0, 4.0], [4.0, 4.0]]
+        >>> EmpiricalFisher(2).add_groups("paper", sums, np.array([4])).matrix.tolist()
+        [[16.0, 16.0], [16.0, 16.0]]
+        """
+        if kind == "exact":
+            raise ValueError("kind='exact' is made of the gradients of single points: add them with `add`.")
+        if kind == "paper":
+            return self.add(sums)
+        return self.add(sums / torch.from_numpy(np.sqrt(sizes)).to(sums)[:, None])
+
     def all_reduce(self) -> EmpiricalFisher:
         """Add up over ranks, where each has added other rows; every rank then has the Fisher of all of them."""
         if world_size() > 1:
@@ -75,21 +110,32 @@ class EmpiricalFisher:
         """The relative ridge for this number of rows and dimensions."""
         return AUTO_DAMPING * self.dim / max(self.rows, 1)
 
-    def damped(self, damping: Damping = "auto") -> tuple[Tensor, float]:
+    def damped(self, damping: Damping = "auto", absolute: float = 0.0) -> tuple[Tensor, float]:
         """The damped Fisher `[p, p]` and the relative ridge λ in it.
 
         Args:
             damping: λ relative to the mean diagonal, or ``"auto"`` for `auto_damping`.
+            absolute: a toolkit's own ridge (TRAK's `lambda_reg`, dattri's `regularization`), added on top as it is.
 
         Raises:
             ValueError: if it cannot be inverted.
         """
         ridge = self.auto_damping if damping == "auto" else check_damping(damping)
         damped = self.matrix.clone()
-        damped.diagonal().add_(ridge * self.mean_diagonal)
-        if ridge <= self.dim * torch.finfo(torch.float32).eps or not self.mean_diagonal > 0:  # else well conditioned
-            check_invertible(damped, self.rows, "pass a ridge such as 0.1, or 'auto'")
+        added = ridge * self.mean_diagonal + absolute
+        damped.diagonal().add_(added)
+        enough = self.dim * torch.finfo(torch.float32).eps * self.mean_diagonal  # else it is well conditioned
+        if added <= enough or not self.mean_diagonal > 0:
+            check_invertible(damped, self.rows, "pass a damping such as 0.1, or 'auto'")
         return damped, ridge
+
+
+def check_fisher(kind: str) -> FisherKind:
+    """`kind` as one of `FISHERS`."""
+    for known in FISHERS:
+        if kind == known:
+            return known
+    raise ValueError(f"fisher={kind!r} is not one of {', '.join(map(repr, FISHERS))}.")
 
 
 def check_damping(damping: object, name: str = "damping") -> float:
@@ -97,6 +143,13 @@ def check_damping(damping: object, name: str = "damping") -> float:
     if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 <= damping < float("inf"):
         raise ValueError(f"{name}={damping!r}: pass a number from 0 on, relative to the mean diagonal, or 'auto'.")
     return float(damping)
+
+
+def check_ridge(ridge: object, name: str) -> float:
+    """A toolkit's own ridge as a number, if it is one and not negative."""
+    if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not 0 <= ridge < float("inf"):
+        raise ValueError(f"{name}={ridge!r}: pass a number from 0 on; a relative ridge is damping=.")
+    return float(ridge)
 
 
 def check_invertible(fisher: Tensor, rows: int, fix: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -30,7 +30,18 @@ if TYPE_CHECKING:
 Rest = Literal["error", "drop", "group"]
 Rule = Callable[[np.ndarray], np.ndarray]
 _RULE_STEP = 2**20
-GroupsLike = Any
+
+
+class Column(Protocol):
+    """A pandas or polars column."""
+
+    def to_numpy(self) -> np.ndarray: ...
+
+
+Indices: TypeAlias = np.ndarray | Tensor | Column | Sequence[int]
+GroupsLike: TypeAlias = (
+    "Groups | np.ndarray | Tensor | Column | Sequence[Hashable] | Sequence[Indices] | Mapping[Any, Indices]"
+)
 """A `Groups`, one label per point, a list of index lists, or a dict ``{name: indices}``."""
 
 
@@ -254,7 +265,7 @@ class Groups:
         self,
         model: nn.Module | None = None,
         loss_fn: Any = None,
-        data: DataLike = None,
+        data: DataLike | None = None,
         *,
         property: Property | None = None,
         features: Any = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence, Set
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from torch import Tensor
@@ -20,7 +20,7 @@ def first_few(indices: np.ndarray, most: int = 5) -> str:
     return ", ".join(map(str, indices[:most].tolist())) + (", …" if len(indices) > most else "")
 
 
-def is_list_of_lists(groups: Any) -> bool:
+def is_list_of_lists(groups: Any) -> TypeGuard[Sequence[Any]]:
     """Whether groups are given by their members, not by one label per point."""
     if isinstance(groups, str | bytes) or not isinstance(groups, Sequence) or not groups:
         return False

@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, grouping, properties
-from ggda_ext.curvature import Hessian, conjugate_gradients, lissa
+from ggda_ext.conjugate_gradients import conjugate_gradients
+from ggda_ext.curvature import Hessian, lissa
 from ggda_ext.data import IndexedData
 from ggda_ext.distributed import all_reduce_sum, gather_rows, in_order, my_share, rank, world_size
 from ggda_ext.evaluation import Retrainer
@@ -245,7 +246,7 @@ def dattri() -> Iterator[tuple[str, Any]]:
             yield f"dattri: TracIn, {at}", tracin.attribute(case.train_loader(), case.test_loader())
             yield f"dattri: TracIn, {at}, property", tracin.attribute(case.train_loader(), property=of)
         yield f"dattri: TracIn, {at}, self", tracin.self_attribute(case.train_loader())
-    for fisher in ("batched", "exact"):
+    for fisher in ("batched", "exact", "paper"):
         trak = ggda_dattri.TRAKAttributor(
             correct_probability_func=case.probability, fisher=fisher, regularization=1.0,
             projector_kwargs={"proj_dim": 16, "proj_seed": 1, "device": "cpu"}, device="cpu", **options,
@@ -262,13 +263,13 @@ def dattri() -> Iterator[tuple[str, Any]]:
 
 def trak(folder: Path) -> Iterator[tuple[str, Any]]:
     case, labels = trak_cases.case("image_classification"), trak_cases.uneven_labels()
-    for fisher, count in (("batched", 2), ("exact", 1), ("loss", 1)):
+    for fisher, count in (("batched", 2), ("exact", 1), ("paper", 1)):
         states = case.checkpoints(count)
         save_dir = folder / f"trak-{fisher}"
         options: dict[str, Any] = {"task": case.task, "train_set_size": trak_cases.N, "save_dir": save_dir}
         options |= case.options | {"groups": labels, "fisher": fisher, "checkpoints": states}
-        options |= {"lambda_reg": 1.0 if fisher == "exact" else "auto"}
-        model = wrapped(case.model) if fisher == "loss" else case.model
+        options |= {"lambda_reg": 1.0} if fisher == "exact" else {}
+        model = wrapped(case.model) if fisher == "paper" else case.model
         if fisher == "exact":  # interrupted, then run again
             traker = ggda_trak.TRAKer(model, **options)
             traker.load_checkpoint(states[0], 0)
@@ -278,7 +279,7 @@ def trak(folder: Path) -> Iterator[tuple[str, Any]]:
         traker = ggda_trak.TRAKer(model, **options)
         trak_cases.featurize(traker, case, states)
         yield f"TRAK: {fisher}", torch.from_numpy(trak_cases.scored(traker, case, states))
-        yield f"TRAK: {fisher}, damping", torch.tensor([traker.damping[j] for j in range(count)])
+        yield f"TRAK: {fisher}, damping", torch.tensor([traker.chosen_damping[j] for j in range(count)])
         of = properties.mean_loss(case.targets, nn.CrossEntropyLoss(), batch_size=2)
         again = ggda_trak.TRAKer(model, **options)
         for model_id, state in enumerate(states):
@@ -287,11 +288,10 @@ def trak(folder: Path) -> Iterator[tuple[str, Any]]:
         yield f"TRAK: {fisher}, property, opened again", torch.from_numpy(np.array(again.finalize_scores("property")))
         influence = FisherInfluence(
             case.model, case.train, nn.CrossEntropyLoss(), labels, proj_dim=32,
-            fisher="exact" if fisher == "exact" else "batched",
+            fisher=fisher,
         )  # fmt: skip
-        if fisher != "loss":
-            yield f"TRAK: Fisher influence, {fisher}", influence.influence(property=of)
-            yield f"TRAK: Fisher influence, {fisher}, tests", influence.influence(case.targets)
+        yield f"TRAK: Fisher influence, {fisher}", influence.influence(property=of)
+        yield f"TRAK: Fisher influence, {fisher}, tests", influence.influence(case.targets)
 
 
 def retrainings() -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+import warnings
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from ggda_ext.curvature import Hessian, conjugate_gradients, direct_solve, lissa
+from ggda_ext.conjugate_gradients import LostAccuracy, NegativeCurvature, conjugate_gradients
+from ggda_ext.curvature import Hessian, direct_solve, lissa
 from ggda_ext.data import IndexedData
+from ggda_ext.gauss_newton import GaussNewton
 from ggda_ext.gradients.parameters import ParameterSpace
 
 N = 11
@@ -80,10 +84,88 @@ def test_a_singular_hessian_names_regularization():
         direct_solve(torch.diag(torch.tensor([1.0, 0.0])), torch.ones(1, 2))
 
 
-def test_conjugate_gradients_stand_still_once_they_arrive():
+def test_conjugate_gradients_leave_a_vector_that_has_converged_alone():
     hessian, matrix = make()
     ridge = 2 * float(torch.linalg.eigvalsh(matrix).abs().max())
     vectors = torch.cat([torch.zeros(1, len(matrix)), torch.randn(1, len(matrix))]).double()
     solved = conjugate_gradients(hessian, vectors, max_iter=500, tol=1e-9, regularization=ridge)
     assert torch.equal(solved[0], vectors[0])
     assert bool(torch.isfinite(solved).all())
+
+
+def indefinite(seed: int, dtype: torch.dtype, kind: type[Hessian] = Hessian) -> tuple[Hessian, Tensor]:
+    """The curvature of an untrained network, and two right-hand sides."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 3))
+    x, y = torch.randn(64, 6), torch.randint(0, 3, (64,))
+    vectors = torch.randn(2, sum(parameter.numel() for parameter in model.parameters()))
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(module(batch[0]), batch[1])
+
+    space = ParameterSpace(model.to(dtype))
+    return kind(space, loss, IndexedData((x.to(dtype), y)), 64), vectors.to(dtype)
+
+
+def test_conjugate_gradients_stop_at_negative_curvature_and_say_so():
+    hessian, vectors = indefinite(0, torch.float64)
+    values, at = torch.linalg.eigh(hessian.matrix())
+    assert values[0] < -1e-3
+    start = at[:, :1].T * 2 + at[:, -1:].T  # its first residual has negative curvature
+    with pytest.warns(NegativeCurvature, match=r"met curvature -\S+ at step \d+ of max_iter=50, .*regularization"):
+        solved = conjugate_gradients(hessian, torch.cat([start, vectors]), max_iter=50)
+    assert bool(torch.isfinite(solved).all())
+    enough = -2 * float(values[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solved = conjugate_gradients(hessian, vectors, max_iter=300, tol=1e-10, regularization=enough)
+    expected = direct_solve(hessian.matrix(), vectors, enough)
+    torch.testing.assert_close(solved, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_a_vector_that_stops_keeps_the_solution_it_had():
+    """By hand: diag(1, -1), from v = (1, 2): the residual is v - A v = (0, 4), of curvature -1."""
+    matrix = torch.diag(torch.tensor([1.0, -1.0], dtype=torch.float64))
+    hessian = cast(Hessian, _Matrix(matrix))
+    with pytest.warns(NegativeCurvature, match=r"curvature -1 at step 1 .* 1 of 2 vectors"):
+        solved = conjugate_gradients(hessian, torch.tensor([[1.0, 2.0], [3.0, 0.0]], dtype=torch.float64))
+    assert solved.tolist() == [[1.0, 2.0], [3.0, 0.0]]
+
+
+class _Matrix:
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix = matrix
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        return vectors @ self.matrix
+
+
+@pytest.mark.parametrize("memory_budget", [2**20, 20_000, 1])
+@pytest.mark.parametrize("steps", [5, 20, 40])
+@pytest.mark.parametrize("regularization", [0.0, 1e-3, 1e-2])
+@pytest.mark.parametrize("kind", [Hessian, GaussNewton])
+def test_float32_and_float64_agree_unless_a_warning_says_otherwise(kind, regularization, steps, memory_budget):
+    for seed in range(2):
+        found = []
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for dtype in (torch.float32, torch.float64):
+                hessian, vectors = indefinite(seed, dtype, kind)
+                options = {"max_iter": steps, "regularization": regularization, "memory_budget": memory_budget}
+                found.append(conjugate_gradients(hessian, vectors, **options).double())
+        warned = any(issubclass(one.category, NegativeCurvature | LostAccuracy) for one in said)
+        assert not (warned and kind is GaussNewton and (regularization == 1e-2 or memory_budget == 2**20))
+        if not warned:
+            difference = (found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)
+            assert float(difference.max()) < 1e-2
+
+
+def test_steps_that_depend_on_rounding_are_taken_back():
+    hessian, vectors = indefinite(0, torch.float32, GaussNewton)
+    with pytest.warns(LostAccuracy, match=r"from step \d+ of max_iter=40 .* be content with max_iter=\d+") as said:
+        found = conjugate_gradients(hessian, vectors[:1], max_iter=40, memory_budget=1)
+    step = int(re.search(r"content with max_iter=(\d+)", str(said[0].message)).group(1))
+    assert 5 < step < 20
+    exact, double = indefinite(0, torch.float64, GaussNewton)
+    expected = conjugate_gradients(exact, double[:1], max_iter=step)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-2 * float(expected.abs().max()))

@@ -199,11 +199,12 @@ def test_trak_singletons_and_no_groups():
         close(forced.self_attribute(), own, 1e-6)
 
 
-def test_trak_batched_fisher_is_that_of_the_group_sums():
+@pytest.mark.parametrize("fisher", ["batched", "paper"])
+def test_trak_fisher_is_that_of_the_group_sums(fisher):
     case = make_case()
-    new = make_trak(ggda_dattri, case, checkpoints=1, groups=GROUPS, damping=0.5, own_target=True)
+    new = make_trak(ggda_dattri, case, checkpoints=1, groups=GROUPS, damping=0.5, own_target=True, fisher=fisher)
     new.cache(case.train_loader())
-    assert new.dampings == [0.5]
+    assert new.chosen_damping == {0: 0.5}
     old = make_trak(upstream, case, checkpoints=1, own_target=True)
     parameters = old.task.get_param(0)[0]
 
@@ -214,14 +215,16 @@ def test_trak_batched_fisher_is_that_of_the_group_sums():
     train = features(old.grad_loss_func(parameters, case.train.tensors))
     test = features(old.grad_target_func(parameters, case.test.tensors))
     wrong = 1 - old.correct_probability_func(dict(case.model.named_parameters()), case.train.tensors).detach()
-    sums = GROUPS.sum(train, 0)
-    fisher = sums.T @ sums
-    fisher += torch.eye(len(fisher)) * (0.01 + 0.5 * fisher.diagonal().mean())
-    expected = GROUPS.sum(train * wrong[:, None], 0) @ torch.linalg.solve(fisher, test.T)
+    weighted = GROUPS.sum(train * wrong[:, None], 0)
+    sizes = torch.from_numpy(GROUPS.sizes.astype(float))[:, None]
+    rows = GROUPS.sum(train, 0) / sizes.sqrt().to(train) if fisher == "batched" else weighted
+    matrix = rows.T @ rows
+    matrix += torch.eye(len(matrix)) * (0.01 + 0.5 * matrix.diagonal().mean())
+    expected = weighted @ torch.linalg.solve(matrix, test.T)
     close(new.attribute(case.test_loader()), expected, 1e-4)
 
 
-@pytest.mark.parametrize("fisher", ["exact", "batched"])
+@pytest.mark.parametrize("fisher", ["exact", "batched", "paper"])
 def test_trak_property_of_points_is_the_test_points(fisher):
     case = make_case()
     new = make_trak(ggda_dattri, case, groups=GROUPS, fisher=fisher)
@@ -246,7 +249,7 @@ def test_trak_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="no training points: call cache"):
         new.attribute(case.test_loader())
     with pytest.raises(ValueError, match="known after cache"):
-        new.dampings  # noqa: B018
+        new.chosen_damping  # noqa: B018
     with pytest.raises(ValueError, match="neither"):
         new.attribute()
     with pytest.raises(ValueError, match="built for 23 training points"):

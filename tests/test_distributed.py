@@ -145,7 +145,7 @@ def test_ranks_that_differ_are_refused(name: str, by_ranks: list[dict[str, Any]]
 
 
 def test_trak_leaves_one_store_whatever_the_number_of_ranks(by_ranks: list[dict[str, Any]]) -> None:
-    for fisher in ("batched", "exact", "loss"):
+    for fisher in ("batched", "exact", "paper"):
         ranks = [f"trak-{fisher}.rank{j}" for j in range(1, len(by_ranks))]
         assert [name for name in by_ranks[0]["files"] if name.startswith(f"trak-{fisher}")] == [
             f"trak-{fisher}", *ranks

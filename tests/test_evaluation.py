@@ -112,8 +112,8 @@ def test_group_lds_is_the_one_of_dattri() -> None:
 
 def test_leave_group_out_correlation_is_the_one_of_dattri() -> None:
     draw = np.random.default_rng(3)
-    importance, rises = draw.normal(size=(2, 15)), draw.normal(size=(15, 2))
-    theirs, _ = loo_corr(torch.from_numpy(importance.T), (torch.from_numpy(rises), torch.arange(15)))
+    importance, rises = draw.normal(size=(2, 15)), draw.normal(size=(2, 15))
+    theirs, _ = loo_corr(torch.from_numpy(importance.T), (torch.from_numpy(rises.T), torch.arange(15)))
     ours = leave_group_out_correlation(importance, rises)
     np.testing.assert_allclose(ours.columns, theirs, rtol=1e-12)
     monotone = leave_group_out_correlation(importance[0], np.exp(importance[0]), kind="spearman")
@@ -182,6 +182,10 @@ def test_good_scores_lower_the_accuracy_more_and_predict_retraining() -> None:
         (lambda: group_lds([1.0, 2.0], np.ones((4, 2)), np.arange(3)), r"pass values \[4, 1\]"),
         (lambda: leave_group_out_correlation([1.0, 2.0], [1.0, 2.0]), "at least 3"),
         (lambda: leave_group_out_correlation([1.0], [1.0], kind="kendall"), "kind='kendall'"),
+        (
+            lambda: leave_group_out_correlation(np.ones((2, 5)), np.ones((5, 2))),
+            r"rises has shape \[5, 2\]: pass \[2, 5\]",
+        ),
     ],
 )
 def test_bad_input_is_named(call, message) -> None:  # type: ignore[no-untyped-def]

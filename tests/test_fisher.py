@@ -1,11 +1,24 @@
-"""The empirical Fisher, its relative damping, and the refusal to invert what cannot be inverted."""
+"""The empirical Fisher, one formula for one word, its relative damping, and the refusal of what cannot be inverted."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from dattri.task import AttributionTask
+from ggda_dattri import TRAKAttributor
+from ggda_trak import FisherInfluence, TRAKer
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import DataLoader, TensorDataset
+from trak.modelout_functions import ImageClassificationModelOutput
+from trak.projectors import NoOpProjector
 
-from ggda_ext.fisher import EmpiricalFisher
+from ggda_ext import Groups
+from ggda_ext.fisher import EmpiricalFisher, FisherKind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -51,3 +64,74 @@ def test_fisher_of_zeros_is_refused_whatever_the_ridge() -> None:
 def test_damping_that_is_no_number_is_refused(damping: object) -> None:
     with pytest.raises(ValueError, match="damping="):
         EmpiricalFisher(2).add(torch.eye(2)).damped(damping)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["batched", "paper"])
+def test_one_word_is_one_formula_in_every_toolkit(kind: FisherKind, tmp_path: Path) -> None:
+    """TRAKer, dattri's TRAK and FisherInfluence, given the same gradients, have the same scores of uneven groups.
+
+    TRAK's weights Q are set to one, so that the gradients of the output are those of the loss; its score computer
+    multiplies by a positive constant of its own.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).eval()
+    train, test = ((torch.randn(n, 4), torch.randint(0, 2, (n,))) for n in (60, 5))
+    groups = Groups(torch.arange(60).sqrt().int())  # of 1, 3, 5, … points
+
+    def margins(logits: Tensor, labels: Tensor) -> Tensor:
+        right = logits.gather(1, labels[:, None])[:, 0]
+        return right - logits.gather(1, 1 - labels[:, None])[:, 0]
+
+    def rows(data: tuple[Tensor, Tensor]) -> Tensor:
+        found = [
+            torch.autograd.grad(f, list(model.parameters()), retain_graph=True)
+            for f in margins(model(data[0]), data[1])
+        ]
+        return torch.stack([torch.cat([part.flatten() for part in row]) for row in found]).double()
+
+    sums = groups.sum(rows(train), 0)
+    weights = 1 / torch.from_numpy(groups.sizes.copy()).double() if kind == "batched" else torch.ones(len(groups))
+    fisher = sum(weight * torch.outer(u, u) for weight, u in zip(weights, sums, strict=True))
+    fisher = fisher + 0.3 * fisher.diagonal().mean() * torch.eye(len(fisher))
+    expected = rows(test) @ torch.linalg.solve(fisher, sums.T)
+
+    def close(found: Tensor) -> None:
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+    close(FisherInfluence(model, train, margins, groups, fisher=kind, damping=0.3).influence(test))
+
+    def margin(parameters: dict[str, Tensor], data: tuple[Tensor, Tensor]) -> Tensor:
+        return margins(functional_call(model, parameters, (data[0][None],)), data[1][None]).sum()
+
+    loaders = [DataLoader(TensorDataset(*data), batch_size=20) for data in (train, test)]
+    attributor = TRAKAttributor(
+        AttributionTask(margin, model, model.state_dict()), lambda parameters, data: torch.zeros(data[1].shape),
+        projector_kwargs={"proj_type": "identity"}, groups=groups, fisher=kind, damping=0.3, regularization=0.0,
+    )  # fmt: skip
+    attributor.cache(loaders[0])
+    close(attributor.attribute(loaders[1]).T)
+
+    class Margins(ImageClassificationModelOutput):
+        @staticmethod
+        def get_out_to_loss_grad(model: Any, weights: Any, buffers: Any, batch: Any) -> Tensor:
+            return torch.ones(len(batch[0]), 1)
+
+    traker = TRAKer(
+        model, Margins(), 60, save_dir=tmp_path, device="cpu", groups=groups, fisher=kind, damping=0.3,
+        projector=NoOpProjector(device="cpu"),
+        logging_level=100,
+    )  # fmt: skip
+    traker.load_checkpoint(model.state_dict(), model_id=0)
+    traker.featurize(train, num_samples=60)
+    traker.finalize_features()
+    traker.start_scoring_checkpoint("test", model.state_dict(), model_id=0, num_targets=5)
+    traker.score(test, num_samples=5)
+    found = torch.from_numpy(np.array(traker.finalize_scores("test"))).T.double()
+    factor = float((found * expected).sum() / found.square().sum())
+    assert factor > 0
+    close(factor * found)
+
+
+def test_the_exact_fisher_is_not_made_of_groups() -> None:
+    with pytest.raises(ValueError, match="gradients of single points"):
+        EmpiricalFisher(2).add_groups("exact", torch.eye(2), np.ones(2))

@@ -351,4 +351,20 @@ def test_checkpoints_may_be_files(tmp_path):
     torch.save(case.model.state_dict(), tmp_path / "one.pt")
     goal = properties.mean_loss(case.data, LOSS)
     now = attribute(case.model, LOSS, case.data, LABELS, goal)
-    assert torch.equal(attribute(case.model, LOSS, case.data, LABELS, goal, checkpoints=[tmp_path / "one.pt"]), now)
+    for given in ([tmp_path / "one.pt"], tmp_path / "one.pt", str(tmp_path / "one.pt"), case.model.state_dict()):
+        assert torch.equal(attribute(case.model, LOSS, case.data, LABELS, goal, checkpoints=given), now)
+
+
+def test_point_gradients_are_built_from_a_loss_and_data_as_users_have_them():
+    case = make_case("mlp")
+    found, x, y = provider(), case.x[:5], case.y[:5]
+    truth = GroupGradients(case.model, LOSS, (x, y)).rows() @ found.rows().T
+    for loss_fn in (LOSS, nn.CrossEntropyLoss(), F.cross_entropy, OutputLoss(LOSS)):
+        for data in ((x, y), TensorDataset(x, y), DataLoader(TensorDataset(x, y), 2), IndexedData((x, y))):
+            given = PointGradients(loss_fn, data)
+            assert given.n == 5
+            torch.testing.assert_close(found.scores(given), truth)
+    with pytest.raises(TypeError, match="loss_fn is a str"):
+        PointGradients("loss", (x, y))
+    with pytest.raises(ValueError, match="the test data holds tensors of different lengths"):
+        PointGradients(LOSS, (x, y[:2]))

@@ -26,19 +26,17 @@ def size_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("fisher", ["exact", "batched", "loss"])
+@pytest.mark.parametrize("fisher", ["exact", "batched", "paper"])
 def test_batch_size_and_order_of_batches_do_not_change_a_score(fisher: str, tmp_path: Path) -> None:
-    options = {"groups": uneven_labels(), "fisher": fisher, "lambda_reg": 0.1}
+    options = {"groups": uneven_labels(), "fisher": fisher, "damping": 0.1}
     found = [scores(TRAKer, case(TASK), tmp_path / str(size), size=size, **options) for size in (N, 17)]
     assert error(found[1], found[0]) < 1e-4
 
 
-@pytest.mark.parametrize("fisher", ["exact", "batched", "loss"])
+@pytest.mark.parametrize("fisher", ["exact", "batched", "paper"])
 def test_strategy_every_provider_gives_the_same_scores(fisher: str, tmp_path: Path) -> None:
     found = [
-        scores(
-            TRAKer, case(TASK), tmp_path / name, groups=uneven_labels(), fisher=fisher, strategy=name, lambda_reg=0.1
-        )
+        scores(TRAKer, case(TASK), tmp_path / name, groups=uneven_labels(), fisher=fisher, strategy=name, damping=0.1)
         for name in ("segmented", "backward", "persample")
     ]
     assert error(found[1], found[0]) < 1e-4
@@ -46,7 +44,7 @@ def test_strategy_every_provider_gives_the_same_scores(fisher: str, tmp_path: Pa
 
 
 def test_memory_budget_rows_projected_in_pieces_give_the_same_scores(tmp_path: Path) -> None:
-    options = {"groups": uneven_labels(), "lambda_reg": 0.1}
+    options = {"groups": uneven_labels(), "damping": 0.1}
     expected = scores(TRAKer, case(TASK), tmp_path / "a", **options)
     row = 4 * size_of(case(TASK).model)
     found = scores(TRAKer, case(TASK), tmp_path / "b", memory_budget=2 * 5 * row, **options)
@@ -82,9 +80,9 @@ def test_points_left_out_are_in_no_group(tmp_path: Path) -> None:
     labels = uneven_labels()
     kept = np.where(np.arange(N) % 3 == 0, -1, labels)
     groups = Groups(kept, rest="drop")
-    found = scores(TRAKer, case(TASK), tmp_path / "a", groups=groups, fisher="loss", lambda_reg=0.2)
+    found = scores(TRAKer, case(TASK), tmp_path / "a", groups=groups, fisher="paper", damping=0.2)
     given = case(TASK)
-    traker = TRAKer(given.model, TASK, N, save_dir=tmp_path / "b", groups=groups, fisher="loss", lambda_reg=0.2,
+    traker = TRAKer(given.model, TASK, N, save_dir=tmp_path / "b", groups=groups, fisher="paper", damping=0.2,
                     **given.options)  # fmt: skip
     checkpoint = given.checkpoints(1)[0]
     traker.load_checkpoint(checkpoint, 0)
@@ -147,7 +145,7 @@ def test_bert_works_though_it_fails_under_vmap(strategy: str, tmp_path: Path) ->
     given.model = Classifier().eval()
     given.train = tuple(tensor % 2 if j == 3 else tensor for j, tensor in enumerate(given.train))
     given.targets = tuple(tensor % 2 if j == 3 else tensor for j, tensor in enumerate(given.targets))
-    options = {"groups": uneven_labels(), "strategy": strategy, "fisher": "loss", "lambda_reg": 0.5}
+    options = {"groups": uneven_labels(), "strategy": strategy, "fisher": "paper", "damping": 0.5}
     found = scores(TRAKer, given, tmp_path, **options)
     parameters = dict(given.model.named_parameters())
     task = TextClassificationModelOutput()
@@ -210,20 +208,20 @@ def test_custom_tasks_of_any_kind_give_their_gradients(task: Any, route: str) ->
 
 def test_damping_is_relative_visible_and_kept_in_the_store(tmp_path: Path) -> None:
     given = case(TASK)
-    for name, options, expected in (("a", {"lambda_reg": 0.3}, 0.3), ("b", {}, None)):
+    for name, options, expected in (("a", {"damping": 0.3}, 0.3), ("b", {}, None)):
         arguments = given.options | options | {"save_dir": tmp_path / name, "groups": uneven_labels()}
         traker = TRAKer(given.model, TASK, N, **arguments)
         featurize(traker, given, given.checkpoints(1))
         traker.finalize_features()
-        assert traker.damping[0] == pytest.approx(expected) if expected else traker.damping[0] > 0.01
-        assert TRAKer(given.model, TASK, N, **arguments).damping == traker.damping
+        assert traker.chosen_damping[0] == pytest.approx(expected) if expected else traker.chosen_damping[0] > 0.01
+        assert TRAKer(given.model, TASK, N, **arguments).chosen_damping == traker.chosen_damping
 
 
 def test_singular_fisher_without_ridge_is_an_error_with_the_fix(tmp_path: Path) -> None:
     given = case(TASK)
     for name, options, fix in (
-        ("a", {"lambda_reg": 0.0}, "pass a ridge such as 0.1, or 'auto'"),
-        ("b", {"fisher": "exact", "proj_dim": 500}, "pass lambda_reg, a ridge"),
+        ("a", {"damping": 0.0}, "pass a damping such as 0.1, or 'auto'"),
+        ("b", {"fisher": "exact", "proj_dim": 500}, "pass a damping such as 0.1"),
     ):
         arguments = given.options | options | {"save_dir": tmp_path / name, "groups": uneven_labels()}
         traker = TRAKer(given.model, TASK, N, **arguments)

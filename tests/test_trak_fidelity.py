@@ -37,7 +37,7 @@ def test_exact_fisher_without_ridge_agrees_with_itself(points: Points) -> None:
     assert len(list(fidelity.table(cells))) == 1 + 2 * 3
 
 
-@pytest.mark.parametrize("fisher", ["batched", "loss", "exact"])
+@pytest.mark.parametrize("fisher", ["batched", "paper", "exact"])
 def test_scores_are_those_of_the_traker(fisher: str, points: Points, tmp_path: Path) -> None:
     train, test = points
     train, test = (train[0][:120], train[1][:120]), (test[0][:6], test[1][:6])
@@ -46,9 +46,9 @@ def test_scores_are_those_of_the_traker(fisher: str, points: Points, tmp_path: P
     rows, weights, targets = fidelity.features(model, train, test, 16)
     sizes = torch.from_numpy(groups.sizes.copy())[:, None]
     numerators = groups.sum(rows * weights, 0)
-    of = {"exact": rows, "batched": groups.sum(rows, 0) / sizes.sqrt(), "loss": numerators}[fisher]
+    of = {"exact": rows, "batched": groups.sum(rows, 0) / sizes.sqrt(), "paper": numerators}[fisher]
     expected = fidelity.scores(of, numerators, targets, 0.0 if fisher == "exact" else 0.2)[0]
-    ridge = {} if fisher == "exact" else {"lambda_reg": 0.2}
+    ridge = {} if fisher == "exact" else {"damping": 0.2}
     traker = TRAKer(model, "image_classification", 120, save_dir=tmp_path / "store", device="cpu", proj_dim=16,
                     groups=groups, fisher=fisher, logging_level=100, **ridge)  # fmt: skip
     traker.load_checkpoint(model.state_dict(), 0)

@@ -40,7 +40,7 @@ def test_singletons_are_trak_bit_for_bit_in_group_order(half: bool, tmp_path: Pa
 @pytest.mark.parametrize("strategy", ["segmented", "backward", "persample"])
 def test_singletons_on_the_group_path_equal_trak(fisher: str, strategy: str, tmp_path: Path) -> None:
     expected = scores(trak.TRAKer, case(TASKS[0]), tmp_path / "a")
-    options = {"groups": np.arange(N), "fisher": fisher, "strategy": strategy, "lambda_reg": 0.0}
+    options = {"groups": np.arange(N), "fisher": fisher, "strategy": strategy, "damping": 0.0}
     found = scores(ggda_trak.TRAKer, case(TASKS[0]), tmp_path / "b", **options)
     assert error(found, expected) < 1e-5
 

@@ -106,7 +106,7 @@ def test_killed_and_started_again_the_result_is_the_same(
     monkeypatch.setattr(ggda_trak.sums, "LEAST_POINTS", 1)  # every batch is written at once
     monkeypatch.setattr(ggda_trak.sums, "ROWS_PER_DIMENSION", 0)
     row = 4 * sum(parameter.numel() for parameter in given.model.parameters())
-    options = {"fisher": fisher, "lambda_reg": 0.2, "memory_budget": 2 * 6 * row}  # few rows wait at a time
+    options = {"fisher": fisher, "damping": 0.2, "memory_budget": 2 * 6 * row}  # few rows wait at a time
     checkpoint = given.checkpoints(1)[0]
 
     def first_run() -> None:
@@ -251,7 +251,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) ->
         ({"lambda_reg": -1.0}, "lambda_reg=-1.0"),
         ({"fisher": "exact", "lambda_reg": "auto"}, "lambda_reg='auto'"),
         ({"memory_budget": 0}, "memory_budget=0"),
-        ({"checkpoints": []}, "checkpoints must be a list"),
+        ({"checkpoints": []}, "checkpoints is empty"),
         ({"projector": BasicProjector(size - 1, 104, 0, "normal", "cpu")}, f"{size} parameters count here"),
         ({"projector": SketchProjector(7, 104)}, "SketchProjector for gradients of length 7"),
     ]
@@ -323,7 +323,7 @@ def test_half_precision_is_off_with_groups_and_overflow_is_an_error(tmp_path: Pa
     store = ggda_trak.store.GroupStore(
         tmp_path,
         {"grads": np.zeros((2, 3), np.float16), "is_featurized": np.zeros((2, 1), np.int32)},
-        Groups([0, 0, 1]), "loss", True,
+        Groups([0, 0, 1]), "paper", True,
     )  # fmt: skip
     with pytest.raises(ValueError, match="do not fit float16"):
         store.add(np.array([0]), np.array([1]), {"numerators": np.full((1, 3), 1e6, np.float32)})

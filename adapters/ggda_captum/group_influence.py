@@ -60,7 +60,7 @@ class GroupInfluence(DataInfluence):
     def __init__(
         self,
         *args: Any,
-        groups: GroupsLike = None,
+        groups: GroupsLike | None = None,
         strategy: str = "auto",
         save_dir: str | Path | None = None,
         **kwargs: Any,
@@ -92,6 +92,8 @@ class GroupInfluence(DataInfluence):
 
     def influence(self, inputs: Any = None, *args: Any, property: Property | None = None, **kwargs: Any) -> Any:
         """Captum's `influence` with groups as training points; `property` stands where `inputs` would.
+
+        A positive score means that the loss, or the property, is predicted to rise if the group is removed.
 
         Args:
             inputs: test points, a tuple ``(*inputs, labels)`` or a DataLoader of such tuples.
@@ -211,7 +213,7 @@ class GroupInfluence(DataInfluence):
         """The loss of each example, of training or test points, when `inputs` is to be explained."""
         return as_example_loss(loss_fn)
 
-    def _point_provider(self, points: PointGradients, groups: GroupsLike = None) -> GroupGradients:
+    def _point_provider(self, points: PointGradients, groups: GroupsLike | None = None) -> GroupGradients:
         """The gradients of test points, each for itself or summed by `groups`."""
         return GroupGradients(self.model, points.loss, points.data, groups, parameters=self._parameters())
 

@@ -20,6 +20,7 @@ from ggda_ext.attribution import property_directions
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData
 from ggda_ext.distributed import inner_name, my_share, unwrapped
+from ggda_ext.gauss_newton import GaussNewton
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import Groups
@@ -139,10 +140,10 @@ class Checkpoint:
     def _split(self, rows: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         return ((ids, rows[ids]) for ids in positions.split(self.max_rows) if len(ids))
 
-    def hessian(self, data: IndexedData) -> Hessian:
-        """The Hessian of the training loss over all of `data`."""
+    def hessian(self, data: IndexedData, gauss_newton: bool = False) -> Hessian:
+        """The Hessian of the training loss over all of `data`, or its Gauss–Newton matrix."""
         batch_size = self.groups(data, Groups.singletons(data.n or 1)).plan(1).facts.batch_size
-        return Hessian(
+        return (GaussNewton if gauss_newton else Hessian)(
             self.space, lambda model, batch: self.loss_func(dict(model.named_parameters()), batch), data, batch_size
         )
 

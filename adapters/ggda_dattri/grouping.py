@@ -38,7 +38,7 @@ class Grouped:
     def __init__(
         self,
         *args: Any,
-        groups: GroupsLike = None,
+        groups: GroupsLike | None = None,
         strategy: str = "auto",
         save_dir: str | Path | None = None,
         **kwargs: Any,

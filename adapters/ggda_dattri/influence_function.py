@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.inner_product import GroupedInnerProduct, Solve
-from ggda_ext.curvature import conjugate_gradients, direct_solve, lissa
+from ggda_ext.conjugate_gradients import conjugate_gradients
+from ggda_ext.curvature import direct_solve, lissa
 from ggda_ext.distributed import all_reduce_sum, together
 
 
@@ -23,22 +24,26 @@ class IFAttributorExplicit(GroupedInnerProduct, dattri_if.IFAttributorExplicit):
     """
 
     transformation_kwargs: dict[str, Any]
+    _uses_hessian = True
 
     def _whole_solver(self, checkpoint: Checkpoint) -> Solve:
-        matrix = checkpoint.hessian(self._curvature_data()).matrix()
+        matrix = self._hessian(checkpoint).matrix()
         return _in_core_layout(checkpoint, lambda rows: direct_solve(matrix, rows, **self.transformation_kwargs))
 
 
 class IFAttributorCG(GroupedInnerProduct, dattri_if.IFAttributorCG):
     """dattri's conjugate gradients; for groups on the Hessian of all cached data, and `tol` is obeyed.
 
-    Unlike dattri, which adds up one solve for each batch of the cached loader (``curvature="upstream"``).
+    Unlike dattri, which adds up one solve for each batch of the cached loader (``curvature="upstream"``), and goes on
+    through negative curvature and rounding errors; here a solve stops there and says so (see
+    `ggda_ext.conjugate_gradients`). ``curvature="gauss-newton"`` has no negative curvature.
     """
 
     transformation_kwargs: dict[str, Any]
+    _uses_hessian = True
 
     def _whole_solver(self, checkpoint: Checkpoint) -> Solve:
-        hessian = checkpoint.hessian(self._curvature_data())
+        hessian = self._hessian(checkpoint)
         options = {name: value for name, value in self.transformation_kwargs.items() if name != "mode"}
         return _in_core_layout(checkpoint, lambda rows: conjugate_gradients(hessian, rows, **options))
 
@@ -59,6 +64,7 @@ class IFAttributorLiSSA(GroupedInnerProduct, dattri_if.IFAttributorLiSSA):
     """
 
     transformation_kwargs: dict[str, Any]
+    _uses_hessian = True
     _remedy = "Raise scaling or damping, or lower recursion_depth."
 
     def __init__(self, *args: Any, generator: int | torch.Generator = 0, **kwargs: Any) -> None:
@@ -69,7 +75,7 @@ class IFAttributorLiSSA(GroupedInnerProduct, dattri_if.IFAttributorLiSSA):
 
     def _whole_solver(self, checkpoint: Checkpoint) -> Solve:
         options = self.transformation_kwargs
-        hessian = checkpoint.hessian(self._curvature_data())
+        hessian = self._hessian(checkpoint)
         seed = self.generator
         if isinstance(seed, torch.Generator):
             seed = int(torch.randint(2**62, (), generator=seed, device=seed.device))

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.grouping import Grouped, check_one_of
+from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData
 from ggda_ext.fingerprint import losses_of, name_of
 from ggda_ext.gradients import GroupGradients
@@ -28,7 +29,7 @@ from ggda_ext.stored_scores import ScoresInMemory, ScoreStore, keep_scores
 
 Solve = Callable[[Tensor], Tensor]
 """H⁻¹ v for rows v `[m, p]` in dattri's layout."""
-Curvature = Literal["whole", "upstream"]
+Curvature = Literal["whole", "gauss-newton", "upstream"]
 _NOT_OF_THE_SOLVER = ("device", "layer_name", "strategy", "save_dir", "show_progress")
 
 
@@ -40,14 +41,18 @@ class GroupedInnerProduct(Grouped):
         groups: a partition of the training points of `attribute`; None for dattri's own code.
         strategy: the core's gradient strategy.
         save_dir: a folder that keeps what is finished, see `Grouped`.
-        curvature: ``"whole"``, the curvature of all cached data, or ``"upstream"``, dattri's own, which adds up
-            the inverse Hessians of the batches of the cached loader (see each class for what differs). By default
-            ``"whole"`` with groups, dattri's without them and for groups of one.
+        curvature: ``"whole"``, the curvature of all cached data; ``"gauss-newton"``, the same with the Gauss–Newton
+            matrix in the place of the Hessian (Explicit, CG and LiSSA; for models that are not trained to the end,
+            whose Hessian has negative curvature); or ``"upstream"``, dattri's own, which adds up the inverse Hessians
+            of the batches of the cached loader (see each class for what differs). By default ``"whole"`` with
+            groups, dattri's without them and for groups of one.
         show_progress: whether to show progress bars in grouped solves.
         **kwargs: dattri's own arguments.
     """
 
     batch_of_one = True
+    _uses_hessian = False
+    """Whether the solve is with a Hessian, which the Gauss–Newton matrix can replace."""
     full_train_dataloader: Any
     transform_test_rep: Any
     generate_test_rep: Any
@@ -57,18 +62,21 @@ class GroupedInnerProduct(Grouped):
         self, *args: Any, curvature: Curvature | None = None, show_progress: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if curvature not in (None, "whole", "upstream"):
-            raise ValueError(f"curvature={curvature!r} is not one of 'whole', 'upstream'.")
+        known = ("whole", "gauss-newton", "upstream") if self._uses_hessian else ("whole", "upstream")
+        if curvature is not None and curvature not in known:
+            raise ValueError(
+                f"curvature={curvature!r} is not one of {', '.join(map(repr, known))} of {type(self).__name__}."
+            )
         self._curvature, self.show_progress = curvature, show_progress
 
     @property
     def curvature(self) -> Curvature:
-        """The curvature in use, "whole" or "upstream"."""
+        """The curvature in use, "whole", "gauss-newton" or "upstream"."""
         return self._curvature or ("upstream" if self._is_dattri else "whole")
 
     @property
     def _is_dattri(self) -> bool:
-        return super()._is_dattri and self._curvature != "whole"
+        return super()._is_dattri and self._curvature in (None, "upstream")
 
     def attribute(
         self,
@@ -79,6 +87,9 @@ class GroupedInnerProduct(Grouped):
         property: Property | None = None,
     ) -> Tensor:
         """Influence of groups on test points `(groups, tests)` or on a property `(groups, properties)`.
+
+        Positive where the target is predicted to rise if the group is removed (for a loss, groups that help): for a
+        loss that is a mean over its batch, n times the rise, with n the number of cached points.
 
         Args:
             train_dataloader: training points the groups partition; not shuffled.
@@ -161,7 +172,7 @@ class GroupedInnerProduct(Grouped):
 
     def _solver(self, checkpoint: Checkpoint) -> Solve:
         """H⁻¹ at a checkpoint, set up once and used for all vectors."""
-        solve = self._whole_solver(checkpoint) if self.curvature == "whole" else self._dattri_solver(checkpoint)
+        solve = self._dattri_solver(checkpoint) if self.curvature == "upstream" else self._whole_solver(checkpoint)
 
         def checked(rows: Tensor) -> Tensor:
             solved = solve(rows)
@@ -193,7 +204,7 @@ class GroupedInnerProduct(Grouped):
         self, checkpoint: Checkpoint, tests: IndexedData | None, loader: DataLoader | None, property: Property | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """`(positions, rows)` of the test side; with dattri's own batches and draws where its curvature is used."""
-        if self.curvature == "whole" or loader is None:
+        if self.curvature != "upstream" or loader is None:
             yield from checkpoint.all_test_blocks(tests, property)
             return
         seen = 0
@@ -232,6 +243,10 @@ class GroupedInnerProduct(Grouped):
             stacklevel=4,
         )
         self.full_train_dataloader = train_dataloader
+
+    def _hessian(self, checkpoint: Checkpoint) -> Hessian:
+        """The Hessian of all cached data, or its Gauss–Newton matrix."""
+        return checkpoint.hessian(self._curvature_data(), gauss_newton=self.curvature == "gauss-newton")
 
     def _curvature_data(self) -> IndexedData:
         return IndexedData(self.full_train_dataloader, "the cached full_train_dataloader")

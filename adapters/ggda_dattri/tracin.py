@@ -55,6 +55,8 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
     ) -> Tensor:
         """Influence of groups on test points `(groups, tests)` or on a property `(groups, properties)`.
 
+        Positive where the target is predicted to rise if the group is removed: for a loss, groups that help.
+
         Args:
             train_dataloader: training points the groups partition; not shuffled.
             test_dataloader: test points; not shuffled.

@@ -2,14 +2,15 @@
 
     τ[G, j] = mean over checkpoints of φ_jᵀ F⁻¹ Σ_{i∈G} Q_i x_i
 
-where F is the Fisher of the points, Σ_i x_i x_iᵀ (exact: the sum of dattri's scores), or of the groups (batched).
+where F is the Fisher of the points, Σ_i x_i x_iᵀ (exact: the sum of dattri's scores), or one of the groups, see
+`ggda_ext.fisher`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from dattri.algorithm import trak as dattri_trak
@@ -22,7 +23,7 @@ from ggda_dattri.projection import GroupedProjection
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.distributed import all_reduce_sum, gather_objects, in_order, my_share, together
 from ggda_ext.fingerprint import sketch_of
-from ggda_ext.fisher import Damping, EmpiricalFisher, check_invertible
+from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
 from ggda_ext.properties import Property
@@ -39,8 +40,13 @@ class _Features:
 
 
 class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
-    """dattri's TRAK; for groups the gradients of a group are summed before they are projected.
+    """dattri's TRAK, scores `(groups, tests)`: a positive one means that the group *raises* the target.
 
+    The target of a test point is the task's function (the margin, as TRAK wants it), so a positive score is a group
+    that helps; of a property it is the property, so for a loss a positive score is a group that hurts. Scores have no
+    unit; see docs/signs.md.
+
+    For groups the gradients of a group are summed before they are projected.
     dattri keeps the projector arguments of one instance for all later ones; with groups they stay its own. NaN
     gradients, 0 in dattri, are an error, and `self_attribute` works after `cache`.
 
@@ -50,10 +56,12 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         strategy: the core's gradient strategy.
         save_dir: a folder that keeps the projected sums of the groups of every checkpoint once they are finished, so
             that they serve other test points, and another process, without another pass.
-        fisher: ``"batched"``, from the sums of the groups, an approximation at about the price of two passes over
-            the data; or ``"exact"``, from every point, whose scores are the sums of dattri's.
-        damping: ridge of the batched Fisher relative to its mean diagonal, or ``"auto"``; on top of dattri's
-            `regularization`. The values used are in `dampings`, one per checkpoint.
+        fisher: ``"batched"``, of output gradients summed by group, or ``"paper"``, of loss gradients summed by group,
+            both approximations at about the price of two passes over the data; or ``"exact"``, of every point, whose
+            scores are the sums of dattri's. See `ggda_ext.fisher` for the formulas.
+        damping: ridge of the Fisher relative to its mean diagonal, on top of dattri's `regularization`; ``"auto"`` is
+            that of `ggda_ext.fisher` for a Fisher of groups, and none for the exact one. What was used is in
+            `chosen_damping`, by checkpoint.
         **kwargs: dattri's own arguments.
     """
 
@@ -66,14 +74,13 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
     def __init__(
         self,
         *args: Any,
-        fisher: Literal["batched", "exact"] = "batched",
+        fisher: FisherKind = "batched",
         damping: Damping = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if fisher not in ("batched", "exact"):
-            raise ValueError(f"fisher={fisher!r} is not one of 'batched', 'exact'.")
-        self.fisher, self.damping = fisher, damping
+        self.fisher = check_fisher(fisher)
+        self.damping: Damping = "auto" if damping == "auto" else check_damping(damping)
         self._cached: list[_Features] | None = None
 
     def cache(self, full_train_dataloader: DataLoader) -> None:
@@ -94,6 +101,8 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         property: Property | None = None,
     ) -> Tensor:
         """Influence of groups on test points `(groups, tests)` or on a property `(groups, properties)`.
+
+        Positive where training on the group raises the target, the opposite of dattri's influence functions.
 
         Args:
             test_dataloader: test points; not shuffled.
@@ -125,11 +134,11 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         return torch.stack(own).mean(0)[:, None].to(self.device)
 
     @property
-    def dampings(self) -> list[float]:
-        """The relative ridge in the cached Fisher of each checkpoint."""
+    def chosen_damping(self) -> dict[int, float]:
+        """Checkpoint → relative ridge in its cached Fisher."""
         if self._cached is None:
-            raise ValueError("dampings are known after cache: call cache(full_train_dataloader) first.")
-        return [feature.damping for feature in self._cached]
+            raise ValueError("chosen_damping is known after cache: call cache(full_train_dataloader) first.")
+        return {index: feature.damping for index, feature in enumerate(self._cached)}
 
     def _training_side(self, train_dataloader: DataLoader | None) -> list[_Features]:
         if train_dataloader is not None and self.full_train_dataloader is not None:
@@ -151,7 +160,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         exact = self.fisher == "exact" or self._is_dattri
         with keep_scores(self.save_dir) as kept:
             return [
-                (self._exact if exact else self._batched)(kept, index, data, groups, weights) for index in checkpoints
+                (self._exact if exact else self._of_groups)(kept, index, data, groups, weights) for index in checkpoints
             ]
 
     def _kept_sums(
@@ -194,10 +203,10 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
             lambda: self._exact_sums(checkpoint, data, groups, weights),
         )  # fmt: skip
         sums, weighted, matrix = found.split([len(groups), len(groups), found.shape[1]])
-        matrix = matrix.clone()
-        matrix.diagonal().add_(self.regularization)
-        check_invertible(matrix, data.n or 0, f"raise regularization={self.regularization}")
-        return _Features(torch.linalg.solve(matrix, weighted.T), sums, 0.0)
+        fisher = EmpiricalFisher(found.shape[1], found.device)
+        fisher.matrix, fisher.rows = matrix, data.n or 0
+        damped, damping = fisher.damped(0.0 if self.damping == "auto" else self.damping, self.regularization)
+        return _Features(torch.linalg.solve(damped, weighted.T), sums, damping)
 
     def _exact_sums(self, checkpoint: Checkpoint, data: IndexedData, groups: Groups, weights: Tensor) -> Tensor:
         """Σ x_i and Σ Q_i x_i of every group, then the Fisher, one below the other `[2k + proj_dim, proj_dim]`."""
@@ -216,7 +225,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         fisher, sums, weighted = found or _no_sums(len(groups), *shape, checkpoint.space.device)
         return torch.cat([all_reduce_sum(sums), all_reduce_sum(weighted), fisher.all_reduce().matrix])
 
-    def _batched(
+    def _of_groups(
         self, kept: ScoreStore | ScoresInMemory, index: int, data: IndexedData, groups: Groups, weights: Tensor
     ) -> _Features:
         checkpoint = self._checkpoint(index)
@@ -228,14 +237,10 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
 
         sums, weighted_sums = self._kept_sums(kept, plain, index, weights, make)
         mine = my_share(len(sums))
-        fisher = EmpiricalFisher(sums.shape[1], sums.device).add(sums[mine.start : mine.stop]).all_reduce()
-        if self.damping == 0:  # dattri's regularization may do alone
-            matrix, damping = fisher.matrix, 0.0
-            matrix.diagonal().add_(self.regularization)
-            check_invertible(matrix, fisher.rows, "pass damping='auto', or a larger regularization")
-        else:
-            matrix, damping = fisher.damped(self.damping)
-            matrix.diagonal().add_(self.regularization)
+        fisher = EmpiricalFisher(sums.shape[1], sums.device)
+        rows = (sums if self.fisher == "batched" else weighted_sums)[mine.start : mine.stop]
+        fisher.add_groups(self.fisher, rows, groups.sizes[mine.start : mine.stop]).all_reduce()
+        matrix, damping = fisher.damped(self.damping, self.regularization)
         return _Features(torch.linalg.solve(matrix, weighted_sums.T), sums, damping)
 
 

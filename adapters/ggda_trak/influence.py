@@ -1,14 +1,14 @@
 """`FisherInfluence`: influence functions with the empirical Fisher of projected gradients, for groups.
 
-    τ_G(g) = ∇gᵀP (F + λ · mean diag(F) · I)⁻¹ Pᵀ Σ_{i∈G} ∇ℓ_i,    F = Σ_G u_G u_Gᵀ,  u_G = Pᵀ Σ_{i∈G} ∇ℓ_i
+    τ_G(g) = ∇gᵀP (F + λ · mean diag(F) · I)⁻¹ Pᵀ Σ_{i∈G} ∇ℓ_i
 
-averaged over checkpoints, with P one of TRAK's projectors. With ``fisher="exact"`` F = Σ_i φ_i φ_iᵀ over points,
-and a group's score is the sum of its members'.
+averaged over checkpoints, with P one of TRAK's projectors and F a Fisher of the projected loss gradients, see
+`ggda_ext.fisher`. With ``fisher="exact"`` a group's score is the sum of its members'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from trak.projectors import BasicProjector, NoOpProjector, ProjectionType
 
 from ggda_ext import GroupGradients
-from ggda_ext.attribution import LoadCheckpoint, at_checkpoints
+from ggda_ext.attribution import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints
 from ggda_ext.data import DataLike
 from ggda_ext.distributed import all_reduce_sum, my_share, together
-from ggda_ext.fisher import Damping, EmpiricalFisher, check_damping
+from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import PointProperty, Property
 from ggda_ext.stored_scores import keep_scores
@@ -33,24 +33,29 @@ from ggda_trak.rows import point_rows, property_rows
 class FisherInfluence:
     """Influence of groups of training points on test losses or properties: the paper's Inf. (Fisher).
 
+    A positive score means that the loss or property is predicted to rise if the group is removed: the core's sign, not
+    TRAK's. With ``fisher="exact"`` it is about that rise, see docs/signs.md.
+
     Args:
         model: the trained model, in eval mode if it has dropout or BatchNorm.
         data: the training set.
         loss_fn: the training loss, ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
         groups: a `Groups` or anything it accepts; None for groups of one.
-        checkpoints: state dicts or their paths, over which scores are averaged; the current parameters if left out.
+        checkpoints: a state dict or its path, or several, over which scores are averaged; the current parameters if
+            left out.
         load_checkpoint: ``load_checkpoint(model, checkpoint)``, if a checkpoint is neither.
         proj_dim: length of projected gradients. If there are no more parameters than that, nothing is projected.
         projector: one of TRAK's, or of `ggda_trak.projectors`; by default a BasicProjector of `proj_dim`.
         projector_seed: of the default projector.
-        fisher: ``"batched"`` (of group sums) or ``"exact"`` (of single points).
+        fisher: ``"paper"``, ``"batched"`` (both of group sums, approximations) or ``"exact"`` (of single points), see
+            `ggda_ext.fisher` for the formulas.
         damping: ridge λ relative to the mean diagonal of the Fisher, or ``"auto"``.
         save_dir: a folder that keeps the projected sums of every checkpoint once they are finished, so that they serve
             other test points, properties and dampings, and another process, without another pass.
         **provider_options: see `GroupGradients`: `parameters`, `strategy`, `batch_size`, `show_progress`, …
 
     Attributes:
-        chosen_damping: the λ of every checkpoint, once scores were asked for.
+        chosen_damping: checkpoint → relative ridge in its Fisher, once scores were asked for.
     """
 
     def __init__(
@@ -58,25 +63,24 @@ class FisherInfluence:
         model: nn.Module,
         data: DataLike,
         loss_fn: Any,
-        groups: GroupsLike = None,
+        groups: GroupsLike | None = None,
         *,
-        checkpoints: Iterable[Any] | None = None,
+        checkpoints: Checkpoints | None = None,
         load_checkpoint: LoadCheckpoint | None = None,
         proj_dim: int = 512,
         projector: Any = None,
         projector_seed: int = 0,
-        fisher: str = "batched",
+        fisher: FisherKind = "paper",
         damping: Damping = "auto",
         save_dir: str | Path | None = None,
         **provider_options: Any,
     ) -> None:
-        if fisher not in ("batched", "exact"):
-            raise ValueError(f"fisher={fisher!r} is not one of 'batched', 'exact'.")
+        self.fisher = check_fisher(fisher)
         if proj_dim < 1:
             raise ValueError(f"proj_dim={proj_dim}: pass at least 1.")
         self.damping: Damping = "auto" if damping == "auto" else check_damping(damping)
         self.provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
-        self.model, self.groups, self.fisher = self.provider.model, self.provider.groups, fisher
+        self.model, self.groups = self.provider.model, self.provider.groups
         space = self.provider.space
         if projector is None and space.size > proj_dim:
             projector = BasicProjector(
@@ -84,28 +88,26 @@ class FisherInfluence:
             )
         check_dimension(projector, space.size)
         self.projection = Projection(projector or NoOpProjector(device=space.device), space, space.size**0.5)
-        self._checkpoints = None if checkpoints is None else list(checkpoints)
-        if self._checkpoints == []:
-            raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
+        self._checkpoints = None if checkpoints is None else listed_checkpoints(checkpoints)
         self._load, self.save_dir = load_checkpoint, save_dir
         self._features: list[Tensor] = []
-        self.chosen_damping: list[float] = []
+        self.chosen_damping: dict[int, float] = {}
 
-    def influence(self, inputs: DataLike = None, *, property: Property | None = None) -> Tensor:
-        """How much every group lowers the loss of test points, or a property of the model.
+    def influence(self, inputs: DataLike | None = None, *, property: Property | None = None) -> Tensor:
+        """The predicted rise of the loss of test points, or of a property of the model, if a group is removed.
 
         Args:
             inputs: test points, as the training data holds them.
             property: what to explain in their place, a callable ``g(model) -> Tensor``.
 
         Returns:
-            Scores `[m, k]`, one row per test point or component of the property; positive if training on the group
-            lowers it.
+            Scores `[m, k]`, one row per test point or component of the property.
         """
         if (inputs is None) == (property is None):
             raise ValueError("pass either inputs, test points, or property=, a function of the model.")
-        if property is None:
+        if inputs is not None:
             property = PointProperty(inputs, self.provider.loss, name="inputs")
+        assert property is not None
         scores: Tensor | None = None
         with closing(at_checkpoints(self.model, self._checkpoints, self._load)) as numbers:
             for number in numbers:
@@ -125,12 +127,11 @@ class FisherInfluence:
         sums, matrix = found[: len(self.groups)], found[len(self.groups) :]
         fisher = EmpiricalFisher(self.projection.dim, found.device)
         mine = slice(my_share(len(sums)).start, my_share(len(sums)).stop)
-        if self.fisher == "batched":
-            fisher.add(sums[mine]).all_reduce()
-        else:
+        if self.fisher == "exact":
             fisher.matrix, fisher.rows = matrix.clone(), int(self.groups.sizes.sum())
-        damped, chosen = fisher.damped(self.damping)
-        self.chosen_damping.append(chosen)
+        else:
+            fisher.add_groups(self.fisher, sums[mine], self.groups.sizes[mine]).all_reduce()
+        damped, self.chosen_damping[model_id] = fisher.damped(self.damping)
         features = torch.zeros_like(sums)
         features[mine] = torch.linalg.solve(damped, sums[mine].T).T
         return all_reduce_sum(features)

@@ -30,7 +30,7 @@ class GroupStore:
         folder: TRAK's folder of the checkpoint.
         current: TRAK's arrays of the checkpoint: ``grads``, ``out_to_loss``, ``is_featurized``.
         groups: the groups.
-        fisher: ``"batched"`` keeps summed output gradients, ``"exact"`` the Fisher itself, ``"loss"`` nothing more.
+        fisher: ``"batched"`` keeps summed output gradients, ``"exact"`` the Fisher itself, ``"paper"`` nothing more.
         reset: whether to begin anew.
 
     Until it is closed (or nobody holds it any more), other processes are refused this checkpoint; they may work on

@@ -30,7 +30,7 @@ class GroupSums:
     Args:
         store: where the sums end up.
         groups: the groups of all training points.
-        fisher: ``"exact"``, ``"batched"`` or ``"loss"``.
+        fisher: ``"exact"``, ``"batched"`` or ``"paper"``.
         projection: projects rows.
         model_id: chooses the projection matrix.
         memory_budget: bytes for rows that wait for their projection.
@@ -154,7 +154,7 @@ class GroupSums:
 
 
 class _Rows:
-    """Rows of gradients by key, added up until they are taken; memory is had when the first row comes."""
+    """Rows of gradients by key, added up until they are taken. The first row allocates the memory for all."""
 
     def __init__(self, capacity: int, projection: Projection) -> None:
         self.capacity, self._space = capacity, projection.space

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from trak.gradient_computers import IterativeGradientComputer
 from trak.savers import ModelIDException
 
 from ggda_ext import GroupGradients, Groups
+from ggda_ext.attribution import Checkpoints, listed_checkpoints
 from ggda_ext.distributed import (
     alone,
     from_first_rank,
@@ -35,7 +36,7 @@ from ggda_ext.distributed import (
     world_size,
 )
 from ggda_ext.fingerprint import of_groups
-from ggda_ext.fisher import EmpiricalFisher, check_damping, check_invertible
+from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher, check_ridge
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import Property
@@ -49,12 +50,14 @@ from ggda_trak.store import GroupStore, check_checkpoint, check_settings, mend, 
 from ggda_trak.sums import GroupSums
 from ggda_trak.weights import MeanWeights
 
-FISHERS = ("exact", "batched", "loss")
 STRATEGIES = ("auto", "segmented", "backward", "persample")
 
 
 class TRAKer(trak.TRAKer):
-    """`trak.TRAKer`, with scores `[groups, targets]` if `groups` is given.
+    """`trak.TRAKer`, with scores `[groups, targets]`: a positive one means that the group *raises* the target.
+
+    The target of a test point is its output (the margin), so a positive score is a group that helps; of a property it
+    is the property, so for a loss a positive score is a group that hurts. Scores have no unit; see docs/signs.md.
 
     Without groups, and with groups of one, TRAK's own code runs. With groups, `use_half_precision` is off unless
     asked for (sums overflow float16), and where TRAK crashes this does not: ``torch.device("cpu")``, `proj_dim` of
@@ -67,50 +70,53 @@ class TRAKer(trak.TRAKer):
     Args:
         *args: as for `trak.TRAKer`.
         groups: a `Groups` or anything it accepts, for `train_set_size` points.
-        fisher: ``"batched"`` (output gradients u_G summed by group, Σ_G u_G u_Gᵀ / |G|; TRAK's at size one),
-            ``"loss"`` (the paper's: loss gradients summed by group) or ``"exact"`` (per point: scores are the sums of
-            TRAK's, but take as long). The first two are approximations: they do not add up over groups.
+        fisher: ``"batched"`` (of output gradients summed by group; TRAK's at size one), ``"paper"`` (of loss gradients
+            summed by group) or ``"exact"`` (of single points: scores are the sums of TRAK's, but take as long), see
+            `ggda_ext.fisher` for the formulas. The first two are approximations: they do not add up over groups.
+        damping: ridge of the Fisher relative to its mean diagonal, on top of TRAK's `lambda_reg`; ``"auto"`` is that of
+            `ggda_ext.fisher` for a Fisher of groups, and none for the exact one.
         strategy: how gradients are computed, see `GroupGradients`; other than ``"auto"`` it is used for groups of
             one as well.
         checkpoints: all checkpoints that will be used, if several: state dicts, or paths to them. The weights Q
             are averaged over them.
         memory_budget: bytes for activations, gradient rows, and rows that wait for their projection.
-        **kwargs: as for `trak.TRAKer`. With groups and without ``fisher="exact"``, `lambda_reg` is relative to the
-            mean diagonal of the Fisher, or ``"auto"``, the default (see `ggda_ext.fisher`).
+        **kwargs: as for `trak.TRAKer`.
 
     Attributes:
-        damping: model id → relative ridge in its Fisher, once its features are finalized.
+        chosen_damping: model id → relative ridge in its Fisher, once its features are finalized.
     """
 
     def __init__(
         self,
         *args: Any,
-        groups: GroupsLike = None,
-        fisher: str = "batched",
+        groups: GroupsLike | None = None,
+        fisher: FisherKind = "batched",
+        damping: Damping = "auto",
         strategy: str = "auto",
-        checkpoints: Sequence[Any] | None = None,
+        checkpoints: Checkpoints | None = None,
         memory_budget: int = 512 * 2**20,
         **kwargs: Any,
     ) -> None:
         self.groups: Groups | None = None
         self._sums: GroupSums | None = None
         self._provider: GroupGradients | None = None
-        self._grouped, self.damping = False, dict[int, float]()
+        self._grouped, self.chosen_damping = False, dict[int, float]()
         if groups is None:
             super().__init__(*args, **kwargs)
             return
-        for name, value, known in (("fisher", fisher, FISHERS), ("strategy", strategy, STRATEGIES)):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}.")
+        self.fisher = check_fisher(fisher)
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy={strategy!r} is not one of {', '.join(map(repr, STRATEGIES))}.")
         if memory_budget < 1:
             raise ValueError(f"memory_budget={memory_budget}: pass a positive number of bytes.")
-        if checkpoints is not None and (isinstance(checkpoints, str | dict) or not len(checkpoints)):
-            raise ValueError("checkpoints must be a list of state dicts or of paths, one for every checkpoint.")
+        if checkpoints is not None:
+            checkpoints = listed_checkpoints(checkpoints)
         given = inspect.signature(trak.TRAKer).bind(*args, **kwargs).arguments
         self.groups = Groups.of(groups, given["train_set_size"])
-        self.fisher, self.strategy, self.memory_budget = fisher, strategy, memory_budget
-        ridge = given.get("lambda_reg", "auto" if fisher != "exact" else 0.0)
-        forced = strategy != "auto" or fisher == "loss" or given.get("lambda_reg") == "auto"
+        self.strategy, self.memory_budget = strategy, memory_budget
+        ridge = check_ridge(given.get("lambda_reg", 0.0), "lambda_reg")
+        self.damping: Damping = "auto" if damping == "auto" else check_damping(damping)
+        forced = strategy != "auto" or fisher == "paper" or damping != "auto"
         self._grouped = forced or not self.groups.are_singletons
         self._checkpoints = checkpoints
         self._load = given.get("load_from_save_dir", True)
@@ -122,11 +128,7 @@ class TRAKer(trak.TRAKer):
             given["device"] = str(given["device"])
         if self._grouped:
             given = {"use_half_precision": False} | given | {"train_set_size": len(self.groups)}
-            if fisher == "exact":
-                given["lambda_reg"] = check_damping(ridge, "lambda_reg")
-            else:
-                self._damping = ridge if ridge == "auto" else check_damping(ridge, "lambda_reg")
-                given["lambda_reg"] = 0.0
+            given["lambda_reg"] = 0.0  # it is in the Fisher that TRAK's code is given
         self._half = given.get("use_half_precision", True)
         with together({"groups": of_groups(self.groups)}):
             if self._load:
@@ -140,7 +142,7 @@ class TRAKer(trak.TRAKer):
         for model_id in self.saver.model_ids:
             found = self._folder(model_id) / "damping.json"
             if found.exists():
-                self.damping[model_id] = json.loads(found.read_text())["damping"]
+                self.chosen_damping[model_id] = json.loads(found.read_text())["damping"]
         if self._grouped:
             self.lambda_reg = ridge
             self._weights = MeanWeights(
@@ -296,7 +298,7 @@ class TRAKer(trak.TRAKer):
                 self.saver.load_current_store(model_id)
                 store = self._store(model_id)
             merge(store)
-            self.damping[model_id] = from_first_rank(partial(self._finalize, model_id, store, del_grads))
+            self.chosen_damping[model_id] = from_first_rank(partial(self._finalize, model_id, store, del_grads))
             self.saver.model_ids[model_id]["is_finalized"] = 1
             self.saver.serialize_current_model_id_metadata()
 
@@ -324,18 +326,16 @@ class TRAKer(trak.TRAKer):
 
     def _fisher(self, store: GroupStore, numerators: Tensor) -> tuple[Tensor, float]:
         """The Fisher `[p, p]` for TRAK's score computer, and the relative ridge in it."""
+        assert self.groups is not None
+        fisher = EmpiricalFisher(numerators.shape[1], numerators.device)
         if store.fisher is not None:
-            matrix = torch.as_tensor(np.array(store.fisher), device=self.device)
-            damped = matrix + self.lambda_reg * torch.eye(len(matrix), device=matrix.device)
-            assert self.groups is not None
-            check_invertible(damped, int(self.groups.sizes.sum()), "pass lambda_reg, a ridge, as for TRAK")
-            return matrix, self.lambda_reg / float(matrix.diagonal().mean())
-        rows = numerators
+            fisher.matrix = torch.as_tensor(np.array(store.fisher), device=self.device)
+            fisher.rows = int(self.groups.sizes.sum())
+            return fisher.damped(0.0 if self.damping == "auto" else self.damping, self.lambda_reg)
+        sums = numerators  # loss gradients, but for their sign
         if self.fisher == "batched":
-            rows = torch.as_tensor(np.array(store.sums["fisher_rows"]), device=self.device)
-            assert self.groups is not None  # a group of alike points counts as its points would, not as their square
-            rows = rows / torch.from_numpy(np.sqrt(self.groups.sizes)).to(rows)[:, None]
-        return EmpiricalFisher(rows.shape[1], rows.device).add(rows).damped(self._damping)
+            sums = torch.as_tensor(np.array(store.sums["fisher_rows"]), device=self.device)
+        return fisher.add_groups(self.fisher, sums, self.groups.sizes).damped(self.damping, self.lambda_reg)
 
     def start_scoring_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """As TRAK's."""
@@ -363,7 +363,11 @@ class TRAKer(trak.TRAKer):
         *,
         property: Property | None = None,
     ) -> None:
-        """Add targets: a batch of points, or the components of a property of the model (give one of the two)."""
+        """Add targets: a batch of points, or the components of a property of the model (give one of the two).
+
+        A positive score means that training on the group raises the target: the output (margin) of a point, or the
+        property, even if that is a loss.
+        """
         if (batch is None) == (property is None):
             raise ValueError("pass either a batch of targets or property=, a function of the model.")
         if self.groups is None and property is None:
@@ -393,7 +397,7 @@ class TRAKer(trak.TRAKer):
         return all_point_rows(self._gradients(batch).on((*batch, ones)), projection, model_id)
 
     def finalize_scores(self, exp_name: str, model_ids: Iterable[int] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """TRAK's scores, `[groups, targets]` with groups."""
+        """TRAK's scores, `[groups, targets]` with groups; positive where the group raises the target."""
         if self.groups is None:
             return super().finalize_scores(exp_name, model_ids, *args, **kwargs)
         used = list(self.saver.model_ids) if model_ids is None else list(model_ids)

@@ -53,6 +53,6 @@ METHODS = (
         "core", "FisherInfluence", plain, lambda case: grouped(case, fisher="exact", damping=DAMPING),
         lambda case: f"original: vmap(grad) in {case.batches}; {case.scope} projected to {case.projection_dim}, "
         f"exact Fisher, damping {DAMPING}",
-        grouped,
+        lambda case: grouped(case, fisher="batched"),
     ),
 )  # fmt: skip

@@ -30,7 +30,7 @@ from benchmarks.names import CG, FISHER, LISSA, PER_POINT, RATES, TRACIN, TRAK
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups, property_gradient
 from ggda_ext.attribution import load_state, parameters_restored
-from ggda_ext.fisher import EmpiricalFisher
+from ggda_ext.fisher import EmpiricalFisher, FisherKind
 
 SAMPLED = 8_192  # points up to which groups of one are timed on all of them
 _BATCH = 64  # points whose gradients are held at once
@@ -112,8 +112,9 @@ def tracin_with_rates(subject: Subject, groups: Groups, per_sample: bool) -> Sco
 
 
 def fisher(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
-    """Influence with the empirical Fisher of projected gradients: of single points, or batched by group."""
-    kind, dim = "exact" if groups.are_singletons else "batched", subject.task.projection_dim
+    """Influence with the empirical Fisher of projected gradients: of single points, or the paper's of groups."""
+    kind: FisherKind = "exact" if groups.are_singletons else "paper"
+    dim = subject.task.projection_dim
     influence = FisherInfluence(
         subject.model, subject.train, LOSS, groups, proj_dim=dim, fisher=kind,
         strategy="persample" if per_sample else "auto",

@@ -73,7 +73,7 @@ class GroupGradients:
         model: nn.Module,
         loss_fn: Any,
         data: DataLike,
-        groups: GroupsLike = None,
+        groups: GroupsLike | None = None,
         *,
         parameters: ParameterChoice = None,
         strategy: str = "auto",
@@ -101,7 +101,7 @@ class GroupGradients:
         """Number of chosen parameters: the length of a row."""
         return self.space.size
 
-    def on(self, data: DataLike, groups: GroupsLike = None) -> GroupGradients:
+    def on(self, data: DataLike, groups: GroupsLike | None = None) -> GroupGradients:
         """The same gradients on more data of the same kind; what was found out about the model is kept."""
         other = copy.copy(self)
         other.data = data if isinstance(data, IndexedData) else IndexedData(data, self.data.name)

@@ -12,27 +12,36 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ggda_ext.data import IndexedData, to_device
+from ggda_ext.data import DataLike, IndexedData, to_device
 from ggda_ext.distributed import my_share, rank, share_of_stream
 from ggda_ext.gradients.captured import CapturedLayers
 from ggda_ext.gradients.hooks import Layer, Observer
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupBatch, Groups
-from ggda_ext.losses import ExampleLoss
+from ggda_ext.losses import ExampleLoss, as_example_loss
 from ggda_ext.model_state import full_precision, sums_on
 
 CACHED_BLOCK_BYTES = 8 * 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class PointGradients:
     """The gradients of single test points as directions, given by what they are gradients of.
 
     A provider that knows the points, not only their gradients `[m, p]`, can score them without forming those.
+
+    Args:
+        loss_fn: as in `GroupGradients`: ``loss_fn(output, target)`` of any reduction, None for the summed outputs, or
+            an `ExampleLoss`.
+        data: the test points, as `GroupGradients` takes training points.
     """
 
     loss: ExampleLoss
     data: IndexedData
+
+    def __init__(self, loss_fn: Any, data: DataLike) -> None:
+        object.__setattr__(self, "loss", as_example_loss(loss_fn))
+        object.__setattr__(self, "data", data if isinstance(data, IndexedData) else IndexedData(data, "the test data"))
 
     @property
     def n(self) -> int:
