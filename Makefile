@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test benchmark clean
+.PHONY: test test-matrix benchmark clean
 
 test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
+# the tests as on other machines; part of it with ARGS="avx2 two-threads"
+test-matrix: $(READY)
+	$(BIN)/python tests/matrix.py $(ARGS)
 
 benchmark: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)

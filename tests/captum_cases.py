@@ -132,3 +132,10 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 ours = partial(build, ggda_captum)
 captums = partial(build, CAPTUM)
+
+
+def assert_most_influential(indices: Tensor, scores: Tensor, k: int, proponents: bool = True) -> None:
+    """`indices [m, k]` are different ones whose `scores [m, n]` are the k best in order; ties in any order."""
+    best = scores.sort(dim=1, descending=proponents).values[:, :k]
+    assert all(len(set(row)) == len(row) for row in indices.tolist())
+    torch.testing.assert_close(scores.gather(1, indices), best, rtol=1e-12, atol=1e-12 * float(scores.abs().max()))

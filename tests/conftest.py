@@ -1,11 +1,34 @@
-"""One thread and a fixed seed for every test; those of the benchmarks touch no network and no user's files."""
+"""As many threads as `OMP_NUM_THREADS` (one) and a fixed seed for every test; any order of tests.
+
+Tests of the benchmarks touch no network and no user's files.
+"""
 
 from __future__ import annotations
+
+import os
+import random
 
 import pytest
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--order", metavar="SEED", help="run files and the tests in them in random order, or 'reversed'")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest puts tests that share a costly fixture side by side
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Reorder the tests; a file's stay together, as `--dist loadfile` needs."""
+    order = config.getoption("order")
+    if order == "reversed":
+        items.reverse()
+    elif order is not None:
+        rng = random.Random(order)
+        rng.shuffle(items)
+        place = {path: rng.random() for path in sorted({item.path for item in items})}
+        items.sort(key=lambda item: place[item.path])
 
 
 @pytest.fixture(autouse=True)

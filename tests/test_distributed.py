@@ -93,8 +93,8 @@ def test_nothing_is_left_out(by_one: dict[str, Any]) -> None:
     assert [name for name in by_one if not name.startswith((*PARTS, "error:"))] == []
 
 
-@pytest.mark.parametrize("kind", ["features:", "groups:", "wrapped: names", "stream: representations"])
-def test_features_and_groups_do_not_depend_on_the_number_of_ranks(
+@pytest.mark.parametrize("kind", ["groups:", "wrapped: names"])
+def test_groups_and_names_do_not_depend_on_the_number_of_ranks(
     kind: str, by_ranks: list[dict[str, Any]], by_one: dict[str, Any]
 ) -> None:
     for name in (name for name in by_one if name.startswith(kind)):

@@ -98,6 +98,7 @@ def run_in_child(work: Callable[[Path], Result], folder: Path, out: Path, kill_a
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
             np.save(out, work(folder))
             os._exit(0)
         except BaseException:
@@ -123,12 +124,15 @@ def test_a_killed_run_goes_on_and_ends_as_if_undisturbed(work: Callable[[Path], 
     kills = rounds = 0
     while kills < KILLS:
         rounds += 1
+        before = kills
         folder, out = tmp_path / f"killed-{rounds}", tmp_path / "found.npy"
         done: set[str] = set()
         while not run_in_child(work, folder, out, moments.uniform(0.1, 0.6) * whole if kills < KILLS else None):
             kills += 1
             assert done <= finished(folder)
             done = finished(folder)
+        if kills == before:
+            whole /= 2  # faster than the first time: a kill that comes early enough does land
         found = np.load(out, allow_pickle=False)
         assert found.dtype == expected.dtype
         assert found.tobytes() == expected.tobytes()

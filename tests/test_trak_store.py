@@ -370,12 +370,3 @@ def test_a_second_process_is_refused_the_same_checkpoint(tmp_path: Path) -> None
     child.join()
     assert child.exitcode == 3
     featurize(traker, given, [checkpoint])
-
-
-def test_sums_do_not_depend_on_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = case(TASK)
-    found = []
-    for number, clock in enumerate((lambda: 0.0, iter(range(0, 10**9, 1000)).__next__)):
-        monkeypatch.setattr("time.monotonic", clock)
-        found.append(scores(TRAKer, given, tmp_path / str(number), groups=uneven_labels()))
-    assert np.array_equal(*found)

@@ -13,7 +13,7 @@ from sklearn.base import BaseEstimator, ClusterMixin
 from torch import nn
 
 from ggda_ext.distributed import from_first_rank
-from ggda_ext.grouping.engine import inertia, kmeans
+from ggda_ext.grouping.engine import inertia, kmeans, numbered, ranks
 from ggda_ext.grouping.features import Layer, gradients, input_features, representations
 from ggda_ext.grouping.simple import RandomState, generator, group_count
 from ggda_ext.grouping.sizes import cut_to_count, cut_to_size, equal_sizes
@@ -28,7 +28,10 @@ class KMeansGroups(ClusterMixin, BaseEstimator):
 
     The same `random_state` gives the same groups bit for bit, and permuting the data permutes them, because
     whatever is drawn depends on the features of a point and not on its place. (Points with exactly the same
-    features may change places if they are in different groups.) Under several ranks, rank 0 clusters for all of them.
+    features may change places if they are in different groups.) Groups are numbered from the middle outwards: group 0
+    holds the point nearest to the mean, group 1 the nearest of the others, and so on, in whitened features. So neither
+    groups nor ids depend on the order of the data, or, but for ties and rounding, on the coordinates of the features.
+    Under several ranks, rank 0 clusters for all of them.
 
     Args:
         group_size: mean size of a group: there are ⌈n / group_size⌉ groups.
@@ -112,9 +115,9 @@ class KMeansGroups(ClusterMixin, BaseEstimator):
         """Cluster of every point `[n]` and the inertia, from checked features `[n, d]`."""
         order = content_order(rows)
         points = whitened(rows[order], self.whiten, self._own_units)
-        outwards = np.argsort(np.einsum("ij,ij->i", points, points), kind="stable")  # the same in any rotation
+        outwards = np.argsort(ranks(np.einsum("ij,ij->i", points, points)), kind="stable")  # the same in any rotation
         order, points = order[outwards], points[outwards]
-        sorted_labels = self._cluster(points, k)
+        sorted_labels = numbered(self._cluster(points, k))
         labels = np.empty(len(rows), np.int64)
         labels[order] = sorted_labels
         return labels, inertia(points, sorted_labels)

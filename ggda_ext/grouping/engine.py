@@ -19,7 +19,9 @@ from sklearn.exceptions import ConvergenceWarning
 
 TREE_DIMENSIONS = 15  # above this a k-d tree visits most leaves; scikit-learn draws the line here too
 MANY_CLUSTERS = 500  # up to this scikit-learn's Lloyd iteration beats building and walking a tree
-RELOCATION_ROUNDS = 6
+RELOCATION_ROUNDS = 5
+CHEAP = 2.0  # times the cost at which moving a centre stops to pay: up to there an upper bound of it is not enough
+ROUNDING = 1e-10  # numbers nearer to one another than this fraction count as equal
 _PRODUCTS = 2**23  # inner products of points and centres held at a time
 
 
@@ -31,8 +33,6 @@ def kmeans(points: np.ndarray, k: int, rng: np.random.Generator, max_iter: int, 
     """
     if k == 1 or k == len(points):
         return np.arange(len(points)) % k
-    if points.shape[1] <= TREE_DIMENSIONS:
-        points = points.astype(np.float64)
     centres = _seed(points, k, rng)
     if len(centres) > 1:
         centres = _relocate(points, centres)
@@ -43,7 +43,27 @@ def kmeans(points: np.ndarray, k: int, rng: np.random.Generator, max_iter: int, 
         with warnings.catch_warnings():  # empty clusters are the caller's to fill
             warnings.simplefilter("ignore", ConvergenceWarning)
             labels = lloyd.fit(points).labels_
-    return np.unique(labels, return_inverse=True)[1]
+    return numbered(labels)
+
+
+def numbered(labels: np.ndarray) -> np.ndarray:
+    """The same clusters `[n]`, numbered in the order in which the points come to them, with no number left out."""
+    first = np.full(int(labels.max()) + 1, len(labels))
+    first[labels[::-1]] = np.arange(len(labels))[::-1]  # the last to be written stays
+    return np.argsort(np.argsort(first, kind="stable"))[labels]
+
+
+def ranks(values: np.ndarray, scale: float = 0.0) -> np.ndarray:
+    """Rank of every value `[n]`; values that differ by rounding errors only, of themselves or of `scale`, share one.
+
+    What is sorted by rank, and otherwise left in its order, is the same on any processor and in any coordinates.
+    """
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    apart = np.diff(ordered, prepend=ordered[:1]) > ROUNDING * np.maximum(np.abs(ordered), scale)
+    found = np.empty(len(values), np.int64)
+    found[order] = np.cumsum(apart)
+    return found
 
 
 def inertia(points: np.ndarray, labels: np.ndarray) -> float:
@@ -62,33 +82,37 @@ def means(points: np.ndarray, labels: np.ndarray, k: int) -> tuple[np.ndarray, n
 
 
 def _seed(points: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarray:
-    """`k` of the points, drawn without replacement by squared distance to those drawn before, in rounds."""
+    """`k` of the points, drawn without replacement by squared distance to those drawn before, in rounds.
+
+    The first is drawn by its distance to the mean, which is then forgotten: a point at the mean may be drawn later.
+    """
     distances = _squared_norms(points - points.mean(0))
-    chosen: list[np.ndarray] = []
-    count = 0
-    while count < k:
-        size = min(k - count, max(1, 3 * count), int((distances > 0).sum()))
+    rounding = (64 * np.finfo(points.dtype).eps) ** 2 * float(_squared_norms(points).max())
+    chosen = np.empty(0, np.int64)
+    while len(chosen) < k:
+        distances[distances <= rounding] = 0
+        size = min(k - len(chosen), max(1, 3 * len(chosen)), int((distances > 0).sum()))
         if size == 0:
             break  # fewer distinct points than clusters
         with np.errstate(divide="ignore"):
             race = rng.exponential(size=len(points)) / distances
-        new = np.argpartition(race, size - 1)[:size]
-        chosen.append(new)
-        count += size
-        if count < k:
-            to_new, _ = _nearest(points[new], points, 1)
-            distances = np.minimum(distances, to_new[:, 0] ** 2)
-            distances[new] = 0
-    return points[np.concatenate(chosen)] if chosen else points[:1]
+        new = np.sort(np.argpartition(race, size - 1)[:size])
+        if len(chosen) + size < k:
+            to_new = _nearest(points[new], points, 1)[0][:, 0] ** 2
+            distances = np.minimum(distances, to_new) if len(chosen) else to_new
+        chosen = np.concatenate([chosen, new])
+    return points[chosen] if len(chosen) else points[:1]
 
 
 def _relocate(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Lloyd steps that also move centres whose loss costs least into the clusters whose split gains most."""
+    """Lloyd steps that also move centres whose loss costs least into the clusters whose split gains most.
+
+    Clusters are numbered anew in every step, so that of two with the same cost the first is moved: two clusters of one
+    point each, for example, whose nearest neighbours are one another.
+    """
     k, best, lowest, stale = len(centres), centres, np.inf, 0
     for _ in range(RELOCATION_ROUNDS):
-        distances, nearest = _nearest(centres, points, 2, slack=1.0)
-        labels = nearest[:, 0]
-        cost = np.bincount(labels, distances[:, 1] ** 2 - distances[:, 0] ** 2, minlength=k)
+        labels = numbered(_nearest(centres, points, 1)[1][:, 0])
         centres, sizes = means(points, labels, k)
         offsets = points - centres[labels]
         spread = _squared_norms(offsets)
@@ -99,8 +123,10 @@ def _relocate(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
         if stale == 2:
             break
         gain, halves = _best_splits(points, labels, centres, sizes, offsets, spread)
-        by_gain, by_cost = np.argsort(-gain, kind="stable"), np.argsort(cost, kind="stable")
-        moves = int((gain[by_gain] > cost[by_cost]).argmin())  # both are sorted: the first that does not pay
+        cost = _cost_of_loss(points, labels, centres, sizes, gain)
+        by_gain, by_cost = np.argsort(ranks(-gain), kind="stable"), np.argsort(ranks(cost), kind="stable")
+        pays = gain[by_gain] > (1 + ROUNDING) * cost[by_cost]
+        moves = int(pays.argmin())  # both are sorted: the first that does not pay
         removed, split = by_cost[:moves], by_gain[:moves]
         split = split[~np.isin(split, removed)]
         if len(split) == 0:
@@ -120,11 +146,11 @@ def _best_splits(
     """Inertia saved `[k]` by cutting each cluster across the way to its farthest point, and both halves' means."""
     k = len(centres)
     last = np.maximum(np.cumsum(sizes) - 1, 0)
-    towards = points[np.lexsort((spread, labels))[last]] - centres
+    towards = points[np.lexsort((ranks(spread), labels))[last]] - centres
     along = np.einsum("ij,ij->i", offsets, towards[labels])
     reach = _squared_norms(towards)[labels]
     gain, first, second = np.zeros(k), centres.copy(), centres.copy()
-    for cut in (0.0, 0.5):  # at the mean, or half way to the farthest point
+    for cut in (1e-6, 0.5 + 1e-6):  # at the mean, or half way to the farthest point, but not through points there
         far = along > cut * reach
         b, far_sizes = means(points[far], labels[far], k)
         near_sizes = sizes - far_sizes
@@ -133,6 +159,26 @@ def _best_splits(
         better = saved > gain
         gain[better], first[better], second[better] = saved[better], a[better], b[better]
     return gain, (first, second)
+
+
+def _cost_of_loss(
+    points: np.ndarray, labels: np.ndarray, centres: np.ndarray, sizes: np.ndarray, gain: np.ndarray
+) -> np.ndarray:
+    """Inertia added `[k]` by the loss of each centre; for dear ones an upper bound, which spares most of the search."""
+    used = np.flatnonzero(sizes)
+    if len(used) == 1:
+        return np.where(sizes > 0, np.finfo(np.float64).max, 0.0)
+    cost = np.zeros(len(centres))
+    cost[used] = sizes[used] * _nearest(centres[used], centres[used], 2)[0][:, 1] ** 2  # all points to one other centre
+    balance = np.minimum(np.sort(gain)[::-1], np.sort(cost)).max()  # dearer ones do not pay
+    cheap = cost <= CHEAP * balance
+    moved = np.flatnonzero(cheap[labels])
+    if len(moved):
+        distances, nearest = _nearest(centres[used], points[moved], 2)
+        own = _squared_norms(points[moved] - centres[labels[moved]])
+        other = np.where(used[nearest[:, 0]] == labels[moved], distances[:, 1], distances[:, 0])
+        cost[cheap] = np.bincount(labels[moved], other**2 - own, minlength=len(centres))[cheap]
+    return cost
 
 
 def _lloyd(points: np.ndarray, centres: np.ndarray, max_iter: int, tol: float) -> np.ndarray:
@@ -149,10 +195,10 @@ def _lloyd(points: np.ndarray, centres: np.ndarray, max_iter: int, tol: float) -
     return labels
 
 
-def _nearest(centres: np.ndarray, points: np.ndarray, count: int, slack: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """Distances and indices `[n, count]` of the nearest centres; a tree may err by the fraction `slack`."""
+def _nearest(centres: np.ndarray, points: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Distances and indices `[n, count]` of the nearest centres."""
     if points.shape[1] <= TREE_DIMENSIONS:
-        return cKDTree(centres).query(points, np.arange(1, count + 1), eps=slack)
+        return cKDTree(centres).query(points, np.arange(1, count + 1))
     rows = torch.from_numpy(centres)
     half_squares = 0.5 * (rows * rows).sum(1)
     parts = torch.from_numpy(points).split(max(1, _PRODUCTS // len(rows)))

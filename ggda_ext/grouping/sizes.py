@@ -10,7 +10,7 @@ import heapq
 import numpy as np
 from scipy.spatial import cKDTree
 
-from ggda_ext.grouping.engine import means
+from ggda_ext.grouping.engine import means, ranks
 
 MOST_TRADES = 30_000  # pairs of clusters that trade: about three seconds
 
@@ -59,7 +59,7 @@ def _cut(points: np.ndarray, labels: np.ndarray, pieces: np.ndarray) -> np.ndarr
             if count > 1:
                 left_count = count // 2
                 left = len(members) * left_count // count
-                sorted_members = members[np.argsort(_along_spread(points[members]), kind="stable")]
+                sorted_members = members[_sorted(_along_spread(points[members]))]
                 parts += [(sorted_members[left:], count - left_count), (sorted_members[:left], left_count)]
             elif first:
                 first = False
@@ -71,7 +71,7 @@ def _cut(points: np.ndarray, labels: np.ndarray, pieces: np.ndarray) -> np.ndarr
 def _along_spread(points: np.ndarray) -> np.ndarray:
     """Position of every point `[m]` along the direction of largest variance (three power iterations)."""
     offsets = points - points.mean(0)
-    direction = offsets[np.einsum("ij,ij->i", offsets, offsets).argmax()]
+    direction = offsets[ranks(np.einsum("ij,ij->i", offsets, offsets)).argmax()]
     for _ in range(3):
         direction = (offsets @ direction) @ offsets
         length = float(np.linalg.norm(direction))
@@ -79,6 +79,11 @@ def _along_spread(points: np.ndarray) -> np.ndarray:
             break
         direction = direction / length
     return offsets @ direction
+
+
+def _sorted(positions: np.ndarray) -> np.ndarray:
+    """Order of `positions [m]` along a line; equal ones stay as they are."""
+    return np.argsort(ranks(positions, float(np.abs(positions).max())), kind="stable")
 
 
 def _trade(points: np.ndarray, labels: np.ndarray, k: int) -> np.ndarray:
@@ -93,7 +98,7 @@ def _trade(points: np.ndarray, labels: np.ndarray, k: int) -> np.ndarray:
             if a == b:
                 continue
             both = np.concatenate([members[a], members[b]])
-            ranked = both[np.argsort(points[both] @ (centres[b] - centres[a]), kind="stable")]
+            ranked = both[_sorted(points[both] @ (centres[b] - centres[a]))]
             members[a], members[b] = ranked[: len(members[a])], ranked[len(members[a]) :]
             centres[a], centres[b] = points[members[a]].mean(0), points[members[b]].mean(0)
     for group, indices in enumerate(members):

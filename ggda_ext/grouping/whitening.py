@@ -14,6 +14,8 @@ from typing import Literal
 
 import numpy as np
 
+from ggda_ext.grouping.engine import TREE_DIMENSIONS
+
 Whitening = Literal["pca", "scale"] | None
 
 ROTATED_FEATURES = 1024  # rotating more of them to save a few dimensions costs more than it saves
@@ -66,7 +68,8 @@ def whitened(rows: np.ndarray, whiten: Whitening, own_units: bool) -> np.ndarray
         axes = np.eye(len(mean))
     if rows.shape[1] <= ROTATED_FEATURES or whiten == "pca":
         axes = axes @ _principal_axes(rows, mean, axes, whiten == "pca", rounding)
-    points = np.empty((len(rows), axes.shape[1]), rows.dtype)
+    few = axes.shape[1] <= TREE_DIMENSIONS  # then k-means counts in double precision, in which a rotation loses nothing
+    points = np.empty((len(rows), axes.shape[1]), np.float64 if few else rows.dtype)
     for start, part in zip(range(0, len(rows), _CHUNK), _parts(rows), strict=True):
         points[start : start + _CHUNK] = (part - mean) @ axes
     return points if points.shape[1] else np.zeros((len(rows), 1), rows.dtype)
