@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.data import cache
-from ggda_ext.store import replaced
+from ggda_ext.files import replaced
 from ggda_ext.training import Trained
 from ggda_ext.training.loop import State, state_on_cpu
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ggda_ext.store import FolderLock
+from ggda_ext.folder_lock import FolderLock
 
 RESULTS = Path("results")
 _PACKAGES = ("ggda-ext", "torch", "captum", "dattri", "traker", "transformers", "scikit-learn", "numpy", "scipy")

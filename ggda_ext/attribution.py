@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ggda_ext.data import DataLike
 from ggda_ext.distributed import inner_names, unwrapped
-from ggda_ext.fingerprint import name_of
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import PointProperty, Property, property_gradient
@@ -74,7 +73,7 @@ def attribute(
         keep_scores(save_dir, tag) as kept,
     ):
         return kept.total(
-            (factors[at], kept.scores(provider, property_directions(provider, property), at, name_of(property)))
+            (factors[at], kept.scores(provider, property_directions(provider, property), at, property))
             for at in numbers
         )
 

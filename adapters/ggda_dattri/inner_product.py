@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.grouping import Grouped, check_one_of
 from ggda_ext.data import IndexedData
-from ggda_ext.fingerprint import losses_of, name_of
+from ggda_ext.fingerprint import name_of, of_data
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.properties import Property
 from ggda_ext.store import digest
@@ -130,7 +130,7 @@ class GroupedInnerProduct(Grouped):
         settings = {
             "solver": name_of(SimpleNamespace(**own)).replace("SimpleNamespace", type(self).__name__),
             "curvature": self.curvature,
-            "losses of cached points": losses_of(provider, self._curvature_data()),
+            "cached points": of_data(self._curvature_data(), None),
         }
         name = f"solved-{digest(rows.detach().cpu().numpy())}"
         return kept.array(provider, checkpoint.index, name, settings, lambda: solve(rows))

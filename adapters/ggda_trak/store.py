@@ -16,9 +16,11 @@ from numpy.lib.format import open_memmap
 from torch import nn
 
 from ggda_ext.distributed import rank
+from ggda_ext.files import replaced, write_json
 from ggda_ext.fingerprint import of_parameters
+from ggda_ext.folder_lock import FolderLock
 from ggda_ext.groups import Groups
-from ggda_ext.store import FolderLock, StoreMismatch, clear_errors, difference, replaced, write_json
+from ggda_ext.store import StoreMismatch, clear_errors, difference
 
 SETTINGS, CHECKPOINT = "ggda.json", "ggda_checkpoint.json"
 

@@ -34,12 +34,12 @@ from ggda_ext.distributed import (
     unwrapped,
     world_size,
 )
+from ggda_ext.files import write_json
 from ggda_ext.fingerprint import of_groups
 from ggda_ext.fisher import EmpiricalFisher, check_damping, check_invertible
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import Property
-from ggda_ext.store import write_json
 from ggda_trak.inputs import check_batch, target_indices, training_indices
 from ggda_trak.outputs import TaskOutputs
 from ggda_trak.projection import Projection, check_dimension, describe, release
