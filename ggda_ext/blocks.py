@@ -144,7 +144,11 @@ def _made(blocks: list[Block], dtype: torch.dtype) -> list[Tensor]:
 
 @contextmanager
 def opened(
-    folder: Path, fingerprint: Callable[[], Mapping[str, Any]], *, lock: bool = True, **parts: Mapping[str, Any]
+    folder: Path,
+    fingerprint: Callable[[], Mapping[str, Any]],
+    *,
+    lock: bool = True,
+    parts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[Store | None]:
     """A store on rank 0, None on other ranks; what goes wrong on opening it is raised on all of them."""
     store: Store | None = None

@@ -7,7 +7,9 @@ beside its place under a name that must be new, and renamed.
 from __future__ import annotations
 
 import errno
+import io
 import json
+import math
 import os
 import stat
 import sys
@@ -54,7 +56,7 @@ def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
 def read_plain(path: Path, most: int = JSON_BYTES) -> bytes:
     """The content of a plain file of at most `most` bytes."""
     with os.fdopen(open_plain(path), "rb") as file:
-        content = file.read(most + 1)
+        content = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > most:
         raise DamagedFile(f"{path} has more than {most} bytes, which is too much for what it should hold: remove it.")
     return content
@@ -116,15 +118,75 @@ def _new(path: Path) -> int:
         return os.open(path, flags, 0o666)
 
 
-def check_array(path: Path) -> None:
-    """Refuse a `.npy` file that is not one, or not whole.
+def seal(content: Mapping[str, Any]) -> str:
+    """The checksum of a JSON object, whatever the order of its entries."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def write_sealed_json(path: Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
+    """Write a JSON object with a checksum of itself."""
+    write_json(path, {**content, "xxh3": seal(content)}, sync=sync)
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    """A JSON object that was written with a checksum of itself.
 
     Raises:
         FileNotFoundError: there is none.
-        DamagedFile: otherwise.
+        DamagedFile: it is not what was written.
     """
-    with os.fdopen(open_plain(path), "rb") as file:
-        _read_header(path, file)
+    found = read_json(path)
+    if not isinstance(found, dict) or found.pop("xxh3", None) != seal(found):
+        raise DamagedFile(f"{path} is damaged: it does not have the checksum it was written with.")
+    return found
+
+
+def write_sealed_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays by name as one file, with a checksum, as a whole or not at all."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    with replaced(path, sync=False) as file:
+        file.write(xxhash.xxh3_128_digest(buffer.getbuffer()))
+        file.write(buffer.getbuffer())
+
+
+def read_sealed_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Arrays by name that `write_sealed_arrays` wrote.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedFile: it is not what was written.
+    """
+    content = read_plain(path, sys.maxsize)
+    if xxhash.xxh3_128_digest(memoryview(content)[16:]) != content[:16]:
+        raise DamagedFile(f"{path} is damaged: it does not have the checksum it was written with.")
+    with np.load(io.BytesIO(content[16:]), allow_pickle=False) as found:
+        return {name: found[name] for name in found.files}
+
+
+def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A `.npy` file of zeros as a memory map that is written through, with all its space on the disk.
+
+    A memory map of a sparse file kills the process (SIGBUS) when the disk is full; here that is an OSError before.
+    """
+    described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    with replaced(path, sync=False) as file:
+        np.lib.format.write_array_header_2_0(file, described)
+        file.flush()
+        size = file.tell() + math.prod(shape) * np.dtype(dtype).itemsize
+        os.ftruncate(file.fileno(), size)
+        _reserve(file.fileno(), size)
+    return open_array(path, "r+")
+
+
+def _reserve(handle: int, size: int) -> None:
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except AttributeError:  # not on this system
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
 
 
 def open_array(path: Path, mode: Any = "c") -> np.ndarray:
@@ -142,34 +204,13 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[tuple[int, ...], bool, np.
         shape, fortran, dtype = read(file, max_header_size=_HEADER_BYTES)
         if dtype.hasobject:
             raise ValueError("it holds pickled objects, which are not read")
-        sizes = [int(size) for size in shape]
-        count = 1
-        for size in sizes:
-            count *= size
         start, found = file.tell(), os.fstat(file.fileno()).st_size
-        if min(sizes, default=0) < 0 or start + count * dtype.itemsize != found:
-            raise ValueError(f"its header promises {start + count * dtype.itemsize} bytes, it has {found}")
+        promised = start + math.prod(int(size) for size in shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or promised != found:
+            raise ValueError(f"its header promises {promised} bytes, it has {found}")
     except (ValueError, TypeError, KeyError, SyntaxError, OverflowError, RecursionError, EOFError) as error:
         raise DamagedFile(f"{path} is damaged: it is not a whole array ({error}).") from None
     return shape, fortran, dtype, start
-
-
-def reserve(path: Path) -> None:
-    """Have the disk give all the space a sparse file will need, so that writing to its memory map cannot fail.
-
-    A memory map of a file on a full disk kills the process (SIGBUS) where a write would raise.
-    """
-    if sys.platform == "linux":
-        handle = open_plain(path, os.O_RDWR)
-        try:
-            size = os.fstat(handle).st_size
-            if size:
-                os.posix_fallocate(handle, 0, size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-        finally:
-            os.close(handle)
 
 
 def checksum_of(path: Path) -> str | None:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from ggda_ext.files import DamagedFile, checksum_of, open_array, read_json, replaced, write_json
+from ggda_ext.files import DamagedFile, checksum_of, open_array, read_json, replaced, seal, write_sealed_json
 from ggda_ext.folder_lock import LOCK, FolderLock
 
 FORMAT = 2
@@ -204,7 +204,7 @@ class Store:
         content = {"format": FORMAT, "fingerprint": self.fingerprint, "parts": self._parts, "blocks": self._blocks}
         with self._clear_errors(name):
             sync = self._is_much_at_stake
-            write_json(self.folder / CONTENTS, content | {"xxh3": _seal(content)}, sync=sync)
+            write_sealed_json(self.folder / CONTENTS, content, sync=sync)
         self._synced = time.monotonic() if sync else self._synced
 
     @property
@@ -274,15 +274,10 @@ def read_contents(folder: Path) -> dict[str, Any] | None:
             f"save_dir={str(folder)!r} has a {CONTENTS} of another format: pass another save_dir, or delete the folder."
         )
     missing = [name for name, kind in _KINDS.items() if not isinstance(found.get(name), kind)]
-    if missing or found.pop("xxh3", None) != _seal(found):
+    if missing or found.pop("xxh3", None) != seal(found):
         reason = f"it has no {missing[0]}" if missing else "its checksum is another"
         raise StoreDamaged(f"save_dir={str(folder)!r} has a damaged {CONTENTS} ({reason}): delete the folder.")
     return found
-
-
-def _seal(content: Mapping[str, Any]) -> str:
-    """The checksum that `store.json` has of itself."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def digest(*arrays: np.ndarray) -> str:

@@ -166,7 +166,7 @@ class ScoreStore:
         name, values = f"checkpoint-{number:03d}", fingerprint.of_checkpoint(provider)
         if not self._is_open:
             made_with = lambda: fingerprint.of_training(provider, self.tag)  # noqa: E731
-            self._store = self._stack.enter_context(opened(self.folder, made_with, **{name: values}))
+            self._store = self._stack.enter_context(opened(self.folder, made_with, parts={name: values}))
             self._is_open = True
         with together():
             if self._store is not None:

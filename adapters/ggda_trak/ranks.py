@@ -59,9 +59,11 @@ def merge(store: GroupStore) -> None:
     sums = {name: _from_others(np.asarray(values, dtype=np.float32)) for name, values in store.sums.items()}
     fisher = None if store.fisher is None else _from_others(np.asarray(store.fisher))
     points = _from_others(np.asarray(store.points, dtype=np.int32))
+    hashes = _from_others(np.asarray(store.hashes).view(np.int64)).view(np.uint64)  # each point is on one rank
     with together():
         if not others and points.any():
-            store.add(np.flatnonzero(points), np.arange(len(store.groups)), sums, fisher)
+            held = np.flatnonzero(points)
+            store.add(held, np.arange(len(store.groups)), sums, fisher, hashes[held])
     if others:
         store.clear()
 
