@@ -22,6 +22,7 @@ from ggda_ext.data import DataLike
 from ggda_ext.distributed import inner_names, unwrapped
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.groups import GroupsLike
+from ggda_ext.model_lock import only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
 from ggda_ext.stored_scores import keep_scores
 
@@ -69,6 +70,7 @@ def attribute(
     provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
     listed, factors = _weighted(checkpoints, weights)
     with (
+        only_thread(model),
         closing(at_checkpoints(model, listed, load_checkpoint)) as numbers,
         keep_scores(save_dir, tag) as kept,
     ):
@@ -134,6 +136,11 @@ def load_state(model: nn.Module, checkpoint: Any) -> None:
 @contextmanager
 def parameters_restored(model: nn.Module, *, only_on_failure: bool = False) -> Iterator[None]:
     """Give the model its parameters, buffers, modes and `requires_grad` back at the end, or only after an exception."""
+    with only_thread(model):
+        yield from _parameters_restored(model, only_on_failure)
+
+
+def _parameters_restored(model: nn.Module, only_on_failure: bool) -> Iterator[None]:
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     modes = [(module, module.training) for module in model.modules()]
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

@@ -26,6 +26,7 @@ from ggda_ext.gradients.plan import STRATEGIES, Plan, choose, named
 from ggda_ext.gradients.survey import Survey
 from ggda_ext.groups import GroupBatch, Groups, GroupsLike
 from ggda_ext.losses import as_example_loss
+from ggda_ext.model_lock import locks_model, locks_model_while_iterated, only_thread
 
 Directions = Tensor | PointGradients
 
@@ -89,7 +90,8 @@ class GroupGradients:
         if groups is None and self.data.n is None:
             raise TypeError("the training data is a stream without a length: pass groups with one label per point.")
         self.groups = Groups.singletons(self.data.n or 0) if groups is None else Groups.of(groups, self.data.n)
-        self.space = ParameterSpace(model, parameters)
+        with only_thread(model):  # another may have frozen some of the parameters
+            self.space = ParameterSpace(model, parameters)
         self.strategy, self.memory_budget, self.show_progress = strategy, memory_budget, show_progress
         self._batch_size = batch_size
 
@@ -106,6 +108,7 @@ class GroupGradients:
         other.__dict__["_survey"] = self._survey.on(other.groups)  # where cached_property keeps it
         return other
 
+    @locks_model
     def plan(self, directions: int | Directions | None = 1) -> Plan:
         """What will be done for a number of directions, for test points, or (None) for gradient rows."""
         rows, points = directions is None, isinstance(directions, PointGradients)
@@ -117,6 +120,7 @@ class GroupGradients:
             return choose(self._survey.facts, m, rows=rows, points=points)
         return named(self.strategy, self._survey.facts, m, rows=rows, points=points)
 
+    @locks_model
     def scores(self, directions: Directions) -> Tensor:
         """Inner products of directions with every group's summed gradient.
 
@@ -167,6 +171,7 @@ class GroupGradients:
                     rows[(some - low).to(rows.device)] = block
             yield ids, all_reduce_sum(rows)
 
+    @locks_model_while_iterated
     def _blocks(self, max_rows: int | None, ids: range) -> Iterator[tuple[Tensor, Tensor]]:
         check_deterministic_modules(self.model)
         plan = self.plan(None)
@@ -175,6 +180,7 @@ class GroupGradients:
             check_finite_rows(rows, some, self.groups)
             yield some, rows
 
+    @locks_model
     def rows(self) -> Tensor:
         """All group-summed gradients at once `[k, p]`: only for k and p that fit into memory."""
         rows = torch.zeros(len(self.groups), self.p, dtype=self.space.dtype, device=self.space.device)
@@ -183,6 +189,7 @@ class GroupGradients:
                 rows[ids.to(rows.device)] = block
         return all_reduce_sum(rows)
 
+    @locks_model
     def squared_norms(self) -> Tensor:
         """Squared norm of every group's summed gradient `[k]`: without forming it if all layers are Linear, one token.
 
@@ -200,6 +207,7 @@ class GroupGradients:
                     result[ids.to(result.device)] = rows.square().sum(1)
         return self._summed(result[None])[0]
 
+    @locks_model_while_iterated
     def observe(self, watch: Callable[[GroupBatch], Observer]) -> Iterator[GroupBatch]:
         """Batches of whole groups, each run forward and backward under the observer that `watch` gives for it.
 
