@@ -263,23 +263,36 @@ def mend(folder: Path) -> None:
     """
     for path in (folder / "metadata.json", folder / "experiments.json", *folder.glob("id_*.json")):
         try:
-            found = read_json(path)
-            whole = isinstance(found, dict) and (path.stem != path.stem.removeprefix("id_")) <= _is_state(found)
+            whole = _is_record(path.name, read_json(path))
         except FileNotFoundError:
             continue
         except DamagedFile:
             whole = False
-        if not whole and path.name.startswith("id_") and path.stem.removeprefix("id_").isdigit():
-            write_json(path, {path.stem.removeprefix("id_"): {"is_featurized": 0, "is_finalized": 0}})
+        number = path.stem.removeprefix("id_")
+        if not whole and number.isdigit():
+            write_json(path, {number: {"is_featurized": 0, "is_finalized": 0}})
         elif not whole:
             path.unlink()
 
 
-def _is_state(found: dict[str, Any]) -> bool:
-    """Whether TRAK's record of a checkpoint has the entries it should have."""
+_RECORDS = {  # what TRAK reads of its own records
+    "experiments.json": {"num_targets": int, "scores_path": str, "scores_finalized": int},
+    "id": {"is_featurized": int, "is_finalized": int},
+}
+
+
+def _is_record(name: str, found: Any) -> bool:
+    """Whether a JSON file of TRAK's has the entries it should have."""
+    if not isinstance(found, dict):
+        return False
+    if name == "metadata.json":
+        return {"JL dimension", "JL matrix type", "train set size"} <= set(found)
+    kinds = _RECORDS["experiments.json" if name == "experiments.json" else "id"]
     return all(
-        number.isdigit() and isinstance(state, dict) and {"is_featurized", "is_finalized"} <= set(state)
-        for number, state in found.items()
+        isinstance(record, dict)
+        and all(isinstance(record.get(entry), kind) for entry, kind in kinds.items())
+        and (name == "experiments.json" or key.isdecimal())
+        for key, record in found.items()
     )
 
 
