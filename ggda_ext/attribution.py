@@ -59,9 +59,10 @@ def attribute(
         weights: one weight per checkpoint; 1 if left out.
         load_checkpoint: ``load_checkpoint(model, checkpoint)``, if a checkpoint is neither.
         save_dir: a folder that keeps finished blocks of scores. Called again after a kill, only missing blocks are
-            made, with the same result bit for bit; another model, other groups or other settings are refused. The
+            made, with the same result bit for bit; another model, loss, data set, groups or settings are refused. The
             folder may be asked about other properties, too. Under torchrun all ranks have to see it.
-        tag: with `save_dir`, names what cannot be seen from here, such as the version of the data; another is refused.
+        tag: with `save_dir`, names what cannot be seen from here, such as the version of data that cannot be read;
+            another is refused.
         **provider_options: see `GroupGradients`: `parameters`, `strategy`, `batch_size`, `show_progress`, …
 
     Returns:

@@ -16,9 +16,9 @@ import os
 import sys
 import sysconfig
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Any
 
@@ -86,13 +86,18 @@ class Content:
         return known
 
     def _hash(self, value: Any) -> bytes:
-        own = getattr(type(value), "__fingerprint__", None)
-        if own is not None:
-            return _joined("own", _name(type(value)), str(own(value)))
-        for kinds, how in _RULES:
-            if isinstance(value, kinds):
-                return how(self, value)
-        return self._object(value)
+        kind = type(value)
+        if kind not in _rule_of:
+            own = getattr(kind, "__fingerprint__", None)
+            _rule_of[kind] = (
+                Content._own
+                if own is not None
+                else next((how for kinds, how in _RULES if isinstance(value, kinds)), Content._object)
+            )
+        return _rule_of[kind](self, value)
+
+    def _own(self, value: Any) -> bytes:
+        return _joined("own", _name(type(value)), str(value.__fingerprint__()))
 
     def data(self, value: IndexedData) -> str:
         """How many points a data set has, a hash of them, and how many were looked at if it cannot be read whole."""
@@ -277,13 +282,26 @@ class Content:
             "that names its version, give its class a method __fingerprint__(self) -> str, or leave save_dir out."
         )
 
-    @contextmanager
-    def _inside(self, name: str) -> Iterator[None]:
-        self._path.append(name)
-        yield
-        self._path.pop()
+    def _inside(self, name: str) -> _Inside:
+        return _Inside(self._path, name)
 
 
+class _Inside:
+    """A step on the way to a value, for errors."""
+
+    __slots__ = ("name", "path")
+
+    def __init__(self, path: list[str], name: str) -> None:
+        self.path, self.name = path, name
+
+    def __enter__(self) -> None:
+        self.path.append(self.name)
+
+    def __exit__(self, *_: object) -> None:
+        self.path.pop()
+
+
+_rule_of: weakref.WeakKeyDictionary[type, Callable[[Content, Any], bytes]] = weakref.WeakKeyDictionary()
 _OF_CLASSES = frozenset({"__module__", "__doc__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__",
                          "__annotations__", "__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__",
                          "__annotate_func__", "__annotations_cache__", "__match_args__"})  # fmt: skip

@@ -194,7 +194,9 @@ def open_array(path: Path, mode: Any = "c") -> np.ndarray:
     flags = os.O_RDONLY if mode in ("c", "r") else os.O_RDWR
     with os.fdopen(open_plain(path, flags), "rb" if flags == os.O_RDONLY else "r+b") as file:
         shape, fortran, dtype, start = _read_header(path, file)
-        return np.memmap(file, dtype, mode, start, shape, order="F" if fortran else "C")
+        found = np.memmap(file, dtype, mode, start, shape, order="F" if fortran else "C")
+    found.filename = str(path.absolute())  # known to NumPy only where it opens the file itself
+    return found
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype, int]:

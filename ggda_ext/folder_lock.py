@@ -42,7 +42,7 @@ class FolderLock:
     _held: dict[Path, _Holder] = {}  # noqa: RUF012  # the system's lock is blind within one process
 
     def __init__(self, folder: Path, *, reentrant: bool = False) -> None:
-        self.folder = folder.resolve()
+        self.folder = Path(os.path.realpath(folder))
         holder = self._held.get(self.folder)
         if holder is None or holder.process != os.getpid():
             holder = _Holder(os.getpid(), _locked(folder))

@@ -168,9 +168,10 @@ class ScoreStore:
             made_with = lambda: fingerprint.of_training(provider, self.tag)  # noqa: E731
             self._store = self._stack.enter_context(opened(self.folder, made_with, parts={name: values}))
             self._is_open = True
-        with together():
-            if self._store is not None:
-                self._store.part(name, values)
+        else:
+            with together():
+                if self._store is not None:
+                    self._store.part(name, values)
         return self.folder / name
 
     def _name_of(self, property: Any, provider: GroupGradients) -> str:

@@ -29,7 +29,7 @@ from ggda_ext.stored_scores import ScoresInMemory, ScoreStore, keep_scores
 Solve = Callable[[Tensor], Tensor]
 """H⁻¹ v for rows v `[m, p]` in dattri's layout."""
 Curvature = Literal["whole", "upstream"]
-_NOT_OF_THE_SOLVER = ("device", "layer_name", "strategy", "save_dir", "show_progress")
+_NOT_OF_THE_SOLVER = ("device", "layer_name", "strategy", "save_dir", "tag", "show_progress")
 
 
 class GroupedInnerProduct(Grouped):
@@ -96,7 +96,7 @@ class GroupedInnerProduct(Grouped):
         _check_relatif(relatif_method)
         data, groups = self._prepared(train_dataloader)
         tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
-        with keep_scores(self.save_dir) as kept:
+        with keep_scores(self.save_dir, self.tag) as kept:
 
             def parts() -> Iterator[tuple[float | Tensor, Any]]:
                 for index in self._checkpoints:
@@ -130,7 +130,7 @@ class GroupedInnerProduct(Grouped):
         settings = {
             "solver": name_of(SimpleNamespace(**own)).replace("SimpleNamespace", type(self).__name__),
             "curvature": self.curvature,
-            "cached points": of_data(self._curvature_data(), None),
+            "cached points": of_data(self._curvature_data(), self.tag),
         }
         name = f"solved-{digest(rows.detach().cpu().numpy())}"
         return kept.array(provider, checkpoint.index, name, settings, lambda: solve(rows))

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib.format import open_memmap
 
 from ggda_ext.distributed import all_reduce_sum, from_first_rank, gather_rows, rank, together, world_size
+from ggda_ext.files import open_array
 from ggda_trak.store import SETTINGS, GroupStore
 
 
@@ -80,4 +80,4 @@ def scores_of_first_rank(scores: Any) -> np.ndarray:
     with together():
         if rank() and not Path(path).exists():
             raise ValueError(f"save_dir: rank {rank()} does not see {path!r}: pass a folder that all ranks share.")
-        return scores if rank() == 0 else open_memmap(path, mode="r")
+        return scores if rank() == 0 else open_array(Path(path), "r")

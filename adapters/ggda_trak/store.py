@@ -275,7 +275,7 @@ def mend(folder: Path) -> None:
             path.unlink()
 
 
-_RECORDS = {  # what TRAK reads of its own records
+_RECORDS: dict[str, dict[str, type]] = {  # what TRAK reads of its own records
     "experiments.json": {"num_targets": int, "scores_path": str, "scores_finalized": int},
     "id": {"is_featurized": int, "is_finalized": int},
 }
