@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# an independent Gauss–Newton matrix for the tests; without its dependencies, which ask for torchvision
+REFERENCE := curvlinops-for-pytorch backpack-for-pytorch unfoldNd einconv linear_operator opt-einsum einops
+
 .PHONY: test test-matrix benchmark clean
 
 test: $(READY)
@@ -24,6 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all]'
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(REFERENCE)
 	touch $(READY)
 
 clean:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.data import cache
-from ggda_ext.store import replaced
+from ggda_ext.files import DamagedFile, read_plain, replaced
 from ggda_ext.training import Trained
 from ggda_ext.training.loop import State, state_on_cpu
 
@@ -80,8 +81,11 @@ class ModelFiles:
 
     def _read(self, key: str) -> bytes | None:
         try:
-            whole = self._path(key).read_bytes()
+            whole = read_plain(self._path(key), sys.maxsize)
         except (FileNotFoundError, NotADirectoryError):
+            return None
+        except DamagedFile as error:
+            _logger.warning("%s The model is trained again.", error)
             return None
         checksum, content = whole[:_CHECKSUM], whole[_CHECKSUM:]
         if hashlib.sha256(content).digest() == checksum:

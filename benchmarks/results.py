@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 
-from ggda_ext.store import FolderLock
+from ggda_ext.files import DamagedFile, open_plain, read_json, read_plain, seal, write_sealed_json
+from ggda_ext.folder_lock import FolderLock
 
 RESULTS = Path("results")
+CHECKSUM = "xxh3"
 _PACKAGES = ("ggda-ext", "torch", "captum", "dattri", "traker", "transformers", "scikit-learn", "numpy", "scipy")
 _FIXED = ("command", "scale")  # what a run that goes on must share with the run it continues
 
@@ -59,7 +61,8 @@ class ResultFolder:
         """
         given = dict(config) | about_this_machine()
         if resume is None:
-            folder = cls(_new_folder(base, name), given | {"started": _now(), "finished": None}, [])
+            started = {"started": _now(), "finished": None, "row_checksums": True}
+            folder = cls(_new_folder(base, name), given | started, [])
             folder._write_config()
             folder._lock = _lock(folder.path)
             return folder
@@ -94,12 +97,13 @@ class ResultFolder:
         key = row["key"]
         if self.done(key):
             raise ValueError(f"row {key!r} is in {self.path} already.")
-        line = json.dumps(row, default=_plain, ensure_ascii=False)
-        with (self.path / "rows.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        plain = json.loads(json.dumps(row, default=_plain, ensure_ascii=False))
+        line = json.dumps(plain | {CHECKSUM: seal(plain)}, ensure_ascii=False)
+        with os.fdopen(open_plain(self.path / "rows.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+            file.write(line.encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        self.rows.append(json.loads(line))
+        self.rows.append(plain)
         self._keys.add(key)
 
     def add_source(self, data: str, source: str, stand_in: bool) -> None:
@@ -113,35 +117,65 @@ class ResultFolder:
         self._write_config()
 
     def _write_config(self) -> None:
-        part = self.path / "config.json.part"
-        part.write_text(json.dumps(self.config, indent=1, default=_plain, ensure_ascii=False), encoding="utf-8")
-        part.replace(self.path / "config.json")
+        plain = json.loads(json.dumps(self.config, default=_plain))
+        write_sealed_json(self.path / "config.json", plain)
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """A folder's config."""
     try:
-        found: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        found = read_json(path / "config.json")
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is no result folder: it has no config.json.") from None
+    if not isinstance(found, dict):
+        raise DamagedFile(f"{path / 'config.json'} is damaged: it holds no JSON object.")
+    checksum = found.pop("xxh3", None)
+    if (checksum is not None or "row_checksums" in found) and checksum != seal(found):
+        raise DamagedFile(f"{path / 'config.json'} is damaged: it does not have the checksum it was written with.")
     return found
 
 
 def read_rows(path: Path, repair: bool = False) -> list[dict[str, Any]]:
-    """A folder's rows; the half line a killed run may leave at the end is ignored, with `repair` also cut off."""
+    """A folder's rows; the half line a killed run may leave at the end is ignored, with `repair` also cut off.
+
+    Raises:
+        ValueError: a line is not a row, or not the one that was written. Folders of earlier versions have no checksums.
+    """
     file = path / "rows.jsonl"
-    if not file.exists():
+    try:
+        content = read_plain(file)
+    except FileNotFoundError:
         return []
-    whole, newline, half = file.read_bytes().rpartition(b"\n")
+    whole, newline, half = content.rpartition(b"\n")
     if half and repair:
-        os.truncate(file, len(whole) + len(newline))
-    rows = []
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{file}, line {number}, is not JSON ({error}): delete the line to go on.") from None
-    return rows
+        handle = open_plain(file, os.O_WRONLY)
+        os.ftruncate(handle, len(whole) + len(newline))
+        os.close(handle)
+    sealed = bool((path / "config.json").exists() and read_config(path).get("row_checksums"))
+    parsed = [_parsed(file, number, line) for number, line in enumerate(whole.split(b"\n") if whole else [], 1)]
+    rows: dict[str, dict[str, Any]] = {}
+    for number, row in enumerate(parsed, 1):
+        checksum = row.pop(CHECKSUM, None)
+        if (sealed or checksum is not None) and checksum != seal(row):
+            raise ValueError(
+                f"{file}, line {number}, does not have the checksum it was written with: delete the line to go on."
+            )
+        if row["key"] in rows:
+            raise ValueError(f"{file}, line {number}, has the key of an earlier line: delete the line to go on.")
+        rows[row["key"]] = row
+    return list(rows.values())
+
+
+def _parsed(file: Path, number: int, line: bytes) -> dict[str, Any]:
+    """The row in a line."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{file}, line {number}, is not JSON ({reason}): delete the line to go on.") from None
+    if not isinstance(row, dict) or not isinstance(row.get("key"), str):
+        raise ValueError(f"{file}, line {number}, is no row with a key: delete the line to go on.")
+    return row
 
 
 def about_this_machine() -> dict[str, Any]:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ggda_ext.data import DataLike
 from ggda_ext.distributed import inner_names, unwrapped
-from ggda_ext.fingerprint import name_of
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.groups import GroupsLike
+from ggda_ext.model_lock import only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
 from ggda_ext.stored_scores import keep_scores
 
@@ -62,9 +62,10 @@ def attribute(
         weights: one weight per checkpoint; 1 if left out.
         load_checkpoint: ``load_checkpoint(model, checkpoint)``, if a checkpoint is neither.
         save_dir: a folder that keeps finished blocks of scores. Called again after a kill, only missing blocks are
-            made, with the same result bit for bit; another model, other groups or other settings are refused. The
+            made, with the same result bit for bit; another model, loss, data set, groups or settings are refused. The
             folder may be asked about other properties, too. Under torchrun all ranks have to see it.
-        tag: with `save_dir`, names what cannot be seen from here, such as the version of the data; another is refused.
+        tag: with `save_dir`, names what cannot be seen from here, such as the version of data that cannot be read;
+            another is refused.
         **provider_options: see `GroupGradients`: `parameters`, `strategy`, `batch_size`, `show_progress`, …
 
     Returns:
@@ -73,11 +74,12 @@ def attribute(
     provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
     listed, factors = _weighted(checkpoints, weights)
     with (
+        only_thread(model),
         closing(at_checkpoints(model, listed, load_checkpoint)) as numbers,
         keep_scores(save_dir, tag) as kept,
     ):
         return kept.total(
-            (factors[at], kept.scores(provider, property_directions(provider, property), at, name_of(property)))
+            (factors[at], kept.scores(provider, property_directions(provider, property), at, property))
             for at in numbers
         )
 
@@ -142,6 +144,11 @@ def load_state(model: nn.Module, checkpoint: Any) -> None:
 @contextmanager
 def parameters_restored(model: nn.Module, *, only_on_failure: bool = False) -> Iterator[None]:
     """Give the model its parameters, buffers, modes and `requires_grad` back at the end, or only after an exception."""
+    with only_thread(model):
+        yield from _parameters_restored(model, only_on_failure)
+
+
+def _parameters_restored(model: nn.Module, only_on_failure: bool) -> Iterator[None]:
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     modes = [(module, module.training) for module in model.modules()]
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

@@ -6,6 +6,7 @@ work of one rank, so its numbers do not depend on the number of ranks, on a kill
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,9 +53,12 @@ def part_of(provider: GroupGradients, groups: Range, strategy: str) -> GroupGrad
     """The provider of some groups alone, with the strategy chosen for all."""
     low, high = groups
     every = provider.groups
-    members = np.sort(every.order[every.offsets[low] : every.offsets[high]])
-    names = None if every.names is None else every.names[low:high]
-    part = provider.on(SomePoints(provider.data, members), Groups(every.labels[members] - low, names=names))
+    if high - low == len(every):
+        part = copy.copy(provider)
+    else:
+        members = np.sort(every.order[every.offsets[low] : every.offsets[high]])
+        names = None if every.names is None else every.names[low:high]
+        part = provider.on(SomePoints(provider.data, members), Groups(every.labels[members] - low, names=names))
     part.strategy, part.show_progress = strategy, False
     return part
 
@@ -139,13 +143,19 @@ def _made(blocks: list[Block], dtype: torch.dtype) -> list[Tensor]:
 
 
 @contextmanager
-def opened(folder: Path, fingerprint: Callable[[], Mapping[str, Any]], *, lock: bool = True) -> Iterator[Store | None]:
+def opened(
+    folder: Path,
+    fingerprint: Callable[[], Mapping[str, Any]],
+    *,
+    lock: bool = True,
+    parts: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Iterator[Store | None]:
     """A store on rank 0, None on other ranks; what goes wrong on opening it is raised on all of them."""
     store: Store | None = None
     with together():
         if rank() == 0:
             with alone():
-                store = Store(folder, fingerprint(), lock=lock)
+                store = Store(folder, fingerprint(), lock=lock, parts=parts)
     try:
         yield store
     finally:

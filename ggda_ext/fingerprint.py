@@ -1,71 +1,115 @@
 """What stored numbers depend on, as short JSON values: so that a store is used again only where it belongs.
 
-What has bytes (parameters, groups) is hashed. What cannot be compared (a loss, a property, test points) is described
-by its name and by numbers it gives; these are compared up to rounding, because a GPU does not repeat them exactly.
+Everything has a name that a person would give and a hash of its content: the model's structure and its values, loss,
+property, groups, data. Directions, which a GPU does not repeat exactly, are compared by a few sums up to rounding.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
+import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 
-from ggda_ext.data import IndexedData, to_device
+from ggda_ext.content import Content, bytes_of
+from ggda_ext.data import IndexedData
 from ggda_ext.gradients import Directions, GroupGradients
 from ggda_ext.groups import Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.store import digest
 
-_EXAMPLES = 32
 _NUMBERS = 8
 _SIMPLE = (bool, int, float, str, type(None))
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+class SampledData(UserWarning):
+    """Some data cannot be read whole, so that a store cannot see every change of it."""
 
 
 def of_training(provider: GroupGradients, tag: str | None) -> dict[str, Any]:
-    """What all checkpoints share: groups, loss, chosen parameters, settings and versions."""
-    from ggda_ext import __version__  # the package imports this module
-
+    """What all checkpoints share: model, loss, data, groups, chosen parameters, settings and versions."""
     return {
         "tag": tag,
         "groups": of_groups(provider.groups),
-        "loss": name_of(provider.loss),
+        "data": of_data(provider.data, tag),
+        "loss": of_value(provider.loss, "loss", tag, provider.model),
+        "model": of_structure(provider.model, tag),
         "parameters": [f"{name} {list(value.shape)}" for name, value in provider.space.parameters.items()],
         "dtype": str(provider.space.dtype),
         "strategy": provider.strategy,
         "batch_size": provider._batch_size,
         "memory_budget": provider.memory_budget,
-        "ggda_ext": __version__,
-        "torch": ".".join(torch.__version__.split(".")[:2]),
-    }
+    } | of_versions()
+
+
+def of_versions() -> dict[str, str]:
+    """The versions that numbers may depend on."""
+    from ggda_ext import __version__  # the package imports this module
+
+    return {"ggda_ext": __version__, "torch": ".".join(torch.__version__.split(".")[:2])}
 
 
 def of_checkpoint(provider: GroupGradients) -> dict[str, Any]:
-    """The model's current parameters and buffers, and the losses of some training points under them."""
-    return {
-        "values of the parameters": of_parameters(provider.model),
-        "losses of training points": losses_of(provider, provider.data),
-    }
+    """The model's current parameters and buffers."""
+    return {"values of the parameters": of_parameters(provider.model)}
 
 
-def losses_of(provider: GroupGradients, data: IndexedData) -> list[float]:
-    """The losses of some points from all over the data, the first ones of a stream."""
-    return _losses(provider.model, provider.loss, _some(data), provider)
+def of_value(value: Any, what: str, tag: str | None, model: nn.Module | None = None) -> str:
+    """The name of a loss, a property or any other value, and a hash of its content.
+
+    Args:
+        value: what is described.
+        what: how errors call it.
+        tag: the user's name for what cannot be told; without one such content is refused.
+        model: its parts stand for themselves where `value` holds them; they are hashed elsewhere.
+    """
+    named = {f"model.{name}": module for name, module in model.named_modules()} if model is not None else {}
+    if model is not None:
+        named |= {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    content = Content(named, lenient=tag is not None)
+    found = content.text(value, what)
+    _say_what_was_sampled(content, tag)
+    return f"{name_of(value)} #{found}"
 
 
-def of_directions(provider: GroupGradients, directions: Directions) -> dict[str, Any]:
-    """What is asked: a sketch of the directions `[m, p]`, or the losses of the test points behind them."""
+def of_data(data: IndexedData, tag: str | None) -> str:
+    """The number of points and a hash of them, or of some where they cannot be read whole; then a tag is asked for."""
+    content = Content(lenient=tag is not None)
+    found = content.data(data)
+    _say_what_was_sampled(content, tag)
+    return found
+
+
+def of_structure(model: nn.Module, tag: str | None) -> str:
+    """What a model is made of but for its values: modules, their settings and code, and parameters they share."""
+    content = Content(lenient=tag is not None)
+    first: dict[int, str] = {}
+    shared = [
+        f"{name}={first.setdefault(id(value), name)}"
+        for name, value in model.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(value), name) != name
+    ]
+    found = digest(np.frombuffer(content.network(model, values=False), np.uint8))
+    return f"{_ADDRESS.sub('', ' '.join(repr(model).split()))}{' '.join(['', *shared])} #{found}"
+
+
+def of_directions(provider: GroupGradients, directions: Directions, tag: str | None = None) -> dict[str, Any]:
+    """What is asked: a sketch of the directions `[m, p]`, or the test points behind them and their loss."""
     if isinstance(directions, Tensor):
         return {"asked": "directions", "m": len(directions), "sketch": sketch_of(directions)}
-    losses: list[float] = []
-    for _, batch in directions.data.sequential(256):
-        losses += _losses(provider.model, directions.loss, batch, provider)
-    sketch = sketch_of(torch.tensor(losses, dtype=torch.float64)[None])
-    return {"asked": "test points", "loss": name_of(directions.loss), "m": directions.n, "sketch": sketch}
+    return {
+        "asked": "test points",
+        "loss": of_value(directions.loss, "the loss of test points", tag, provider.model),
+        "m": directions.n,
+        "points": of_data(directions.data, tag),
+    }
 
 
 def of_groups(groups: Groups) -> str:
@@ -74,38 +118,38 @@ def of_groups(groups: Groups) -> str:
 
 
 def of_parameters(model: nn.Module) -> str:
-    """A hash of all parameters and buffers."""
-    found = hashlib.sha256()
-    for name, value in model.state_dict().items():
+    """A hash of all parameters and buffers, also those that are not saved with the model."""
+    return of_state(dict((*model.named_parameters(), *model.named_buffers())))
+
+
+def of_state(state: Mapping[str, Any]) -> str:
+    """A hash of tensors by name."""
+    found = xxhash.xxh3_128()
+    for name, value in state.items():
         if isinstance(value, Tensor):
-            plain = value.detach().cpu().contiguous().reshape(-1)
-            found.update(f"{name}{value.dtype}{list(value.shape)}".encode())
-            found.update(plain.view(torch.uint8).numpy().data)
+            found.update(f"{name} {value.dtype} {list(value.shape)} ".encode())
+            found.update(bytes_of(value))
     return found.hexdigest()[:16]
 
 
 def sketch_of(rows: Tensor) -> list[float]:
     """A few numbers that differ for other rows `[m, p]`: their norm, and sums with fixed signs and sizes."""
     m, p = rows.shape
-    numbers = torch.arange(1, _NUMBERS + 1, dtype=torch.float64, device=rows.device)
-    left = torch.cos(
-        1.7 * numbers[:, None] * torch.arange(m, dtype=torch.float64, device=rows.device) + numbers[:, None]
-    )
-    total, squares = numbers.new_zeros(_NUMBERS), 0.0
+    numbers = np.arange(1, _NUMBERS + 1)[:, None]
+    left = np.cos(1.7 * numbers * np.arange(m) + numbers)
+    total, squares = np.zeros(_NUMBERS), 0.0
     step = max(1, 2**21 // m)
     for low in range(0, p, step):
-        part = rows[:, low : low + step].detach().double()
-        at = torch.arange(low, low + part.shape[1], dtype=torch.float64, device=rows.device)
-        for j in range(_NUMBERS):
-            total[j] += left[j] @ part @ torch.cos(1.1 * (j + 1) * at)
-        squares += float(part.square().sum())
-    return [*torch.nan_to_num(total).tolist(), float(np.nan_to_num(squares**0.5))]
+        part = rows[:, low : low + step].detach().cpu().double().numpy()
+        total += ((left @ part) * np.cos(1.1 * numbers * np.arange(low, low + part.shape[1]))).sum(1)
+        squares += float(np.square(part).sum())
+    return [*np.nan_to_num(total).tolist(), float(np.nan_to_num(squares**0.5))]
 
 
 def name_of(value: Any, depth: int = 3) -> str:
     """A name that a person would give: of a function its own, of an object its class with its settings."""
     if isinstance(value, functools.partial):
-        settings = [*map(str, value.args), *(f"{key}={item}" for key, item in value.keywords.items())]
+        settings = [*map(_setting, value.args), *(f"{key}={_setting(item)}" for key, item in value.keywords.items())]
         return f"{name_of(value.func, depth - 1)}({', '.join(settings)})"
     own = getattr(value, "__qualname__", None)
     if own is not None:
@@ -123,6 +167,20 @@ def name_of(value: Any, depth: int = 3) -> str:
     return f"{type(value).__qualname__}({', '.join(settings)})"
 
 
+def _say_what_was_sampled(content: Content, tag: str | None) -> None:
+    if content.sampled and tag is None:
+        warnings.warn(
+            f"{content.sampled[0]} cannot be read whole, so save_dir was compared with some of its points only, and a "
+            "change in others is not seen: pass tag=, a text that names its version, to be sure.",
+            SampledData,
+            stacklevel=2,
+        )
+
+
+def _setting(value: Any) -> str:
+    return repr(value) if _is_plain(value) else type(value).__qualname__
+
+
 def _is_plain(value: Any) -> bool:
     """Whether a value is made of numbers and texts."""
     if isinstance(value, Mapping):
@@ -130,15 +188,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return isinstance(value, _SIMPLE)
-
-
-def _some(data: IndexedData) -> Any:
-    """A batch of examples from all over the data; the first ones of a stream."""
-    if data.n is None or data.is_stream:
-        return data.first(_EXAMPLES)
-    return next(iter(data.batches([np.unique(np.linspace(0, data.n - 1, _EXAMPLES).astype(np.int64))])))
-
-
-def _losses(model: nn.Module, loss: ExampleLoss, batch: Any, provider: GroupGradients) -> list[float]:
-    with torch.no_grad():
-        return torch.nan_to_num(loss.each(model, to_device(batch, provider.space.device)).double()).tolist()

@@ -20,6 +20,7 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor, nn
 
+from ggda_ext import fingerprint
 from ggda_ext.blocks import Block, finish, opened
 from ggda_ext.distributed import from_first_rank, world_size
 from ggda_ext.groups import Groups, GroupsLike
@@ -27,7 +28,7 @@ from ggda_ext.losses import example_losses
 from ggda_ext.properties import Property
 from ggda_ext.store import digest
 from ggda_ext.training import Recipe, TrainedModels, initial_model, train_many
-from ggda_ext.training.loop import LossFn, MakeModel, state_on_cpu
+from ggda_ext.training.loop import LossFn, MakeModel
 from ggda_ext.training.many import layout_of, models_at_once
 from ggda_ext.training.order import by_falling_steps
 from ggda_ext.training.recipe import checked_data
@@ -85,6 +86,7 @@ def leave_group_out(
     group_ids: Sequence[int] | None = None,
     at_once: int | None = None,
     save_dir: str | Path | None = None,
+    tag: str | None = None,
     show_progress: bool = False,
 ) -> LeaveGroupOut:
     """Train without each group in turn, and compare with models trained on all points.
@@ -102,9 +104,13 @@ def leave_group_out(
         seeds: of initial weights and batch orders; every group is left out once for each.
         group_ids: leave out only these groups; all if left out.
         at_once: models trained at once, and saved at once; chosen by size if left out.
-        save_dir: folder for finished trainings. Called again with the same arguments, a stopped run goes on from there.
+        save_dir: folder for finished trainings. Called again with the same arguments, a stopped run goes on from there;
+            another model, loss, property, data set, recipe or other groups are refused.
+        tag: with `save_dir`, names what cannot be seen from here, such as a file that the property reads.
         show_progress: show a progress bar.
     """
+    if tag is not None and save_dir is None:
+        raise ValueError(f"tag={tag!r} is given without save_dir: pass the folder it is for, or leave it out.")
     x, y = checked_data(data)
     groups = Groups.of(groups, len(x))
     ids = np.arange(len(groups)) if group_ids is None else _checked_ids(group_ids, len(groups))
@@ -135,20 +141,23 @@ def leave_group_out(
 
         return Block(f"values-{number}", (len(chunk), m), sum(len(jobs[j][0]) for j in chunk), make)
 
-    def fingerprint() -> dict[str, Any]:
+    def made_with() -> dict[str, Any]:
         return {
+            "tag": tag,
             "data": digest(x.cpu().numpy(), y.cpu().numpy()),
             "groups": digest(groups.labels.astype(np.int64), ids),
-            "property": measure.name,
+            "property": fingerprint.of_value(property, "property", tag),
+            "loss": fingerprint.of_value(loss_fn, "loss_fn", tag),
             "recipe": asdict(recipe),
             "seeds": [int(seed) for seed in seeds],
-            "model": digest(*(value.numpy() for value in state_on_cpu(first).values())),
+            "model": fingerprint.of_structure(first, tag),
+            "values of the parameters": fingerprint.of_parameters(first),
             "models at once": [len(chunk) for chunk in chunks],
-        }
+        } | fingerprint.of_versions()
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()) if save_dir is None else save_dir)
-        store = stack.enter_context(opened(folder, fingerprint))
+        store = stack.enter_context(opened(folder, dict if save_dir is None else made_with))
         finish(
             store, [block(*numbered) for numbered in enumerate(chunks)], torch.float64, "leave group out", show_progress
         )
@@ -169,10 +178,8 @@ class Measure:
     def __init__(self, property: Property | Pair, loss_fn: LossFn) -> None:
         self.property, self.loss_fn = property, loss_fn
         self.is_vector = False
-        if callable(property):
-            self.name = getattr(property, "__qualname__", type(property).__qualname__)
-        else:
-            self.name = digest(*(part.cpu().numpy() for part in checked_data(property)))
+        if not callable(property):
+            checked_data(property)
 
     def __call__(self, models: TrainedModels) -> Tensor:
         """Values `[models, m]`."""

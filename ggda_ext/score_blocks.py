@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.blocks import Range
-from ggda_ext.store import open_array
+from ggda_ext.files import open_array
 
 
 def block_name(tests: int, groups: int) -> str:
@@ -33,6 +33,14 @@ class ScoreBlocks:
     @property
     def k(self) -> int:
         return self.groups[-1][1]
+
+    @property
+    def is_one_block(self) -> bool:
+        return len(self.tests) == len(self.groups) == 1
+
+    def whole(self) -> Tensor:
+        """The only block, as a memory map."""
+        return torch.from_numpy(open_array(self.folder / f"{block_name(0, 0)}.npy")).to(self.dtype)
 
     def names(self, folder: Path) -> list[str]:
         """What they are called in a folder."""

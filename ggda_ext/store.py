@@ -1,39 +1,45 @@
 """A folder of finished arrays that survives being killed, and refuses what does not belong to it.
 
 Every array is a `.npy` file, written to a `.part` file first and renamed, so a file that exists is whole. A small
-`store.json` holds what the arrays were made with (the *fingerprint*) and a checksum for each. Opened again, a store
-hands back what is finished; an array that is missing, truncated or changed on disk counts as not made.
+`store.json` holds what the arrays were made with (the *fingerprint*) and a checksum for each, and one of its own.
+Opened again, a store hands back what is finished; an array that is missing or changed on disk counts as not made.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import logging
 import math
 import os
 import re
-import sys
-import weakref
-import zlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import xxhash
 
-FORMAT = 1
-CONTENTS, LOCK = "store.json", "store.lock"
+from ggda_ext.files import DamagedFile, checksum_of, open_array, read_json, replaced, seal, write_sealed_json
+from ggda_ext.folder_lock import LOCK, FolderLock
+
+FORMAT = 2
+CONTENTS = "store.json"
+_LEFTOVERS = (LOCK, CONTENTS + ".part")  # of a process that was killed before its first store.json
 SKETCH_TOLERANCE = 1e-6
+SYNC_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_KINDS = {"fingerprint": dict, "parts": dict, "blocks": dict}
 _logger = logging.getLogger(__name__)
 
 
 class StoreMismatch(ValueError):
     """The folder holds a store that was made with something else."""
+
+
+class StoreDamaged(StoreMismatch):
+    """The folder holds a file that was cut or changed, or a link."""
 
 
 class Store:
@@ -47,6 +53,7 @@ class Store:
         fingerprint: what the arrays depend on, as JSON values by name. Another value than the stored one is refused,
             except that lists of floats (sketches of numbers) may differ by rounding.
         lock: False for a store inside the folder of another one that is locked.
+        parts: inner folders, and what they were made with; see `part`.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -60,35 +67,58 @@ class Store:
     ggda_ext.store.StoreMismatch: save_dir='...' was made with seed = 0, now it is 1: pass what it was made with, ...
     """
 
-    def __init__(self, folder: str | Path, fingerprint: Mapping[str, Any], *, lock: bool = True) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        fingerprint: Mapping[str, Any],
+        *,
+        lock: bool = True,
+        parts: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         self.folder = Path(folder)
         self.fingerprint: dict[str, Any] = json.loads(json.dumps(dict(fingerprint)))
+        self._parts: dict[str, dict[str, Any]] = {}
         self._blocks: dict[str, dict[str, Any]] = {}
         self._checked: set[str] = set()
+        self._lock: FolderLock | None = None
+        self._held_before = False
+        self._synced = time.monotonic()
+        check_folder(self.folder, is_inner=not lock)
         with self._clear_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(self.folder) if lock else None
+        if lock:
+            self._refuse_foreign()  # before a lock file is left there
+            with self._clear_errors():
+                self._lock = _take_lock(self.folder)
         try:
-            self._open()
+            self._open(json.loads(json.dumps(parts or {})))
         except BaseException:
             self.close()
             raise
 
-    def _open(self) -> None:
+    def _open(self, parts: dict[str, dict[str, Any]]) -> None:
         found = read_contents(self.folder)
         if found is None:
-            foreign = sorted(path.name for path in self.folder.iterdir() if not _is_leftover(path))
-            if foreign:
-                raise StoreMismatch(
-                    f"save_dir={str(self.folder)!r} is not empty and not a store (it holds {foreign[0]!r}): pass a new "
-                    "or empty folder."
-                )
-            self._write_contents()
-            return
+            self._parts = parts
+            if self._lock is not None:
+                self._write_contents()
+            return  # in a folder of our own it is written with the first array
         differing = difference(found["fingerprint"], self.fingerprint)
         if differing is not None:
             raise StoreMismatch(f"save_dir={str(self.folder)!r} {differing}")
-        self._blocks = found["blocks"]
+        self._parts, self._blocks = found["parts"], found["blocks"]
+        self._held_before = True
+        for name, made_with in parts.items():
+            self.part(name, made_with)
+
+    def _refuse_foreign(self) -> None:
+        names = os.listdir(self.folder)
+        foreign = [] if CONTENTS in names else sorted(name for name in names if name not in _LEFTOVERS)
+        if foreign:
+            raise StoreMismatch(
+                f"save_dir={str(self.folder)!r} is not empty and not a store (it holds {foreign[0]!r}): pass a new or "
+                "empty folder."
+            )
 
     def __enter__(self) -> Store:
         return self
@@ -108,7 +138,7 @@ class Store:
         if known is None:
             return False
         if name not in self._checked:
-            if _checksum(self._path(name)) != known["crc32"]:
+            if checksum_of(self._path(name)) != known["xxh3"]:
                 _logger.warning("%s is damaged or missing and will be made again.", self._path(name))
                 return False
             self._checked.add(name)
@@ -121,6 +151,17 @@ class Store:
     def names(self) -> list[str]:
         """Names of the arrays that were finished, in the order they were."""
         return list(self._blocks)
+
+    def part(self, name: str, fingerprint: Mapping[str, Any]) -> Path:
+        """The inner folder `name`, refused if it was made with something else than now."""
+        given = json.loads(json.dumps(dict(fingerprint)))
+        if name not in self._parts:
+            self._parts[name] = given
+            self._write_contents()
+        differing = difference(self._parts[name], given)
+        if differing is not None:
+            raise StoreMismatch(f"save_dir={str(self.folder)!r}, in {name}, {differing}")
+        return self.folder / name
 
     def block(self, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
         """The array `name` as a memory map; made and saved first if it is not finished."""
@@ -145,12 +186,12 @@ class Store:
         if np.dtype(dtype).hasobject:
             raise TypeError(f"{name!r} has dtype {np.dtype(dtype)}: only plain numbers are stored.")
         described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
-        with self._clear_errors(name), replaced(path) as file:
+        with self._clear_errors(name), replaced(path, sync=self._is_much_at_stake) as file:
             counted = _Counted(file)
             np.lib.format.write_array_header_2_0(counted, described)
             for part in parts:
                 counted.write(np.ascontiguousarray(part, dtype))
-        self._blocks[name] = {"crc32": counted.crc, "shape": list(shape), "dtype": np.dtype(dtype).name}
+        self._blocks[name] = {"xxh3": counted.hash.hexdigest(), "shape": list(shape), "dtype": np.dtype(dtype).name}
         self._checked.add(name)
         self._write_contents(name)
 
@@ -160,13 +201,34 @@ class Store:
         return self.folder / f"{name}.npy"
 
     def _write_contents(self, name: str = CONTENTS) -> None:
+        content = {"format": FORMAT, "fingerprint": self.fingerprint, "parts": self._parts, "blocks": self._blocks}
         with self._clear_errors(name):
-            write_json(
-                self.folder / CONTENTS, {"format": FORMAT, "fingerprint": self.fingerprint, "blocks": self._blocks}
-            )
+            sync = self._is_much_at_stake
+            write_sealed_json(self.folder / CONTENTS, content, sync=sync)
+        self._synced = time.monotonic() if sync else self._synced
+
+    @property
+    def _is_much_at_stake(self) -> bool:
+        """Whether to wait for the disk: a power failure must not cost what was there before, or long work."""
+        return self._held_before or time.monotonic() - self._synced > SYNC_SECONDS
 
     def _clear_errors(self, name: str = CONTENTS) -> AbstractContextManager[None]:
         return clear_errors(self.folder, name, f"The {len(self._blocks)} arrays finished before are intact")
+
+
+def check_folder(folder: Path, *, is_inner: bool = False) -> None:
+    """Refuse a `save_dir` that is a file, and a folder inside of a store that is a link to elsewhere."""
+    if is_inner and folder.is_symlink():
+        raise StoreDamaged(f"save_dir holds {str(folder)!r}, a symbolic link, which is not followed here: remove it.")
+    if folder.exists() and not folder.is_dir():
+        raise StoreMismatch(f"save_dir={str(folder)!r} is a file: pass a new or empty folder.")
+
+
+def _take_lock(folder: Path) -> FolderLock:
+    try:
+        return FolderLock(folder)
+    except DamagedFile as error:
+        raise StoreDamaged(f"save_dir={str(folder)!r}: {error}") from None
 
 
 @contextmanager
@@ -195,52 +257,32 @@ def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str | Non
 
 
 def read_contents(folder: Path) -> dict[str, Any] | None:
-    """What `store.json` says, None if there is none."""
+    """What `store.json` says, None if there is none.
+
+    Raises:
+        StoreDamaged: it does not hold what it was written with.
+        StoreMismatch: it is of another format.
+    """
     try:
-        found = json.loads((folder / CONTENTS).read_text())
+        found = read_json(folder / CONTENTS)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise StoreMismatch(
-            f"save_dir={str(folder)!r} has a damaged {CONTENTS} ({error}): delete the folder."
-        ) from None
+    except DamagedFile as error:
+        raise StoreDamaged(f"save_dir={str(folder)!r} has a damaged {CONTENTS} ({error}): delete the folder.") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise StoreMismatch(
             f"save_dir={str(folder)!r} has a {CONTENTS} of another format: pass another save_dir, or delete the folder."
         )
+    missing = [name for name, kind in _KINDS.items() if not isinstance(found.get(name), kind)]
+    if missing or found.pop("xxh3", None) != seal(found):
+        reason = f"it has no {missing[0]}" if missing else "its checksum is another"
+        raise StoreDamaged(f"save_dir={str(folder)!r} has a damaged {CONTENTS} ({reason}): delete the folder.")
     return found
-
-
-def open_array(path: Path) -> np.ndarray:
-    """A `.npy` file as a memory map, copy on write, without pickle."""
-    return np.load(path, mmap_mode="c", allow_pickle=False)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file as a whole or not at all."""
-    with replaced(path) as file:
-        file.write(json.dumps(content, indent=1).encode())
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` once it is written, also if the power fails meanwhile."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    os.replace(part, path)
-    _sync_folder(path.parent)
 
 
 def digest(*arrays: np.ndarray) -> str:
     """A short text that differs for other arrays: a fingerprint of labels, parameters, …"""
-    found = hashlib.sha256()
+    found = xxhash.xxh3_128()
     for array in arrays:
         array = np.ascontiguousarray(array)
         found.update(f"{array.dtype.str}{array.shape}".encode())
@@ -252,24 +294,12 @@ class _Counted:
     """A file that keeps the checksum of what is written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.crc = file, 0
+        self.file, self.hash = file, xxhash.xxh3_128()
 
     def write(self, data: Any) -> None:
         view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
-        self.crc = zlib.crc32(view, self.crc)
+        self.hash.update(view)
         self.file.write(view)
-
-
-def _checksum(path: Path) -> int | None:
-    """The checksum of a file, None if there is none."""
-    found = 0
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(2**22):
-                found = zlib.crc32(chunk, found)
-    except FileNotFoundError:
-        return None
-    return found
 
 
 def _same(before: Any, now: Any) -> bool:
@@ -289,95 +319,3 @@ def _short(value: Any, other: Any) -> str:
     low = max(0, same - 40)
     part = text[low : low + 80]
     return f"{'…' * (low > 0)}{part}{'…' * (low + 80 < len(text))}" if len(text) > 80 else text
-
-
-def _is_leftover(path: Path) -> bool:
-    """Whether a file may stand in a folder that was killed before its `store.json` was written."""
-    return path.name in (LOCK, CONTENTS + ".part")
-
-
-def _sync_folder(folder: Path) -> None:
-    if sys.platform != "win32":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _take(handle: int) -> None:
-        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-else:
-    import fcntl
-
-    def _take(handle: int) -> None:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-class FolderLock:
-    """A lock that the system gives back when its process ends, however it ends; children do not inherit it.
-
-    Args:
-        folder: what is locked.
-        reentrant: whether this process may lock the folder while it holds it already.
-    """
-
-    _held: dict[Path, _Holder] = {}  # noqa: RUF012  # the system's lock is blind within one process
-
-    def __init__(self, folder: Path, *, reentrant: bool = False) -> None:
-        self.folder = folder.resolve()
-        holder = self._held.get(self.folder)
-        if holder is None or holder.process != os.getpid():
-            holder = _Holder(os.getpid(), _locked(folder))
-            self._held[self.folder] = holder
-        elif not reentrant:
-            raise RuntimeError(
-                f"save_dir={str(folder)!r} is in use by this process: close the store that is open, or pass another "
-                "save_dir."
-            )
-        holder.count += 1
-        self.release = weakref.finalize(self, _release, self._held, self.folder, holder)
-
-
-@dataclass
-class _Holder:
-    """A process that holds a lock, and how often."""
-
-    process: int
-    handle: int | None
-    count: int = 0
-
-
-def _release(held: dict[Path, _Holder], folder: Path, holder: _Holder) -> None:
-    holder.count -= 1
-    if holder.count == 0 and holder.process == os.getpid():
-        held.pop(folder, None)
-        if holder.handle is not None:
-            os.close(holder.handle)
-
-
-def _locked(folder: Path) -> int | None:
-    """The open and locked lock file of a folder; None in a folder that can only be read, which needs no lock."""
-    try:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return None
-        raise
-    try:
-        _take(handle)
-    except OSError as error:
-        owner = os.read(handle, 32).decode(errors="replace") or "another process"
-        os.close(handle)
-        if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-            raise
-        raise RuntimeError(
-            f"save_dir={str(folder)!r} is in use by {owner}: wait until it has finished, or pass another save_dir to "
-            "each process."
-        ) from None
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"process {os.getpid()}".encode(), 0)
-    return handle

@@ -19,10 +19,11 @@ from ggda_ext import fingerprint
 from ggda_ext.attribution import property_directions
 from ggda_ext.blocks import Block, Range, finish, group_ranges, opened, part_of, points_per_block, whole_groups
 from ggda_ext.distributed import alone, together
+from ggda_ext.files import open_array
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.properties import Property
 from ggda_ext.sketch import count_sketch, draw_sketch
-from ggda_ext.store import digest, open_array
+from ggda_ext.store import digest
 from ggda_ext.stored_scores import gradients_of
 
 

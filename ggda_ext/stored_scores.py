@@ -29,10 +29,12 @@ from ggda_ext.blocks import (
     points_per_block,
     whole_groups,
 )
+from ggda_ext.content import UnknownContent
 from ggda_ext.distributed import from_first_rank, together
+from ggda_ext.files import open_array
 from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
 from ggda_ext.score_blocks import ScoreBlocks, StackedBlocks, block_name
-from ggda_ext.store import Store, difference, digest, open_array, read_contents
+from ggda_ext.store import Store, difference, digest, read_contents
 
 Weight = float | Tensor
 
@@ -49,7 +51,9 @@ class ScoresInMemory:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def scores(self, provider: GroupGradients, directions: Directions, checkpoint: int = 0, asked_for: str = "") -> Any:
+    def scores(
+        self, provider: GroupGradients, directions: Directions, checkpoint: int = 0, property: Any = None
+    ) -> Any:
         """``provider.scores(directions)``."""
         return provider.scores(directions)
 
@@ -106,14 +110,24 @@ class ScoreStore:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def scores(self, provider: GroupGradients, directions: Directions, checkpoint: int = 0, asked_for: str = "") -> Any:
-        """What ``provider.scores(directions)`` gives, at the model's current parameters; missing blocks are made."""
+    def scores(
+        self, provider: GroupGradients, directions: Directions, checkpoint: int = 0, property: Any = None
+    ) -> Any:
+        """What ``provider.scores(directions)`` gives, at the model's current parameters; missing blocks are made.
+
+        Args:
+            provider: the training side.
+            directions: what is asked.
+            checkpoint: its number.
+            property: where the directions come from, if from a property; another one is another question.
+        """
         folder = self._checkpoint(provider, checkpoint)
         plan = provider.plan(directions)
         tests, groups = _grid(provider, directions, plan)
         asked = (
-            {"asked for": asked_for}
-            | fingerprint.of_directions(provider, directions)
+            {"asked for": self._name_of(property, provider)}
+            | fingerprint.of_checkpoint(provider)
+            | fingerprint.of_directions(provider, directions, self.tag)
             | {
                 "strategy": plan.strategy,
                 "blocks": digest(np.array(tests), np.array(groups)),
@@ -138,7 +152,8 @@ class ScoreStore:
             make: called by all ranks.
         """
         folder = self._checkpoint(provider, checkpoint) / name
-        with opened(folder, lambda: settings, lock=False) as store:
+        made_with = settings | fingerprint.of_checkpoint(provider)
+        with opened(folder, lambda: made_with, lock=False) as store:
             if from_first_rank(lambda: store is None or name not in store):
                 made = make().detach().cpu()
                 with together():
@@ -148,14 +163,25 @@ class ScoreStore:
 
     def _checkpoint(self, provider: GroupGradients, number: int) -> Path:
         """The folder of a checkpoint, refused if it was made with another model, data or settings."""
+        name, values = f"checkpoint-{number:03d}", fingerprint.of_checkpoint(provider)
         if not self._is_open:
-            self._store = self._stack.enter_context(
-                opened(self.folder, lambda: fingerprint.of_training(provider, self.tag))
-            )
+            made_with = lambda: fingerprint.of_training(provider, self.tag)  # noqa: E731
+            self._store = self._stack.enter_context(opened(self.folder, made_with, parts={name: values}))
             self._is_open = True
-        folder = self.folder / f"checkpoint-{number:03d}"
-        with opened(folder, lambda: fingerprint.of_checkpoint(provider), lock=False):
-            return folder
+        else:
+            with together():
+                if self._store is not None:
+                    self._store.part(name, values)
+        return self.folder / name
+
+    def _name_of(self, property: Any, provider: GroupGradients) -> str:
+        """The name and content of a property; its directions alone tell it where the content cannot be told."""
+        if property is None:
+            return ""
+        try:
+            return fingerprint.of_value(property, "property", self.tag, provider.model)
+        except UnknownContent:
+            return fingerprint.name_of(property)
 
     def stacked(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
         """Scores of some test points after others, from `(their positions, scores)`."""
@@ -173,6 +199,8 @@ class ScoreStore:
             for weight, blocks in listed
         ]
         first = listed[0][1]
+        if len(listed) == 1 and listed[0][0] == 1.0 and isinstance(first, ScoreBlocks) and first.is_one_block:
+            return first.whole()
 
         def rows(low: int, high: int) -> Tensor:
             return weighted_sum((weight, blocks.rows(low, high)) for weight, blocks in listed)

@@ -191,13 +191,21 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
 # a disk that does not take it
 
 
-def test_disk_full_is_a_clear_error_and_finished_arrays_are_intact(tmp_path: Path) -> None:
+def test_disk_full_is_a_clear_error_and_finished_arrays_are_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *_: Any) -> int:
+        return os.open("/dev/full", os.O_WRONLY)
+
     with Store(tmp_path, {}) as store:
         store.save("a", np.zeros(3))
         before = files(tmp_path)
-        (tmp_path / "b.npy.part").symlink_to("/dev/full")
-        with pytest.raises(OSError, match=r"b cannot be written.*No space left.*free space.*1 arrays.*intact") as found:
-            store.save("b", np.zeros(3))
+        with monkeypatch.context() as patched:
+            patched.setattr("ggda_ext.files._new", full)
+            with pytest.raises(
+                OSError, match=r"b cannot be written.*No space left.*free space.*1 arrays.*intact"
+            ) as found:
+                store.save("b", np.zeros(3))
         assert found.value.errno == errno.ENOSPC
     assert files(tmp_path) == before
     with Store(tmp_path, {}) as store:
@@ -349,8 +357,8 @@ OTHERS: dict[str, tuple[Callable[[Case], dict[str, Any]], str]] = {
     "model": (other_model, "values of the parameters"),
     "groups": (lambda case: {"groups": labels(case, 8)}, "groups = '9 groups"),
     "loss": (lambda case: {"loss_fn": nn.CrossEntropyLoss(label_smoothing=0.1)}, "label_smoothing"),
-    "loss that looks alike": (lambda case: {"loss_fn": scaled_loss(2)}, "losses of training points"),
-    "data": (lambda case: {"data": (case.x + 1, case.y)}, "losses of training points"),
+    "loss that looks alike": (lambda case: {"loss_fn": scaled_loss(2)}, "made with loss"),
+    "data": (lambda case: {"data": (case.x + 1, case.y)}, "made with data"),
     "layers": (lambda case: {"parameters": ["0"]}, "parameters"),
     "strategy": (lambda case: {"strategy": "segmented"}, "strategy"),
     "batch size": (lambda case: {"batch_size": 3}, "batch_size"),

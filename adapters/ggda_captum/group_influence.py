@@ -47,6 +47,7 @@ class GroupInfluence(DataInfluence):
             Captum; any other name computes them as groups, too.
         save_dir: a folder that keeps what is finished, see `ggda_ext.attribute`: after a kill the same calls go on with
             what is missing, and scores are memory maps on the CPU. Groups of one are computed as groups then.
+        tag: with `save_dir`, names what cannot be seen from here, such as the version of the data; another is refused.
         **kwargs: the class's own arguments, unchanged. `batch_size` bounds Captum's own passes; group passes choose
             theirs by memory.
     """
@@ -63,12 +64,13 @@ class GroupInfluence(DataInfluence):
         groups: GroupsLike | None = None,
         strategy: str = "auto",
         save_dir: str | Path | None = None,
+        tag: str | None = None,
         **kwargs: Any,
     ) -> None:
         if strategy != "auto" and strategy not in STRATEGIES:
             raise ValueError(f"strategy={strategy!r} is not one of 'auto', {', '.join(map(repr, STRATEGIES))}.")
         self.groups: Groups | None = None
-        self.strategy, self.save_dir = strategy, save_dir
+        self.strategy, self.save_dir, self.tag = strategy, save_dir, tag
         if groups is None and save_dir is not None:
             raise ValueError(f"save_dir={str(save_dir)!r} is given without groups: it keeps scores of groups.")
         if groups is None:
@@ -181,8 +183,10 @@ class GroupInfluence(DataInfluence):
     def _keep(self, inputs: Any = None) -> ScoreStore | ScoresInMemory:
         """Where scores are kept; those of test points and of properties may be of different training losses."""
         if self.save_dir is None:
-            return keep_scores(None)
-        return keep_scores(Path(self.save_dir) / ("properties" if isinstance(inputs, OfProperty) else "inputs"))
+            return keep_scores(None, self.tag)
+        return keep_scores(
+            Path(self.save_dir) / ("properties" if isinstance(inputs, OfProperty) else "inputs"), self.tag
+        )
 
     @cached_property
     def _train_data(self) -> IndexedData:

@@ -98,7 +98,7 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
     projection_quantities: Projections
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        own = {name: kwargs.pop(name) for name in ("groups", "strategy", "save_dir") if name in kwargs}
+        own = {name: kwargs.pop(name) for name in ("groups", "strategy", "save_dir", "tag") if name in kwargs}
         bound = inspect.signature(captum.influence.TracInCPFastRandProj).bind(*args, **kwargs)
         exact = own.get("groups") is not None or find_spec("annoy") is None
         if exact and bound.arguments.get("nearest_neighbors") is None:

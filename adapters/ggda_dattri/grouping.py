@@ -26,6 +26,7 @@ class Grouped:
         strategy: the core's gradient strategy.
         save_dir: a folder that keeps what is finished, see `ggda_ext.attribute`: after a kill the same calls go on with
             what is missing, and scores are memory maps on the CPU. Groups of one are computed as groups then.
+        tag: with `save_dir`, names what cannot be seen from here, such as the version of the data; another is refused.
         **kwargs: dattri's own arguments.
     """
 
@@ -41,6 +42,7 @@ class Grouped:
         groups: GroupsLike | None = None,
         strategy: str = "auto",
         save_dir: str | Path | None = None,
+        tag: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +51,7 @@ class Grouped:
         if groups is None and save_dir is not None:
             raise ValueError(f"save_dir={str(save_dir)!r} is given without groups: it keeps scores of groups.")
         self.groups = None if groups is None else Groups.of(groups)
-        self.strategy, self.save_dir = strategy, save_dir
+        self.strategy, self.save_dir, self.tag = strategy, save_dir, tag
         if isinstance(self.layer_name, str):
             self.layer_name = [self.layer_name]
 

@@ -21,7 +21,7 @@ from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.grouping import Grouped, check_one_of
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData
-from ggda_ext.fingerprint import losses_of, name_of
+from ggda_ext.fingerprint import name_of, of_data
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.properties import Property
 from ggda_ext.store import digest
@@ -30,7 +30,7 @@ from ggda_ext.stored_scores import ScoresInMemory, ScoreStore, keep_scores
 Solve = Callable[[Tensor], Tensor]
 """H⁻¹ v for rows v `[m, p]` in dattri's layout."""
 Curvature = Literal["whole", "gauss-newton", "upstream"]
-_NOT_OF_THE_SOLVER = ("device", "layer_name", "strategy", "save_dir", "show_progress")
+_NOT_OF_THE_SOLVER = ("device", "layer_name", "strategy", "save_dir", "tag", "show_progress")
 
 
 class GroupedInnerProduct(Grouped):
@@ -107,7 +107,7 @@ class GroupedInnerProduct(Grouped):
         _check_relatif(relatif_method)
         data, groups = self._prepared(train_dataloader)
         tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
-        with keep_scores(self.save_dir) as kept:
+        with keep_scores(self.save_dir, self.tag) as kept:
 
             def parts() -> Iterator[tuple[float | Tensor, Any]]:
                 for index in self._checkpoints:
@@ -141,7 +141,7 @@ class GroupedInnerProduct(Grouped):
         settings = {
             "solver": name_of(SimpleNamespace(**own)).replace("SimpleNamespace", type(self).__name__),
             "curvature": self.curvature,
-            "losses of cached points": losses_of(provider, self._curvature_data()),
+            "cached points": of_data(self._curvature_data(), self.tag),
         }
         name = f"solved-{digest(rows.detach().cpu().numpy())}"
         return kept.array(provider, checkpoint.index, name, settings, lambda: solve(rows))

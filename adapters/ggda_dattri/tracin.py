@@ -68,7 +68,7 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
             return self._in_group_order(train_dataloader, lambda: own(train_dataloader, test_dataloader))
         data, groups = self._train_data(train_dataloader)
         tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
-        with keep_scores(self.save_dir) as kept:
+        with keep_scores(self.save_dir, self.tag) as kept:
 
             def parts() -> Iterator[tuple[float, Any]]:
                 for index, weight in self._weighted_checkpoints():

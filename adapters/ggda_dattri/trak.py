@@ -158,7 +158,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         checkpoints = self._checkpoints
         weights = sum(self._one_minus_probability(index, data) for index in checkpoints) / len(checkpoints)
         exact = self.fisher == "exact" or self._is_dattri
-        with keep_scores(self.save_dir) as kept:
+        with keep_scores(self.save_dir, self.tag) as kept:
             return [
                 (self._exact if exact else self._of_groups)(kept, index, data, groups, weights) for index in checkpoints
             ]

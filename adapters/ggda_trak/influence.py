@@ -52,6 +52,7 @@ class FisherInfluence:
         damping: ridge λ relative to the mean diagonal of the Fisher, or ``"auto"``.
         save_dir: a folder that keeps the projected sums of every checkpoint once they are finished, so that they serve
             other test points, properties and dampings, and another process, without another pass.
+        tag: with `save_dir`, names what cannot be seen from here, such as the version of the data; another is refused.
         **provider_options: see `GroupGradients`: `parameters`, `strategy`, `batch_size`, `show_progress`, …
 
     Attributes:
@@ -73,6 +74,7 @@ class FisherInfluence:
         fisher: FisherKind = "paper",
         damping: Damping = "auto",
         save_dir: str | Path | None = None,
+        tag: str | None = None,
         **provider_options: Any,
     ) -> None:
         self.fisher = check_fisher(fisher)
@@ -89,7 +91,7 @@ class FisherInfluence:
         check_dimension(projector, space.size)
         self.projection = Projection(projector or NoOpProjector(device=space.device), space, space.size**0.5)
         self._checkpoints = None if checkpoints is None else listed_checkpoints(checkpoints)
-        self._load, self.save_dir = load_checkpoint, save_dir
+        self._load, self.save_dir, self.tag = load_checkpoint, save_dir, tag
         self._features: list[Tensor] = []
         self.chosen_damping: dict[int, float] = {}
 
@@ -122,7 +124,7 @@ class FisherInfluence:
     def _made_features(self, model_id: int) -> Tensor:
         """Group sums times the damped inverse Fisher `[k, proj_dim]`."""
         made_with = {"fisher": self.fisher} | describe(self.projection.projector)
-        with keep_scores(self.save_dir) as kept:
+        with keep_scores(self.save_dir, self.tag) as kept:
             found = kept.array(self.provider, model_id, "sums", made_with, lambda: self._made_sums(model_id))
         sums, matrix = found[: len(self.groups)], found[len(self.groups) :]
         fisher = EmpiricalFisher(self.projection.dim, found.device)

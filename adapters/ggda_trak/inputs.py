@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import xxhash
 from torch import Tensor
+
+from ggda_ext.content import bytes_of
 
 
 def check_batch(batch: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -18,6 +21,18 @@ def check_batch(batch: Iterable[Tensor]) -> tuple[Tensor, ...]:
     if len(set(lengths)) > 1:
         raise ValueError(f"batch holds tensors of different lengths: {lengths}.")
     return tensors
+
+
+def point_hashes(batch: tuple[Tensor, ...]) -> np.ndarray:
+    """A hash of the content of every point of a batch `[b]`, never 0."""
+    columns = [np.frombuffer(bytes_of(tensor), np.uint8).reshape(len(tensor), -1) for tensor in batch]
+    found = np.empty(len(batch[0]), np.uint64)
+    for j in range(len(found)):
+        seed = 0
+        for column in columns:
+            seed = xxhash.xxh3_64_intdigest(column[j].data, seed)
+        found[j] = seed or 1
+    return found
 
 
 def training_indices(inds: Any, num_samples: int | None, start: int, size: int, n: int) -> np.ndarray:

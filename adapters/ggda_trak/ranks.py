@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib.format import open_memmap
 
 from ggda_ext.distributed import all_reduce_sum, from_first_rank, gather_rows, rank, together, world_size
+from ggda_ext.files import open_array
 from ggda_trak.store import SETTINGS, GroupStore
 
 
@@ -59,9 +59,11 @@ def merge(store: GroupStore) -> None:
     sums = {name: _from_others(np.asarray(values, dtype=np.float32)) for name, values in store.sums.items()}
     fisher = None if store.fisher is None else _from_others(np.asarray(store.fisher))
     points = _from_others(np.asarray(store.points, dtype=np.int32))
+    hashes = _from_others(np.asarray(store.hashes).view(np.int64)).view(np.uint64)  # each point is on one rank
     with together():
         if not others and points.any():
-            store.add(np.flatnonzero(points), np.arange(len(store.groups)), sums, fisher)
+            held = np.flatnonzero(points)
+            store.add(held, np.arange(len(store.groups)), sums, fisher, hashes[held])
     if others:
         store.clear()
 
@@ -78,4 +80,4 @@ def scores_of_first_rank(scores: Any) -> np.ndarray:
     with together():
         if rank() and not Path(path).exists():
             raise ValueError(f"save_dir: rank {rank()} does not see {path!r}: pass a folder that all ranks share.")
-        return scores if rank() == 0 else open_memmap(path, mode="r")
+        return scores if rank() == 0 else open_array(Path(path), "r")

@@ -51,7 +51,14 @@ class GroupSums:
         self._waiting = _Rows(_rows_in(memory_budget, projection, len(self.names) * len(groups)), projection)
         self._forget()
 
-    def add(self, gradients: GroupGradients, batch: tuple[Tensor, ...], indices: np.ndarray, weights: Tensor) -> None:
+    def add(
+        self,
+        gradients: GroupGradients,
+        batch: tuple[Tensor, ...],
+        indices: np.ndarray,
+        weights: Tensor,
+        hashes: np.ndarray,
+    ) -> None:
         """Add points to the sums of their groups, all of them or (on an error) none.
 
         Args:
@@ -59,6 +66,7 @@ class GroupSums:
             batch: the points.
             indices: their training indices `[b]`.
             weights: their Q̄ `[b]`.
+            hashes: of their content `[b]`.
         """
         try:
             inside = np.flatnonzero(self.groups.labels[indices] >= 0)
@@ -71,6 +79,7 @@ class GroupSums:
             self._forget()
             raise
         self._indices.append(indices)
+        self._hashes.append(hashes)
         self.now[indices] = True
         if self._due():
             self.commit()
@@ -137,7 +146,7 @@ class GroupSums:
         ids = np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)
         sums = {name: self._summed(parts, ids) for name, parts in self._projected.items()}
         fisher = None if self._fisher is None else self._fisher.cpu().numpy()
-        self.store.add(np.concatenate(self._indices), ids, sums, fisher)
+        self.store.add(np.concatenate(self._indices), ids, sums, fisher, np.concatenate(self._hashes))
         self._forget()
 
     def _summed(self, parts: list[tuple[np.ndarray, Tensor]], ids: np.ndarray) -> np.ndarray:
@@ -148,6 +157,7 @@ class GroupSums:
 
     def _forget(self) -> None:
         self._indices: list[np.ndarray] = []
+        self._hashes: list[np.ndarray] = []
         self._projected: dict[str, list[tuple[np.ndarray, Tensor]]] = {name: [] for name in self.names}
         self._fisher = None
         self._waiting.take()

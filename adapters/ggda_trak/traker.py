@@ -9,7 +9,6 @@ checkpoints. With the exact Fisher this is the sum of TRAK's own scores over the
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -35,18 +34,29 @@ from ggda_ext.distributed import (
     unwrapped,
     world_size,
 )
-from ggda_ext.fingerprint import of_groups
+from ggda_ext.files import write_json
+from ggda_ext.fingerprint import of_groups, of_state, of_structure, of_value
 from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher, check_ridge
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import Property
-from ggda_ext.store import write_json
-from ggda_trak.inputs import check_batch, target_indices, training_indices
+from ggda_ext.store import StoreMismatch, check_folder
+from ggda_trak.checked_parts import check_features, check_targets, read_damping, write_features, write_targets
+from ggda_trak.checked_saver import CheckedSaver, refuse_links
+from ggda_trak.inputs import check_batch, point_hashes, target_indices, training_indices
 from ggda_trak.outputs import TaskOutputs
 from ggda_trak.projection import Projection, check_dimension, describe, release
 from ggda_trak.ranks import follow_first_rank, merge, own_folder, scores_of_first_rank
 from ggda_trak.rows import all_point_rows, property_rows
-from ggda_trak.store import GroupStore, check_checkpoint, check_settings, mend, mend_experiment, write_settings
+from ggda_trak.store import (
+    GroupStore,
+    check_checkpoint,
+    check_settings,
+    mend,
+    mend_experiment,
+    refuse_foreign,
+    write_settings,
+)
 from ggda_trak.sums import GroupSums
 from ggda_trak.weights import MeanWeights
 
@@ -130,8 +140,13 @@ class TRAKer(trak.TRAKer):
             given = {"use_half_precision": False} | given | {"train_set_size": len(self.groups)}
             given["lambda_reg"] = 0.0  # it is in the Fisher that TRAK's code is given
         self._half = given.get("use_half_precision", True)
+        given.setdefault("saver", CheckedSaver)
+        self._made_with = self._describe(given)
         with together({"groups": of_groups(self.groups)}):
+            check_folder(Path(self._save_dir))
+            refuse_links(Path(self._save_dir))
             if self._load:
+                refuse_foreign(Path(self._save_dir))
                 mend(Path(self._save_dir))
             super().__init__(**given)
             if not self.saver.experiments_file.exists():
@@ -140,9 +155,9 @@ class TRAKer(trak.TRAKer):
         if self._grouped:
             follow_first_rank(self.saver.model_ids)
         for model_id in self.saver.model_ids:
-            found = self._folder(model_id) / "damping.json"
-            if found.exists():
-                self.chosen_damping[model_id] = json.loads(found.read_text())["damping"]
+            chosen = read_damping(self._folder(model_id))
+            if chosen is not None:
+                self.chosen_damping[model_id] = chosen
         if self._grouped:
             self.lambda_reg = ridge
             self._weights = MeanWeights(
@@ -160,10 +175,23 @@ class TRAKer(trak.TRAKer):
             "fisher": self.fisher if self._grouped else "TRAK's",
             "checkpoints": self._models if self._grouped else None,
             "half_precision": self._half, "parameters": sorted(self.grad_wrt) if self.grad_wrt else "all",
-        }  # fmt: skip
+        } | self._made_with  # fmt: skip
         folder = Path(self._save_dir).resolve()
         check_settings(folder, settings | describe(self.projector), compare=self._load)
         write_settings(folder, settings | describe(self.projector))
+
+    def _describe(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The task, the model but for its values, and the checkpoints whose weights Q are averaged."""
+        states = [] if self._checkpoints is None or len(self._checkpoints) == 1 else self._checkpoints
+        loaded = (
+            state if isinstance(state, dict) else torch.load(state, map_location="cpu", weights_only=True)
+            for state in states
+        )
+        return {
+            "task": of_value(given["task"], "task", None),
+            "model": of_structure(given["model"], None),
+            "values of the checkpoints": [of_state(inner_names(state, given["model"])) for state in loaded],
+        }
 
     @property
     def _models(self) -> int:
@@ -232,8 +260,11 @@ class TRAKer(trak.TRAKer):
 
     def _featurize(self, batch: tuple[Tensor, ...], indices: np.ndarray) -> None:
         """Add this rank's share of the points of a batch that were not done before."""
-        mine = np.flatnonzero(~self._done(indices))
+        done = self._done(indices)
+        mine = np.flatnonzero(~done)
         if self._grouped:
+            hashes = point_hashes(batch)
+            self._refuse_other_points(indices[done], hashes[done])
             mine = mine[my_share(len(mine)).start : my_share(len(mine)).stop]
         own = batch if len(mine) == len(indices) else tuple(tensor[torch.from_numpy(mine)] for tensor in batch)
         if not self._grouped:
@@ -242,7 +273,8 @@ class TRAKer(trak.TRAKer):
         assert self._sums is not None
         if len(mine):
             with alone():
-                self._sums.add(self._gradients(own), own, indices[mine], self._weights(own, indices[mine]))
+                weights = self._weights(own, indices[mine])
+                self._sums.add(self._gradients(own), own, indices[mine], weights, hashes[mine])
             self.saver.serialize_current_model_id_metadata()
         self._sums.now[indices] = True
 
@@ -256,6 +288,17 @@ class TRAKer(trak.TRAKer):
                 "point once per checkpoint."
             )
         return self._sums.before[indices]
+
+    def _refuse_other_points(self, indices: np.ndarray, hashes: np.ndarray) -> None:
+        """Refuse points in the place of others that are in the sums already."""
+        assert self._sums is not None
+        before = np.asarray(self._sums.store.hashes)[indices]
+        other = indices[(before != hashes) & (before != 0)]  # 0: another rank's
+        if len(other):
+            raise StoreMismatch(
+                f"save_dir={str(self._save_dir)!r} was made with other data than now at {len(other)} points of this "
+                f"batch, first {other[:5].tolist()}: pass what it was made with, or another save_dir."
+            )
 
     def _commit(self) -> None:
         if self._sums is not None:
@@ -298,11 +341,14 @@ class TRAKer(trak.TRAKer):
                 self.saver.load_current_store(model_id)
                 store = self._store(model_id)
             merge(store)
-            self.chosen_damping[model_id] = from_first_rank(partial(self._finalize, model_id, store, del_grads))
+            self.chosen_damping[model_id] = from_first_rank(partial(self._finalize, model_id, store))
             self.saver.model_ids[model_id]["is_finalized"] = 1
             self.saver.serialize_current_model_id_metadata()
+            if del_grads and rank() == 0:
+                self.saver.del_grads(model_id)
+                store.delete_rows()
 
-    def _finalize(self, model_id: int, store: GroupStore, del_grads: bool) -> float:
+    def _finalize(self, model_id: int, store: GroupStore) -> float:
         """Make the features of a checkpoint; the relative ridge in its Fisher."""
         missing = store.missing
         if missing.any():
@@ -318,10 +364,7 @@ class TRAKer(trak.TRAKer):
         current = self.saver.current_store
         current["features"][:] = features.to(self.dtype).cpu().numpy()
         current["out_to_loss"][:] = 1  # Q is in the numerators
-        write_json(self._folder(model_id) / "damping.json", {"damping": damping})
-        if del_grads:
-            self.saver.del_grads(model_id)
-            store.delete_rows()
+        write_features(self._folder(model_id), damping, current["features"])
         return damping
 
     def _fisher(self, store: GroupStore, numerators: Tensor) -> tuple[Tensor, float]:
@@ -386,6 +429,8 @@ class TRAKer(trak.TRAKer):
         self._last_ind_target += 0 if count is None else count
         if rank() == 0:
             store[indices] = rows.to(self.dtype).cpu().numpy()
+            if self._grouped:
+                write_targets(self._folder(model_id), experiment, store, indices)
 
     def _target_rows(self, batch: tuple[Tensor, ...] | None, property: Property | None, model_id: int) -> Tensor:
         """Projected gradients of targets `[m, proj_dim]`."""
@@ -395,6 +440,17 @@ class TRAKer(trak.TRAKer):
             return property_rows(self.model, property, projection, model_id)
         ones = torch.ones(len(batch[0]), device=batch[0].device)
         return all_point_rows(self._gradients(batch).on((*batch, ones)), projection, model_id)
+
+    def _check_parts(self, experiment: str, model_ids: Iterable[int]) -> None:
+        """Refuse features and targets that are not what was written."""
+        known = self.saver.experiments.get(experiment)
+        for model_id in model_ids if known is not None else ():
+            self.saver.load_current_store(model_id)
+            self.saver.load_current_store(model_id, experiment, known["num_targets"])
+            check_features(self._folder(model_id), self.saver.current_store["features"])
+            targets = self.saver.current_store[f"{experiment}_grads"]
+            if targets is not None:
+                check_targets(self._folder(model_id), experiment, targets)
 
     def finalize_scores(self, exp_name: str, model_ids: Iterable[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRAK's scores, `[groups, targets]` with groups; positive where the group raises the target."""
@@ -406,6 +462,8 @@ class TRAKer(trak.TRAKer):
                 f"model_ids holds {len(used)} checkpoints, but the weights Q of this store were averaged over "
                 f"{self._models}: score all of them, or make a store for those."
             )
+        if self._grouped and rank() == 0:
+            self._check_parts(exp_name, used)
         if self._grouped and world_size() > 1:
             with together():
                 own = super().finalize_scores(exp_name, used, *args, **kwargs) if rank() == 0 else None

@@ -30,6 +30,7 @@ CACHE_VARIABLE = "GGDA_CACHE_DIR"
 FILES = {"heloc": "heloc.npz", "mnist": "mnist.npz", "cifar10": "cifar10.npz", "qnli": "qnli.tsv.gz", "bert": "bert"}
 PART = ".part-"
 STALE_SECONDS = 24 * 3600
+NOTE_BYTES = 10_000
 
 
 def root() -> Path:
@@ -58,10 +59,13 @@ def intact(name: str) -> str | None:
     note = note_path(path)
     if not path.exists() or not note.exists():
         return None
+    if link := next((file for file in (path, note, *files_of(path, links=True)) if file.is_symlink()), None):
+        discard(name, f"{link.name} is a symbolic link, which is not followed here")
+        return None
     try:
-        kept = json.loads(note.read_text("utf-8"))
+        kept = json.loads(note.read_bytes()[:NOTE_BYTES])
         expected, source = kept["sha256"], str(kept["source"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         discard(name, f"its checksum file is not readable ({error})")
         return None
     try:
@@ -111,7 +115,8 @@ def store(name: str, source: str, fill: Callable[[Path], None]) -> Path | None:
                 remove(path)
             part.replace(path)
         with unfinished(note_path(path)) as part:
-            part.write_text(json.dumps(note, indent=1), "utf-8")
+            with part.open("x", encoding="utf-8") as new:
+                new.write(json.dumps(note, indent=1))
             sync(part)
             part.replace(note_path(path))
     except OSError as error:
@@ -126,6 +131,7 @@ def store(name: str, source: str, fill: Callable[[Path], None]) -> Path | None:
 def unfinished(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to; whatever is left there in the end is removed."""
     part = path.with_name(f"{path.name}{PART}{os.getpid()}")
+    remove(part)  # whatever stands there, a link for example
     try:
         yield part
     finally:
@@ -151,9 +157,11 @@ def note_path(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def files_of(path: Path) -> list[Path]:
-    """The file itself, or all files in a folder in a fixed order."""
-    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+def files_of(path: Path, *, links: bool = False) -> list[Path]:
+    """The file itself, or all files in a folder in a fixed order; with `links`, all links too."""
+    if not path.is_dir():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.is_file() or (links and file.is_symlink()))
 
 
 def fingerprint(path: Path) -> str:
@@ -176,7 +184,7 @@ def sync(file: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file or folder if it is there."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -185,20 +193,20 @@ def remove(path: Path) -> None:
 def remove_stale(folder: Path) -> None:
     """Remove what a killed process left unfinished a day ago or earlier."""
     for path in folder.glob(f"*{PART}*"):
-        if time.time() - path.stat().st_mtime > STALE_SECONDS:
+        if time.time() - path.lstat().st_mtime > STALE_SECONDS:
             remove(path)
 
 
 def write_npz(path: Path, content: Content) -> None:
     """Images as an npz; small labels, so that the file is the size of its pixels."""
     arrays: dict[str, Any] = {part: value.astype(np.uint8) for part, value in content.items()}
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         np.savez(file, **arrays)
 
 
 def write_heloc(path: Path, content: Content) -> None:
     """FICO's rows as a packed npz."""
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         np.savez_compressed(file, X_raw=content["x_raw"], y_raw=content["y_raw"])
 
 
@@ -210,7 +218,8 @@ def write_qnli(path: Path, content: Content) -> None:
         lines += [
             f"{split}\t{label}\t{question}\t{sentence}" for label, question, sentence in zip(*columns, strict=True)
         ]
-    path.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
+    with path.open("xb") as file:
+        file.write(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
 
 
 WRITERS: dict[str, Callable[[Path, Content], None]] = {

@@ -81,10 +81,14 @@ def fetch_url(url: str, target: Path, size: int, title: str, *, show_progress: b
         UnreachableError: no answer, a refusal, or fewer bytes than announced.
     """
     try:
-        with urllib.request.urlopen(url, timeout=CONNECT_SECONDS) as answer, target.open("wb") as file:
+        with urllib.request.urlopen(url, timeout=CONNECT_SECONDS) as answer, target.open("xb") as file:
             announced = int(answer.headers.get("Content-Length") or 0)
             with progress(announced or size, title, show_progress) as bar:
+                left = 2 * size + 10**6
                 while block := answer.read(1 << 18):
+                    left -= len(block)
+                    if left < 0:
+                        raise ValueError(f"it sends more than twice the {size:,} bytes that are known")
                     file.write(block)
                     bar.update(len(block))
     except (OSError, ValueError) as error:  # URLError and time-outs are OSErrors; ValueError: no URL

@@ -7,10 +7,13 @@ A file that is damaged or of another kind raises `DataError` naming it.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
+import math
 import pickle
+import struct
+import tarfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -20,19 +23,30 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.data.array_pickle import ArrayUnpickler
 from benchmarks.data.errors import DataError
 
 Array = np.ndarray
-NUMPY_CORE = "numpy._core" if hasattr(np, "_core") else "numpy.core"  # renamed in NumPy 2
 IDX_UINT8 = 8
 CIFAR_ROW = 1 + 3 * 32 * 32
 GOOD = "Good"
 QNLI_LABELS = ("entailment", "not_entailment")
 
 
+MB = 10**6
+IDX_MOST, TSV_MOST, CSV_MOST, CIFAR_MOST = (
+    48 * MB,
+    64 * MB,
+    160 * MB,
+    40 * MB,
+)  # the published files are 47, 25, 110, 31
+NPZ_MOST, LABELS_MOST, HELOC_MOST = 200 * MB, MB, 4 * MB  # 184, 0.2, 0.7
+_HEADER = 10_000
+
 DAMAGE = (  # what the readers raise on bytes they did not expect
-    *(ValueError, KeyError, IndexError, EOFError, OSError, TypeError, AttributeError),
-    *(zlib.error, zipfile.BadZipFile, pickle.UnpicklingError, csv.Error),
+    *(ValueError, KeyError, IndexError, EOFError, OSError, TypeError, AttributeError, SyntaxError),
+    *(OverflowError, RecursionError, MemoryError, NotImplementedError, struct.error, UserWarning),
+    *(zlib.error, zipfile.BadZipFile, tarfile.TarError, pickle.UnpicklingError, csv.Error),
 )
 
 
@@ -42,34 +56,78 @@ def reading(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except DAMAGE as error:
-        raise DataError(f"{path.name} is not readable as {kind} ({error}); replace or remove {path}.") from error
+        reason = str(error) or type(error).__name__
+        raise DataError(f"{path.name} is not readable as {kind} ({reason}); replace or remove {path}.") from error
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file, unpacked if its name ends in .gz."""
-    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+def read_bytes(path: Path, most: int) -> bytes:
+    """The content of a file, unpacked if its name ends in .gz, of at most `most` bytes.
+
+    Raises:
+        ValueError: it has more, so it is not the published file.
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if path.suffix == ".gz":
+        content = unpacked(content, most)
+    if len(content) > most:
+        raise ValueError(f"it has more than the {most:,} bytes that the published file may have")
+    return content
 
 
-def read_npz(path: Path, names: Iterable[str]) -> dict[str, Array]:
-    """The named arrays of an .npz file; pickled objects are refused."""
-    with reading(path, "npz"), np.load(path, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in names}
+def unpacked(content: bytes, most: int) -> bytes:
+    """What gzip packed, and no more than `most` + 1 bytes of it."""
+    found = bytearray()
+    while content:
+        machine = zlib.decompressobj(wbits=31)
+        found += machine.decompress(content, most + 1 - len(found))
+        if len(found) > most:
+            break
+        if not machine.eof:
+            raise EOFError("it ends in the middle")
+        content = machine.unused_data.lstrip(b"\0")
+    return bytes(found)
+
+
+def read_npz(path: Path, names: Iterable[str], most: int = NPZ_MOST) -> dict[str, Array]:
+    """The named arrays of an .npz file; pickled objects are refused, and so is more than `most` bytes."""
+    with reading(path, "npz"), zipfile.ZipFile(path) as archive:
+        members = [archive.getinfo(f"{name}.npy") for name in names]
+        size = sum(member.file_size for member in members)
+        if size > most:
+            raise ValueError(f"it unpacks to {size:,} bytes, the published data have at most {most:,}")
+        return {member.filename.removesuffix(".npy"): parse_npy(archive.read(member)) for member in members}
+
+
+def parse_npy(content: bytes) -> Array:
+    """The array of numbers in an .npy file that is whole."""
+    file = io.BytesIO(content)
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+    shape, is_fortran, dtype = read(file, max_header_size=_HEADER)
+    if dtype.kind not in "biuf":
+        raise ValueError(f"it holds {dtype}, not numbers")
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
+        raise ValueError(f"its header promises {shape} of {dtype}, and {len(content) - file.tell()} bytes follow")
+    return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran else "C")
 
 
 def read_idx(path: Path) -> Array:
     """An array of bytes in the idx format of MNIST, packed (.gz) or not."""
     with reading(path, "idx"):
-        return parse_idx(read_bytes(path))
+        return parse_idx(read_bytes(path, IDX_MOST))
 
 
 def parse_idx(content: bytes) -> Array:
     """An array of bytes in the idx format: two zeros, type 8, number of axes, sizes (big-endian), values."""
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != IDX_UINT8:
         raise ValueError("it does not begin with the idx signature for bytes")
+    if content[3] > 4:
+        raise ValueError(f"its header promises {content[3]} axes")
     start = 4 + 4 * content[3]
     shape = tuple(int(size) for size in np.frombuffer(content[4:start], dtype=">u4"))
-    if len(content) - start != int(np.prod(shape)):
-        raise ValueError(f"its header promises {np.prod(shape)} values and {len(content) - start} follow")
+    if len(content) - start != math.prod(shape):
+        raise ValueError(f"its header promises {math.prod(shape)} values and {len(content) - start} follow")
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
 
 
@@ -82,7 +140,7 @@ def idx_bytes(values: Array) -> bytes:
 def read_cifar_binary(path: Path) -> tuple[Array, Array]:
     """Images [n, 3, 32, 32] and labels [n] of one file of cifar-10-batches-bin."""
     with reading(path, "a CIFAR-10 binary batch"):
-        rows = np.frombuffer(path.read_bytes(), dtype=np.uint8).reshape(-1, CIFAR_ROW)
+        rows = np.frombuffer(read_bytes(path, CIFAR_MOST), dtype=np.uint8).reshape(-1, CIFAR_ROW)
         return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].astype(np.int64)
 
 
@@ -95,46 +153,57 @@ def cifar_binary_bytes(images: Array, labels: Array) -> bytes:
 
 def read_cifar_pickle(path: Path) -> tuple[Array, Array]:
     """Images [n, 3, 32, 32] and labels [n] of one file of cifar-10-batches-py."""
-    with reading(path, "a CIFAR-10 python batch"), path.open("rb") as file:
-        batch = ArrayUnpickler(file, encoding="bytes").load()
-        batch = {key if isinstance(key, bytes) else key.encode(): value for key, value in batch.items()}
-        images = np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, 32, 32)
-        return images, np.asarray(batch[b"labels"], dtype=np.int64)
+    with reading(path, "a CIFAR-10 python batch"):
+        batch = ArrayUnpickler(io.BytesIO(read_bytes(path, CIFAR_MOST))).load()
+        batch = {key if isinstance(key, bytes) else str(key).encode(): value for key, value in batch.items()}
+        images, labels = batch[b"data"], batch[b"labels"]
+        if not isinstance(images, np.ndarray):
+            raise ValueError("its data are no array")
+        return images.reshape(-1, 3, 32, 32), checked_labels(labels)
 
 
-class ArrayUnpickler(pickle.Unpickler):
-    """Reads pickles of plain containers and NumPy arrays, and refuses to look up anything else."""
-
-    allowed = frozenset({"_reconstruct", "ndarray", "dtype", "_frombuffer"})
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The function or class a pickle asks for, if it is one that an array needs."""
-        if (module == "numpy" or module.startswith(("numpy.core.", "numpy._core."))) and name in self.allowed:
-            return super().find_class(module.replace("numpy.core.", f"{NUMPY_CORE}."), name)
-        if (module, name) == ("_codecs", "encode"):  # bytes pickled by Python 3 for Python 2
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no array needs")
+def checked_labels(labels: Any) -> Array:
+    """Labels [n] from a list of small whole numbers."""
+    if not isinstance(labels, list) or not all(type(label) is int and 0 <= label < 256 for label in labels):
+        raise ValueError("its labels are no list of small whole numbers")
+    return np.array(labels, dtype=np.int64)
 
 
 def read_cifar_png(path: Path) -> Array:
     """Images [n, 3, 32, 32] from a PNG of one image per row of 1024 pixels."""
     from PIL import Image
 
-    with reading(path, "a PNG of CIFAR-10 images"), Image.open(path) as picture:
+    with reading(path, "a PNG of CIFAR-10 images"), no_bombs(), Image.open(path) as picture:
+        width, height = picture.size
+        if width != 1024 or height > 10_000 or picture.format != "PNG":
+            raise ValueError(f"it is a {picture.format} of {width} × {height} pixels, not of one image per row of 1024")
         pixels = np.asarray(picture.convert("RGB"))
         return np.ascontiguousarray(pixels.reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2))
+
+
+@contextmanager
+def no_bombs() -> Iterator[None]:
+    """Turn what Pillow says of a picture that is far too large into an error like others."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            yield
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(str(error)) from error
 
 
 def read_json_labels(path: Path) -> Array:
     """Labels [n] from a JSON list of numbers."""
     with reading(path, "a list of labels"):
-        return np.asarray(json.loads(path.read_bytes()), dtype=np.int64)
+        return checked_labels(json.loads(read_bytes(path, LABELS_MOST)))
 
 
 def read_mnist_csv(path: Path) -> tuple[Array, Array]:
     """Images [n, 28, 28] and labels [n] from lines ``label,pixel,...``, with or without a line of names."""
     with reading(path, "MNIST as csv"):
-        content = path.read_bytes()
+        content = read_bytes(path, CSV_MOST)
         if not content[:1].isdigit():
             content = content[content.index(b"\n") + 1 :]
         rows = np.loadtxt(io.BytesIO(content), delimiter=",", dtype=np.uint8, ndmin=2)
@@ -144,7 +213,7 @@ def read_mnist_csv(path: Path) -> tuple[Array, Array]:
 def read_heloc_csv(path: Path) -> tuple[list[str], Array, Array]:
     """Names of the features, features [n, 23] with the codes −7/−8/−9, and labels [n] (1 = good) of FICO's file."""
     with reading(path, "FICO's csv"):
-        lines = list(csv.reader(io.StringIO(path.read_text("utf-8-sig"))))
+        lines = list(csv.reader(io.StringIO(read_bytes(path, HELOC_MOST).decode("utf-8-sig"))))
         label = lines[0].index("RiskPerformance")
         names = [name for column, name in enumerate(lines[0]) if column != label]
         rows = [line for line in lines[1:] if line]
@@ -163,7 +232,7 @@ def heloc_csv_bytes(names: Iterable[str], features: Array, labels: Array) -> byt
 def read_tsv(path: Path) -> list[dict[str, str]]:
     """The rows of a tab-separated file without quoting, packed (.gz) or not, by the names in its first line."""
     with reading(path, "tab-separated text"):
-        lines = read_bytes(path).decode("utf-8").rstrip("\r\n").split("\n")
+        lines = read_bytes(path, TSV_MOST).decode("utf-8").rstrip("\r\n").split("\n")
         names = lines[0].rstrip("\r").split("\t")
         rows = [line.rstrip("\r").split("\t") for line in lines[1:]]
         for number, row in enumerate(rows, start=2):

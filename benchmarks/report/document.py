@@ -11,6 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
+from benchmarks.report.formats import plain_markdown
 from benchmarks.report.page import Content, run_lines
 
 _MARKED = re.compile(r"<!-- (?P<what>table (?P<name>[\w-]+)|headlines|runs) -->\n.*?<!-- end -->", re.DOTALL)
@@ -39,7 +40,7 @@ def refresh(document: Path, content: Content) -> None:
         if match["name"]:
             body = tables[match["name"]].markdown()
         elif match["what"] == "headlines":
-            body = "\n".join(f"- {line}" for line in content.headlines.lines)
+            body = "\n".join(f"- {plain_markdown(line)}" for line in content.headlines.lines)
         else:
             body = "\n\n".join(run_lines(run) for run in content.runs)
         return f"<!-- {match['what']} -->\n{body.strip()}\n<!-- end -->"

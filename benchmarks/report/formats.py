@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 import pandas as pd
 
+_TEX_SIGNS = {sign: f"\\{sign}" for sign in "&%$#_{}"} | {
+    "\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}",
+}  # fmt: skip
 _MANY_ROWS = 40  # beyond, a LaTeX table runs over pages
 _TEX_SIZES = (  # characters in a line, and how a LaTeX table up to that width is set
     (70, "\\small"),
@@ -41,8 +45,8 @@ class Table:
         rule = ["---"] * self.keys + ["---:"] * (len(header) - self.keys)
         lines = [header, rule, *([_cell(text) for text in row] for row in frame.itertuples(index=False))]
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        notes = "".join(f"\n\n{note}" for note in self.notes)
-        return f"**{self.title}**\n\n{table}{notes}\n"
+        notes = "".join(f"\n\n{plain_markdown(note)}" for note in self.notes)
+        return f"**{plain_markdown(self.title)}**\n\n{table}{notes}\n"
 
     def latex(self) -> str:
         """The table as a LaTeX float, one of many rows as a longtable; needs booktabs, and longtable for those."""
@@ -139,10 +143,16 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 
+def plain_markdown(text: str) -> str:
+    """A text as one line of Markdown that shows it as it is: no links, pictures, headings or HTML come of it."""
+    line = " ".join(text.split())
+    line = re.sub(r"([\\`*_\[\]!|~])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
+    return re.sub(r"^([#+-]|\d+[.)])(?= )", r"\\\1", line)
+
+
 def _tex(text: str) -> str:
-    for sign in "&%$#_{}":
-        text = text.replace(sign, f"\\{sign}")
-    return _signs(text)
+    plain = "".join(_TEX_SIGNS.get(sign, sign) for sign in " ".join(text.split()))
+    return _signs(plain)
 
 
 def _signs(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from benchmarks.report.formats import Table
+from benchmarks.report.formats import Table, plain_markdown
 from benchmarks.report.headlines import Headlines
 from benchmarks.report.rows import Run
 from benchmarks.report.style import Picture
@@ -124,11 +124,15 @@ def html(content: Content) -> str:
 
 def markdown(content: Content, figures: str) -> str:
     """The same as Markdown, with links to the figures in the folder `figures`."""
-    parts = [f"# {TITLE}", "\n".join(f"- {line}" for line in content.headlines.lines), *content.missing]
+    parts = [f"# {TITLE}", "\n".join(f"- {plain_markdown(line)}" for line in content.headlines.lines)]
+    parts += map(plain_markdown, content.missing)
     parts += ["## Data", content.sources.markdown()]
     for title, pictures, tables in content.sections():
-        parts.append(f"## {title}")
-        parts += [f"![{one.title}]({figures}/{one.svg.name})\n\n{one.caption}" for one in pictures]
+        parts.append(f"## {plain_markdown(title)}")
+        parts += [
+            f"![{plain_markdown(one.title)}]({figures}/{one.svg.name})\n\n{plain_markdown(one.caption)}"
+            for one in pictures
+        ]
         parts += [one.markdown() for one in tables]
     parts += ["## How it was run", *(run_lines(run) for run in content.runs)]
     return "\n\n".join(parts) + "\n"
@@ -136,7 +140,8 @@ def markdown(content: Content, figures: str) -> str:
 
 def run_lines(run: Run) -> str:
     """A run's machine, command and versions as a Markdown list."""
-    return f"**{run.path.name}**\n\n" + "\n".join(f"- {name}: {value}" for name, value in _facts(run))
+    facts = (f"- {plain_markdown(name)}: {plain_markdown(value)}" for name, value in _facts(run))
+    return f"**{plain_markdown(run.path.name)}**\n\n" + "\n".join(facts)
 
 
 def _picture(picture: Picture) -> str:

@@ -28,6 +28,7 @@ from ggda_ext.gradients.request import PointGradients, Request
 from ggda_ext.gradients.strategies import backward, directional, forward, ghost, norms, persample, segmented
 from ggda_ext.groups import GroupBatch, Groups, GroupsLike
 from ggda_ext.losses import as_example_loss
+from ggda_ext.model_lock import locks_model, locks_model_while_iterated, only_thread
 
 Directions = Tensor | PointGradients
 
@@ -91,7 +92,8 @@ class GroupGradients:
         if groups is None and self.data.n is None:
             raise TypeError("the training data is a stream without a length: pass groups with one label per point.")
         self.groups = Groups.singletons(self.data.n or 0) if groups is None else Groups.of(groups, self.data.n)
-        self.space = ParameterSpace(model, parameters)
+        with only_thread(model):  # another may have frozen some of the parameters
+            self.space = ParameterSpace(model, parameters)
         self.strategy, self.memory_budget, self.show_progress = strategy, memory_budget, show_progress
         self._batch_size = batch_size
         self._last_tests: tuple[PointGradients, GroupGradients] | None = None
@@ -109,6 +111,7 @@ class GroupGradients:
         other.__dict__["_probe"] = self._probe.on(other.groups)  # where cached_property keeps it
         return other
 
+    @locks_model
     def plan(self, directions: int | Directions | None = 1) -> Plan:
         """What will be done for a number of directions, for test points, or (None) for gradient rows."""
         rows, points = directions is None, isinstance(directions, PointGradients)
@@ -141,6 +144,7 @@ class GroupGradients:
             self._last_tests = points, provider
         return self._last_tests[1]
 
+    @locks_model
     def scores(self, directions: Directions) -> Tensor:
         """Inner products of directions with every group's summed gradient.
 
@@ -208,6 +212,7 @@ class GroupGradients:
                     rows[(some - low).to(rows.device)] = block
             yield ids, all_reduce_sum(rows)
 
+    @locks_model_while_iterated
     def _blocks(self, max_rows: int | None, ids: range) -> Iterator[tuple[Tensor, Tensor]]:
         check_deterministic_modules(self.model)
         within = self._share(ids)
@@ -223,6 +228,7 @@ class GroupGradients:
             except Unproven as error:
                 self._give_up(plan, error)
 
+    @locks_model
     def rows(self) -> Tensor:
         """All group-summed gradients at once `[k, p]`: only for k and p that fit into memory."""
         rows = torch.zeros(len(self.groups), self.p, dtype=self.space.dtype, device=self.space.device)
@@ -231,6 +237,7 @@ class GroupGradients:
                 rows[ids.to(rows.device)] = block
         return all_reduce_sum(rows)
 
+    @locks_model
     def squared_norms(self) -> Tensor:
         """Squared norm of every group's summed gradient `[k]`: without forming it if all layers are Linear, one token.
 
@@ -258,6 +265,7 @@ class GroupGradients:
             self._give_up(plan, error)
             return None
 
+    @locks_model_while_iterated
     def observe(self, watch: Callable[[GroupBatch], Observer]) -> Iterator[GroupBatch]:
         """Batches of whole groups, each run forward and backward under the observer that `watch` gives for it.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.distributed import all_reduce_sum, broadcast, together, unwrapped
+from ggda_ext.model_lock import only_thread
 from ggda_ext.model_state import sums_on, training_kernels
 
 Property = Callable[[nn.Module], Tensor]
@@ -36,7 +37,7 @@ def property_gradient(property: Property, model: nn.Module, parameters: Paramete
     if not parameters:
         raise ValueError("parameters is empty: pass at least one parameter of the model.")
     model, own = unwrapped(model), getattr(property, "gradient", None)
-    with _differentiable(model, parameters):
+    with only_thread(model), _differentiable(model, parameters):
         rows = own(model, parameters) if callable(own) else _plain_gradient(property, model, parameters)
     p = sum(parameter.numel() for parameter in parameters.values())
     if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] != p:

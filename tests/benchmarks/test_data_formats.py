@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import pickle
+import resource
+import tarfile
 import warnings
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.data import folders, formats, prepare
+from benchmarks.data import folders, formats, prepare, registry
 from benchmarks.data.errors import DataError
 from tests.benchmarks.data_cases import LAYOUTS, tiny, write_cifar10_pickle, write_layout
 
@@ -147,3 +152,103 @@ def test_rows_without_any_record_are_dropped() -> None:
 
 def test_the_published_order_is_one_of_all_rows() -> None:
     np.testing.assert_array_equal(np.sort(prepare.published_order(9871)), np.arange(9871))
+
+
+# files from a stranger
+
+
+def crafted(dtype_state: object, kind: str = "u1", raw: bytes = bytes(16)) -> bytes:
+    """A pickle of an array whose dtype gets a state of the stranger's own."""
+
+    class Dtype:
+        def __reduce__(self) -> object:
+            return np.dtype, (kind, False, True), dtype_state
+
+    class Crafted:
+        def __reduce__(self) -> object:
+            make = np.zeros(1).__reduce__()[0]
+            return make, (np.ndarray, (0,), b"b"), (1, (len(raw) // 8,), Dtype(), False, raw)
+
+    return pickle.dumps({b"data": Crafted(), b"labels": [1]}, protocol=2)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        crafted((3, "|", None, None, None, -1, -1, 63), "O"),
+        crafted((3, "|", None, None, None, 8, 8, 63)),
+        crafted((3, "|", (np.dtype("O"), (2,)), None, None, 16, 1, 63), "V16"),
+        crafted((3, "<", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 27), "V8"),
+        crafted((3, "|", None, None, None, -1, -1, 0), "f8"),
+        crafted((3, "|", None, None, None, 2**31 - 1, 1, 0), "V1"),
+        b"\x80\x02}r\xff\xff\xff\x7f.",
+        b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+        b"\x80\x04\x8e" + (2**62).to_bytes(8, "little") + b"x.",
+        b"cos\nsystem\n(S'echo'\ntR.",
+    ],
+)
+def test_a_crafted_cifar_pickle_is_refused_and_nothing_is_built(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "data_batch_1").write_bytes(content)
+    with pytest.raises(DataError, match="data_batch_1 is not readable as a CIFAR-10 python batch"):
+        formats.read_cifar_pickle(tmp_path / "data_batch_1")
+
+
+@pytest.mark.parametrize("read", [formats.read_idx, formats.read_tsv])
+def test_a_gz_file_that_unpacks_to_more_than_the_data_have_is_refused(
+    read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "IDX_MOST", 10**6)
+    monkeypatch.setattr(formats, "TSV_MOST", 10**6)
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(10**8)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=r"bomb\.gz.*more than the 1,000,000 bytes"):
+        read(tmp_path / "bomb.gz")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
+
+
+def test_an_npz_that_declares_or_holds_too_much_is_refused(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "mnist.npz", x_train=np.zeros(10**7, np.uint8))
+    with pytest.raises(DataError, match="unpacks to 10,000,128 bytes"):
+        formats.read_npz(tmp_path / "mnist.npz", ["x_train"], most=10**6)
+    header = (
+        b"\x93NUMPY\x01\x00v\x00"
+        + b"{'descr': '<f8', 'fortran_order': False, 'shape': (9999999999,), }".ljust(117)
+        + b"\n"
+    )
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive:
+        archive.writestr("x_train.npy", header)
+    with pytest.raises(DataError, match=r"huge\.npz.*header promises"):
+        formats.read_npz(tmp_path / "huge.npz", ["x_train"])
+
+
+def test_a_picture_of_another_size_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("1", (20_000, 20_000)).save(tmp_path / "data_batch_1.png")
+    with pytest.raises(DataError, match=r"data_batch_1\.png is not readable.*"):
+        formats.read_cifar_png(tmp_path / "data_batch_1.png")
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[[1]]", "[1e400]", "[999]", "{}", "[true]"])
+def test_labels_that_are_none_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "labels.json").write_text(content)
+    with pytest.raises(DataError, match=r"labels\.json is not readable"):
+        formats.read_json_labels(tmp_path / "labels.json")
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_an_archive_that_unpacks_to_more_than_its_files_is_refused(kind: str, tmp_path: Path) -> None:
+    package = registry.Package("npm", "made", "1.0", "package", ("a.csv",), 1_000, 1_000)
+    archive, into = tmp_path / "archive", tmp_path / "into"
+    into.mkdir()
+    if kind == "zip":
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
+            packed.writestr("package/a.csv", bytes(3 * 10**7))
+    else:
+        with tarfile.open(archive, "w:gz") as tape:
+            member = tarfile.TarInfo("package/a.csv")
+            member.size = 3 * 10**7
+            tape.addfile(member, io.BytesIO(bytes(member.size)))
+    with pytest.raises(DataError, match="unpacks to"):
+        registry.unpack(package, archive, into)
+    assert sum(path.stat().st_size for path in into.iterdir()) < 2 * 10**6

@@ -20,7 +20,8 @@ from benchmarks.report.cost_tables import cost
 from benchmarks.report.formats import Table, three_digits
 from benchmarks.report.headlines import headlines
 from benchmarks.report.lds_figures import lds_figures
-from benchmarks.report.rows import merged, of_sums, read, slug
+from benchmarks.report.page import run_lines
+from benchmarks.report.rows import Run, merged, of_sums, read, slug
 from benchmarks.report.tables import all_tables
 
 METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
@@ -470,3 +471,26 @@ def test_a_wide_latex_table_is_set_smaller(columns: int, size: str) -> None:
 
 def test_slugs_are_file_names() -> None:
     assert slug("CIFAR-10 / ResNet-18 (2,000 points)") == "cifar-10-resnet-18-2-000-points"
+
+
+HOSTILE = "a_b*c* [x](http://y) ![p](q) <script>alert(1)</script> `code` | & \\input{/etc/passwd} ~^ {}%$#\n# heading"
+
+
+def test_titles_and_notes_are_escaped_in_markdown_and_latex() -> None:
+    table = Table("made", HOSTILE, pd.DataFrame({"a": ["1"]}), notes=[HOSTILE])
+    title, *_, note = table.markdown().strip().split("\n\n")
+    for text in (title.strip("*"), note):
+        assert "\n" not in text
+        assert "<" not in text
+        assert not re.search(r"(?<!\\)[\[\]`_*!|]", text)
+    caption = table.latex().partition("\\caption")[2].partition("\\label")[0]
+    assert "\\input" not in caption
+    assert "\\textbackslash{}input" in caption
+    assert not re.search(r"(?<!\\)[%$#&_]", caption)
+
+
+def test_a_run_that_says_what_it_likes_is_escaped(tmp_path: Path) -> None:
+    lines = run_lines(Run(tmp_path / "<b>", {"command": HOSTILE}))
+    assert "<" not in lines
+    assert not re.search(r"(?<!\\)[\[\]]", lines)
+    assert lines.count("\n") == 2

@@ -1,0 +1,424 @@
+"""A hash of what a Python value is made of: numbers and arrays by their bytes, functions by code and what they capture.
+
+Two values with one hash do the same thing. A function is its bytecode, defaults, closure and the globals it names; an
+object is its class and its attributes; what comes from an installed library is its name and version. Where the content
+cannot be told (an open file, a lock), that is said and refused.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import io
+import logging
+import os
+import sys
+import sysconfig
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from ggda_ext.data import IndexedData
+from ggda_ext.data_content import describe_data
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
+_NAMED = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, np.dtype, PurePath, range, slice)
+_OF_TORCH = frozenset(vars(nn.Module()))  # what torch itself keeps in a module
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BUILT_IN = (
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+)
+_UNTOLD = (types.GeneratorType, types.CoroutineType, types.FrameType, io.IOBase)
+
+
+class UnknownContent(ValueError):
+    """A value whose content cannot be told, so that a store could not tell it from another."""
+
+
+class Content:
+    """Hashes values; one object of it hashes each value once.
+
+    Args:
+        named: objects that stand for themselves, such as the modules of a model that is hashed elsewhere, by name.
+        lenient: whether a value that cannot be told counts by its type alone, as the user's tag names it.
+
+    Attributes:
+        sampled: what was looked at in part only, because it cannot be read whole.
+    """
+
+    def __init__(self, named: Mapping[str, Any] | None = None, *, lenient: bool = False) -> None:
+        self._known = {id(value): f"named {name}".encode() for name, value in (named or {}).items()}
+        self._alive: list[Any] = []  # an id is worth something while its object lives
+        self._lenient, self._path = lenient, list[str]()
+        self.sampled: list[str] = []
+
+    def text(self, value: Any, what: str) -> str:
+        """The hash as a text of 16 letters.
+
+        Args:
+            value: what is hashed.
+            what: how an error calls it.
+        """
+        with self._inside(what):
+            return self.hash(value).hex()[:16]
+
+    def hash(self, value: Any) -> bytes:
+        """The hash of any value."""
+        if isinstance(value, _PLAIN):
+            return _joined(type(value).__name__, repr(value))
+        known = self._known.get(id(value))
+        if known is None:
+            self._alive.append(value)
+            self._known[id(value)] = b"itself"  # inside of what it holds
+            known = self._known[id(value)] = self._hash(value)
+        return known
+
+    def _hash(self, value: Any) -> bytes:
+        kind = type(value)
+        if kind not in _rule_of:
+            own = getattr(kind, "__fingerprint__", None)
+            _rule_of[kind] = (
+                Content._own
+                if own is not None
+                else next((how for kinds, how in _RULES if isinstance(value, kinds)), Content._object)
+            )
+        return _rule_of[kind](self, value)
+
+    def _own(self, value: Any) -> bytes:
+        return _joined("own", _name(type(value)), str(value.__fingerprint__()))
+
+    def data(self, value: IndexedData) -> str:
+        """How many points a data set has, a hash of them, and how many were looked at if it cannot be read whole."""
+        described, whole = describe_data(value, lambda part: self.hash(part).hex())
+        if not whole:
+            self.sampled.append(value.name)
+        return described
+
+    def parts(self, kind: str, values: Iterable[Any]) -> bytes:
+        return _joined(kind, *map(self.hash, values))
+
+    def _tensor(self, value: Tensor) -> bytes:
+        try:
+            return _joined("tensor", str(value.dtype), str(list(value.shape)), hash_of_bytes(bytes_of(value)))
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            return self._untold(value, str(error).partition("\n")[0])
+
+    def _array(self, value: np.ndarray) -> bytes:
+        if value.dtype.hasobject:
+            return _joined("array", str(value.shape), *map(self.hash, value.reshape(-1).tolist()))
+        plain = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        return _joined("array", value.dtype.str, str(value.shape), hash_of_bytes(plain.data))
+
+    def _mapping(self, value: Mapping[Any, Any]) -> bytes:
+        items = []
+        for key, item in value.items():
+            with self._inside(f"[{key!r}]" if isinstance(key, str | int) else "[…]"):
+                items.append(_joined(self.hash(key), self.hash(item)))
+        return _joined("mapping", _name(type(value)), *sorted(items), self._attributes(value))
+
+    def _sequence(self, value: Iterable[Any]) -> bytes:
+        return _joined(_name(type(value)), *map(self.hash, value), self._attributes(value))
+
+    def _set(self, value: Set[Any]) -> bytes:
+        return _joined("set", *sorted(map(self.hash, value)))
+
+    def _partial(self, value: functools.partial[Any]) -> bytes:
+        return self.parts("partial", (value.func, value.args, value.keywords))
+
+    def _method(self, value: types.MethodType) -> bytes:
+        return self.parts("method", (value.__func__, value.__self__))
+
+    def _built_in(self, value: Any) -> bytes:
+        owner = getattr(value, "__self__", None)
+        held = b"" if owner is None or isinstance(owner, types.ModuleType) else self.hash(owner)
+        return _joined("built in", _name(value), held)
+
+    def _function(self, value: types.FunctionType) -> bytes:
+        inner = getattr(value, "_torchdynamo_orig_callable", None)
+        if inner is not None:
+            return self.hash(inner)
+        with self._inside(value.__qualname__):
+            own = _written_by(value.__code__)  # a counter, say: what calls leave behind is not what it was made with
+            cells = [
+                self._cell(name, cell)
+                for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+                if name not in own
+            ]
+            given = self.parts("given", (value.__defaults__, value.__kwdefaults__, vars(value)))
+            library = version_of(value.__module__)
+            if library is not None:
+                return _joined("function", library, _name(value), *cells, given)
+            used = [
+                self._global(name, value) for name in sorted(_names_in(value.__code__)) if name in value.__globals__
+            ]
+            return _joined("function", self._code(value.__code__), *cells, given, *used)
+
+    def _cell(self, name: str, cell: Any) -> bytes:
+        with self._inside(name):
+            try:
+                return _joined(name, self.hash(cell.cell_contents))
+            except ValueError as error:
+                if isinstance(error, UnknownContent):
+                    raise
+                return _joined(name, "empty")
+
+    def _global(self, name: str, function: types.FunctionType) -> bytes:
+        value = function.__globals__[name]
+        with self._inside(name):
+            if isinstance(value, types.ModuleType) and version_of(value.__name__) is None:
+                seen = sorted(_names_in(function.__code__) & set(vars(value)))
+                return _joined(name, *(_joined(at, self.hash(getattr(value, at))) for at in seen))
+            return _joined(name, self.hash(value))
+
+    def _code(self, code: types.CodeType) -> bytes:
+        constants = [
+            self._code(item) if isinstance(item, types.CodeType) else self.hash(item) for item in code.co_consts
+        ]
+        names = (*code.co_names, "|", *code.co_varnames, "|", *code.co_freevars)
+        shape = f"{code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount} {code.co_flags}"
+        return _joined("code", code.co_code, shape, *names, *constants)
+
+    def _class(self, value: type) -> bytes:
+        library = version_of(value.__module__)
+        if library is not None:
+            return _joined("class", library, _name(value))
+        with self._inside(value.__qualname__):
+            held = [
+                _joined(name, self.hash(item))
+                for name, item in sorted(vars(value).items())
+                if name not in _OF_CLASSES and not isinstance(item, types.GetSetDescriptorType)
+            ]
+            return _joined("class", value.__qualname__, *map(self.hash, value.__bases__), *held)
+
+    def _descriptor(self, value: Any) -> bytes:
+        functions = [getattr(value, name, None) for name in ("__func__", "func", "fget", "fset", "fdel")]
+        return self.parts(type(value).__name__, functions)
+
+    def _wrapper(self, value: Any) -> bytes:
+        return self.hash(value.__wrapped__)
+
+    def _module(self, value: types.ModuleType) -> bytes:
+        return _joined("module", version_of(value.__name__) or "", value.__name__)
+
+    def _network(self, value: nn.Module) -> bytes:
+        return self.network(value, values=True)
+
+    def network(self, value: nn.Module, *, values: bool) -> bytes:
+        """The hash of a module: its class, attributes, hooks and parts; with the values of its tensors or without."""
+        inner = vars(value).get("_orig_mod") or value._modules.get("_orig_mod")
+        if inner is not None:  # compiled
+            return self.network(inner, values=values)
+        if isinstance(value, torch.jit.ScriptModule):
+            tensors = [self._values(name, item, values) for name, item in value.state_dict().items()]
+            return _joined("script", str(value.code), *tensors)
+        own, written = type(value), _written_in_calls(type(value))
+        held: list[bytes] = [self.hash(own)]
+        if version_of(own.__module__) is None:
+            held.append(str(value.training).encode())
+        for name, item in sorted(vars(value).items()):
+            if name not in _OF_TORCH and name not in written:
+                with self._inside(name):
+                    held.append(_joined(name, self.hash(item)))
+        for name in _HOOKS:
+            held += [self.hash(hook) for hook in (vars(value).get(name) or {}).values()]
+        for name, tensor in (*value._parameters.items(), *value._buffers.items()):
+            held.append(self._values(name, tensor, values))
+        for name, part in value._modules.items():
+            with self._inside(name):
+                known = self._known.get(id(part)) if values else None
+                held.append(_joined(name, b"" if part is None else known or self.network(part, values=values)))
+        return _joined("network", *held)
+
+    def _values(self, name: str, tensor: Tensor | None, values: bool) -> bytes:
+        if tensor is None or not values:
+            return _joined(name, "none" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}")
+        return _joined(name, self.hash(tensor))
+
+    def _object(self, value: Any) -> bytes:
+        if not hasattr(value, "__dict__") and not _slots(type(value)):
+            return self._reduced(value)
+        return _joined("object", self.hash(type(value)), self._attributes(value, _written_in_calls(type(value))))
+
+    def _attributes(self, value: Any, but: Set[str] = frozenset()) -> bytes:
+        slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+        found = []
+        for name, item in sorted({**slots, **getattr(value, "__dict__", {})}.items()):
+            if name in but:
+                continue
+            with self._inside(name):
+                found.append(_joined(name, self.hash(item)))
+        return _joined("attributes", *found)
+
+    def _reduced(self, value: Any) -> bytes:
+        """What pickle would write, for objects of C; nothing is called but the object's own `__reduce_ex__`."""
+        try:
+            reduced = value.__reduce_ex__(4)
+        except Exception as error:  # whatever an object raises that cannot be pickled
+            return self._untold(value, str(error))
+        if isinstance(reduced, str):
+            return _joined("reduced", _name(type(value)), reduced)
+        items = [list(part) if isinstance(part, Iterator) else part for part in reduced]
+        return self.parts("reduced", items)
+
+    def _untold(self, value: Any, reason: str = "it is a running thing") -> bytes:
+        if self._lenient:
+            return _joined("untold", _name(type(value)))
+        *where, last = self._path or ["the value"]
+        raise UnknownContent(
+            f"{' → '.join([*where, last])} is a {type(value).__qualname__}, whose content cannot be told ({reason}): "
+            f"save_dir could not tell this {self._path[0] if self._path else 'value'} from another: pass tag=, a text "
+            "that names its version, give its class a method __fingerprint__(self) -> str, or leave save_dir out."
+        )
+
+    def _inside(self, name: str) -> _Inside:
+        return _Inside(self._path, name)
+
+
+class _Inside:
+    """A step on the way to a value, for errors."""
+
+    __slots__ = ("name", "path")
+
+    def __init__(self, path: list[str], name: str) -> None:
+        self.path, self.name = path, name
+
+    def __enter__(self) -> None:
+        self.path.append(self.name)
+
+    def __exit__(self, *_: object) -> None:
+        self.path.pop()
+
+
+_rule_of: weakref.WeakKeyDictionary[type, Callable[[Content, Any], bytes]] = weakref.WeakKeyDictionary()
+_OF_CLASSES = frozenset({"__module__", "__doc__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__",
+                         "__annotations__", "__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__",
+                         "__annotate_func__", "__annotations_cache__", "__match_args__"})  # fmt: skip
+
+_RULES: tuple[tuple[Any, Callable[[Content, Any], bytes]], ...] = (
+    (Tensor, Content._tensor),
+    (np.ndarray, Content._array),
+    (np.generic, lambda self, value: self._array(np.asarray(value))),
+    (nn.Module, Content._network),
+    (IndexedData, lambda self, value: self.data(value).encode()),
+    (enum.Enum, lambda self, value: _joined("enum", _name(type(value)), value.name)),
+    (_NAMED, lambda self, value: _joined(_name(type(value)), str(value))),
+    (functools.partial, Content._partial),
+    (types.MethodType, Content._method),
+    (types.FunctionType, Content._function),
+    (_BUILT_IN, Content._built_in),
+    (type, Content._class),
+    ((staticmethod, classmethod, property, functools.cached_property), Content._descriptor),
+    (functools._lru_cache_wrapper, Content._wrapper),
+    (types.ModuleType, Content._module),
+    (types.CodeType, Content._code),
+    (types.MappingProxyType, Content._mapping),
+    (torch.Generator, lambda self, value: self._tensor(value.get_state())),
+    (logging.Logger, lambda self, value: _joined("logger", value.name)),
+    (np.ufunc, lambda self, value: _joined("ufunc", value.__name__)),
+    (torch._ops.OpOverloadPacket, lambda self, value: _joined("op", str(value))),
+    (torch._ops.OpOverload, lambda self, value: _joined("op", str(value))),
+    ((torch.jit.ScriptFunction,), lambda self, value: _joined("script", str(value.code))),
+    (dict, Content._mapping),
+    ((list, tuple, deque), Content._sequence),
+    ((set, frozenset), Content._set),
+    ((bytearray, memoryview), lambda self, value: _joined("bytes", bytes(value))),
+    (_UNTOLD, Content._untold),
+)
+
+
+def _joined(*parts: str | bytes) -> bytes:
+    found = xxhash.xxh3_128()
+    for part in parts:
+        plain = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        found.update(len(plain).to_bytes(8, "little"))
+        found.update(plain)
+    return found.digest()
+
+
+def hash_of_bytes(plain: Any) -> bytes:
+    """XXH3 of bytes, 128 bits: no proof against forgers, but the fastest there is, at the speed of memory."""
+    return xxhash.xxh3_128_digest(plain)
+
+
+def bytes_of(value: Tensor) -> memoryview:
+    """The values of a tensor as bytes, without a copy where it lies in one piece on the CPU."""
+    plain = value.detach().resolve_conj().resolve_neg()
+    plain = (torch.view_as_real(plain) if plain.is_complex() else plain).cpu().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().data
+
+
+@functools.cache
+def version_of(module: str | None) -> str | None:
+    """The package of a module with its version if it is an installed one; None for the user's own code."""
+    top = (module or "builtins").partition(".")[0]
+    if top in sys.stdlib_module_names or top == "builtins":
+        return top
+    if top == "__main__":
+        return None
+    found = sys.modules.get(top)
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", [])), None)
+    ours = top in ("ggda_ext", "ggda_captum", "ggda_dattri", "ggda_trak")
+    if ours or (file is not None and os.path.realpath(file).startswith(_installed())):
+        return f"{top} {getattr(found, '__version__', '')}"
+    return None
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple({os.path.realpath(paths[name]) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Names of globals and attributes in a piece of code and in the functions defined in it."""
+    found = set(code.co_names)
+    for item in code.co_consts:
+        if isinstance(item, types.CodeType):
+            found |= _names_in(item)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _written_by(code: types.CodeType) -> frozenset[str]:
+    """Variables outside of a function that its own code assigns to."""
+    found = {
+        item.argval
+        for item in dis.get_instructions(code)
+        if item.opname == "STORE_GLOBAL" or (item.opname == "STORE_DEREF" and item.argval in code.co_freevars)
+    }
+    inner = [_written_by(item) for item in code.co_consts if isinstance(item, types.CodeType)]
+    return frozenset(found.union(*inner))
+
+
+def _written_in_calls(kind: type) -> frozenset[str]:
+    """Attributes that a class of the user's assigns to when an object of it is called."""
+    found: set[str] = set()
+    for name in ("__call__", "forward"):
+        code = getattr(getattr(kind, name, None), "__code__", None)
+        if code is not None and version_of(getattr(kind, name).__module__) is None:
+            found |= {item.argval for item in dis.get_instructions(code) if item.opname == "STORE_ATTR"}
+    return frozenset(found)
+
+
+def _name(value: Any) -> str:
+    return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _slots(kind: type) -> list[str]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        own: Sequence[str] | str = vars(base).get("__slots__", ())
+        found += [own] if isinstance(own, str) else list(own)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]

@@ -1,0 +1,237 @@
+"""Files in a folder that may come from a stranger: no link is followed, no size is believed, writing is all or nothing.
+
+A file is read by a handle that was opened without following a link, and only if it is a plain file. A file is written
+beside its place under a name that must be new, and renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+JSON_BYTES = 256 * 2**20
+_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_HEADER_BYTES = 10_000
+
+
+class DamagedFile(ValueError):
+    """A file that is cut, changed, of another kind, or a link."""
+
+
+def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """A handle of a plain file that is not a symbolic link.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedFile: it is a link, a folder, a pipe, a device.
+    """
+    try:
+        handle = os.open(path, flags | _FLAGS | getattr(os, "O_NONBLOCK", 0), mode)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK) or path.is_symlink():
+            raise DamagedFile(f"{path} is a symbolic link, which is not followed here: remove it.") from None
+        if error.errno in (errno.EISDIR, errno.ENXIO):
+            raise DamagedFile(f"{path} is not a plain file: remove it.") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise DamagedFile(f"{path} is not a plain file: remove it.")
+    return handle
+
+
+def read_plain(path: Path, most: int = JSON_BYTES) -> bytes:
+    """The content of a plain file of at most `most` bytes."""
+    with os.fdopen(open_plain(path), "rb") as file:
+        content = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
+    if len(content) > most:
+        raise DamagedFile(f"{path} has more than {most} bytes, which is too much for what it should hold: remove it.")
+    return content
+
+
+def read_json(path: Path, most: int = JSON_BYTES) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedFile: it is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(read_plain(path, most))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, DamagedFile):
+            raise
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise DamagedFile(f"{path} is damaged: it is not JSON ({reason}).") from None
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
+    """Write a JSON object, one line per entry, as a whole or not at all."""
+    with replaced(path, sync=sync) as file:
+        lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
+        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())  # an indent would leave the fast encoder out
+
+
+@contextmanager
+def replaced(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` once it is written.
+
+    Args:
+        path: where it ends up.
+        sync: whether to wait for the disk, so that it is there even if the power fails; a kill needs no waiting.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        with os.fdopen(_new(part), "wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    os.replace(part, path)
+    if sync:
+        sync_folder(path.parent)
+
+
+def _new(path: Path) -> int:
+    """A handle of a new file; what stands in its place, a link for example, is removed and not written to."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS
+    try:
+        return os.open(path, flags, 0o666)
+    except FileExistsError:
+        path.unlink()
+        return os.open(path, flags, 0o666)
+
+
+def seal(content: Mapping[str, Any]) -> str:
+    """The checksum of a JSON object, whatever the order of its entries."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def write_sealed_json(path: Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
+    """Write a JSON object with a checksum of itself."""
+    write_json(path, {**content, "xxh3": seal(content)}, sync=sync)
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    """A JSON object that was written with a checksum of itself.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedFile: it is not what was written.
+    """
+    found = read_json(path)
+    if not isinstance(found, dict) or found.pop("xxh3", None) != seal(found):
+        raise DamagedFile(f"{path} is damaged: it does not have the checksum it was written with.")
+    return found
+
+
+def write_sealed_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays by name as one file, with a checksum, as a whole or not at all."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    with replaced(path, sync=False) as file:
+        file.write(xxhash.xxh3_128_digest(buffer.getbuffer()))
+        file.write(buffer.getbuffer())
+
+
+def read_sealed_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Arrays by name that `write_sealed_arrays` wrote.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedFile: it is not what was written.
+    """
+    content = read_plain(path, sys.maxsize)
+    if xxhash.xxh3_128_digest(memoryview(content)[16:]) != content[:16]:
+        raise DamagedFile(f"{path} is damaged: it does not have the checksum it was written with.")
+    with np.load(io.BytesIO(content[16:]), allow_pickle=False) as found:
+        return {name: found[name] for name in found.files}
+
+
+def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A `.npy` file of zeros as a memory map that is written through, with all its space on the disk.
+
+    A memory map of a sparse file kills the process (SIGBUS) when the disk is full; here that is an OSError before.
+    """
+    described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    with replaced(path, sync=False) as file:
+        np.lib.format.write_array_header_2_0(file, described)
+        file.flush()
+        size = file.tell() + math.prod(shape) * np.dtype(dtype).itemsize
+        os.ftruncate(file.fileno(), size)
+        _reserve(file.fileno(), size)
+    return open_array(path, "r+")
+
+
+def _reserve(handle: int, size: int) -> None:
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except AttributeError:  # not on this system
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def open_array(path: Path, mode: Any = "c") -> np.ndarray:
+    """A `.npy` file as a memory map, copy on write unless `mode` says otherwise, without pickle and without links."""
+    flags = os.O_RDONLY if mode in ("c", "r") else os.O_RDWR
+    with os.fdopen(open_plain(path, flags), "rb" if flags == os.O_RDONLY else "r+b") as file:
+        shape, fortran, dtype, start = _read_header(path, file)
+        found = np.memmap(file, dtype, mode, start, shape, order="F" if fortran else "C")
+    found.filename = str(path.absolute())  # known to NumPy only where it opens the file itself
+    return found
+
+
+def _read_header(path: Path, file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, fortran, dtype = read(file, max_header_size=_HEADER_BYTES)
+        if dtype.hasobject:
+            raise ValueError("it holds pickled objects, which are not read")
+        start, found = file.tell(), os.fstat(file.fileno()).st_size
+        promised = start + math.prod(int(size) for size in shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or promised != found:
+            raise ValueError(f"its header promises {promised} bytes, it has {found}")
+    except (ValueError, TypeError, KeyError, SyntaxError, OverflowError, RecursionError, EOFError) as error:
+        raise DamagedFile(f"{path} is damaged: it is not a whole array ({error}).") from None
+    return shape, fortran, dtype, start
+
+
+def checksum_of(path: Path) -> str | None:
+    """The checksum of a file, None if there is no plain one."""
+    found = xxhash.xxh3_128()
+    try:
+        with os.fdopen(open_plain(path), "rb", buffering=0) as file:
+            while chunk := file.read(2**20):
+                found.update(chunk)
+    except (FileNotFoundError, DamagedFile):
+        return None
+    return found.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    if sys.platform != "win32":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

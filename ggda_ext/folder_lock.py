@@ -1,0 +1,99 @@
+"""One process at a time in a folder: a lock that the system gives back when its process ends, however it ends.
+
+The package `filelock` locks with `flock`, which forked children (the workers of a DataLoader) inherit, and keep after
+their parent was killed; older versions follow links and truncate the file, and none tells who holds it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from ggda_ext.files import open_plain
+
+LOCK = "store.lock"
+_OURS = re.compile(rb"(process \d+)?")
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _take(handle: int) -> None:
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+else:
+    import fcntl
+
+    def _take(handle: int) -> None:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+class FolderLock:
+    """A lock on a folder; children do not inherit it.
+
+    Args:
+        folder: what is locked.
+        reentrant: whether this process may lock the folder while it holds it already.
+    """
+
+    _held: dict[Path, _Holder] = {}  # noqa: RUF012  # the system's lock is blind within one process
+
+    def __init__(self, folder: Path, *, reentrant: bool = False) -> None:
+        self.folder = Path(os.path.realpath(folder))
+        holder = self._held.get(self.folder)
+        if holder is None or holder.process != os.getpid():
+            holder = _Holder(os.getpid(), _locked(folder))
+            self._held[self.folder] = holder
+        elif not reentrant:
+            raise RuntimeError(
+                f"save_dir={str(folder)!r} is in use by this process: close the store that is open, or pass another "
+                "save_dir."
+            )
+        holder.count += 1
+        self.release = weakref.finalize(self, _release, self._held, self.folder, holder)
+
+
+@dataclass
+class _Holder:
+    """A process that holds a lock, and how often."""
+
+    process: int
+    handle: int | None
+    count: int = 0
+
+
+def _release(held: dict[Path, _Holder], folder: Path, holder: _Holder) -> None:
+    holder.count -= 1
+    if holder.count == 0 and holder.process == os.getpid():
+        held.pop(folder, None)
+        if holder.handle is not None:
+            os.close(holder.handle)
+
+
+def _locked(folder: Path) -> int | None:
+    """The open and locked lock file of a folder; None in a folder that can only be read, which needs no lock."""
+    try:
+        handle = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return None
+        raise
+    try:
+        _take(handle)
+    except OSError as error:
+        owner = os.read(handle, 32).decode(errors="replace") or "another process"
+        os.close(handle)
+        if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            raise
+        raise RuntimeError(
+            f"save_dir={str(folder)!r} is in use by {owner}: wait until it has finished, or pass another save_dir to "
+            "each process."
+        ) from None
+    if _OURS.fullmatch(os.read(handle, 64)):  # another file of that name, or a hard link to one, stays as it is
+        os.ftruncate(handle, 0)
+        os.lseek(handle, 0, os.SEEK_SET)
+        os.write(handle, f"process {os.getpid()}".encode())
+    return handle

@@ -1,0 +1,257 @@
+"""Mutated inputs for every reader: none may crash, hang, write outside its folder, or be accepted with other content.
+
+The tests try a few of each; ``python -m tests.fuzz --count 10000`` tries the full number. Each reader runs in a process
+of its own, so that a crash of the interpreter is seen, and a mutation is known by its reader and number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import trak_cases
+from ggda_trak import TRAKer
+
+from benchmarks.data import checksums, folders, formats
+from benchmarks.data.errors import DataError
+from benchmarks.results import ResultFolder, read_config, read_rows
+from ggda_ext.store import Store
+from tests.benchmarks import data_cases
+
+SECONDS = 30  # a reader that takes longer hangs
+REFUSALS = (ValueError, DataError, OSError)
+PIECES = (
+    b"\xff" * 8,
+    b"\0" * 16,
+    b"[" * 5_000,
+    b"-1",
+    b"99999999999999999999",
+    b"\x93NUMPY",
+    b"PK\3\4",
+    b"null",
+    b"../../x",
+)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Something that reads a folder.
+
+    Attributes:
+        make: fills an empty folder.
+        read: what the folder holds, by name; entries may be missing, but not others.
+    """
+
+    make: Callable[[Path], Any]
+    read: Callable[[Path], dict[str, Any]]
+
+
+def make_store(folder: Path) -> None:
+    with Store(folder, {"seed": 0, "sketch": [1.0, 2.0]}, parts={"checkpoint-000": {"values": "a"}}) as store:
+        store.save("a", np.arange(12.0).reshape(3, 4))
+        store.save("b", np.arange(5, dtype=np.int8))
+
+
+def read_store(folder: Path) -> dict[str, Any]:
+    with Store(folder, {"seed": 0, "sketch": [1.0, 2.0]}, parts={"checkpoint-000": {"values": "a"}}) as store:
+        return {name: np.array(store.load(name)) for name in store.names if name in store}
+
+
+def traker(folder: Path) -> tuple[Any, Any]:
+    given = trak_cases.case("image_classification")
+    made = TRAKer(
+        given.model, given.task, trak_cases.N, save_dir=folder, groups=trak_cases.uneven_labels(), **given.options
+    )
+    made.load_checkpoint(given.checkpoints(1)[0], 0)
+    return made, given
+
+
+def make_trak(folder: Path) -> None:
+    made, given = traker(folder)
+    for at in list(trak_cases.batches())[:4]:
+        made.featurize(trak_cases.take(given.train, at), inds=at)
+    made._commit()
+    made._sums.store.close()
+
+
+def read_trak(folder: Path) -> dict[str, Any]:
+    made, given = traker(folder)
+    try:
+        for at in trak_cases.batches():
+            made.featurize(trak_cases.take(given.train, at), inds=at)
+        return {"scores": np.round(trak_cases.scored(made, given, given.checkpoints(1)), 4)}
+    finally:
+        made._sums.store.close()
+
+
+def make_rows(folder: Path) -> None:
+    made = ResultFolder.open("check", {"command": "check", "scale": "quick"}, base=folder)
+    for number in range(4):
+        made.append({"key": f"row {number}", "value": number / 3, "text": "é|x"})
+    made.path.rename(folder / "run")
+    assert made._lock is not None
+    made._lock.release()
+
+
+def read_rows_of(folder: Path) -> dict[str, Any]:
+    config = read_config(folder / "run")
+    rows = {row["key"]: row for row in read_rows(folder / "run")}
+    return {"command": config["command"], **rows}
+
+
+def data_reader(name: str, layout: str) -> Reader:
+    def make(folder: Path) -> None:
+        data_cases.WRITERS[layout](folder, data_cases.tiny(name))
+
+    def read(folder: Path) -> dict[str, Any]:
+        found = folders.read(name, folder)
+        if found is None:
+            return {}
+        whole = data_cases.tiny(name)
+        with pytest.MonkeyPatch.context() as patch:
+            data_cases.publish(patch, name, whole)
+            if name == "qnli":
+                rows = [whole[f"train_{field}"] for field in ("question", "sentence", "label")]
+                patch.setattr(checksums, "QNLI_TRAIN_ROWS", len(rows[0]))
+                patch.setattr(checksums, "QNLI_TRAIN_MD5", hashlib.md5(formats.glue_tsv_bytes(*rows)).hexdigest())
+            checks = checksums.verify(name, found[0])
+        some = any("training rows, none of them in dev" in check for check in checks)  # allowed, and said
+        return {part: values.tolist() for part, values in found[0].items() if not (some and part.startswith("train"))}
+
+    return Reader(make, read)
+
+
+READERS = {
+    "store": Reader(make_store, read_store),
+    "TRAK folder": Reader(make_trak, read_trak),
+    "result rows": Reader(make_rows, read_rows_of),
+    **{f"{name}, {layout}": data_reader(name, layout) for name, layout in data_cases.LAYOUTS},
+}
+
+
+def mutate(folder: Path, draw: random.Random, outside: Path) -> None:
+    """Change one file of a folder, or put a link in its place."""
+    path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    if draw.random() < 0.05:
+        path.unlink()
+        path.symlink_to(outside)
+        return
+    content = bytearray(path.read_bytes())
+    for _ in range(draw.randint(1, 3)):
+        at, length = draw.randrange(len(content) + 1), draw.choice([1, 1, 4, 64, 1_000])
+        kind = draw.randrange(6)
+        if kind == 0 and content:
+            content[at % len(content)] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            del content[at:]
+        elif kind == 2:
+            del content[at : at + length]
+        elif kind == 3:
+            content[at:at] = draw.choice(PIECES)
+        elif kind == 4:
+            content[at : at + length] = draw.randbytes(length)
+        else:
+            content[at:at] = content[at : at + length]
+    path.write_bytes(content)
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, np.ndarray):
+        return found.dtype == expected.dtype and np.allclose(found, expected, rtol=0, atol=1e-3)
+    return found == expected
+
+
+def trouble(reader: Reader, pristine: Path, expected: dict[str, Any], seed: str, space: Path) -> str | None:
+    """What went wrong with one mutation, None if nothing did."""
+    folder, outside = space / "folder", space / "outside.txt"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(pristine, folder)
+    outside.write_text("outside")
+    mutate(folder, random.Random(seed), outside)
+    signal.alarm(SECONDS)
+    try:
+        found = reader.read(folder)
+    except REFUSALS as error:
+        found = {} if str(error) else {"": "an error without a word"}
+    except Exception as error:
+        return f"a raw {type(error).__name__}: {error}"
+    finally:
+        signal.alarm(0)
+    other = [name for name in found if name not in expected or not same(found[name], expected[name])]
+    if other:
+        return f"it is accepted with another {other[0]!r}"
+    if outside.read_text() != "outside" or {path.name for path in space.iterdir()} != {"folder", "outside.txt"}:
+        return "it wrote outside of its folder"
+    return None
+
+
+def hang(*_: Any) -> None:
+    raise AssertionError("it hangs")
+
+
+def troubles(name: str, count: int, first: int = 0) -> list[str]:
+    """What went wrong with some mutations for one reader."""
+    reader, found = READERS[name], []
+    signal.signal(signal.SIGALRM, hang)
+    logging.disable(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory() as space, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader.make(Path(made))
+        expected = reader.read(Path(shutil.copytree(made, Path(space) / "folder")))
+        for number in range(first, first + count):
+            problem = trouble(reader, Path(made), expected, f"{name} {number}", Path(space))
+            if problem is not None:
+                found.append(f"{name}, number {number}: {problem}")
+    logging.disable(logging.NOTSET)
+    return found
+
+
+def in_child(name: str, count: int) -> list[str]:
+    """The same in a process of its own; a crash is trouble too."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = "\n".join(troubles(name, count))
+        os.write(send, text.encode()[:60_000])
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(receive, "rb") as pipe:
+        text = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    if status:
+        return [f"{name}: the process ended with status {status}"]
+    return text.splitlines()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=10_000, help="mutations for each reader")
+    parser.add_argument("--readers", nargs="*", default=list(READERS), choices=list(READERS), metavar="READER")
+    given = parser.parse_args()
+    failed = False
+    for name in given.readers:
+        found = in_child(name, given.count)
+        failed |= bool(found)
+        print(f"{name}: {given.count:,} mutations, {len(found)} troubles", *found[:20], sep="\n  ", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

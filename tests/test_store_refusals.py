@@ -1,0 +1,420 @@
+"""What was changed × which store: each refuses what it was not made for, by its name, and stays as it was."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import captum_cases
+import dattri_cases
+import ggda_trak
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+from ggda_ext import GradientStore, GroupGradients, attribute, properties
+from ggda_ext.content import Content, UnknownContent
+from ggda_ext.fingerprint import SampledData, of_structure, of_value
+from ggda_ext.retraining import leave_group_out
+from ggda_ext.store import StoreMismatch
+from ggda_ext.training import Recipe
+
+N, K = 1_000, 40
+
+
+def make_data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(N, 5, generator=generator), torch.randint(0, 3, (N,), generator=generator)
+
+
+def make_network(act: type[nn.Module] = nn.ReLU) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), act(), nn.Linear(4, 3)).eval()
+
+
+class Weighted(nn.Module):
+    """A loss with a buffer and a setting."""
+
+    def __init__(self, weight: float = 1.0, power: float = 1.0) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.tensor([1.0, 1.0, weight]), persistent=False)
+        self.power = power
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        losses = functional.cross_entropy(output, target, reduction="none") ** self.power
+        return (losses * self.weight[target]).mean()
+
+
+@dataclass
+class Given:
+    """Everything a store may depend on."""
+
+    network: Callable[[], nn.Module] = make_network
+    loss: Any = field(default_factory=nn.CrossEntropyLoss)
+    data: Any = field(default_factory=make_data)
+    groups: Any = field(default_factory=lambda: np.arange(N) % K)
+    property: Any = field(default_factory=lambda: properties.mean_loss(tuple(part[:9] for part in make_data()), LOSS))
+    tests: Any = field(default_factory=lambda: tuple(part[:9] for part in make_data()))
+
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def run_attribute(given: Given, folder: Path) -> Any:
+    return attribute(given.network(), given.loss, given.data, given.groups, given.property, save_dir=folder)
+
+
+def run_gradients(given: Given, folder: Path) -> Any:
+    provider = GroupGradients(given.network(), given.loss, given.data, given.groups)
+    return GradientStore(provider, folder).scores(given.property)
+
+
+def run_retraining(given: Given, folder: Path) -> Any:
+    x, y = given.data
+    few = slice(0, 60)
+    return leave_group_out(
+        given.network, given.loss, (x[few], y[few]), np.asarray(given.groups)[few] % 4, given.property,
+        Recipe(epochs=1, learning_rate=0.1, batch_size=20), seeds=[0], save_dir=folder,
+    )  # fmt: skip
+
+
+def run_fisher(given: Given, folder: Path) -> Any:
+    influence = ggda_trak.FisherInfluence(
+        given.network(), given.data, given.loss, given.groups, proj_dim=8, damping=0.5, save_dir=folder
+    )
+    return influence.influence(given.tests)
+
+
+STORES = {"attribute": run_attribute, "GradientStore": run_gradients, "leave_group_out": run_retraining,
+          "FisherInfluence": run_fisher}  # fmt: skip
+
+
+def changed_points() -> tuple[Tensor, Tensor]:
+    """All but 32 points of the training data are other ones."""
+    x, y = make_data()
+    other = x + 1
+    kept = np.linspace(0, N - 1, 32).astype(int)
+    other[kept] = x[kept]
+    return other, y
+
+
+def one_point() -> tuple[Tensor, Tensor]:
+    x, y = make_data()
+    x[41, 2] += 1e-3
+    return x, y
+
+
+def other_values() -> nn.Module:
+    network = make_network()
+    with torch.no_grad():
+        network[2].bias[1] += 1e-4
+    return network
+
+
+def scaled(factor: Any) -> Callable[..., Tensor]:
+    return lambda output, target: factor * LOSS(output, target)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "loss: another one": ({}, {"loss": nn.MultiMarginLoss()}, "loss"),
+    "loss: label smoothing": ({}, {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "loss"),
+    "loss: a captured number": ({"loss": scaled(1.0)}, {"loss": scaled(1.01)}, "loss"),
+    "loss: a captured tensor": ({"loss": scaled(torch.tensor(1.0))}, {"loss": scaled(torch.tensor(2.0))}, "loss"),
+    "loss: a partial": (
+        {"loss": functools.partial(functional.cross_entropy, label_smoothing=0.1)},
+        {"loss": functools.partial(functional.cross_entropy, label_smoothing=0.2)},
+        "loss",
+    ),
+    "loss: a buffer": ({"loss": Weighted()}, {"loss": Weighted(2.0)}, "loss"),
+    "loss: a setting": ({"loss": Weighted()}, {"loss": Weighted(1.0, 2.0)}, "loss"),
+    "model: an activation": ({}, {"network": functools.partial(make_network, nn.Tanh)}, "model"),
+    "model: a value": ({}, {"network": other_values}, "values of the parameters"),
+    "groups": ({}, {"groups": np.arange(N) % K // 2}, "groups"),
+    "data: 968 of 1,000 points": ({}, {"data": changed_points()}, "data"),
+    "data: one number": ({}, {"data": one_point()}, "data"),
+}
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_was_changed_is_refused_by_name_and_the_store_stays(what: str, store: str, tmp_path: Path) -> None:
+    before, after, named = CHANGES[what]
+    given = replace(Given(), **before)
+    STORES[store](given, tmp_path)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(StoreMismatch, match=f"was made with {named} = "):
+        STORES[store](replace(given, **after), tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+    STORES[store](given, tmp_path)
+
+
+def of_test_points(shift: float) -> Any:
+    x, y = make_data()
+    return x[:9] + shift, y[:9]
+
+
+def margin(at: int, network: nn.Module) -> Tensor:
+    return network(make_data()[0][:9])[:, at].mean()
+
+
+class Probe:
+    """A property with a setting, as an object and by its method."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, network: nn.Module) -> Tensor:
+        return margin(self.at, network)
+
+    def measure(self, network: nn.Module) -> Tensor:
+        return margin(self.at, network)
+
+
+def over(at: Any, reference: nn.Module | None = None) -> Callable[[nn.Module], Tensor]:
+    x = make_data()[0][:9]
+    return lambda network: (
+        (network(x) - (0 if reference is None else reference(x).detach()))[:, int(at)].square().mean()
+    )
+
+
+PROPERTIES: dict[str, tuple[Any, Any]] = {
+    "test points": (of_test_points(0), of_test_points(1e-2)),
+    "loss of a mean": (
+        properties.mean_loss(of_test_points(0), LOSS),
+        properties.mean_loss(of_test_points(0), nn.CrossEntropyLoss(label_smoothing=0.1)),
+    ),
+    "points of a mean": (
+        properties.mean_loss(of_test_points(0), LOSS), properties.mean_loss(of_test_points(0.1), LOSS)
+    ),
+    "lambda over a number": (over(0), over(1)),
+    "lambda over a tensor": (over(torch.tensor(0)), over(torch.tensor(1))),
+    "lambda over a module": (over(0, make_network(nn.Tanh)), over(0, other_values())),
+    "partial": (functools.partial(margin, 0), functools.partial(margin, 1)),
+    "object": (Probe(0), Probe(1)),
+    "bound method": (Probe(0).measure, Probe(1).measure),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PROPERTIES)
+def test_leave_group_out_refuses_another_property(kind: str, tmp_path: Path) -> None:
+    first, second = PROPERTIES[kind]
+    found = run_retraining(replace(Given(), property=first), tmp_path)
+    with pytest.raises(StoreMismatch, match="was made with property = "):
+        run_retraining(replace(Given(), property=second), tmp_path)
+    assert torch.equal(run_retraining(replace(Given(), property=first), tmp_path).per_seed, found.per_seed)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PROPERTIES if kind != "test points"])
+def test_another_property_is_another_question_to_attribute(kind: str, tmp_path: Path) -> None:
+    for goal in PROPERTIES[kind]:
+        given = replace(Given(), property=goal)
+        plain = attribute(given.network(), given.loss, given.data, given.groups, goal)
+        torch.testing.assert_close(run_attribute(given, tmp_path), plain)
+
+
+class Rows(Dataset):
+    """A data set of the user's own, in memory or not."""
+
+    def __init__(self, data: tuple[Tensor, Tensor], keep: bool) -> None:
+        self.fetch = (lambda i: (data[0][i], data[1][i])) if not keep else None
+        if keep:
+            self.x, self.y = data
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Any:
+        return self.fetch(i) if self.fetch is not None else (self.x[i], self.y[i])
+
+
+def collate(rows: list[Any]) -> Any:
+    return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+
+
+HOLDERS: dict[str, Callable[[tuple[Tensor, Tensor]], Any]] = {
+    "TensorDataset": lambda data: TensorDataset(*data),
+    "Subset": lambda data: Subset(TensorDataset(*data), list(range(N))[::-1]),
+    "DataLoader": lambda data: DataLoader(TensorDataset(*data), batch_size=100),
+    "own collate": lambda data: DataLoader(TensorDataset(*data), batch_size=100, collate_fn=collate),
+    "NumPy": lambda data: tuple(part.numpy() for part in data),
+    "own data set": lambda data: Rows(data, keep=True),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.filterwarnings("ignore::ggda_ext.fingerprint.SampledData")
+def test_one_changed_point_is_seen_wherever_data_are_held_in_memory(holder: str, tmp_path: Path) -> None:
+    given = replace(Given(), data=HOLDERS[holder](make_data()))
+    run_attribute(given, tmp_path)
+    with pytest.raises(StoreMismatch, match="was made with data = "):
+        run_attribute(replace(given, data=HOLDERS[holder](one_point())), tmp_path)
+
+
+def test_a_lazy_data_set_is_sampled_which_is_said_and_a_tag_is_asked_for(tmp_path: Path) -> None:
+    given = replace(Given(), data=Rows(make_data(), keep=False))
+    with pytest.warns(SampledData, match="pass tag="):
+        run_attribute(given, tmp_path / "a")
+    assert "256 of them looked at" in (tmp_path / "a" / "store.json").read_text()
+    other = replace(given, data=Rows(changed_points(), keep=False))
+    with pytest.warns(SampledData), pytest.raises(StoreMismatch, match="was made with data = "):
+        run_attribute(other, tmp_path / "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SampledData)
+        everything = (given.network(), given.loss, given.data, given.groups, given.property)
+        attribute(*everything, save_dir=tmp_path / "b", tag="v1")
+        with pytest.raises(StoreMismatch, match="tag = 'v1', now it is 'v2'"):
+            attribute(*everything, save_dir=tmp_path / "b", tag="v2")
+
+
+class Locked:
+    """A property whose content cannot be told."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, network: nn.Module) -> Tensor:
+        return margin(0, network)
+
+
+class Named(Locked):
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self.version = version
+
+    def __fingerprint__(self) -> str:
+        return f"version {self.version}"
+
+
+def test_content_that_cannot_be_told_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(UnknownContent, match=r"property → lock is a lock.*pass tag=.*__fingerprint__.*leave save_dir"):
+        run_retraining(replace(Given(), property=Locked()), tmp_path)
+    run_retraining(replace(Given(), property=Named(1)), tmp_path)
+    with pytest.raises(StoreMismatch, match="was made with property"):
+        run_retraining(replace(Given(), property=Named(2)), tmp_path)
+
+
+def counted() -> Callable[[nn.Module], Tensor]:
+    calls = 0
+
+    def property(network: nn.Module) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return margin(0, network)
+
+    return property
+
+
+def test_what_calls_leave_behind_is_not_what_a_property_is_made_of() -> None:
+    goal = counted()
+    before = of_value(goal, "property", None)
+    goal(make_network())
+    assert of_value(goal, "property", None) == before
+
+
+def test_values_that_are_alike_have_one_hash_and_others_another() -> None:
+    def hashed(value: Any) -> str:
+        return Content().text(value, "value")
+
+    ring: list[Any] = [1]
+    ring.append(ring)
+    alike: list[Callable[[], Any]] = [
+        lambda: {"b": 1, "a": {2, 3}}, lambda: over(0), lambda: functools.partial(margin, 1), lambda: Weighted(),
+        lambda: np.arange(3.0), lambda: np.float32(1), lambda: torch.float32, lambda: Path("a"), lambda: nn.Tanh,
+        lambda: torch.Generator().manual_seed(1), lambda: functools.lru_cache(margin), lambda: (1, [2, "x"]),
+    ]  # fmt: skip
+    found = [hashed(make()) for make in alike]
+    assert found == [hashed(make()) for make in alike]
+    assert (
+        len({*found, hashed(ring), hashed(1), hashed(1.0), hashed(True), hashed("1"), hashed(b"1")}) == len(alike) + 6
+    )
+    assert hashed({"a": {3, 2}, "b": 1}) == found[0]
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(2, 2), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+def tied(*, shared: bool) -> nn.Module:
+    pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if shared:
+        pair[1].weight = pair[0].weight
+    return pair
+
+
+def hooked() -> nn.Module:
+    network = Scaled(1.0)
+    network.register_forward_hook(lambda module, args, output: output + 1)
+    return network
+
+
+def test_the_structure_of_a_model_is_more_than_its_parameters() -> None:
+    made: list[nn.Module] = [
+        Scaled(1.0), Scaled(2.0), hooked(), tied(shared=False), tied(shared=True), nn.Sequential(nn.Linear(2, 2)),
+        nn.Sequential(nn.Linear(2, 2), nn.GELU()), nn.Sequential(nn.Linear(2, 2), nn.GELU(approximate="tanh")),
+    ]  # fmt: skip
+    assert len({of_structure(one, None) for one in made}) == len(made)
+    assert of_structure(Scaled(1.0), None) == of_structure(Scaled(1.0), None)
+
+
+# the toolkits
+
+
+def captum(given: captum_cases.Problem, folder: Path, **options: Any) -> Any:
+    made = captum_cases.ours("TracInCP", given, groups=captum_cases.UNEVEN, save_dir=folder, **options)
+    return captum_cases.score(made, given.test)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda given: given.train[0].__setitem__((12, 1), 9.0), "data"),
+        (lambda given: given.checkpoints[1][0]["last.bias"].add_(1), "values of the parameters"),
+    ],
+)
+def test_captum_refuses(change: Callable[[Any], Any], named: str, tmp_path: Path) -> None:
+    captum(captum_cases.problem(), tmp_path)
+    given = captum_cases.problem()
+    change(given)
+    with pytest.raises(StoreMismatch, match=f"was made with {named} = "):
+        captum(given, tmp_path)
+
+
+def test_captum_refuses_another_loss(tmp_path: Path) -> None:
+    captum(captum_cases.problem(), tmp_path)
+    with pytest.raises(StoreMismatch, match="was made with loss = "):
+        captum(captum_cases.problem(), tmp_path, reduction="mean")
+
+
+def dattri(case: dattri_cases.Case, folder: Path) -> Any:
+    made = dattri_cases.ours("CG", case.task(), groups=dattri_cases.GROUPS, save_dir=folder)
+    made.cache(case.full_loader())
+    return made.attribute(case.train_loader(), case.test_loader())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda case: case.train.tensors[0].__setitem__((12, 1), 9.0), "data"),
+        (lambda case: case.checkpoints[0]["2.bias"].add_(1), "(loss|values of the parameters)"),
+        (lambda case: case.model.__setitem__(1, nn.ReLU()), "(loss|model)"),
+    ],
+)
+def test_dattri_refuses(change: Callable[[Any], Any], named: str, tmp_path: Path) -> None:
+    dattri(dattri_cases.make_case(), tmp_path)
+    case = dattri_cases.make_case()
+    change(case)
+    with pytest.raises(StoreMismatch, match=f"was made with {named} = "):
+        dattri(case, tmp_path)
