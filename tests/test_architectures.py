@@ -115,9 +115,10 @@ def test_every_strategy_gives_the_gradients(build, inputs, strategy):
     truth = Groups(LABELS).sum(gradients(model, data), 0)
     found = GroupGradients(model, LOSS, data, LABELS, strategy=strategy, batch_size=4)
     directions = torch.randn(2, found.p, dtype=torch.float64)
-    assert relative_error(found.scores(directions), directions @ truth.T) <= 1e-12
+    bound = 1e-5 if build is llama else 1e-12  # its normalisation goes through float32
+    assert relative_error(found.scores(directions), directions @ truth.T) <= bound
     if strategy not in ("directional", "forward"):
-        assert relative_error(found.rows(), truth) <= 1e-12
+        assert relative_error(found.rows(), truth) <= bound
 
 
 class WithKeyword(nn.Module):
