@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ggda_ext import GroupGradients, Groups, properties
-from ggda_ext.gradients import norms
+from ggda_ext.gradients.strategies import norms
 from ggda_ext.grouping import GradKMeansGroups, KMeansGroups, by_label, random_groups
 
 LOSS = nn.CrossEntropyLoss()

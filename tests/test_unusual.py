@@ -405,3 +405,15 @@ def test_findings_are_kept_for_the_next_call_and_dropped_when_the_model_changes(
     assert calls_of() == 1
     model.body.register_forward_hook(lambda module, args, output: output * 2)
     assert calls_of() > 3
+
+
+def test_findings_of_other_parameters_are_not_the_truth_of_these():
+    """A strategy that is compared with autograd later is compared at the parameters of that moment."""
+    model, points = mlp().double(), data("features", 0)
+    GroupGradients(model, CE, points, GROUPS).plan(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    v = torch.randn(1, sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    found = [GroupGradients(model, CE, points, GROUPS, strategy=strategy).scores(v) for strategy in DENSE]
+    assert all(relative_error(scores, found[0]) <= 1e-10 for scores in found)

@@ -75,7 +75,7 @@ class Probe:
             buffers = dict(space.model.named_buffers())
             space.changing = [buffers[name] for name in found.changing]
         self.captured = CapturedLayers(space, self._found, loss, self._allowed)
-        self._compare(strategy)
+        self._compare(strategy, at_once=found is None)
         copied = sum(space.parameters[name].numel() for name in self._found.copied) * space.dtype.itemsize
         self._bytes_per_point = _BYTES_PER_ACTIVATION * self._found.activation_bytes + copied
         self._most_points = batch_size or _batch_size(self._bytes_per_point, memory_budget)
@@ -130,15 +130,28 @@ class Probe:
             self._found.work = self._counted_work()
         self._found.unseen = set(self._untouched())
 
-    def _compare(self, strategy: str) -> None:
-        """Compare strategies that do without layers with autograd, if they may be needed."""
-        for name, compare in (("forward", self._no_forward_mode), ("persample", self._no_vmap)):
-            if (self._found.uncovered or strategy == name) and name not in self._found.looked_at:
-                self._found.looked_at.add(name)
-                if name == "forward":
-                    self._found.no_forward_mode = compare()
-                else:
-                    self._found.no_vmap = compare()
+    def _compare(self, strategy: str, *, at_once: bool = False) -> None:
+        """Compare strategies that do without layers with autograd, if they may be needed.
+
+        Args:
+            strategy: asked for, or ``"auto"``.
+            at_once: whether the truth was found at the parameters that the model has now.
+        """
+        found = self._found
+        needed = {"forward", "persample"} if found.uncovered else {strategy} & {"forward", "persample"}
+        missing = needed - found.looked_at
+        if missing and not at_once:
+            found.truth = self._truth_now()
+        if "forward" in missing:
+            found.no_forward_mode = self._no_forward_mode()
+        if "persample" in missing:
+            found.no_vmap = self._no_vmap()
+        found.looked_at |= missing
+
+    def _truth_now(self) -> Truth:
+        """The truth about the examples at the parameters that the model has now."""
+        alone = [pick(batch, [at]) for batch in self._found.batches for at in range(batch_length(batch))]
+        return truth_alone(self._space, self._loss, alone, self._direction)
 
     def _add(self, batch: Any, alone: Sequence[Any]) -> None:
         """Compare a batch with its examples alone, and keep it to compare strategies with."""

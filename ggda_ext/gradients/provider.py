@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData, to_device
-from ggda_ext.distributed import all_reduce_sum, fingerprint, my_share, together, unwrapped, world_size
+from ggda_ext.distributed import all_reduce_sum, alone, fingerprint, my_share, together, unwrapped, world_size
 from ggda_ext.gradients.captured import Unproven
 from ggda_ext.gradients.checks import check_deterministic_modules, check_finite_rows, check_finite_scores
 from ggda_ext.gradients.cost import STRATEGIES, Plan, choose, named
@@ -170,7 +170,7 @@ class GroupGradients:
                 if isinstance(directions, Tensor):
                     return _SCORES[plan.strategy](self._request(plan), self._checked(directions))
                 if plan.strategy != "ghost":
-                    return self._rows_of(directions, lambda rows: self._proven_scores(rows))
+                    return self._rows_of(directions, self._proven_scores, here=True)
                 tests = self._tests(directions)
                 return ghost.scores(self._request(plan), tests._request(tests.plan(None), range(0)))
             except Unproven as error:
@@ -288,9 +288,19 @@ class GroupGradients:
 
         return self._rows_of(points, summed)
 
-    def _rows_of(self, points: PointGradients, scores_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Test gradients in blocks that fit the budget, one pass over the training data for each block."""
-        parts = [(ids, scores_of(rows)) for ids, rows in self._tests(points).all_blocks()]
+    def _rows_of(self, points: PointGradients, scores_of: Callable[[Tensor], Tensor], *, here: bool = False) -> Tensor:
+        """Test gradients in blocks that fit the budget, one pass over the training data for each block.
+
+        Args:
+            points: the test points.
+            scores_of: scores of a block of gradients.
+            here: whether this rank forms all gradients itself, as the other ranks are not asked.
+        """
+        blocks = self._tests(points).all_blocks()
+        if here:
+            with alone():
+                blocks = iter(list(blocks))
+        parts = [(ids, scores_of(rows)) for ids, rows in blocks]
         scores = torch.empty(points.n, len(self.groups), dtype=parts[0][1].dtype, device=parts[0][1].device)
         for ids, part in parts:
             scores[ids.to(scores.device)] = part
@@ -360,7 +370,7 @@ class GroupGradients:
     @cached_property
     def _probe(self) -> Probe:
         check_deterministic_modules(self.model)
-        with torch.inference_mode(False):
+        with together(), torch.inference_mode(False):
             return Probe(
                 self.space, self.loss, self.data, self.groups, self._batch_size, self.memory_budget, self.strategy
             )
