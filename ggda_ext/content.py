@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ggda_ext.data import IndexedData
 from ggda_ext.data_content import describe_data
@@ -106,6 +107,12 @@ class Content:
             self.sampled.append(value.name)
         return described
 
+    def _data_set(self, value: Any) -> bytes:
+        """A data set that a function captures: its points, where they have an order, beside its attributes."""
+        if isinstance(value, Dataset) and not hasattr(value, "__len__") and not isinstance(value, IterableDataset):
+            return self._object(value)
+        return self.data(IndexedData(value, " → ".join(self._path) or "a data set")).encode()
+
     def parts(self, kind: str, values: Iterable[Any]) -> bytes:
         return _joined(kind, *map(self.hash, values))
 
@@ -126,7 +133,7 @@ class Content:
         for key, item in value.items():
             with self._inside(f"[{key!r}]" if isinstance(key, str | int) else "[…]"):
                 items.append(_joined(self.hash(key), self.hash(item)))
-        return _joined("mapping", _name(type(value)), *sorted(items), self._attributes(value))
+        return _joined("mapping", _name(type(value)), *items, self._attributes(value))  # the order may count
 
     def _sequence(self, value: Iterable[Any]) -> bytes:
         return _joined(_name(type(value)), *map(self.hash, value), self._attributes(value))
@@ -150,11 +157,10 @@ class Content:
         if inner is not None:
             return self.hash(inner)
         with self._inside(value.__qualname__):
-            own = _written_by(value.__code__)  # a counter, say: what calls leave behind is not what it was made with
+            counters = _counters(value.__code__)
             cells = [
-                self._cell(name, cell)
+                self._cell(name, cell, is_counted=name in counters)
                 for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-                if name not in own
             ]
             given = self.parts("given", (value.__defaults__, value.__kwdefaults__, vars(value)))
             library = version_of(value.__module__)
@@ -165,10 +171,15 @@ class Content:
             ]
             return _joined("function", self._code(value.__code__), *cells, given, *used)
 
-    def _cell(self, name: str, cell: Any) -> bytes:
+    def _cell(self, name: str, cell: Any, *, is_counted: bool) -> bytes:
         with self._inside(name):
             try:
-                return _joined(name, self.hash(cell.cell_contents))
+                content = cell.cell_contents
+                return (
+                    _joined(name, "counter")
+                    if is_counted and type(content) is int
+                    else _joined(name, self.hash(content))
+                )
             except ValueError as error:
                 if isinstance(error, UnknownContent):
                     raise
@@ -223,12 +234,12 @@ class Content:
         if isinstance(value, torch.jit.ScriptModule):
             tensors = [self._values(name, item, values) for name, item in value.state_dict().items()]
             return _joined("script", str(value.code), *tensors)
-        own, written = type(value), _written_in_calls(type(value))
+        own, counters = type(value), counters_of(type(value))
         held: list[bytes] = [self.hash(own)]
         if version_of(own.__module__) is None:
             held.append(str(value.training).encode())
         for name, item in sorted(vars(value).items()):
-            if name not in _OF_TORCH and name not in written:
+            if name not in _OF_TORCH and not (name in counters and type(item) is int):
                 with self._inside(name):
                     held.append(_joined(name, self.hash(item)))
         for name in _HOOKS:
@@ -249,13 +260,13 @@ class Content:
     def _object(self, value: Any) -> bytes:
         if not hasattr(value, "__dict__") and not _slots(type(value)):
             return self._reduced(value)
-        return _joined("object", self.hash(type(value)), self._attributes(value, _written_in_calls(type(value))))
+        return _joined("object", self.hash(type(value)), self._attributes(value, counters_of(type(value))))
 
     def _attributes(self, value: Any, but: Set[str] = frozenset()) -> bytes:
         slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
         found = []
         for name, item in sorted({**slots, **getattr(value, "__dict__", {})}.items()):
-            if name in but:
+            if name in but and type(item) is int:
                 continue
             with self._inside(name):
                 found.append(_joined(name, self.hash(item)))
@@ -312,6 +323,7 @@ _RULES: tuple[tuple[Any, Callable[[Content, Any], bytes]], ...] = (
     (np.generic, lambda self, value: self._array(np.asarray(value))),
     (nn.Module, Content._network),
     (IndexedData, lambda self, value: self.data(value).encode()),
+    ((Dataset, DataLoader), Content._data_set),
     (enum.Enum, lambda self, value: _joined("enum", _name(type(value)), value.name)),
     (_NAMED, lambda self, value: _joined(_name(type(value)), str(value))),
     (functools.partial, Content._partial),
@@ -391,25 +403,28 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _written_by(code: types.CodeType) -> frozenset[str]:
-    """Variables outside of a function that its own code assigns to."""
-    found = {
-        item.argval
-        for item in dis.get_instructions(code)
-        if item.opname == "STORE_GLOBAL" or (item.opname == "STORE_DEREF" and item.argval in code.co_freevars)
-    }
-    inner = [_written_by(item) for item in code.co_consts if isinstance(item, types.CodeType)]
+def _counters(code: types.CodeType) -> frozenset[str]:
+    """Variables and attributes to which a function adds a constant: what calls leave behind, not what it was made of.
+
+    Nothing else that is assigned to is left out: ``self.weight = self.weight.to(device)`` is a setting still.
+    """
+    found, instructions = set[str](), [item for item in dis.get_instructions(code) if item.opname != "CACHE"]
+    for at, item in enumerate(instructions):
+        if item.opname in ("STORE_DEREF", "STORE_GLOBAL", "STORE_ATTR"):
+            before = instructions[max(at - 3, 0) : at]
+            before = before[:-1] if item.opname == "STORE_ATTR" else before[1:]  # without the swap of the object
+            adds = before and (before[-1].opname == "INPLACE_ADD" or before[-1].argrepr == "+=")
+            if adds and len(before) > 1 and before[-2].opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+                found.add(item.argval)
+    inner = [_counters(item) for item in code.co_consts if isinstance(item, types.CodeType)]
     return frozenset(found.union(*inner))
 
 
-def _written_in_calls(kind: type) -> frozenset[str]:
-    """Attributes that a class of the user's assigns to when an object of it is called."""
-    found: set[str] = set()
-    for name in ("__call__", "forward"):
-        code = getattr(getattr(kind, name, None), "__code__", None)
-        if code is not None and version_of(getattr(kind, name).__module__) is None:
-            found |= {item.argval for item in dis.get_instructions(code) if item.opname == "STORE_ATTR"}
-    return frozenset(found)
+def counters_of(kind: type) -> frozenset[str]:
+    """The counters that a class of the user's keeps of its calls."""
+    codes = [getattr(getattr(kind, name, None), "__code__", None) for name in ("__call__", "forward")]
+    own = version_of(kind.__module__) is None
+    return frozenset().union(*(_counters(code) for code in codes if own and code is not None))
 
 
 def _name(value: Any) -> str:

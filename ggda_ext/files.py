@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -24,6 +25,7 @@ import xxhash
 JSON_BYTES = 256 * 2**20
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _HEADER_BYTES = 10_000
+_UNREADABLE = (ValueError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError, EOFError)  # of a header
 
 
 class DamagedFile(ValueError):
@@ -210,7 +212,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[tuple[int, ...], bool, np.
         promised = start + math.prod(int(size) for size in shape) * dtype.itemsize
         if min(shape, default=0) < 0 or promised != found:
             raise ValueError(f"its header promises {promised} bytes, it has {found}")
-    except (ValueError, TypeError, KeyError, SyntaxError, OverflowError, RecursionError, EOFError) as error:
+    except (*_UNREADABLE, TypeError, KeyError) as error:
         raise DamagedFile(f"{path} is damaged: it is not a whole array ({error}).") from None
     return shape, fortran, dtype, start
 

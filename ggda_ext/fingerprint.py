@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ggda_ext.content import Content, bytes_of
+from ggda_ext.content import Content, bytes_of, counters_of
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import Directions, GroupGradients
 from ggda_ext.groups import Groups
@@ -157,8 +157,9 @@ def name_of(value: Any, depth: int = 3) -> str:
     if isinstance(value, ExampleLoss) and set(vars(value)) == {"loss_fn"}:
         return name_of(vars(value)["loss_fn"], depth)
     settings = []
+    counters = counters_of(type(value))
     for key, item in sorted(getattr(value, "__dict__", {}).items()):
-        if key.startswith("_") or key == "training":
+        if key.startswith("_") or key == "training" or key in counters:
             continue
         if _is_plain(item):
             settings.append(f"{key}={item!r}")

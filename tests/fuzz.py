@@ -17,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,13 @@ def troubles(name: str, count: int, first: int = 0) -> list[str]:
     reader, found = READERS[name], []
     signal.signal(signal.SIGALRM, hang)
     logging.disable(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory() as space, warnings.catch_warnings():
+    with (
+        tempfile.TemporaryDirectory() as made,
+        tempfile.TemporaryDirectory() as space,
+        warnings.catch_warnings(),
+        open(os.devnull, "w") as nowhere,
+        redirect_stderr(nowhere),  # TRAK's progress bars
+    ):
         warnings.simplefilter("ignore")
         reader.make(Path(made))
         expected = reader.read(Path(shutil.copytree(made, Path(space) / "folder")))

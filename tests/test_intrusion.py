@@ -216,7 +216,7 @@ def test_a_changed_store_json_is_found(tmp_path: Path) -> None:
         scores_in(tmp_path)
 
 
-@pytest.mark.parametrize("shape", ["(1000000000000,)", "(-1,)", "(2, 2)", "(99999999999999999999999,)"])
+@pytest.mark.parametrize("shape", ["(1000000000000,)", "(-1,)", "(2, 2)", "(99999999999999999999999,)", "((", "'"])
 def test_an_array_that_declares_more_than_it_has_is_named(shape: str, tmp_path: Path) -> None:
     header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
     (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00v\x00" + header.encode() + bytes(8))

@@ -141,8 +141,8 @@ def run_ranks(folder: Path, start: str, moment: int | None) -> list[int]:
             code = 1
             try:
                 torch.set_num_threads(1)
-                if rank == 0 and moment is not None:
-                    in_merge(moment)
+                if rank == 0:
+                    in_merge(folder / "operations", moment)
                 np.save(folder / f"rank{rank}.npy", as_rank(rank, folder, start))
                 code = 0
             except BaseException:
@@ -157,27 +157,37 @@ def run_ranks(folder: Path, start: str, moment: int | None) -> list[int]:
     return [os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status) for status in (first, second)]
 
 
-def in_merge(moment: int) -> None:
-    """Kill this process at an operation of the change that takes over the sums of the other ranks."""
+def in_merge(counter: Path, moment: int | None) -> None:
+    """Count the operations that take over the sums of the other ranks, or kill this process at one of them."""
     from ggda_trak import traker as module
 
-    merge = module.merge
+    merge, seen = module.merge, [0]
+
+    def act() -> None:
+        seen[0] += 1
+        if seen[0] == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def watched(store: Any) -> None:
-        killed_at(moment)()
+        watch(act)
         merge(store)
+        counter.write_text(str(seen[0]))
 
     module.merge = watched
 
 
-def test_ranks_killed_inside_the_merge_end_as_if_undisturbed(tmp_path: Path) -> None:
+def test_ranks_killed_at_every_operation_of_the_merge_end_as_if_undisturbed(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     assert run_ranks(tmp_path / "whole", "start", None) == [0, 0]
-    expected = np.load(tmp_path / "whole" / "rank0.npy")
-    for moment in random.Random(0).sample(range(1, 9), 3):
+    expected = (tmp_path / "whole" / "rank0.npy").read_bytes()
+    operations = int((tmp_path / "whole" / "operations").read_text())
+    assert 5 < operations < 30
+    for moment in range(1, operations + 1):
         folder = tmp_path / str(moment)
         folder.mkdir()
         assert run_ranks(folder, "first", moment)[0] == signal.SIGKILL
         assert run_ranks(folder, "again", None) == [0, 0]
         for rank in range(2):
-            np.testing.assert_allclose(np.load(folder / f"rank{rank}.npy"), expected, rtol=2e-4, atol=1e-5)
+            assert (folder / f"rank{rank}.npy").read_bytes() == expected, (
+                f"killed at operation {moment} of {operations}"
+            )

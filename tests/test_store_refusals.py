@@ -312,11 +312,38 @@ def counted() -> Callable[[nn.Module], Tensor]:
     return property
 
 
-def test_what_calls_leave_behind_is_not_what_a_property_is_made_of() -> None:
-    goal = counted()
+class Counting:
+    """A property that counts its calls, and moves its weight as losses do."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight, self.calls = torch.tensor(weight), 0
+
+    def __call__(self, network: nn.Module) -> Tensor:
+        self.calls += 1
+        self.weight = self.weight.to("cpu")
+        return self.weight * margin(0, network)
+
+
+@pytest.mark.parametrize("make", [counted, lambda: Counting(1.0)])
+def test_the_number_of_calls_is_not_what_a_property_is_made_of(make: Callable[[], Any]) -> None:
+    goal = make()
     before = of_value(goal, "property", None)
     goal(make_network())
     assert of_value(goal, "property", None) == before
+
+
+def test_an_attribute_that_calls_assign_to_is_still_a_setting() -> None:
+    assert of_value(Counting(1.0), "property", None) != of_value(Counting(2.0), "property", None)
+
+
+def test_a_captured_data_set_counts_by_its_points() -> None:
+    def over_data(data: tuple[Tensor, Tensor]) -> Callable[[nn.Module], Tensor]:
+        held = DataLoader(Rows(data, keep=False), batch_size=100)
+        return lambda network: torch.stack([network(x).mean() for x, _ in held]).mean()
+
+    with pytest.warns(SampledData, match="held"):
+        found = {of_value(over_data(data), "property", None) for data in (make_data(), make_data(), changed_points())}
+    assert len(found) == 2
 
 
 def test_values_that_are_alike_have_one_hash_and_others_another() -> None:
@@ -335,7 +362,8 @@ def test_values_that_are_alike_have_one_hash_and_others_another() -> None:
     assert (
         len({*found, hashed(ring), hashed(1), hashed(1.0), hashed(True), hashed("1"), hashed(b"1")}) == len(alike) + 6
     )
-    assert hashed({"a": {3, 2}, "b": 1}) == found[0]
+    assert hashed({"b": 1, "a": {3, 2}}) == found[0]
+    assert hashed({"a": {2, 3}, "b": 1}) != found[0]  # the order of a dict may be that of a property's components
 
 
 class Scaled(nn.Module):

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ _HEADER = 10_000
 
 DAMAGE = (  # what the readers raise on bytes they did not expect
     *(ValueError, KeyError, IndexError, EOFError, OSError, TypeError, AttributeError, SyntaxError),
-    *(OverflowError, RecursionError, MemoryError, NotImplementedError, struct.error, UserWarning),
+    *(OverflowError, RecursionError, MemoryError, NotImplementedError, struct.error, UserWarning, TokenError),
     *(zlib.error, zipfile.BadZipFile, tarfile.TarError, pickle.UnpicklingError, csv.Error),
 )
 
