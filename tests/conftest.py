@@ -10,8 +10,12 @@ import random
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # OpenMP's other threads do not survive a fork
+settings.register_profile("no clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clocks")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

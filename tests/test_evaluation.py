@@ -124,11 +124,11 @@ def test_leave_group_out_correlation_is_the_one_of_dattri() -> None:
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     draw = np.random.default_rng(4)
     covered = 0
-    for _ in range(100):
+    for _ in range(300):
         pair = draw.multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], 60)
         low, high = leave_group_out_correlation(pair[:, 0], pair[:, 1], resamples=200).interval
         covered += low <= 0.6 <= high
-    assert 85 <= covered <= 100
+    assert 0.85 <= covered / 300 <= 1
 
 
 def test_good_scores_lower_the_accuracy_more_and_predict_retraining() -> None:

@@ -98,7 +98,6 @@ def run_in_child(work: Callable[[Path], Result], folder: Path, out: Path, kill_a
     child = os.fork()
     if child == 0:
         try:
-            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
             np.save(out, work(folder))
             os._exit(0)
         except BaseException:

