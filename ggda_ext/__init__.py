@@ -5,6 +5,7 @@ Names in the order a newcomer meets them.
 
 from ggda_ext import grouping, properties
 from ggda_ext.attribution import attribute, property_scores
+from ggda_ext.counterfactual import WhatIf
 from ggda_ext.gradients import STRATEGIES, GroupGradients, Plan, PointGradients
 from ggda_ext.groups import Groups
 from ggda_ext.losses import BatchLoss, ExampleLoss
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Groups",
     "attribute",
+    "WhatIf",
     "properties",
     "grouping",
     "GroupGradients",
