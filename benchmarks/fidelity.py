@@ -32,7 +32,7 @@ from trak.projectors import BasicProjector, ProjectionType
 from benchmarks import models
 from benchmarks.data import DataSet, load
 from ggda_ext import GroupGradients, Groups
-from ggda_ext.fisher import FISHERS, Damping, EmpiricalFisher
+from ggda_ext.curvature.fisher import FISHERS, Damping, EmpiricalFisher
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.grouping import GradKMeansGroups, random_groups
 

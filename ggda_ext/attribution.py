@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ggda_ext.data import DataLike
 from ggda_ext.distributed import inner_names, unwrapped
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
-from ggda_ext.groups import GroupsLike
+from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.model_lock import only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
 from ggda_ext.stored_scores import keep_scores

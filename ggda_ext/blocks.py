@@ -22,7 +22,7 @@ from ggda_ext.data import IndexedData
 from ggda_ext.distributed import alone, from_first_rank, gather_rows, rank, together, world_size
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.checks import NonFinite
-from ggda_ext.groups import Groups
+from ggda_ext.groups.partition import Groups
 from ggda_ext.store import Store
 
 BATCHES_PER_BLOCK = 32

@@ -18,7 +18,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
 from ggda_ext.distributed import alone, in_order, rank, world_size
-from ggda_ext.groups import Groups, GroupsLike
+from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.training import Recipe, train_many
 
 Retrain = Callable[[Sequence[np.ndarray]], np.ndarray]
@@ -289,6 +289,62 @@ def group_lds(importance: Any, kept: Any, values: Any, *, resamples: int = 1000,
     if chosen.ndim != 2 or chosen.shape[1] != scores.shape[1]:
         raise ValueError(f"kept has shape {list(chosen.shape)}: pass [subsets, {scores.shape[1]}].")
     return _correlation(-chosen @ scores.T, _numbers(values, "values"), "spearman", resamples, seed)
+
+
+def additive_ceiling(kept: Any, values: Any, *, train: float = 0.8, splits: int = 50, seed: int = 0) -> Correlation:
+    """The LDS of the best additive score there can be on these retrainings: one fitted to them.
+
+    Values are regressed on which groups were kept, on a part of the subsets, with the ridge that predicts best within
+    that part; the Spearman correlation is taken on the others. With few subsets for many groups this is a lower bound.
+    A low ceiling beside reliable values (models of other seeds agree) says that what groups do does not add up: ask
+    `ggda_ext.WhatIf` instead of adding scores.
+
+    Args:
+        kept: which groups every retrained model saw `[s, k]`, see `random_subsets`.
+        values: test loss of every retrained model `[s]`, or `[s, m]`.
+        train: share of the subsets that scores are fitted to.
+        splits: random splits that are averaged; their middle 95 % is the interval.
+        seed: of the splits.
+    """
+    chosen, real = np.asarray(kept, dtype=float), _numbers(values, "values")
+    real = real[:, None] if real.ndim == 1 else real
+    if chosen.ndim != 2 or len(chosen) != len(real):
+        raise ValueError(f"kept has shape {list(chosen.shape)}: pass [{len(real)}, groups], a row for every value.")
+    size = round(train * len(real))
+    if size < 3 or len(real) - size < 3:
+        raise ValueError(
+            f"train={train} of {len(real)} subsets: at least 3 must be fitted to and 3 left to compare with."
+        )
+    draw = np.random.default_rng(seed)
+    found = []
+    for _ in range(splits):
+        order = draw.permutation(len(real))
+        fitted, rest = order[:size], order[size:]
+        predicted = _ridge_prediction(chosen[fitted], real[fitted], chosen[rest])
+        found.append(_columnwise(predicted[None], real[rest][None], "spearman")[0])
+    columns = np.nanmean(found, axis=0)
+    low, high = (float(value) for value in np.nanpercentile(np.nanmean(found, axis=1), [2.5, 97.5]))
+    return Correlation(float(columns.mean()), (low, high), columns)
+
+
+def _ridge_prediction(x: np.ndarray, y: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Ridge regression with an intercept, its penalty by leave-one-out error, at new rows `[t, m]`."""
+    centre, level = x.mean(0), y.mean(0)
+    u, s, vt = np.linalg.svd(x - centre, full_matrices=False)
+    best: tuple[np.ndarray, np.ndarray] | None = None
+    for penalty in np.logspace(-4, 3, 15) * max(float((s * s).max()), 1e-12):
+        shrunk = s * s / (s * s + penalty)
+        leverage = (u * u * shrunk).sum(1) + 1 / len(x)
+        left = (y - level - u * shrunk @ (u.T @ (y - level))) / (1 - leverage).clip(1e-6)[:, None]
+        error = (left * left).sum(0)
+        weights = vt.T @ ((s / (s * s + penalty))[:, None] * (u.T @ (y - level)))
+        if best is None:
+            best = error, weights
+        else:
+            better = error < best[0]
+            best = np.where(better, error, best[0]), np.where(better, weights, best[1])
+    assert best is not None
+    return level + (new - centre) @ best[1]
 
 
 def leave_group_out_correlation(

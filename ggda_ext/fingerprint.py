@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ggda_ext.content import Content, bytes_of, counters_of
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import Directions, GroupGradients
-from ggda_ext.groups import Groups
+from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.store import digest
 

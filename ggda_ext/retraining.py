@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ggda_ext import fingerprint
 from ggda_ext.blocks import Block, finish, opened
 from ggda_ext.distributed import from_first_rank, world_size
-from ggda_ext.groups import Groups, GroupsLike
+from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.losses import example_losses
 from ggda_ext.properties import Property
 from ggda_ext.store import digest

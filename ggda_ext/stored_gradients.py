@@ -21,8 +21,8 @@ from ggda_ext.blocks import Block, Range, finish, group_ranges, opened, part_of,
 from ggda_ext.distributed import alone, together
 from ggda_ext.files import open_array
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
+from ggda_ext.gradients.sketch import count_sketch, draw_sketch
 from ggda_ext.properties import Property
-from ggda_ext.sketch import count_sketch, draw_sketch
 from ggda_ext.store import digest
 from ggda_ext.stored_scores import gradients_of
 

@@ -26,12 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, grouping, properties
-from ggda_ext.conjugate_gradients import conjugate_gradients
-from ggda_ext.curvature import Hessian, lissa
+from ggda_ext.counterfactual import WhatIf
+from ggda_ext.curvature import EmpiricalFisher, Hessian, conjugate_gradients, lissa
 from ggda_ext.data import IndexedData
 from ggda_ext.distributed import all_reduce_sum, gather_rows, in_order, my_share, rank, world_size
 from ggda_ext.evaluation import Retrainer
-from ggda_ext.fisher import EmpiricalFisher
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.losses import as_example_loss
 from ggda_ext.retraining import leave_group_out
@@ -313,6 +312,15 @@ def retrainings() -> Iterator[tuple[str, Any]]:
     yield "retraining: leave group out, one by one", left_out.scores
 
 
+def what_if() -> Iterator[tuple[str, Any]]:
+    """Features are shared out by points, refits by subsets."""
+    case = cases.make_case("mlp")
+    measure = properties.mean_loss(tests_of(case), cross_entropy)
+    for name, options in (("all", {}), ("some", {"rank": 8, "batch_size": 4})):
+        asked = WhatIf(case.model, cross_entropy, case.data, UNEVEN, weight_decay=0.01, **options)
+        yield f"what if: {name} directions", asked.subsets(1 - np.eye(len(UNEVEN)), measure)
+
+
 def models_in_ddp() -> Iterator[tuple[str, Any]]:
     """The same scores of a model in a DistributedDataParallel as of the model itself."""
     case = cases.make_case("mlp")
@@ -393,7 +401,7 @@ def everything(folder: Path) -> dict[str, Any]:
     """All results by name, arrays as tensors: what can be read without pickle."""
     found: dict[str, Any] = {}
     parts = (core, fewer_points_than_ranks, streams, of_properties, curvature, groupings, helpers)
-    for part in (*parts, captum, dattri, retrainings, models_in_ddp, errors):
+    for part in (*parts, captum, dattri, retrainings, what_if, models_in_ddp, errors):
         torch.manual_seed(0)
         found |= part()
     found |= trak(folder)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from ggda_ext.conjugate_gradients import NegativeCurvature
+from ggda_ext.curvature.conjugate_gradients import NegativeCurvature
 
 RIDGE = 0.3
 SOLVERS: dict[str, dict[str, Any]] = {

@@ -89,7 +89,8 @@ def alike(test: Callable[[Any, Any], bool], found: list[Any], expected: list[Any
 PARTS = (
     "scores:", "scores of test points:", "rows:", "squared norms:", "all blocks:", "gathered blocks:", "one point:",
     "stream:", "property:", "attribute:", "Hessian:", "conjugate gradients:", "LiSSA:", "Fisher", "features:",
-    "groups:", "summary", "gather:", "sum", "Captum:", "dattri:", "TRAK:", "retraining:", "wrapped:", "after errors",
+    "groups:", "summary", "gather:", "sum", "Captum:", "dattri:", "TRAK:", "retraining:", "what if:", "wrapped:",
+    "after errors",
 )  # fmt: skip
 
 

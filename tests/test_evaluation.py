@@ -11,6 +11,7 @@ from torch import nn
 from ggda_ext import Groups, attribute, evaluation, properties
 from ggda_ext.evaluation import (
     Retrainer,
+    additive_ceiling,
     aggregated,
     group_lds,
     leave_group_out_correlation,
@@ -195,3 +196,24 @@ def test_bad_input_is_named(call, message) -> None:  # type: ignore[no-untyped-d
 
 def test_one_seed_has_no_standard_error() -> None:
     assert np.isnan(evaluation.standard_error(np.ones((2, 1)))).all()
+
+
+def test_the_additive_ceiling_is_high_for_sums_and_low_for_products():
+    draw = np.random.default_rng(0)
+    kept = random_subsets(np.arange(8), 120, seed=1)
+    sums = kept @ draw.normal(size=8)
+    assert additive_ceiling(kept, sums + 0.01 * draw.normal(size=120)).value > 0.95
+    signs = 2.0 * kept - 1
+    products = signs[:, 0] * signs[:, 1] + 0.01 * draw.normal(size=120)
+    found = additive_ceiling(kept, np.stack([sums, products], 1))
+    assert found.columns[0] > 0.95
+    assert found.columns[1] < 0.5
+    assert found.interval[0] <= found.value <= found.interval[1]
+
+
+def test_the_additive_ceiling_names_bad_input():
+    kept = random_subsets(np.arange(8), 6, seed=1)
+    with pytest.raises(ValueError, match=r"kept has shape \[6, 8\]: pass \[5, groups\]"):
+        additive_ceiling(kept, np.ones(5))
+    with pytest.raises(ValueError, match="3 left to compare with"):
+        additive_ceiling(kept, np.arange(6.0))

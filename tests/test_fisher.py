@@ -18,7 +18,7 @@ from trak.modelout_functions import ImageClassificationModelOutput
 from trak.projectors import NoOpProjector
 
 from ggda_ext import Groups
-from ggda_ext.fisher import EmpiricalFisher, FisherKind
+from ggda_ext.curvature.fisher import EmpiricalFisher, FisherKind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -28,7 +28,7 @@ from ggda_ext.grouping import (
     random_groups,
     representations,
 )
-from ggda_ext.grouping.engine import inertia, kmeans
+from ggda_ext.grouping.kmeans import inertia, kmeans
 from ggda_ext.groups import Groups
 
 N, D, C = 120, 6, 3

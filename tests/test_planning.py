@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from ggda_ext import GroupGradients, Groups, attribute, estimate, properties
-from ggda_ext.planning import Estimate
+from ggda_ext.estimation import Estimate
 
 LOSS = nn.CrossEntropyLoss()
 

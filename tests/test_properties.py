@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ggda_ext import properties
-from ggda_ext.attacks import fgsm, pgd
 from ggda_ext.data import IndexedData
 from ggda_ext.losses import BatchLoss
 from ggda_ext.properties import (
@@ -37,6 +36,7 @@ from ggda_ext.properties import (
     stack,
     weighted_sum,
 )
+from ggda_ext.properties.attacks import fgsm, pgd
 
 N, D = 11, 4
 CE = nn.CrossEntropyLoss()

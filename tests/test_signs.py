@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trak.projectors import NoOpProjector
 
 from ggda_ext import GroupGradients, PointGradients, attribute, evaluation, properties, property_scores
-from ggda_ext.fisher import FISHERS
+from ggda_ext.curvature.fisher import FISHERS
 from ggda_ext.retraining import leave_group_out
 from ggda_ext.training import Recipe
 

@@ -13,6 +13,7 @@ from torch.optim import Adam
 from torch.optim.lr_scheduler import OneCycleLR
 
 from ggda_ext.training import Recipe, TrainedModels, initial_model, train_many, train_one
+from ggda_ext.training.denormals import flushes_denormals
 from ggda_ext.training.many import layout_of
 from ggda_ext.training.mapped import MappedModel
 from ggda_ext.training.stacked import StackedLayers
@@ -235,3 +236,23 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Recipe(**{"epochs": 1, "learning_rate": 0.1, "batch_size": 4, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("at_once", [1, 2], ids=["one by one", "stacked"])
+@pytest.mark.parametrize("before", [False, True])
+def test_denormal_numbers_are_flushed_in_training_only(at_once, before):
+    """Dead units decay to denormals, which are slow; where a processor cannot flush, nothing changes."""
+    supported = torch.set_flush_denormal(before)
+    assert flushes_denormals() is (before and supported)
+    seen = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(flushes_denormals())
+        return nn.functional.cross_entropy(output, target)
+
+    try:
+        train_many(of("logistic"), loss, points(), Recipe(1, 0.1, 64), seeds=[0, 1], at_once=at_once)
+        assert flushes_denormals() is (before and supported)
+        assert seen[-1] is supported
+    finally:
+        torch.set_flush_denormal(False)

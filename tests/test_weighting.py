@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from ggda_ext import GroupGradients
 from ggda_ext.data import IndexedData
+from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
 from ggda_ext.losses import FunctionalLoss, OutputLoss
-from ggda_ext.weighting import WeightedData, WeightedLoss
 
 LABELS = torch.tensor([0, 1, 0, 2, 1, 0, 0])
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.inner_product import GroupedInnerProduct, Solve
-from ggda_ext.conjugate_gradients import conjugate_gradients
 from ggda_ext.curvature import direct_solve, lissa
+from ggda_ext.curvature.conjugate_gradients import conjugate_gradients
 from ggda_ext.distributed import all_reduce_sum, together
 
 
@@ -36,7 +36,7 @@ class IFAttributorCG(GroupedInnerProduct, dattri_if.IFAttributorCG):
 
     Unlike dattri, which adds up one solve for each batch of the cached loader (``curvature="upstream"``), and goes on
     through negative curvature and rounding errors; here a solve stops there and says so (see
-    `ggda_ext.conjugate_gradients`). ``curvature="gauss-newton"`` has no negative curvature.
+    `ggda_ext.curvature.conjugate_gradients`). ``curvature="gauss-newton"`` has no negative curvature.
     """
 
     transformation_kwargs: dict[str, Any]

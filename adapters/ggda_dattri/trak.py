@@ -3,7 +3,7 @@
     τ[G, j] = mean over checkpoints of φ_jᵀ F⁻¹ Σ_{i∈G} Q_i x_i
 
 where F is the Fisher of the points, Σ_i x_i x_iᵀ (exact: the sum of dattri's scores), or one of the groups, see
-`ggda_ext.fisher`.
+`ggda_ext.curvature.fisher`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 from ggda_dattri.checkpoint import Checkpoint, by_outer_names
 from ggda_dattri.grouping import check_one_of
 from ggda_dattri.projection import GroupedProjection
+from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.distributed import all_reduce_sum, gather_objects, in_order, my_share, together
 from ggda_ext.fingerprint import sketch_of
-from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
 from ggda_ext.properties import Property
@@ -58,9 +58,9 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
             that they serve other test points, and another process, without another pass.
         fisher: ``"batched"``, of output gradients summed by group, or ``"paper"``, of loss gradients summed by group,
             both approximations at about the price of two passes over the data; or ``"exact"``, of every point, whose
-            scores are the sums of dattri's. See `ggda_ext.fisher` for the formulas.
+            scores are the sums of dattri's. See `ggda_ext.curvature.fisher` for the formulas.
         damping: ridge of the Fisher relative to its mean diagonal, on top of dattri's `regularization`; ``"auto"`` is
-            that of `ggda_ext.fisher` for a Fisher of groups, and none for the exact one. What was used is in
+            that of `ggda_ext.curvature.fisher` for a Fisher of groups, and none for the exact one. What was used is in
             `chosen_damping`, by checkpoint.
         **kwargs: dattri's own arguments.
     """

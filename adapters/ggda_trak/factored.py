@@ -21,8 +21,8 @@ from ggda_ext import GroupGradients
 from ggda_ext.gradients.hooks import Layer, Observer, known_layers
 from ggda_ext.gradients.layer_rules import LayerRule, rule_for
 from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.gradients.sketch import count_sketch, draw_sketch
 from ggda_ext.groups import GroupBatch
-from ggda_ext.sketch import count_sketch, draw_sketch
 
 _OUTER: LayerRule | None = rule_for(nn.Linear(1, 1))
 

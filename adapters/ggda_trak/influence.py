@@ -3,7 +3,7 @@
     τ_G(g) = ∇gᵀP (F + λ · mean diag(F) · I)⁻¹ Pᵀ Σ_{i∈G} ∇ℓ_i
 
 averaged over checkpoints, with P one of TRAK's projectors and F a Fisher of the projected loss gradients, see
-`ggda_ext.fisher`. With ``fisher="exact"`` a group's score is the sum of its members'.
+`ggda_ext.curvature.fisher`. With ``fisher="exact"`` a group's score is the sum of its members'.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trak.projectors import BasicProjector, NoOpProjector, ProjectionType
 
 from ggda_ext import GroupGradients
 from ggda_ext.attribution import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints
+from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.data import DataLike
 from ggda_ext.distributed import all_reduce_sum, my_share, together
-from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import PointProperty, Property
 from ggda_ext.stored_scores import keep_scores
@@ -48,7 +48,7 @@ class FisherInfluence:
         projector: one of TRAK's, or of `ggda_trak.projectors`; by default a BasicProjector of `proj_dim`.
         projector_seed: of the default projector.
         fisher: ``"paper"``, ``"batched"`` (both of group sums, approximations) or ``"exact"`` (of single points), see
-            `ggda_ext.fisher` for the formulas.
+            `ggda_ext.curvature.fisher` for the formulas.
         damping: ridge λ relative to the mean diagonal of the Fisher, or ``"auto"``.
         save_dir: a folder that keeps the projected sums of every checkpoint once they are finished, so that they serve
             other test points, properties and dampings, and another process, without another pass.

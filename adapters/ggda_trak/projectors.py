@@ -21,7 +21,7 @@ from trak.projectors import (
 )
 from trak.utils import vectorize
 
-from ggda_ext.sketch import count_sketch, draw_sketch
+from ggda_ext.gradients.sketch import count_sketch, draw_sketch
 from ggda_trak.factored import FactoredProjector
 
 __all__ = [

@@ -23,6 +23,7 @@ from trak.savers import ModelIDException
 
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.attribution import Checkpoints, listed_checkpoints
+from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher, check_ridge
 from ggda_ext.distributed import (
     alone,
     from_first_rank,
@@ -36,7 +37,6 @@ from ggda_ext.distributed import (
 )
 from ggda_ext.files import write_json
 from ggda_ext.fingerprint import of_groups, of_state, of_structure, of_value
-from ggda_ext.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher, check_ridge
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import Property
@@ -82,9 +82,9 @@ class TRAKer(trak.TRAKer):
         groups: a `Groups` or anything it accepts, for `train_set_size` points.
         fisher: ``"batched"`` (of output gradients summed by group; TRAK's at size one), ``"paper"`` (of loss gradients
             summed by group) or ``"exact"`` (of single points: scores are the sums of TRAK's, but take as long), see
-            `ggda_ext.fisher` for the formulas. The first two are approximations: they do not add up over groups.
+            `ggda_ext.curvature.fisher` for the formulas. The first two are approximations: they do not add up.
         damping: ridge of the Fisher relative to its mean diagonal, on top of TRAK's `lambda_reg`; ``"auto"`` is that of
-            `ggda_ext.fisher` for a Fisher of groups, and none for the exact one.
+            `ggda_ext.curvature.fisher` for a Fisher of groups, and none for the exact one.
         strategy: how gradients are computed, see `GroupGradients`; other than ``"auto"`` it is used for groups of
             one as well.
         checkpoints: all checkpoints that will be used, if several: state dicts, or paths to them. The weights Q

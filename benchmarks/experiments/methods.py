@@ -30,7 +30,7 @@ from benchmarks.names import CG, FISHER, LISSA, PER_POINT, RATES, TRACIN, TRAK
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups, property_gradient
 from ggda_ext.attribution import load_state, parameters_restored
-from ggda_ext.fisher import EmpiricalFisher, FisherKind
+from ggda_ext.curvature.fisher import EmpiricalFisher, FisherKind
 
 SAMPLED = 8_192  # points up to which groups of one are timed on all of them
 _BATCH = 64  # points whose gradients are held at once

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from benchmarks.scales import ExperimentScale
 from benchmarks.tasks import LOSS, Lissa, Task
 from ggda_ext import GroupGradients, properties
-from ggda_ext.conjugate_gradients import conjugate_gradients
 from ggda_ext.curvature import Hessian, lissa
+from ggda_ext.curvature.conjugate_gradients import conjugate_gradients
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.properties import MeanProperty, property_gradient

@@ -21,7 +21,7 @@ from benchmarks.speed.memory import peak_bytes
 from benchmarks.speed.timing import Row, best_times
 from ggda_ext import GroupGradients, Groups, attribute, properties
 from ggda_ext.data import IndexedData
-from ggda_ext.planning import estimate
+from ggda_ext.estimation import estimate
 
 FEATURES, BATCH = 23, 16_384
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"LR": models.logistic_regression, "ANN-S": models.ann_s}

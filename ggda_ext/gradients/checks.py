@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.gradients.truth import Tolerance, Truth, total_scores, truth_of
-from ggda_ext.groups import Groups
+from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
 
 FAILS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError)

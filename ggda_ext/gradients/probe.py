@@ -29,7 +29,7 @@ from ggda_ext.gradients.request import LossModule
 from ggda_ext.gradients.sample import EXAMPLES, Members, Sample, runs_of
 from ggda_ext.gradients.strategies import forward, persample
 from ggda_ext.gradients.truth import Truth, captured_scores, random_direction, tolerance, total_scores
-from ggda_ext.groups import Groups
+from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model_state import Buffers
 

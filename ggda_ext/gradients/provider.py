@@ -26,7 +26,7 @@ from ggda_ext.gradients.parameters import ParameterChoice, ParameterSpace
 from ggda_ext.gradients.probe import Probe
 from ggda_ext.gradients.request import PointGradients, Request
 from ggda_ext.gradients.strategies import backward, directional, forward, ghost, norms, persample, segmented
-from ggda_ext.groups import GroupBatch, Groups, GroupsLike
+from ggda_ext.groups.partition import GroupBatch, Groups, GroupsLike
 from ggda_ext.losses import as_example_loss
 from ggda_ext.model_lock import locks_model, locks_model_while_iterated, only_thread
 

@@ -17,7 +17,7 @@ from ggda_ext.distributed import my_share, rank, share_of_stream
 from ggda_ext.gradients.captured import CapturedLayers
 from ggda_ext.gradients.hooks import Layer, Observer
 from ggda_ext.gradients.parameters import ParameterSpace
-from ggda_ext.groups import GroupBatch, Groups
+from ggda_ext.groups.partition import GroupBatch, Groups
 from ggda_ext.losses import ExampleLoss, as_example_loss
 from ggda_ext.model_state import full_precision, sums_on
 

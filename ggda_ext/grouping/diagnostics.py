@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from ggda_ext.attribution import property_directions
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.grouping.engine import means
+from ggda_ext.grouping.kmeans import means
 from ggda_ext.grouping.whitening import check_features
-from ggda_ext.groups import Groups
+from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import LABEL_KEYS
 from ggda_ext.properties import Property
 

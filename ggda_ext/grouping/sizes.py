@@ -10,7 +10,7 @@ import heapq
 import numpy as np
 from scipy.spatial import cKDTree
 
-from ggda_ext.grouping.engine import means, ranks
+from ggda_ext.grouping.kmeans import means, ranks
 
 MOST_TRADES = 30_000  # pairs of clusters that trade: about three seconds
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from ggda_ext.grouping.engine import TREE_DIMENSIONS
+from ggda_ext.grouping.kmeans import TREE_DIMENSIONS
 
 Whitening = Literal["pca", "scale"] | None
 

@@ -19,9 +19,8 @@ passes: f without a graph, then ``∇g = Σ_batches (∂g/∂f_batch) · (∂f_b
 product per batch. Called as functions they give the value, with a graph over all batches if grad is on.
 """
 
-from ggda_ext.attacks import fgsm, pgd
-from ggda_ext.properties.gradient import Property, property_gradient
-from ggda_ext.properties.kinds import (
+from ggda_ext.properties.attacks import fgsm, pgd
+from ggda_ext.properties.classes import (
     LinearProperty,
     MeanProperty,
     OutputsProperty,
@@ -29,7 +28,8 @@ from ggda_ext.properties.kinds import (
     stack,
     weighted_sum,
 )
-from ggda_ext.properties.ready import (
+from ggda_ext.properties.gradient import Property, property_gradient
+from ggda_ext.properties.library import (
     attacked_loss,
     class_probabilities,
     contrast,

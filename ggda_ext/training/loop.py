@@ -14,6 +14,7 @@ from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from tqdm.auto import tqdm
 
+from ggda_ext.training.denormals import denormals_flushed
 from ggda_ext.training.recipe import Recipe, checked_data, checked_subset, order_generator, shuffled
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -70,7 +71,7 @@ def train_one(
     )
     scheduler = _scheduler(optimizer, recipe, recipe.steps(len(points)))
     order, used, checkpoints, rates = order_generator(seed), [], [], []
-    with seeded(seed, x.device):
+    with seeded(seed, x.device), denormals_flushed():
         for epoch in tqdm(range(1, recipe.epochs + 1), "training", unit="epoch", disable=not show_progress):
             for at in shuffled(points, order).to(x.device).split(recipe.batch_size):
                 used.append(optimizer.param_groups[0]["lr"])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from tqdm.auto import tqdm
 
+from ggda_ext.training.denormals import denormals_flushed
 from ggda_ext.training.loop import LossFn, MakeModel, State, initial_model, state_on_cpu, train_one
 from ggda_ext.training.mapped import MappedModel
 from ggda_ext.training.order import StepBatch, Walk, batches, by_falling_steps, walks
@@ -144,7 +145,10 @@ def train_many(
     done: list[list[Tensor]] = []
     total = sum(recipe.steps(len(subset)) for subset in points)
     gradients = layout.gradients(loss_fn, x, y)
-    with tqdm(total=total, desc="training", unit="step", unit_scale=True, disable=not show_progress) as progress:
+    with (
+        denormals_flushed(),
+        tqdm(total=total, desc="training", unit="step", unit_scale=True, disable=not show_progress) as progress,
+    ):
         for chosen in np.array_split(order, -(-len(order) // together)):
             some = [int(j) for j in chosen]
             tensors = layout.stack([initial_model(make_model, seeds[j]).to(x.device) for j in some])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ggda_ext.distributed import from_first_rank
 from ggda_ext.grouping.features import input_features
-from ggda_ext.groups import Groups, Rest
+from ggda_ext.groups.partition import Groups, Rest
 
 RandomState = int | np.random.Generator | np.random.RandomState | None
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from ggda_ext.labels import first_few, is_list_of_lists, labels_of_lists, labels_of_values
+from ggda_ext.groups.labels import first_few, is_list_of_lists, labels_of_lists, labels_of_values
 
 if TYPE_CHECKING:
     from ggda_ext.data import DataLike

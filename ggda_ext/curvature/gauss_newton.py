@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ggda_ext.curvature import Hessian, chunks_of_vectors, one_number, products_with_vectors
+from ggda_ext.curvature.hessian import Hessian, chunks_of_vectors, one_number, products_with_vectors
 from ggda_ext.data import to_device
 
 

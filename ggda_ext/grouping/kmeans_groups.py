@@ -13,12 +13,12 @@ from sklearn.base import BaseEstimator, ClusterMixin
 from torch import nn
 
 from ggda_ext.distributed import from_first_rank
-from ggda_ext.grouping.engine import inertia, kmeans, numbered, ranks
+from ggda_ext.grouping.builders import RandomState, generator, group_count
 from ggda_ext.grouping.features import Layer, gradients, input_features, representations
-from ggda_ext.grouping.simple import RandomState, generator, group_count
+from ggda_ext.grouping.kmeans import inertia, kmeans, numbered, ranks
 from ggda_ext.grouping.sizes import cut_to_count, cut_to_size, equal_sizes
 from ggda_ext.grouping.whitening import Whitening, check_features, content_order, whitened
-from ggda_ext.groups import Groups
+from ggda_ext.groups.partition import Groups
 
 Self = TypeVar("Self", bound="KMeansGroups")
 

@@ -20,7 +20,7 @@ from ggda_ext.blocks import SomePoints
 from ggda_ext.data import IndexedData
 from ggda_ext.distributed import alone
 from ggda_ext.gradients import GroupGradients, Plan
-from ggda_ext.groups import Groups
+from ggda_ext.groups.partition import Groups
 
 ETHERNET = 1.25e9  # bytes per second, 10 Gbit/s
 _NATURAL = ("directional", "forward", "ghost")

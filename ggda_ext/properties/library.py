@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.attacks import Attack, AttackedLoss
 from ggda_ext.data import DataLike
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss
-from ggda_ext.properties.kinds import (
+from ggda_ext.properties.attacks import Attack, AttackedLoss
+from ggda_ext.properties.classes import (
     LinearProperty,
     MeanProperty,
     OutputsFn,

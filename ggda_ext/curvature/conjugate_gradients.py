@@ -11,7 +11,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from ggda_ext.curvature import Hessian, round_up
+from ggda_ext.curvature.hessian import Hessian, round_up
 
 _CONVERGED = 1e-3  # share of the first residual at which conjugate gradients that lost accuracy count all the same
 _NOISE = 100.0  # a curvature below so many roundings of |d| |H d| has no sign that can be trusted

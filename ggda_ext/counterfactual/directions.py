@@ -1,0 +1,185 @@
+"""Which parameter directions a refit may move along.
+
+The Gauss-Newton matrix of the training loss, GN = 1/n Σ J_iᵀ A_i J_i with A the curvature of the loss in the outputs,
+is sketched in one pass: points are put into m random groups, each point with a random cotangent of covariance A_i, so
+that the group-summed rows R `[m, p]` have RᵀR ≈ GN. Its leading eigenvectors span the space, together with what the
+groups' own gradients add. With the sketch (GN + λ)⁻¹ costs no more passes (Woodbury).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.counterfactual.convex import ConvexLoss
+from ggda_ext.data import IndexedData
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.groups.partition import Groups
+from ggda_ext.losses import BatchLoss, model_output
+
+Kind = Literal["auto", "all", "eigen", "groups", "both"]
+KINDS: tuple[Kind, ...] = ("auto", "all", "eigen", "groups", "both")
+OVERSAMPLED = 5
+"""Rows of the sketch for every eigenvector taken from it."""
+_DEPENDENT = 1e-5  # share of the largest squared singular value below which a direction adds nothing
+_UNCOVERED = 0.01  # squared length of what a unit gradient must leave outside of the eigenvectors to count
+
+
+@dataclass(frozen=True)
+class Directions:
+    """An orthonormal set of directions, and why these.
+
+    Attributes:
+        rows: `[r, p]`.
+        cut: the Gauss-Newton eigenvalue at which eigenvectors were cut off; 0 if none is missing.
+        why: in words.
+    """
+
+    rows: Tensor
+    cut: float
+    why: str
+
+
+class WithRows(IndexedData):
+    """A data set whose batches come as ``(batch, rows)``, with the rows `[b, c]` of its examples."""
+
+    def __init__(self, inner: IndexedData, rows: Tensor) -> None:
+        self.__dict__.update(inner.__dict__)
+        self.rows = rows
+
+    def batches(self, index_batches: Iterable[Any]) -> Iterator[Any]:
+        """One batch for every sequence of indices, with its rows."""
+        waiting: list[np.ndarray] = []
+
+        def noted() -> Iterator[np.ndarray]:
+            for indices in index_batches:
+                waiting.append(np.asarray(indices, np.int64))
+                yield waiting[-1]
+
+        for batch in super().batches(noted()):
+            yield batch, self.rows[torch.from_numpy(waiting.pop(0))]
+
+
+def pulled_back(provider: GroupGradients, cotangents: Tensor, groups: Groups) -> Tensor:
+    """Σ_{i∈G} J_iᵀ c_i `[k, p]` for cotangents c `[n, C]` of the outputs."""
+
+    def products(model: nn.Module, batch: Any) -> Tensor:
+        points, rows = batch
+        output, _ = model_output(model, points)
+        return (output.reshape(len(rows), -1) * rows.to(output)).sum(1)
+
+    paired = WithRows(provider.data, cotangents)
+    own = GroupGradients(
+        provider.model, BatchLoss(products), paired, groups,
+        parameters=provider.space.parameters.values(), memory_budget=provider.memory_budget,
+    )  # fmt: skip
+    return own.rows()
+
+
+def sketch(
+    provider: GroupGradients, loss: ConvexLoss, outputs: Tensor, weights: Tensor, rows: int, seed: int
+) -> Tensor:
+    """Rows R `[m, p]` with RᵀR ≈ the Gauss-Newton matrix of the weighted mean training loss.
+
+    Args:
+        provider: the model and the training data.
+        loss: the training loss of every point.
+        outputs: of every point `[n]` or `[n, C]`.
+        weights: of every point `[n]`, their sum 1.
+        rows: m.
+        seed: of the random groups, cotangents and signs.
+    """
+    n = len(outputs)
+    generator = torch.Generator().manual_seed(seed)
+    columns = loss.columns(outputs.double().reshape(n, -1))
+    signs = torch.randint(0, 2, (n, 1), generator=generator).to(columns) * 2 - 1
+    cotangents = loss.noise(loss.state(columns[:, :, None]), generator) * signs
+    cotangents = cotangents * weights.double().clamp_min(0).sqrt()[:, None]
+    labels = torch.randperm(n, generator=generator) % min(rows, n)
+    return pulled_back(provider, loss.of_columns(cotangents), Groups(labels.numpy()))
+
+
+def eigenvectors(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Eigenvalues of RᵀR, falling, and the first eigenvectors `[count, p]`."""
+    values, vectors = torch.linalg.eigh((rows @ rows.T).double())
+    values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)
+    found = int((values > 1e-9 * values[0]).sum()) if len(values) else 0
+    count = min(count, found)
+    return values, vectors[:, :count].T.to(rows) @ rows / values[:count].sqrt().to(rows)[:, None]
+
+
+def damped_inverse(rows: Tensor, vectors: Tensor, damping: float) -> Tensor:
+    """(RᵀR + damping)⁻¹ v for vectors `[m, p]`, by Woodbury's identity."""
+    kernel = (rows @ rows.T).double()
+    kernel.diagonal().add_(damping)
+    inner = torch.linalg.solve(kernel, (rows @ vectors.T).double())
+    return (vectors - (rows.T @ inner.to(rows)).T) / damping
+
+
+def orthonormal(rows: Tensor, most: int | None = None, basis: Tensor | None = None) -> Tensor:
+    """An orthonormal basis `[r, p]` of what rows span, each counted alike; at most that many, the leading ones.
+
+    Args:
+        rows: `[m, p]`.
+        most: directions at most.
+        basis: orthonormal rows that are there already. Rows are added to them where they leave that space by a tenth of
+            their length: what is left of others has hardly any curvature, and a refit would run along it.
+    """
+    sizes = rows.norm(dim=1)
+    found = rows[sizes > 0] / sizes[sizes > 0, None]
+    least = _DEPENDENT
+    if basis is not None:
+        found, least = found - (found @ basis.T) @ basis, _UNCOVERED
+    for relative in (True, False):  # the second round removes what rounding left of the first
+        values, vectors = torch.linalg.eigh((found @ found.T).double())
+        values, vectors = values.flip(0), vectors.flip(1)
+        kept = values > (least * (values[0] if basis is None else 1.0) if relative else 0.0)
+        if most is not None:
+            kept[most:] = False
+        if not bool(kept.any()):
+            break
+        found = (vectors[:, kept] / values[kept].sqrt()).T.to(rows) @ found
+    if basis is None:
+        return found
+    return torch.cat([basis, found]) if bool(kept.any()) else basis
+
+
+def find_directions(
+    kind: Kind,
+    rank: int,
+    provider: GroupGradients,
+    loss: ConvexLoss,
+    outputs: Tensor,
+    weights: Tensor,
+    seed: int,
+) -> Directions:
+    """The directions of a refit; see `WhatIf`."""
+    space, k = provider.space, len(provider.groups)
+    if kind == "all" or (kind == "auto" and space.size <= rank):
+        eye = torch.eye(space.size, dtype=space.dtype, device=space.device)
+        return Directions(eye, 0.0, f"all {space.size} parameters")
+    basis, cut, parts = None, 0.0, []
+    if kind in ("auto", "eigen", "both"):
+        count = min(rank, space.size)
+        sketched = sketch(provider, loss, outputs, weights, OVERSAMPLED * count, seed)
+        values, vectors = eigenvectors(sketched, count)
+        cut = float(values[min(count, len(values) - 1)])
+        basis = orthonormal(vectors)
+        parts.append(f"{len(basis)} leading Gauss-Newton eigenvectors")
+    if kind in ("auto", "groups", "both"):
+        slope = loss.of_columns(
+            loss.slope(loss.state(loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None]))[:, :, 0]
+        )
+        gradients = pulled_back(provider, slope * weights.double()[:, None], provider.groups)
+        before = 0 if basis is None else len(basis)
+        basis = orthonormal(gradients, rank if basis is None else max(1, rank // 2), basis)
+        parts.append(f"{len(basis) - before} directions of the {k} groups' gradients")
+    assert basis is not None
+    if not len(basis):
+        raise ValueError("the gradients of all groups are zero: there is no direction in which a refit could move.")
+    return Directions(basis, cut, f"{len(basis)} directions: {' and '.join(parts)}")

@@ -1,0 +1,210 @@
+"""How outputs move along parameter directions: Φ(x) = J_f(x) V, by forward-mode products.
+
+Along directions V = [v_1 … v_r] the outputs are f(x; θ + V d) ≈ f(x; θ) + Φ(x) d. A product with one direction takes
+two forward passes; directions go through the model in chunks that share the pass at θ. Features that outgrow the
+memory budget stand in a file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ggda_ext.data import IndexedData, to_device
+from ggda_ext.distributed import all_reduce_sum, together, world_size
+from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.gradients.strategies import forward
+from ggda_ext.losses import model_output
+
+_CHUNK_BYTES = 64 * 2**20  # tangents of one batch along one chunk of directions
+
+
+@dataclass(frozen=True)
+class Features:
+    """Outputs of a data set and how they move.
+
+    Attributes:
+        outputs: the model's own `[N]` or `[N, C]`.
+        targets: of every example, or None.
+        tangents: Φ `[N, C, r]`, in the model's precision; in a file if they are many.
+    """
+
+    outputs: Tensor
+    targets: Tensor | None
+    tangents: Tensor
+
+    def moved(self, coefficients: Tensor) -> Tensor:
+        """Outputs `[N]` or `[N, C]` at θ + V d, linearised, of one d `[r]`; exactly the model's own for d = 0."""
+        flat = self.tangents.reshape(-1, self.tangents.shape[2])
+        step = flat @ coefficients.to(flat)
+        return self.outputs + step.view(self.outputs.shape)
+
+
+class Linearizer:
+    """Outputs of a model along fixed directions.
+
+    Args:
+        space: the model and the parameters that count.
+        directions: V as rows `[r, p]`.
+        batch_size: examples per pass.
+        memory_budget: bytes of features kept in memory; more go to a file.
+        folder: where to put such files; a temporary folder if left out.
+    """
+
+    def __init__(
+        self,
+        space: ParameterSpace,
+        directions: Tensor,
+        batch_size: int = 1024,
+        memory_budget: int = 2**30,
+        folder: Path | None = None,
+    ) -> None:
+        self.space, self.batch_size, self.memory_budget, self.folder = space, batch_size, memory_budget, folder
+        self.rank = len(directions)
+        still = forward.tangents(space, directions)  # an embedding's padding row does not move
+        self._moves = {name: torch.stack([move[name] for move in still]) for name in space.parameters}
+        self._module = OutputModule(space.model)
+        self._mapped = True
+        self._files: list[tempfile.TemporaryDirectory] = []
+
+    @torch.no_grad()
+    def features(self, data: IndexedData) -> Features:
+        """Outputs, targets and tangents of all examples; under several ranks each computes a share."""
+        if data.n is None:
+            raise TypeError(f"{data.name} is a stream without a length: pass a map-style data set to what-if.")
+        output, target, moves = self.of_batch(to_device(data.first(1), self.space.device))
+        outputs = output.new_zeros(data.n, *output.shape[1:])
+        targets = None if target is None else target.new_zeros(data.n, *target.shape[1:])
+        tangents = self._empty((data.n, *moves.shape[1:]), moves)
+        with together({"the number of examples": data.n}):
+            for indices, batch in data.my_share(self.batch_size, whole_batches=True):
+                at = slice(int(indices[0]), int(indices[-1]) + 1)
+                outputs[at], target, tangents[at] = self.of_batch(to_device(batch, self.space.device))
+                if targets is not None and target is not None:
+                    targets[at] = target
+        if world_size() > 1:
+            for shared in (outputs, tangents, targets):
+                if shared is not None:
+                    all_reduce_sum(shared)
+        check_finite(outputs, "outputs", data.name)
+        check_finite(tangents, "features", data.name)
+        return Features(outputs, targets, tangents)
+
+    def of_batch(self, batch: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Outputs, targets and tangents `[b, C, r]` of one batch."""
+        with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+            output, target = model_output(self.space.model, batch)
+            output = output.detach()
+            moves = output.new_empty(len(output), output[0].numel(), self.rank)
+            step = self._chunk(output, batch) if self._mapped else 1
+            for low in range(0, self.rank, step):
+                part = {name: value[low : low + step] for name, value in self._moves.items()}
+                moves[:, :, low : low + step] = self._pushed(batch, part).reshape(-1, *moves.shape[:2]).permute(1, 2, 0)
+        return output, target, moves
+
+    def _pushed(self, batch: Any, part: dict[str, Tensor]) -> Tensor:
+        """Tangents `[directions, b, …]` along some directions, all at once if the model allows it."""
+        values = {f"model.{name}": value.detach() for name, value in self.space.parameters.items()}
+        moves = {f"model.{name}": value for name, value in part.items()}
+
+        def along(move: dict[str, Tensor]) -> Tensor:
+            return jvp(lambda given: functional_call(self._module, given, (batch,)), (values,), (move,))[1]
+
+        if self._mapped:
+            try:
+                return vmap(along)(moves)
+            except RuntimeError:  # e.g. an operation in place, whose tangent has one dimension more
+                self._mapped = False
+        count = len(next(iter(moves.values())))
+        return torch.stack([along({name: value[j] for name, value in moves.items()}) for j in range(count)])
+
+    def _chunk(self, output: Tensor, batch: Any) -> int:
+        """How many directions go through the model at once."""
+        bytes_each = _activation_bytes(self.space.model, batch)
+        return int(max(1, min(self.rank, _CHUNK_BYTES // max(1, bytes_each))))
+
+    def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        size = int(np.prod(shape)) * like.element_size()
+        if size <= self.memory_budget or like.device.type != "cpu":
+            return like.new_zeros(shape)
+        self._files.append(tempfile.TemporaryDirectory(prefix="features-", dir=self.folder))
+        path = Path(self._files[-1].name) / "tangents"
+        return torch.from_file(str(path), shared=True, size=int(np.prod(shape)), dtype=like.dtype).view(shape)
+
+
+class OutputModule(nn.Module):
+    """The model as a map from a batch to outputs, with the model as the submodule `model`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.training = model.training
+        self.model = model
+
+    def forward(self, batch: Any) -> Tensor:
+        """Outputs `[b, …]`."""
+        return model_output(self.model, batch)[0]
+
+
+def check_forward_mode(linearizer: Linearizer, data: IndexedData) -> None:
+    """Compare forward-mode products of a few examples with a backward pass; refuse a model where they differ."""
+    space, batch = linearizer.space, to_device(data.first(4), linearizer.space.device)
+    try:
+        output, _, moves = linearizer.of_batch(batch)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"the model cannot be differentiated in forward mode ({str(error).splitlines()[0]}): what-if needs that; "
+            "choose other layers with parameters=."
+        ) from error
+    generator = torch.Generator().manual_seed(0)
+    cotangent = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+    with space.gradients(enabled=True), sdpa_kernel(SDPBackend.MATH):
+        again, _ = model_output(space.model, batch)
+        parts = torch.autograd.grad(again, list(space.parameters.values()), cotangent, allow_unused=True)
+    row = space.flatten(parts, torch.zeros(space.size, dtype=space.dtype, device=space.device))
+    flat = torch.cat([value.reshape(linearizer.rank, -1) for value in linearizer._moves.values()], 1)
+    expected = flat @ row
+    found = torch.einsum("bcr,bc->r", moves, cotangent.reshape(len(output), -1))
+    tolerance = 1e-3 if space.dtype == torch.float32 else 1e-7
+    if bool(((found - expected).abs() > tolerance * (row.norm() * flat.norm(dim=1) + 1e-30)).any()):
+        raise ValueError(
+            "forward-mode products of the model differ from its gradients (an operation that hides its derivative?), "
+            "so what-if would be wrong: choose other layers with parameters=."
+        )
+
+
+def _activation_bytes(model: nn.Module, batch: Any) -> int:
+    """Bytes of the outputs of all leaf modules for a batch."""
+    seen = 0
+
+    def count(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal seen
+        if isinstance(output, Tensor):
+            seen += output.numel() * output.element_size()
+
+    leaves: list[nn.Module] = [module for module in model.modules() if next(module.children(), None) is None]
+    handles = [module.register_forward_hook(count) for module in leaves]
+    try:
+        model_output(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def check_finite(values: Tensor, what: str, name: str) -> None:
+    """Refuse values of examples `[N, …]` that hold NaN or infinite numbers."""
+    finite = torch.isfinite(values.flatten(1)).all(1) if values.dim() > 1 else torch.isfinite(values)
+    if not bool(finite.all()):
+        bad = (~finite).nonzero()[:, 0]
+        raise ValueError(
+            f"{name} gives NaN or infinite {what} for {len(bad)} of {len(values)} examples, first {int(bad[0])}: "
+            "look at these inputs and at the model's parameters."
+        )

@@ -1,0 +1,72 @@
+"""Pairs of groups whose joint effect is not the sum of their own: redundant and conflicting sources.
+
+I_ab = change without a and b − change without a − change without b. For a loss, positive pairs stand in for each other
+(each alone is dispensable, both together are not), and negative ones overlap in what their removal does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ggda_ext.properties import Property
+
+if TYPE_CHECKING:
+    from ggda_ext.counterfactual.what_if import WhatIf
+
+
+@dataclass(frozen=True)
+class Interactions:
+    """Interactions of pairs of groups.
+
+    Attributes:
+        matrix: I `[k, k]`, symmetric, with zeros on the diagonal.
+        alone: the change of the property without each group `[k]`.
+        names: of the groups.
+    """
+
+    matrix: np.ndarray
+    alone: np.ndarray
+    names: tuple[Hashable, ...]
+
+    def strongest(self, count: int = 5) -> list[tuple[Hashable, Hashable, float]]:
+        """The pairs of largest interaction, of either sign."""
+        pairs = sorted(combinations(range(len(self.names)), 2), key=lambda pair: -abs(self.matrix[pair]))
+        return [(self.names[a], self.names[b], float(self.matrix[a, b])) for a, b in pairs[:count]]
+
+    def plot(self, axes: Any = None) -> Any:
+        """The matrix as a picture, by matplotlib; returns the axes."""
+        from matplotlib import pyplot
+
+        axes = pyplot.subplots()[1] if axes is None else axes
+        limit = float(np.abs(self.matrix).max()) or 1.0
+        image = axes.imshow(self.matrix, cmap="RdBu_r", vmin=-limit, vmax=limit)
+        axes.set_xticks(range(len(self.names)), [str(name) for name in self.names], rotation=90)
+        axes.set_yticks(range(len(self.names)), [str(name) for name in self.names])
+        axes.figure.colorbar(image, ax=axes, label="rise beyond the sum of both")
+        return axes
+
+
+def found_interactions(what_if: WhatIf, property: Property, ids: list[int] | None) -> Interactions:
+    """Interactions of all pairs of the groups, or of some of them, from a refit for each pair."""
+    chosen = list(range(len(what_if.groups))) if ids is None else ids
+    if len(set(chosen)) < 2:
+        raise ValueError("interactions need at least two groups.")
+    pairs = list(combinations(range(len(chosen)), 2))
+    left_out = [(), *((j,) for j in chosen), *((chosen[a], chosen[b]) for a, b in pairs)]
+    kept = np.ones((len(left_out), len(what_if.groups)))
+    for row, gone in zip(kept, left_out, strict=True):
+        row[list(gone)] = 0
+    values = what_if.subsets(kept, property).numpy()
+    if values.ndim > 1:
+        raise ValueError(f"property gives {values.shape[1]} numbers: ask for one number at a time.")
+    changes = values[1:] - values[0]
+    alone, joint = changes[: len(chosen)], changes[len(chosen) :]
+    matrix = np.zeros((len(chosen), len(chosen)))
+    for (a, b), change in zip(pairs, joint, strict=True):
+        matrix[a, b] = matrix[b, a] = change - alone[a] - alone[b]
+    return Interactions(matrix, alone, tuple(what_if.names[j] for j in chosen))

@@ -1,0 +1,200 @@
+"""One trained model, linearised along a few directions: refits for any weights of the groups, and their outputs.
+
+Of large training sets a refit looks at a part, drawn evenly from every group and weighted back: a few hundred numbers
+are fitted, for which some ten thousand points are plenty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_ext.counterfactual.convex import convex_loss
+from ggda_ext.counterfactual.directions import Kind, find_directions
+from ggda_ext.counterfactual.features import Features, Linearizer, check_finite, check_forward_mode
+from ggda_ext.counterfactual.refit import Refit
+from ggda_ext.data import IndexedData, to_device
+from ggda_ext.distributed import all_reduce_sum, my_share, together, world_size
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.gradients.checks import check_deterministic_modules
+from ggda_ext.groups.partition import Groups
+from ggda_ext.losses import model_output
+from ggda_ext.properties import Property, property_gradient
+
+RIDGE = 0.5
+"""The ridge in units of the curvature at which eigenvectors are cut off."""
+_RELATIVE_RIDGE = 2e-5  # in units of the largest curvature, where no eigenvectors are cut off
+_BOUNDING = 1e-6  # likewise for models that are linear, only to bound what the data does not: separable classes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is linearised; see `WhatIf`."""
+
+    directions: Kind
+    rank: int
+    ridge: float | None
+    weight_decay: float
+    most_points: int
+    memory_budget: int
+    folder: Path | None
+    seed: int
+
+
+class LinearizedModel:
+    """Refits of one model.
+
+    Args:
+        provider: the model, its loss, the training data, the groups and the parameters that count.
+        settings: directions, ridge and limits.
+        point_weights: of every training point in the loss `[n]`.
+    """
+
+    def __init__(self, provider: GroupGradients, settings: Settings, point_weights: Tensor) -> None:
+        self.provider, self.space, self.settings = provider, provider.space, settings
+        check_deterministic_modules(provider.model)
+        batch_size = provider.plan(None).facts.batch_size
+        outputs, targets = training_outputs(provider, batch_size)
+        loss = convex_loss(provider.loss, outputs, targets)
+        self.point_weights = point_weights.to(outputs.device)
+        self.directions = find_directions(
+            settings.directions, settings.rank, provider, loss, outputs, self.point_weights / self.point_weights.sum(),
+            settings.seed,
+        )  # fmt: skip
+        self._linearizer = Linearizer(
+            self.space, self.directions.rows, batch_size, settings.memory_budget, settings.folder
+        )
+        check_forward_mode(self._linearizer, provider.data)
+        self.chosen, self._chosen_weights = _evenly_drawn(
+            provider.groups, self.point_weights, settings.most_points, settings.seed
+        )
+        self._training = self._linearizer.features(_Chosen(provider.data, self.chosen))
+        self._loss = loss.take(torch.from_numpy(self.chosen).to(outputs.device))
+        self.refit = self._refit(provider.groups)
+        self.is_linear = self._linear()
+        self.ridge = self._default_ridge() if settings.ridge is None else settings.ridge
+
+    def _refit(self, groups: Groups) -> Refit:
+        """The small problem for groups of the training points."""
+        labels = groups.labels_of(self.chosen)
+        order = np.argsort(np.where(labels < 0, len(groups), labels), kind="stable")
+        starts = np.searchsorted(np.sort(labels[labels >= 0]), np.arange(len(groups) + 1))
+        at = torch.from_numpy(order).to(self._training.outputs.device)
+        n = len(order)
+        columns = self._loss.columns(self._training.outputs.reshape(n, -1).double())[at]
+        return Refit(
+            columns, self._loss.columns(self._training.tangents)[at], self._loss.take(at), starts,
+            self._chosen_weights[at], self.settings.memory_budget // 2,
+        )  # fmt: skip
+
+    def solve(self, weights: Tensor, ridge: float | None = None) -> Tensor:
+        """Coefficients d `[s, r]` for weights of groups `[s, k]`; under several ranks each solves some of them."""
+        penalty = self.settings.weight_decay + (self.ridge if ridge is None else ridge)
+        if world_size() == 1:
+            return self.refit.solve(weights, penalty)
+        found = torch.zeros(len(weights), self.refit.r, dtype=torch.float64, device=self.space.device)
+        with together({"the number of subsets": len(weights)}):
+            mine = my_share(len(weights))
+            found[mine.start : mine.stop] = self.refit.solve(weights[mine.start : mine.stop], penalty)
+        return all_reduce_sum(found)
+
+    def regrouped(self, groups: Groups) -> Refit:
+        """The small problem of other groups of the same points, with the same features."""
+        return self._refit(groups)
+
+    def features(self, data: IndexedData) -> Features:
+        """Outputs and tangents of any data."""
+        return self._linearizer.features(data)
+
+    def linearised(self, property: Property) -> tuple[Tensor, Tensor]:
+        """Values `[m]` of a property at the model's parameters and their slopes `[m, r]` along the directions."""
+        with torch.no_grad():
+            value = torch.as_tensor(property(self.provider.model)).detach().double().reshape(-1)
+        gradient = property_gradient(property, self.provider.model, self.space.parameters)
+        return value, (gradient @ self.directions.rows.T).double()
+
+    def _linear(self) -> bool:
+        """Whether outputs are linear in the parameters, so that refits are exact: found by moving them."""
+        generator = torch.Generator().manual_seed(0)
+        d = torch.randn(len(self.directions.rows), generator=generator, dtype=torch.float64).to(self.space.device)
+        step = (d.to(self.directions.rows) @ self.directions.rows)[None]
+        batch = to_device(self.provider.data.first(16), self.space.device)
+        output, _, moves = self._linearizer.of_batch(batch)
+        moved = {name: value + self.space.part(step, value)[0] for name, value in self.space.parameters.items()}
+        with torch.no_grad():
+            real = torch.func.functional_call(
+                self._linearizer._module, {f"model.{name}": value for name, value in moved.items()}, (batch,)
+            )
+        change = (moves @ d.to(moves)).view(output.shape)
+        size = 1e-4 if self.space.dtype == torch.float32 else 1e-10
+        return bool((real - output - change).abs().max() <= size * (1 + change.abs().max() + output.abs().max()))
+
+    def _default_ridge(self) -> float:
+        if self.is_linear and self.settings.weight_decay:
+            return 0.0
+        if self.directions.cut > 0:
+            return RIDGE * self.directions.cut
+        total = self.refit._curvature.double().sum(0) / self.refit.masses.sum()
+        return (_BOUNDING if self.is_linear else _RELATIVE_RIDGE) * float(torch.linalg.eigvalsh(total)[-1])
+
+    def explain(self) -> str:
+        """What was chosen, and why."""
+        points = len(self.chosen)
+        of = "all" if points == self.provider.groups.n else f"{points:,} of {self.provider.groups.n:,}"
+        kind = "linear in its parameters: refits are exact" if self.is_linear else "linearised around its parameters"
+        return (
+            f"{self.directions.why}; {of} training points; the model is {kind}; weight decay "
+            f"{self.settings.weight_decay:.3g}, ridge {self.ridge:.3g}"
+        )
+
+
+class _Chosen(IndexedData):
+    """Some examples of a data set."""
+
+    def __init__(self, inner: IndexedData, chosen: np.ndarray) -> None:
+        self.__dict__.update(inner.__dict__)
+        self._inner, self._chosen, self.n = inner, chosen, len(chosen)
+
+    def batches(self, index_batches: Any) -> Any:
+        """One batch for every sequence of indices among the chosen."""
+        return self._inner.batches(self._chosen[np.asarray(indices)] for indices in index_batches)
+
+
+@torch.no_grad()
+def training_outputs(provider: GroupGradients, batch_size: int) -> tuple[Tensor, Tensor | None]:
+    """Outputs of all training points, and their targets if they have any."""
+    outputs, targets = [], []
+    for _, batch in provider.data.sequential(batch_size):
+        output, target = model_output(provider.model, to_device(batch, provider.space.device))
+        outputs.append(output)
+        targets.append(target)
+    joined = torch.cat(outputs)
+    check_finite(joined, "outputs", provider.data.name)
+    return joined, None if targets[0] is None else torch.cat([target for target in targets if target is not None])
+
+
+def _evenly_drawn(groups: Groups, weights: Tensor, most: int, seed: int) -> tuple[np.ndarray, Tensor]:
+    """At most about `most` points, the same share of every group and at least one, and their weights."""
+    n = groups.n
+    if n <= most:
+        return np.arange(n), weights
+    draw = np.random.default_rng(seed)
+    labels = groups.labels_of(np.arange(n))
+    chosen: list[np.ndarray] = []
+    for group in range(-1, len(groups)):
+        members = np.flatnonzero(labels == group)
+        if len(members):
+            count = max(1, round(len(members) * most / n))
+            chosen.append(draw.choice(members, min(count, len(members)), replace=False))
+    picked = np.sort(np.concatenate(chosen))
+    at = torch.from_numpy(picked)
+    ids = torch.from_numpy(labels.astype(np.int64)) + 1
+    totals = torch.zeros(len(groups) + 1, dtype=torch.float64).index_add_(0, ids, weights.double().cpu())
+    drawn = torch.zeros_like(totals).index_add_(0, ids[at], weights.double().cpu()[at])
+    factor = torch.where(drawn > 0, totals / drawn.clamp_min(1e-300), 0.0)
+    return picked, (weights.double().cpu()[at] * factor[ids[at]]).to(weights)

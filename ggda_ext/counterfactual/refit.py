@@ -1,0 +1,295 @@
+"""The small problem of a refit: the training loss of the kept groups, in a few parameter directions.
+
+With outputs f_i + Φ_i d and weights w of the groups, the refit is
+
+    min_d  Σ_i w_i ℓ_i(f_i + Φ_i d) / Σ_i w_i  −  ⟨ḡ, d⟩  +  λ/2 |d|²
+
+where ḡ, the gradient of all training points at d = 0, makes d = 0 the answer if nothing changes (with weight decay
+and at the optimum it is the decay's own pull), and λ is the weight decay and a ridge that keeps the answer where the
+linearisation holds. A refit stops where outputs have moved by the loss's radius, because with a class left out nothing
+else bounds them. Newton steps, each by conjugate gradients preconditioned with the groups' own curvature at d = 0, for
+many subsets at once: all products with Φ are matrix products shared by a block of subsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_ext.counterfactual.convex import ConvexLoss
+
+MOST_STEPS = 60
+_REFRESH = 12  # steps after which the preconditioner is that of the present curvature, for subsets far from d = 0
+_INNER = 20
+_FORCING = 1e-3  # how far conjugate gradients reduce the squared residual in one Newton step
+_ARMIJO = 1e-4
+_HALVINGS = 30
+_CHUNK_BYTES = 4 * 2**20  # columns of all subsets worked on at once, so that they stay near the cache
+
+
+class Refit:
+    """Refits of one linearised model.
+
+    Args:
+        outputs: columns of the training outputs `[n, c]`, points group after group.
+        tangents: Φ in those columns `[n, c, r]`, likewise.
+        loss: the training loss of these points.
+        starts: where every group starts, and where the last one ends `[k + 1]`; later points are in no group and stay.
+        point_weights: of every point in the training loss `[n]`.
+        most_bytes: memory for one block of subsets, and for the groups' curvature.
+    """
+
+    def __init__(
+        self,
+        outputs: Tensor,
+        tangents: Tensor,
+        loss: ConvexLoss,
+        starts: np.ndarray,
+        point_weights: Tensor,
+        most_bytes: int = 2**29,
+    ) -> None:
+        self.n, self.c, self.r = tangents.shape
+        self.outputs, self.dtype = outputs.to(tangents.dtype), tangents.dtype
+        self.flat = tangents.reshape(self.n * self.c, self.r)
+        self.loss, self.k, self.most_bytes = loss.to(tangents.dtype), len(starts) - 1, most_bytes
+        sizes = np.diff(np.append(starts, self.n))
+        self._labels = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(tangents.device)
+        self._bounds = np.append(starts, self.n)
+        self.point_weights = point_weights.to(tangents.dtype)
+        self.masses = torch.zeros(self.k + 1, dtype=torch.float64, device=tangents.device)
+        self.masses.index_add_(0, self._labels, point_weights.double())
+        ones = torch.ones(1, self.k + 1, dtype=torch.float64, device=tangents.device)
+        block = _Block(self, ones, 0.0, pull=torch.zeros(self.r, dtype=torch.float64, device=tangents.device))
+        self.pull = block.gradient()[0]
+        self._curvature = self._group_curvature()
+
+    def solve(self, weights: Tensor, ridge: float) -> Tensor:
+        """The answers d `[s, r]` of weights of groups `[s, k]`; exactly zero where all groups weigh the same."""
+        weights = weights.to(self.flat.device, torch.float64)
+        stay = torch.ones(len(weights), 1, dtype=torch.float64, device=weights.device)
+        weights = torch.cat([weights, stay], 1)
+        found = torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
+        whole = weights if self.masses[-1] > 0 else weights[:, :-1]  # nothing is fixed by points in no group
+        changed = (whole != whole[:, :1]).any(1).nonzero()[:, 0]
+        for rows in changed.split(self._at_once()):
+            found[rows] = self._solved(weights[rows], ridge)
+        return found
+
+    def _at_once(self) -> int:
+        return int(max(1, min(64, self.most_bytes // (4 * self.n * self.c * self.flat.element_size()))))
+
+    def _solved(self, weights: Tensor, ridge: float) -> Tensor:
+        answers = torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
+        going = torch.arange(len(weights), device=weights.device)
+        block = _Block(self, weights, ridge)
+        tolerance = 1e-9 if self.dtype == torch.float32 else 1e-17
+        for step in range(MOST_STEPS):
+            if step and step % _REFRESH == 0:
+                block.refresh()
+            fall = block.step()
+            answers[going] = block.d
+            open_ = fall > tolerance * (1 + block.objective.abs())
+            if not bool(open_.any()):
+                return answers
+            if not bool(open_.all()):
+                going, block = going[open_], block.only(open_)
+        raise singular(len(going), ridge)
+
+    def preconditioner(self, weights: Tensor, ridge: float) -> Tensor:
+        """Cholesky factors `[s, r, r]` or `[1, r, r]` of the curvature at d = 0."""
+        if self._curvature.shape[0] == 1:
+            matrix = self._curvature.double() / self.masses.sum()
+        else:
+            flat = weights.to(self._curvature) @ self._curvature.flatten(1)
+            matrix = flat.double().view(-1, self.r, self.r) / (weights @ self.masses)[:, None, None]
+        return self.factored(matrix, ridge)
+
+    def factored(self, matrix: Tensor, ridge: float) -> Tensor:
+        """Cholesky factors of curvatures `[s, r, r]` with the ridge, and a little more against rounding."""
+        scale = matrix.diagonal(dim1=1, dim2=2).mean(1)
+        floor = 1e-7 if self.dtype == torch.float32 else 1e-12
+        matrix.diagonal(dim1=1, dim2=2).add_((ridge + floor * scale + 1e-30)[:, None])
+        return torch.linalg.cholesky(matrix)
+
+    def _group_curvature(self) -> Tensor:
+        """Σ_{i∈G} Φᵀ A Φ of every group at d = 0 `[k + 1, r, r]`; only their sum `[1, r, r]` if they are too many."""
+        apart = (self.k + 1) * self.r**2 * self.flat.element_size() <= self.most_bytes
+        found = self.flat.new_zeros(self.k + 1 if apart else 1, self.r, self.r)
+        for low, high, loss in self.chunks(1):
+            state = loss.state(self.outputs[low:high, :, None])
+            roots = loss.root(state) * self.point_weights[low:high, None, None].clamp_min(0).sqrt()
+            rows = torch.bmm(roots, self.tangents(low, high))
+            edges = np.unique(np.clip(self._bounds, low, high)) if apart else np.array([low, high])
+            for start, end in pairwise(edges.tolist()):
+                part = rows[start - low : end - low].flatten(0, 1)
+                found[int(self._labels[start]) if apart else 0] += part.T @ part
+        return found
+
+    def tangents(self, low: int, high: int) -> Tensor:
+        """Φ of some points `[b, c, r]`."""
+        return self.flat[low * self.c : high * self.c].view(high - low, self.c, self.r)
+
+    def chunks(self, subsets: int) -> Iterator[tuple[int, int, ConvexLoss]]:
+        """Runs of points that are worked on together, with their losses."""
+        row = self.c * max(subsets, self.r) * self.flat.element_size()
+        step = max(1, _CHUNK_BYTES // row)
+        for low in range(0, self.n, step):
+            high = min(low + step, self.n)
+            yield low, high, self.loss.take(slice(low, high))
+
+    def weights_of_points(self, weights: Tensor) -> Tensor:
+        """Share of every point in the mean loss of every subset `[n, s]`."""
+        share = (weights / (weights @ self.masses)[:, None]).T.to(self.dtype)
+        return share[self._labels] * self.point_weights[:, None]
+
+
+class _Block:
+    """Subsets that are solved together, at their current d `[s, r]`."""
+
+    def __init__(self, problem: Refit, weights: Tensor, ridge: float, pull: Tensor | None = None) -> None:
+        self.problem, self.weights, self.ridge = problem, weights, ridge
+        self.share = problem.weights_of_points(weights)
+        self.d = torch.zeros(len(weights), problem.r, dtype=torch.float64, device=weights.device)
+        self.columns = problem.outputs[:, :, None].expand(-1, -1, len(weights)).contiguous()
+        self.pull = problem.pull if pull is None else pull
+        self.factors: Tensor | None = None
+        self.objective = self._objective(self.columns, self.d)
+
+    def only(self, rows: Tensor) -> _Block:
+        """The same for some of the subsets."""
+        other = object.__new__(_Block)
+        other.problem, other.ridge, other.pull = self.problem, self.ridge, self.pull
+        other.weights, other.d, other.objective = self.weights[rows], self.d[rows], self.objective[rows]
+        other.share, other.columns = self.share[:, rows], self.columns[:, :, rows]
+        factors = self.factors
+        other.factors = factors if factors is None or len(factors) == 1 else factors[rows]
+        return other
+
+    def refresh(self) -> None:
+        """Precondition with the curvature at the present d."""
+        matrix = torch.zeros(len(self.d), self.problem.r, self.problem.r, dtype=torch.float64, device=self.d.device)
+        for low, high, loss in self.problem.chunks(1):
+            for j in range(len(self.d)):
+                roots = loss.root(loss.state(self.columns[low:high, :, j : j + 1]))
+                rows = torch.bmm(roots * self.share[low:high, j, None, None].sqrt(), self.problem.tangents(low, high))
+                matrix[j] += (rows.flatten(0, 1).T @ rows.flatten(0, 1)).double()
+        self.factors = self.problem.factored(matrix, self.ridge)
+
+    def gradient(self) -> Tensor:
+        """Of the objective at d `[s, r]`."""
+        total = torch.zeros_like(self.d)
+        for low, high, loss in self.problem.chunks(len(self.d)):
+            slope = loss.slope(loss.state(self.columns[low:high])).mul_(self.share[low:high, None])
+            total += self._back(slope, low, high)
+        return total - self.pull + self.ridge * self.d
+
+    def step(self) -> Tensor:
+        """One Newton step with a line search; by how much the objective fell `[s]`."""
+        if self.factors is None:
+            self.factors = self.problem.preconditioner(self.weights, self.ridge)
+        gradient = self.gradient()
+        move = self._newton(gradient)
+        columns = self._forth(move)
+        slope = (gradient * move).sum(1)
+        length = self._within(columns)
+        bounded = length < 1
+        slack = (1e-6 if self.problem.dtype == torch.float32 else 1e-14) * (1 + self.objective.abs())
+        for _ in range(_HALVINGS):
+            d = self.d + length[:, None] * move
+            moved = torch.addcmul(self.columns, columns, length.to(columns)[None, None])
+            objective = self._objective(moved, d)
+            short = ~(objective <= self.objective + _ARMIJO * length * slope + slack)
+            if not bool(short.any()):
+                break
+            length = torch.where(short, length / 2, length)
+        self.d, self.columns, self.objective = d, moved, objective
+        return torch.where(bounded, 0.0, -slope * length)
+
+    def _within(self, columns: Tensor) -> Tensor:
+        """The longest step `[s]`, up to 1, along columns that leaves the outputs within the loss's radius."""
+        radius, ones = self.problem.loss.radius, torch.ones_like(self.objective)
+        if radius == float("inf"):
+            return ones
+        a, b, c = (torch.zeros_like(ones) for _ in range(3))
+        for low, high, _ in self.problem.chunks(len(self.d)):
+            move, so_far = columns[low:high], self.columns[low:high] - self.problem.outputs[low:high, :, None]
+            for total, left, right in ((a, move, move), (b, move, so_far), (c, so_far, so_far)):
+                total += (left * right).sum((0, 1)).double()
+        c -= radius**2 * len(self.columns)
+        root = (b.square() - a * c).clamp_min(0).sqrt()
+        return torch.minimum(ones, ((root - b) / a.clamp_min(1e-300)).clamp_min(0))
+
+    def _newton(self, gradient: Tensor) -> Tensor:
+        """−H⁻¹ g by preconditioned conjugate gradients, H the curvature at d."""
+        states = self._states()
+        move, residual = torch.zeros_like(gradient), -gradient
+        pre = self._preconditioned(residual)
+        direction = pre.clone()
+        size = (residual * pre).sum(1)
+        goal = _FORCING * size
+        for first in [True] + [False] * (_INNER - 1):
+            bent = self._bend(states, direction)
+            curvature = (direction * bent).sum(1)
+            going = (size > goal) & (curvature > 0)
+            if first and bool(((size > 0) & (curvature <= 0)).any()):
+                raise singular(int(((size > 0) & (curvature <= 0)).sum()), self.ridge)
+            length = torch.where(going, size / curvature.clamp_min(1e-300), 0.0)
+            move += length[:, None] * direction
+            residual -= length[:, None] * bent
+            pre = self._preconditioned(residual)
+            before, size = size, torch.where(going, (residual * pre).sum(1), size)
+            if bool((~going | (size <= goal)).all()):
+                break
+            direction = pre + torch.where(going, size / before.clamp_min(1e-300), 0.0)[:, None] * direction
+        return move
+
+    def _states(self) -> Tensor:
+        found = torch.empty_like(self.columns)
+        for low, high, loss in self.problem.chunks(len(self.d)):
+            found[low:high] = loss.state(self.columns[low:high])
+        return found
+
+    def _bend(self, states: Tensor, directions: Tensor) -> Tensor:
+        """H times directions `[s, r]`."""
+        total = self.ridge * directions
+        moves = directions.T.to(self.problem.dtype).contiguous()
+        for low, high, loss in self.problem.chunks(len(directions)):
+            forth = self.problem.flat[low * self.problem.c : high * self.problem.c] @ moves
+            bent = loss.bend(states[low:high], forth.view(high - low, self.problem.c, -1))
+            total += self._back(bent.mul_(self.share[low:high, None]), low, high)
+        return total
+
+    def _forth(self, directions: Tensor) -> Tensor:
+        """Φ times directions, `[n, c, s]`."""
+        moves = directions.T.to(self.problem.dtype).contiguous()
+        return (self.problem.flat @ moves).view(self.problem.n, self.problem.c, -1)
+
+    def _back(self, columns: Tensor, low: int, high: int) -> Tensor:
+        """Φᵀ times columns `[b, c, s]`, `[s, r]`."""
+        flat = self.problem.flat[low * self.problem.c : high * self.problem.c]
+        return (columns.reshape(len(flat), -1).T @ flat).double()
+
+    def _preconditioned(self, rows: Tensor) -> Tensor:
+        assert self.factors is not None
+        if len(self.factors) == 1:
+            return torch.cholesky_solve(rows.T, self.factors[0]).T
+        return torch.cholesky_solve(rows[:, :, None], self.factors)[:, :, 0]
+
+    def _objective(self, columns: Tensor, d: Tensor) -> Tensor:
+        total = torch.zeros(len(d), dtype=torch.float64, device=d.device)
+        for low, high, loss in self.problem.chunks(len(d)):
+            total += (loss.value(columns[low:high]) * self.share[low:high]).double().sum(0)
+        return total - d @ self.pull + self.ridge / 2 * d.square().sum(1)
+
+
+def singular(count: int, ridge: float) -> ValueError:
+    """The error for a small problem without an optimum."""
+    return ValueError(
+        f"a refit has no optimum, or none within {MOST_STEPS} steps, for {count} subsets: the small problem is "
+        f"singular, because nothing bounds the outputs in some direction. Pass a larger ridge than {ridge:.3g}, or "
+        "the weight_decay of the training."
+    )

@@ -1,0 +1,128 @@
+"""Which groups to leave out: greedy choice with exchange, each step a block of refits.
+
+The choice overfits the property it is made by, as any selection does: among thousands of candidate sets some look good
+on these test points by chance. So pass `holdout`, the same property of other points; the search never looks at it, and
+its predicted values say what to expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ggda_ext.properties import Property
+
+if TYPE_CHECKING:
+    from ggda_ext.counterfactual.what_if import WhatIf
+
+Goal = Literal["min", "max"]
+
+
+@dataclass(frozen=True)
+class Search:
+    """Which groups to leave out.
+
+    Attributes:
+        removed: their names, in the order in which they were chosen, after exchanges.
+        values: predicted value of the property with nothing left out, then after each choice.
+        holdout: the same for the held-out property; None if there was none.
+        value: predicted value without all of `removed`.
+        additive: names that a ranking by one-group effects would have left out.
+        additive_value: predicted value without those.
+    """
+
+    removed: tuple[Hashable, ...]
+    values: tuple[float, ...]
+    holdout: tuple[float, ...] | None
+    value: float
+    additive: tuple[Hashable, ...]
+    additive_value: float
+
+
+def found_search(
+    what_if: WhatIf,
+    property: Property,
+    *,
+    remove: int | None = None,
+    budget: int | None = None,
+    goal: Goal = "min",
+    holdout: Property | None = None,
+    exchanges: int = 3,
+) -> Search:
+    """Search the groups whose removal makes a property smallest or largest.
+
+    Args:
+        what_if: the counterfactuals.
+        property: one number.
+        remove: how many groups to leave out.
+        budget: or at most how many training points; the search then stops when nothing that fits improves it.
+        goal: ``"min"`` or ``"max"``.
+        holdout: the property of points that the search does not see, to judge the choice by.
+        exchanges: rounds in which one removed group may be exchanged for a kept one.
+    """
+    k, sizes = len(what_if.groups), what_if.groups.sizes
+    if (remove is None) == (budget is None):
+        raise ValueError("pass remove, a number of groups, or budget, a number of training points.")
+    if remove is not None and not 0 < remove < k:
+        raise ValueError(f"remove={remove} of {k} groups: leave out at least one and keep at least one.")
+    if goal not in ("min", "max"):
+        raise ValueError(f"goal={goal!r} is not one of 'min', 'max'.")
+    sign = 1.0 if goal == "min" else -1.0
+
+    def costs(choices: list[list[int]]) -> np.ndarray:
+        kept = np.ones((len(choices), k))
+        for row, gone in zip(kept, choices, strict=True):
+            row[gone] = 0
+        values = what_if.subsets(kept, property).numpy()
+        if values.ndim > 1:
+            raise ValueError(f"property gives {values.shape[1]} numbers: search by one number.")
+        return sign * values
+
+    def fits(choice: list[int]) -> bool:
+        return len(choice) < k and (budget is None or int(sizes[choice].sum()) <= budget)
+
+    gone: list[int] = []
+    path = [float(costs([[]])[0])]
+    alone: np.ndarray | None = None
+    while remove is None or len(gone) < remove:
+        options = [[*gone, j] for j in range(k) if j not in gone and fits([*gone, j])]
+        if not options:
+            break
+        found = costs(options)
+        if alone is None:
+            alone = np.full(k, np.inf)
+            alone[[option[-1] for option in options]] = found
+        best = int(np.argmin(found))
+        if budget is not None and found[best] >= path[-1]:
+            break
+        gone = options[best]
+        path.append(float(found[best]))
+    value = path[-1]
+    for _ in range(exchanges if gone else 0):
+        options = [
+            [*gone[:at], j, *gone[at + 1 :]] for at in range(len(gone)) for j in range(k) if j not in gone
+        ]  # fmt: skip
+        options = [option for option in options if fits(option)]
+        found = costs(options) if options else np.array([np.inf])
+        if found.min() >= value - 1e-12:
+            break
+        gone, value = options[int(np.argmin(found))], float(found.min())
+    steps = [gone[:count] for count in range(len(gone) + 1)]
+    path = (sign * costs(steps)).tolist()
+    kept = np.array([[j not in step for j in range(k)] for step in steps])
+    names = what_if.names
+    ranked: list[int] = []
+    for j in np.argsort(alone if alone is not None else np.zeros(k), kind="stable"):
+        if len(ranked) < len(gone) and fits([*ranked, int(j)]):
+            ranked.append(int(j))
+    return Search(
+        removed=tuple(names[j] for j in gone),
+        values=tuple(path),
+        holdout=None if holdout is None else tuple(what_if.subsets(kept, holdout).tolist()),
+        value=sign * value,
+        additive=tuple(names[j] for j in ranked),
+        additive_value=float(sign * costs([ranked])[0]),
+    )

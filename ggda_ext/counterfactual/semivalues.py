@@ -1,0 +1,143 @@
+"""Shapley and Banzhaf values of groups from many refits, with standard errors.
+
+The score of group G is the mean over random sets S of other groups of v(S) − v(S ∪ G): how much a property rises, on
+average, if the group is missing, positive for groups that help a loss. A model that saw nothing gives outputs of zero.
+
+Plain Shapley values of groups can be gamed: a source that is split into two with the same content gets more in total.
+With `atoms` groups are cut into pieces of about that many points, which all count alike, and a group's value is the sum
+of its pieces': splitting a group then changes nothing but the order in which pieces are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_ext.counterfactual.measured import of_outputs_only, value_of
+from ggda_ext.data import IndexedData
+from ggda_ext.groups.partition import Groups
+from ggda_ext.properties import Property
+
+if TYPE_CHECKING:
+    from ggda_ext.counterfactual.what_if import WhatIf
+
+Kind = Literal["shapley", "banzhaf"]
+_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Semivalues:
+    """Values of groups.
+
+    Attributes:
+        scores: mean rise of the property without the group `[k]`.
+        stderr: their standard errors `[k]`.
+        names: of the groups.
+        kind: which values these are.
+        refits: how many sets of groups were looked at.
+    """
+
+    scores: np.ndarray
+    stderr: np.ndarray
+    names: tuple[Hashable, ...]
+    kind: str
+    refits: int
+
+
+def found_semivalues(
+    what_if: WhatIf,
+    property: Property,
+    *,
+    samples: int = 64,
+    kind: Kind = "shapley",
+    atoms: int | None = None,
+    seed: int = 0,
+) -> Semivalues:
+    """Values of groups for a property of outputs.
+
+    Args:
+        what_if: the counterfactuals.
+        property: a property of outputs, one number.
+        samples: for Shapley, random orders in which groups arrive; for Banzhaf, random halves: k + 1 refits each.
+        kind: ``"shapley"`` or ``"banzhaf"``.
+        atoms: cut groups into pieces of about that many points, so that splitting a group gains nothing.
+        seed: of the orders.
+    """
+    if kind not in ("shapley", "banzhaf"):
+        raise ValueError(f"kind={kind!r} is not one of 'shapley', 'banzhaf'.")
+    if samples < 2:
+        raise ValueError(f"samples={samples}: pass at least 2, for a standard error.")
+    if atoms is not None and atoms < 1:
+        raise ValueError(f"atoms={atoms}: pass a number of points, at least 1.")
+    if not of_outputs_only(property):
+        raise ValueError(
+            "property is not known to be a function of outputs, whose value without any data would be defined: use "
+            "ggda_ext.properties.of_outputs(data, fn)."
+        )
+    groups = what_if.groups
+    if len(groups) < 2:
+        raise ValueError("there is one group: nothing is left without it.")
+    pieces, owner = (groups, np.arange(len(groups))) if atoms is None else _cut(groups, atoms)
+    draw = np.random.default_rng(seed)
+    k = len(pieces)
+    if kind == "shapley":
+        orders = [draw.permutation(k) for _ in range(samples)]
+        sets = np.concatenate([np.tril(np.ones((k + 1, k)), -1)[:, np.argsort(order)] for order in orders])
+    else:
+        kept = draw.random((samples, k)) < 0.5
+        flipped = np.repeat(kept[:, None], k + 1, 1)
+        flipped[:, np.arange(k), np.arange(k)] ^= True
+        sets = flipped.reshape(-1, k).astype(float)
+    values = _values(what_if, property, pieces, sets).reshape(samples, k + 1)
+    gains = np.empty((samples, k))
+    for row, (gain, value) in enumerate(zip(gains, values, strict=True)):
+        if kind == "shapley":
+            gain[orders[row]] = value[:-1] - value[1:]
+        else:
+            gain[:] = np.where(kept[row], value[:-1] - value[-1], value[-1] - value[:-1])
+    summed = gains @ (owner[:, None] == np.arange(len(groups)))
+    error = summed.std(0, ddof=1) / np.sqrt(samples)
+    return Semivalues(summed.mean(0), error, tuple(what_if.names), kind, len(sets))
+
+
+def _values(what_if: WhatIf, property: Property, pieces: Groups, sets: np.ndarray) -> np.ndarray:
+    """The property `[s]` for sets of pieces `[s, k]`, the mean over models; of zero outputs for the empty set."""
+    found = np.empty(len(sets))
+    filled = np.flatnonzero(sets.any(1))
+    found[~sets.any(1)] = _of_nothing(what_if, property)
+    total = np.zeros(len(filled))
+    for j, model in enumerate(what_if.models):
+        refit = model.refit if pieces is what_if.groups else model.regrouped(pieces)
+        penalty = model.settings.weight_decay + model.ridge
+        for low in range(0, len(filled), _AT_ONCE):
+            weights = torch.from_numpy(sets[filled[low : low + _AT_ONCE]])
+            values = what_if._values(j, property, refit.solve(weights, penalty))
+            if values.dim() > 1:
+                raise ValueError(f"property gives {values.shape[1]} numbers: ask for one number at a time.")
+            total[low : low + _AT_ONCE] += values.cpu().numpy()
+    found[filled] = total / len(what_if.models)
+    return found
+
+
+def _of_nothing(what_if: WhatIf, property: Property) -> float:
+    def zeros(data: IndexedData) -> tuple[Tensor, Tensor | None]:
+        features = what_if.features(data)[0]
+        return torch.zeros_like(features.outputs), features.targets
+
+    return float(value_of(property, zeros))
+
+
+def _cut(groups: Groups, size: int) -> tuple[Groups, np.ndarray]:
+    """Pieces of about `size` points of every group, and the group of every piece."""
+    labels = np.full(groups.n, -1)
+    owner: list[int] = []
+    for j, members in enumerate(groups):
+        for part in np.array_split(members, max(1, round(len(members) / size))):
+            labels[part] = len(owner)
+            owner.append(j)
+    return Groups(labels, rest="drop"), np.array(owner)

@@ -1,0 +1,372 @@
+"""What would the model be without these groups? Answers without training it again.
+
+>>> import torch
+>>> from torch import nn
+>>> from ggda_ext import properties
+>>> from ggda_ext.counterfactual import WhatIf
+>>> x, y = torch.randn(300, 4), torch.arange(300) % 3
+>>> model, loss = nn.Linear(4, 3), nn.CrossEntropyLoss()
+>>> what_if = WhatIf(model, loss, (x, y), ["web", "books", "forum"] * 100, weight_decay=0.01)
+>>> answer = what_if.without(["web", "forum"])
+>>> answer.value(properties.mean_loss((x, y), loss)).shape
+torch.Size([])
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.counterfactual.calibration import Calibration, Verification, verified
+from ggda_ext.counterfactual.directions import KINDS, Kind
+from ggda_ext.counterfactual.features import Features
+from ggda_ext.counterfactual.linearized import LinearizedModel, Settings
+from ggda_ext.counterfactual.measured import of_outputs_only, value_of
+from ggda_ext.data import DataLike, IndexedData
+from ggda_ext.evaluation import Retrain
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.groups.partition import GroupsLike
+from ggda_ext.properties import Property
+from ggda_ext.retraining import LeaveGroupOut
+from ggda_ext.training import Recipe
+
+if TYPE_CHECKING:
+    from ggda_ext.counterfactual.interactions import Interactions
+    from ggda_ext.counterfactual.search import Search
+    from ggda_ext.counterfactual.semivalues import Semivalues
+
+Names = Hashable | Iterable[Hashable]
+
+
+class WhatIf:
+    """A trained model's answers to *what if some groups had not been in the training set, or had weighed less?*
+
+    The outputs are linearised along a few parameter directions, and the training problem of what is kept is solved
+    there; see `ggda_ext.counterfactual.refit`. Setting up takes about two passes over the training data and 2/3 of a
+    pass for every direction; a question then takes milliseconds.
+
+    Args:
+        model: the model trained on all the data, in eval mode if it has dropout or BatchNorm.
+        loss_fn: the training loss, ``loss_fn(output, target)``, convex in the output.
+        data: the training set.
+        groups: a `Groups` or anything it accepts. Points in no group always stay.
+        weight_decay: the L2 penalty of the training, λ in λ/2 |θ|²; or pass its `recipe`.
+        recipe: how the model was trained, for its weight decay.
+        models: more models trained the same way with other seeds; values are averaged over all of them.
+        directions: ``"all"`` parameters, the leading ``"eigen"`` vectors of the Gauss-Newton matrix, the ``"groups"``'
+            gradients, ``"both"``; ``"auto"`` takes all parameters if there are at most `rank` of them, else both.
+        rank: how many eigenvectors.
+        ridge: keeps refits near the model, where the linearisation holds; by default half the curvature at which
+            eigenvectors are cut off, and next to nothing for models that are linear in their parameters. `verify` may
+            choose another.
+        point_weights: of every training point in the training loss `[n]`; 1 if left out.
+        parameters: names of parameters or modules that may move; all that require a gradient if left out.
+        most_points: training points a refit looks at; more are drawn from evenly.
+        batch_size: points per pass.
+        memory_budget: bytes for features and for solving; features that need more go to a file.
+        folder: for such files; a temporary folder if left out.
+        seed: of sketches and draws.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        data: DataLike,
+        groups: GroupsLike,
+        *,
+        weight_decay: float | None = None,
+        recipe: Recipe | None = None,
+        models: Sequence[nn.Module] = (),
+        directions: Kind = "auto",
+        rank: int = 200,
+        ridge: float | None = None,
+        point_weights: Any = None,
+        parameters: Any = None,
+        most_points: int = 20_000,
+        batch_size: int | None = None,
+        memory_budget: int = 2**30,
+        folder: str | Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        if directions not in KINDS:
+            raise ValueError(f"directions={directions!r} is not one of {', '.join(map(repr, KINDS))}.")
+        for name, value in (("rank", rank), ("most_points", most_points), ("memory_budget", memory_budget)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: pass a positive number.")
+        for name, penalty in (("weight_decay", weight_decay), ("ridge", ridge)):
+            if penalty is not None and not penalty >= 0:
+                raise ValueError(f"{name}={penalty}: pass 0 or more.")
+        if weight_decay is not None and recipe is not None:
+            raise ValueError("weight_decay and recipe are both given: pass one of them.")
+        decay = weight_decay if weight_decay is not None else recipe.weight_decay if recipe is not None else 0.0
+        settings = Settings(
+            directions, rank, ridge, decay, most_points, memory_budget, Path(folder) if folder else None, seed
+        )
+        inside = IndexedData(data, "the training data")
+        if inside.n is None:
+            raise TypeError("the training data is a stream without a length: pass a map-style data set to what-if.")
+        weights = _checked_point_weights(point_weights, inside.n)
+        self.models: list[LinearizedModel] = []
+        for one in (model, *models):
+            provider = GroupGradients(
+                one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size, memory_budget=memory_budget
+            )
+            self.models.append(LinearizedModel(provider, settings, weights))
+        self.groups = self.models[0].provider.groups
+        self.calibrations: dict[int, tuple[Property, Calibration]] = {}
+        self._features: dict[Any, tuple[IndexedData, list[Features]]] = {}
+
+    def __repr__(self) -> str:
+        return f"WhatIf({len(self.groups)} groups, {self.groups.n} points, {len(self.models)} models)"
+
+    @property
+    def names(self) -> list[Hashable]:
+        """Names of the groups, or their ids."""
+        return [self.groups.name(j) for j in range(len(self.groups))]
+
+    def explain(self) -> str:
+        """What was chosen for every model, why, and what was calibrated."""
+        lines = [f"model {j}: {model.explain()}" for j, model in enumerate(self.models)]
+        if not self.calibrations:
+            lines.append("Not calibrated: ranks of predictions can be trusted before their levels; see verify().")
+        return "\n".join(lines + [found.explain() for _, found in self.calibrations.values()])
+
+    def without(self, names: Names) -> Counterfactual:
+        """Without one group or several, by name (or id, if they have no names)."""
+        weights = np.ones(len(self.groups))
+        weights[self.ids(names)] = 0
+        return self._answer(weights)
+
+    def only(self, names: Names) -> Counterfactual:
+        """With no other groups than these."""
+        weights = np.zeros(len(self.groups))
+        weights[self.ids(names)] = 1
+        return self._answer(weights)
+
+    def with_weights(self, weights: Mapping[Hashable, float]) -> Counterfactual:
+        """With other weights of some groups: 0 leaves a group out, 2 counts each of its points twice; others have 1."""
+        found = np.ones(len(self.groups))
+        for name, weight in weights.items():
+            found[self.ids([name])] = weight
+        return self._answer(found)
+
+    def _answer(self, weights: np.ndarray) -> Counterfactual:
+        return Counterfactual(self, self.checked_weights(weights[None])[0])
+
+    def subsets(self, kept: Any, property: Property) -> Tensor:
+        """Values `[s]` or `[s, m]` of a property for many choices of groups at once.
+
+        Args:
+            kept: which groups every counterfactual model sees `[s, k]`, as booleans, or weights.
+            property: what is asked.
+        """
+        weights = self.checked_weights(kept)
+        return self.calibrated(property, weights, self.values(property, weights).mean(0))
+
+    def leave_group_out(self, property: Property) -> LeaveGroupOut:
+        """How much a property rises without each group in turn; a "seed" of the result is a model explained here."""
+        k = len(self.groups)
+        if k == 1:
+            raise ValueError("there is one group: nothing is left without it.")
+        weights = self.checked_weights(1 - np.eye(k))
+        full = self.values(property, self.checked_weights(np.ones((1, k))))[:, 0]
+        rises = self.values(property, weights) - full[:, None]
+        found = self.calibration_of(property)
+        if found is not None:
+            rises = torch.stack([found.change(rise, self.removed(weights)) for rise in rises])
+        return LeaveGroupOut(rises.transpose(1, -1) if rises.dim() > 2 else rises, full, np.arange(k))
+
+    def interactions(self, property: Property, names: Names | None = None) -> Interactions:
+        """Which pairs of groups matter together otherwise than one by one; see `Interactions`."""
+        from ggda_ext.counterfactual.interactions import found_interactions
+
+        return found_interactions(self, property, None if names is None else self.ids(names))
+
+    def search(self, property: Property, **options: Any) -> Search:
+        """Which groups to leave out, so that a property becomes as small or large as possible; see `found_search`."""
+        from ggda_ext.counterfactual.search import found_search
+
+        return found_search(self, property, **options)
+
+    def shapley(self, property: Property, **options: Any) -> Semivalues:
+        """Shapley or Banzhaf values of the groups from many refits; see `found_semivalues`."""
+        from ggda_ext.counterfactual.semivalues import found_semivalues
+
+        return found_semivalues(self, property, **options)
+
+    def verify(
+        self, retrain: Retrain, property: Property, subsets: Any = 8, *, fraction: float = 0.5, seed: int = 0
+    ) -> Verification:
+        """Compare predictions with a few real retrainings, and calibrate later ones; see `Verification`.
+
+        Args:
+            retrain: training indices to keep, one array per subset → values of the property `[subsets, seeds]`; a
+                `ggda_ext.evaluation.Retrainer`, or your own. Pass all points first to it yourself for the full value.
+            property: the property that `retrain` measures, one number.
+            subsets: which groups to keep `[s, k]`, or how many random choices to draw.
+            fraction: of the groups that a random choice keeps: about what you are going to ask for.
+            seed: of the choice.
+        """
+        return verified(self, retrain, property, subsets, fraction, seed)
+
+    def values(self, property: Property, weights: Tensor, ridge: float | None = None) -> Tensor:
+        """Values `[models, s]` or `[models, s, m]` of a property for weights of groups `[s, k]`, not calibrated."""
+        return torch.stack(
+            [self._values(j, property, model.solve(weights, ridge)) for j, model in enumerate(self.models)]
+        )
+
+    def _values(self, j: int, property: Property, coefficients: Tensor) -> Tensor:
+        if not of_outputs_only(property):
+            value, slopes = self._linearised(j, property)
+            moved = value + coefficients @ slopes.T
+            return moved[:, 0] if moved.shape[1] == 1 else moved
+        rows = [
+            value_of(property, lambda data, d=d: self._moved(j, data, d)).double()  # type: ignore[misc]
+            for d in coefficients
+        ]
+        return torch.stack(rows)
+
+    def _linearised(self, j: int, property: Property) -> tuple[Tensor, Tensor]:
+        why = "its slope along the refit's directions is zero"
+        try:
+            value, slopes = self.models[j].linearised(property)
+            if bool(slopes.any()):
+                return value, slopes
+        except ValueError as error:
+            why = str(error)
+        raise ValueError(
+            f"property {_name(property)} is not known to be a function of outputs, and cannot be linearised: {why} "
+            "If it is one of outputs, pass ggda_ext.properties.of_outputs(data, fn)."
+        )
+
+    def _moved(self, j: int, data: IndexedData, coefficients: Tensor) -> tuple[Tensor, Tensor | None]:
+        features = self.features(data)[j]
+        return features.moved(coefficients), features.targets
+
+    def features(self, data: DataLike) -> list[Features]:
+        """Outputs and tangents of a data set for every model, computed once."""
+        indexed = data if isinstance(data, IndexedData) else IndexedData(data, "data")
+        key = _identity(indexed)
+        if key not in self._features:
+            self._features[key] = (indexed, [model.features(indexed) for model in self.models])
+        return self._features[key][1]
+
+    def calibrated(self, property: Property, weights: Tensor, values: Tensor) -> Tensor:
+        """Values with what `verify` found out about their level and slope; as they are without it."""
+        found = self.calibration_of(property)
+        if found is None:
+            return values
+        base = self.values(property, torch.ones(1, len(self.groups), dtype=torch.float64)).mean(0)[0]
+        return base + found.change(values - base, self.removed(weights))
+
+    def calibration_of(self, property: Property) -> Calibration | None:
+        """What `verify` found for this property."""
+        found = self.calibrations.get(id(property))
+        return None if found is None else found[1]
+
+    def removed(self, weights: Tensor) -> Tensor:
+        """Share of the training points that is left out `[s]`."""
+        sizes = torch.from_numpy(self.groups.sizes.astype(float))
+        return 1 - (weights.cpu().double() @ sizes + self.groups.n - sizes.sum()) / self.groups.n
+
+    def ids(self, names: Names) -> list[int]:
+        """Ids of groups given by name."""
+        known = {name: j for j, name in enumerate(self.names)}
+        listed = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
+        if isinstance(names, tuple) and names in known:
+            listed = [names]
+        if not listed:
+            raise ValueError("no group is named: pass at least one name.")
+        for name in listed:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), [str(one) for one in known], n=3, cutoff=0.4)
+                some = close or [str(one) for one in list(known)[:5]]
+                raise ValueError(
+                    f"there is no group {name!r}; " + ("did you mean " if close else "the first ones are ")
+                    + f"{', '.join(map(repr, some))}?"
+                )  # fmt: skip
+        return [known[name] for name in listed]
+
+    def checked_weights(self, weights: Any) -> Tensor:
+        """Weights of groups `[s, k]`, refused where nothing is left."""
+        if isinstance(weights, Tensor):
+            weights = weights.detach().cpu().numpy()
+        found = np.asarray(weights, dtype=float)
+        k = len(self.groups)
+        if found.ndim != 2 or found.shape[1] != k:
+            raise ValueError(f"kept has shape {list(found.shape)}: pass [subsets, {k}], a column per group.")
+        if not (np.isfinite(found) & (found >= 0)).all():
+            raise ValueError("kept or weights holds negative, NaN or infinite numbers: a weight is 0 or more.")
+        empty = np.flatnonzero(~(found > 0).any(1))
+        if len(empty) and int(self.groups.sizes.sum()) == self.groups.n:
+            raise ValueError(
+                f"{len(empty)} of {len(found)} choices of groups leave nothing to train on, first number "
+                f"{int(empty[0])}: keep at least one group."
+            )
+        return torch.from_numpy(np.ascontiguousarray(found))
+
+
+class Counterfactual:
+    """The model as it would be with other weights of the groups.
+
+    Attributes:
+        weights: of every group `[k]`.
+    """
+
+    def __init__(self, what_if: WhatIf, weights: Tensor) -> None:
+        self.what_if, self.weights = what_if, weights
+        self._coefficients = [model.solve(weights[None])[0] for model in what_if.models]
+
+    def __repr__(self) -> str:
+        changed = {n: float(w) for n, w in zip(self.what_if.names, self.weights, strict=True) if w != 1}
+        return f"Counterfactual(weights {changed}, others 1)"
+
+    def value(self, property: Property) -> Tensor:
+        """A property of it, a scalar or `[m]`: the mean over models, calibrated if `verify` was called for it."""
+        raw = torch.stack([self.what_if._values(j, property, d[None]) for j, d in enumerate(self._coefficients)])
+        return self.what_if.calibrated(property, self.weights[None], raw.mean(0))[0]
+
+    def change(self, property: Property) -> Tensor:
+        """How much the property rises compared with the model as it is."""
+        full = Counterfactual(self.what_if, torch.ones_like(self.weights))
+        return self.value(property) - full.value(property)
+
+    def error(self, property: Property) -> float | None:
+        """Standard error of `value`, from the retrainings of `verify`; None where there were none."""
+        found = self.what_if.calibration_of(property)
+        return None if found is None else found.error
+
+    def outputs(self, data: DataLike, model: int = 0) -> Tensor:
+        """Outputs on any data `[N]` or `[N, C]`, of one of the models."""
+        return self.what_if.features(data)[model].moved(self._coefficients[model])
+
+    def is_linearised(self, property: Property) -> bool:
+        """Whether a property is taken to first order, because it is not known to depend on outputs only."""
+        return not of_outputs_only(property)
+
+
+def _checked_point_weights(weights: Any, n: int) -> Tensor:
+    found = torch.ones(n, dtype=torch.float64) if weights is None else torch.as_tensor(weights).double()
+    if found.shape != (n,) or not bool((torch.isfinite(found) & (found >= 0)).all()) or not bool(found.any()):
+        raise ValueError(
+            f"point_weights has shape {list(found.shape)}: pass one finite number, 0 or more, for each of {n} points."
+        )
+    return found
+
+
+def _identity(data: IndexedData) -> Any:
+    """What two data sets that hold the same tensors share."""
+    source = data._source
+    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else [source]
+    return (*(id(part) for part in parts), id(data._loader))
+
+
+def _name(property: Property) -> str:
+    return getattr(property, "__name__", type(property).__name__)

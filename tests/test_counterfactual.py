@@ -1,0 +1,432 @@
+"""What-if: nothing changes without a change, linear models are retrained exactly, and small changes are influence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import make_case, relative_error
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from ggda_ext import BatchLoss, Groups, properties
+from ggda_ext.counterfactual import WhatIf
+from ggda_ext.counterfactual.convex import (
+    AnyLoss,
+    LogisticLoss,
+    SoftmaxLoss,
+    SquaredLoss,
+    TwoClassLoss,
+    convex_loss,
+)
+from ggda_ext.counterfactual.directions import damped_inverse
+from ggda_ext.counterfactual.features import Linearizer
+from ggda_ext.data import IndexedData
+from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.losses import as_example_loss
+from ggda_ext.training import Recipe
+
+N, DECAY = 120, 0.02
+NAMES = ["web", "books", "forum", "news"]
+SOURCES = [NAMES[j % 4] for j in range(N)]
+LOSS = nn.CrossEntropyLoss()
+
+
+def points(outputs: int = 3, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 5, generator=generator, dtype=torch.float64)
+    noisy = x @ torch.randn(5, outputs, generator=generator, dtype=torch.float64)
+    noisy += 1.5 * torch.randn(N, outputs, generator=generator, dtype=torch.float64)
+    return x.to(dtype), noisy.argmax(1)
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+
+
+def fitted(model: nn.Module, loss_fn: Callable[..., Tensor], data: Any, weights: Tensor | None = None) -> nn.Module:
+    """The model trained to the optimum of its weighted mean loss with weight decay, by L-BFGS."""
+    x, y = data
+    weights = torch.ones(len(x), dtype=x.dtype) if weights is None else weights
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=2000, tolerance_grad=1e-13, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        each = torch.stack([loss_fn(model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))])
+        penalty = sum(value.square().sum() for value in model.parameters())
+        loss = (weights * each).sum() / weights.sum() + DECAY / 2 * penalty
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return model.eval()
+
+
+def kept_rows() -> np.ndarray:
+    return np.array([[1, 0, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 0], [1, 1, 0, 0.5]])
+
+
+LINEAR: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable[[], Tensor]]] = {
+    "three classes": (lambda: nn.Linear(5, 3), F.cross_entropy, lambda: points()[1]),
+    "two classes": (lambda: nn.Linear(5, 2), F.cross_entropy, lambda: points(2)[1]),
+    "smoothed": (lambda: nn.Linear(5, 3), nn.CrossEntropyLoss(label_smoothing=0.1), lambda: points()[1]),
+    "binary": (
+        lambda: nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)),
+        F.binary_cross_entropy_with_logits,
+        lambda: points(2)[1].double(),
+    ),
+    "regression": (lambda: nn.Linear(5, 2), F.mse_loss, lambda: points()[0][:, :2].sin()),
+    "poisson": (
+        lambda: nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)),
+        nn.PoissonNLLLoss(),
+        lambda: points()[1].double(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_models_are_retrained_exactly(name):
+    make_model, loss_fn, targets = LINEAR[name]
+    data = (points()[0], targets())
+    torch.manual_seed(0)
+    model = fitted(make_model().double(), loss_fn, data)
+    what_if = WhatIf(model, loss_fn, data, SOURCES, weight_decay=DECAY)
+    answer = what_if.without(["web", "news"])
+    inside = torch.tensor([source in ("books", "forum") for source in SOURCES])
+    truth = fitted(make_model().double(), loss_fn, (data[0][inside], data[1][inside]))
+    assert (answer.outputs(data) - truth(data[0])).abs().max() < 1e-6
+    measure = properties.mean_loss(data, loss_fn)
+    assert abs(float(answer.value(measure)) - float(measure(truth))) < 1e-6
+
+
+def test_weights_of_groups_and_points_are_those_of_a_weighted_training():
+    data = points()
+    own = torch.rand(N, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 0.2
+    torch.manual_seed(0)
+    model = fitted(nn.Linear(5, 3).double(), F.cross_entropy, data, own)
+    what_if = WhatIf(model, LOSS, data, SOURCES, weight_decay=DECAY, point_weights=own)
+    answer = what_if.with_weights({"web": 0.5, "news": 3.0})
+    factor = torch.tensor([{"web": 0.5, "news": 3.0}.get(source, 1.0) for source in SOURCES])
+    truth = fitted(nn.Linear(5, 3).double(), F.cross_entropy, data, own * factor)
+    assert (answer.outputs(data) - truth(data[0])).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("directions", ["auto", "eigen", "groups", "both", "all"])
+def test_keeping_everything_changes_nothing(dtype, directions):
+    data, model = points(dtype=dtype), network(dtype)
+    what_if = WhatIf(model, LOSS, data, SOURCES, directions=directions, rank=10)
+    for answer in (what_if.with_weights({}), what_if.only(NAMES), what_if.with_weights(dict.fromkeys(NAMES, 2.0))):
+        assert torch.equal(answer.outputs(data), model(data[0]))
+        assert float(answer.change(properties.mean_loss(data, LOSS))) == 0
+
+
+def test_a_part_of_the_points_keeps_that_law_and_the_weights_of_groups():
+    data, model = points(), network()
+    groups = Groups(np.repeat([0, 1, 2, -1], [70, 30, 15, 5]), rest="drop")
+    what_if = WhatIf(model, LOSS, data, groups, most_points=40)
+    assert torch.equal(what_if.with_weights({}).outputs(data), what_if.features(data)[0].outputs)
+    assert torch.allclose(what_if.models[0].refit.masses, torch.tensor([70.0, 30.0, 15.0, 5.0]).double())
+    assert len(what_if.models[0].chosen) < N
+
+
+def test_a_small_change_is_the_influence_function():
+    """d/dε of outputs without a share ε of a group: J (GN + λ)⁻¹ (g_G − n_G ḡ) / n, by dense matrices."""
+    data, model = points(), network()
+    x, y = data
+    what_if = WhatIf(model, LOSS, data, SOURCES, directions="all", weight_decay=DECAY, ridge=0.0)
+    members = torch.tensor([source == "forum" for source in SOURCES])
+    jacobian = torch.func.jacrev(lambda values: torch.func.functional_call(model, values, (x,)))(
+        dict(model.named_parameters())
+    )
+    dense = torch.cat([part.flatten(2) for part in jacobian.values()], 2).detach()
+    p = model(x).softmax(1).detach()
+    bend = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    newton = torch.einsum("nap,nab,nbq->pq", dense, bend, dense) / N + DECAY * torch.eye(dense.shape[2])
+    each = torch.einsum("ncp,nc->np", dense, p - F.one_hot(y, 3))
+    rest = (each[members].sum(0) - members.sum() * each.mean(0)) / N
+    influence = dense @ torch.linalg.solve(newton, rest)
+    eps = 1e-5
+    found = (what_if.with_weights({"forum": 1 - eps}).outputs(data) - model(x)) / eps
+    assert relative_error(found, influence) < 1e-3
+
+
+def test_order_of_groups_and_subsets_does_not_matter():
+    data, model = points(), network()
+    measure = properties.mean_loss(data, LOSS)
+    kept, order = kept_rows(), np.array([3, 0, 2, 1])
+    plain = Groups(np.arange(N) % 4)
+    what_if = WhatIf(model, LOSS, data, plain, rank=20)
+    values = what_if.subsets(kept, measure)
+    assert torch.allclose(what_if.subsets(kept[::-1], measure).flip(0), values, rtol=1e-8)
+    other = WhatIf(model, LOSS, data, Groups(np.argsort(order)[np.arange(N) % 4]), rank=20)
+    assert torch.allclose(other.subsets(kept[:, order], measure), values, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_subsets_at_once_are_each_of_them_alone(dtype):
+    data, model = points(dtype=dtype), network(dtype)
+    measure = properties.mean_loss(data, LOSS)
+    what_if = WhatIf(model, LOSS, data, Groups(np.arange(N) % 4), rank=20)
+    together = what_if.subsets(kept_rows(), measure)
+    alone = torch.stack([what_if.subsets(row[None], measure)[0] for row in kept_rows()])
+    assert torch.allclose(together, alone, rtol=1e-4 if dtype == torch.float32 else 1e-9)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "shared", "tied", "unknown"])
+def test_features_are_the_jacobian(name):
+    case = make_case(name)
+    space = ParameterSpace(case.model)
+    parameters = list(space.parameters.values())
+    directions = torch.randn(4, space.size, dtype=torch.float64)
+    for module in case.model.modules():  # a padding row gets no gradient, and does not move
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            space.part(directions, module.weight)[:, module.padding_idx] = 0
+    found = Linearizer(space, directions, batch_size=10).features(IndexedData(case.data))
+    output = case.model(case.x)
+    assert relative_error(found.outputs, output.detach()) < 1e-12
+    rows = []
+    for value in output.flatten():
+        parts = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+        rows.append(space.flatten(parts, torch.empty(space.size, dtype=torch.float64)))
+    expected = (torch.stack(rows) @ directions.T).view(*output.shape, 4)
+    assert relative_error(found.tangents, expected) < 1e-10
+
+
+def test_features_on_disk_and_any_kind_of_data_give_the_same_answers():
+    data, model = points(), network()
+    measure = properties.mean_loss(data, LOSS)
+    expected = WhatIf(model, LOSS, data, SOURCES, rank=20).subsets(kept_rows(), measure)
+    loader = DataLoader(
+        TensorDataset(*data), batch_size=7, collate_fn=lambda rows: list(map(torch.stack, zip(*rows, strict=True)))
+    )
+    for source, options in ((data, {"memory_budget": 9_000}), (loader, {})):
+        found = WhatIf(model, LOSS, source, SOURCES, rank=20, **options).subsets(kept_rows(), measure)
+        assert torch.allclose(found, expected, rtol=1e-7)
+
+
+def test_several_models_are_averaged():
+    data, first, second = points(), network(), make_other()
+    measure = properties.mean_loss(data, LOSS)
+    both = WhatIf(first, LOSS, data, SOURCES, models=[second], rank=20).subsets(kept_rows(), measure)
+    each = [WhatIf(model, LOSS, data, SOURCES, rank=20).subsets(kept_rows(), measure) for model in (first, second)]
+    assert torch.allclose(both, (each[0] + each[1]) / 2, rtol=1e-9)
+
+
+def make_other() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "shape", "kind"),
+    [
+        (F.cross_entropy, 4, SoftmaxLoss),
+        (nn.CrossEntropyLoss(label_smoothing=0.2, reduction="sum"), 4, SoftmaxLoss),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 0.0]).double(), reduction="sum"), 4, SoftmaxLoss),
+        (F.cross_entropy, 2, TwoClassLoss),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)), None, LogisticLoss),
+        (nn.MSELoss(), None, SquaredLoss),
+        (nn.HuberLoss(), None, AnyLoss),
+        (nn.PoissonNLLLoss(), None, AnyLoss),
+    ],
+)
+def test_losses_are_recognised_and_their_derivatives_are_autograds(loss_fn, shape, kind):
+    torch.manual_seed(0)
+    outputs = torch.randn(9, *([shape] if shape else []), dtype=torch.float64)
+    targets = torch.arange(9) % shape if shape else (torch.arange(9) % 2).double()
+    found = convex_loss(as_example_loss(loss_fn), outputs, targets)
+    assert type(found) is kind
+    z = found.columns(outputs.view(9, -1))[:, :, None]
+    plain = AnyLoss(loss_fn, targets, outputs.shape[1:])
+    state, own = found.state(z), outputs.view(9, -1, 1)
+    assert torch.allclose(found.value(z), plain.value(own))
+    assert torch.allclose(found.of_columns(found.slope(state)[:, :, 0]), plain.slope(own)[:, :, 0])
+    t = torch.randn_like(own)
+    bent = found.of_columns(found.bend(state, found.columns(t))[:, :, 0])
+    assert torch.allclose(bent, plain.bend(own, t)[:, :, 0])
+    root = found.root(state)
+    assert torch.allclose((root.transpose(1, 2) @ root) @ found.columns(t), found.bend(state, found.columns(t)))
+
+
+def test_woodbury_is_the_damped_inverse():
+    torch.manual_seed(0)
+    rows, vectors = torch.randn(6, 15).double(), torch.randn(3, 15).double()
+    dense = torch.linalg.solve(rows.T @ rows + 0.3 * torch.eye(15).double(), vectors.T).T
+    assert relative_error(damped_inverse(rows, vectors, 0.3), dense) < 1e-10
+
+
+def test_any_property_of_outputs_is_computed_from_them_and_others_to_first_order():
+    data, model = points(), network()
+    what_if = WhatIf(model, LOSS, data, SOURCES, directions="all")
+    answer = what_if.without("web")
+    outputs = answer.outputs(data)
+    accuracy = properties.of_outputs(data, lambda z, y: (z.argmax(1) == y).double().mean())
+    assert float(answer.value(accuracy)) == float((outputs.argmax(1) == data[1]).double().mean())
+    each = properties.point_losses(data, LOSS)
+    assert torch.allclose(answer.value(each), F.cross_entropy(outputs, data[1], reduction="none"))
+    gap = properties.contrast((data[0][:50], data[1][:50]), (data[0][50:], data[1][50:]), LOSS)
+    losses = answer.value(each)
+    assert torch.allclose(answer.value(gap), losses[:50].mean() - losses[50:].mean())
+    assert not answer.is_linearised(gap)
+
+    def size(model: nn.Module) -> Tensor:
+        return sum(value.sum() for value in model.parameters())  # type: ignore[return-value]
+
+    assert answer.is_linearised(size)
+    moved = answer._coefficients[0].sum()
+    assert torch.allclose(answer.change(size), moved)
+
+
+def test_verify_finds_the_slope_and_nothing_left_out_stays_as_it_is():
+    """Of a linear model predictions are exact; retrainings with three times the change need a slope of three."""
+    data = points()
+    torch.manual_seed(0)
+    model = fitted(nn.Linear(5, 3).double(), F.cross_entropy, data)
+    groups = Groups(np.arange(N) % 8)
+    what_if = WhatIf(model, LOSS, data, groups, weight_decay=DECAY)
+    measure = properties.mean_loss(data, LOSS)
+    base = float(measure(model))
+    exact = WhatIf(model, LOSS, data, groups, weight_decay=DECAY)
+
+    def retrain(subsets: Any) -> np.ndarray:
+        kept = np.array([[np.isin(members, subset).all() for members in groups] for subset in subsets])
+        return base + 3 * (exact.subsets(kept, measure).numpy()[:, None] - base)
+
+    assert "Not calibrated" in what_if.explain()
+    found = what_if.verify(retrain, measure, 8)
+    assert found.calibration.slope == pytest.approx(3, rel=1e-6)
+    assert found.calibration.level == pytest.approx(0, abs=1e-6)
+    assert found.calibration.error < 1e-6
+    answer = what_if.without([0, 3])
+    assert float(answer.change(measure)) == pytest.approx(3 * float(exact.without([0, 3]).change(measure)), rel=1e-6)
+    assert answer.error(measure) == found.calibration.error
+    assert float(what_if.with_weights({}).change(measure)) == 0
+    with pytest.raises(ValueError, match="at least 4"):
+        what_if.verify(retrain, measure, 3)
+
+
+def test_leave_group_out_is_each_group_alone():
+    data, model = points(), network()
+    measure = properties.mean_loss(data, LOSS)
+    what_if = WhatIf(model, LOSS, data, SOURCES, rank=20)
+    found = what_if.leave_group_out(measure)
+    for name, score in zip(what_if.names, found.scores, strict=True):
+        assert float(score) == pytest.approx(float(what_if.without(name).change(measure)), rel=1e-6)
+    assert found.scores.shape == (4,)
+    assert what_if.leave_group_out(properties.point_losses(data, LOSS)).scores.shape == (N, 4)
+
+
+def redundant() -> tuple[tuple[Tensor, Tensor], list[str], nn.Module]:
+    """Sources a and b tell the same, c is wrong, d is about the rest."""
+    generator = torch.Generator().manual_seed(2)
+    half = N // 4
+    x = torch.randn(N, 4, generator=generator, dtype=torch.float64)
+    x[: 2 * half, 2:], x[3 * half :, :2] = 0, 0
+    truth = (x[:, 0] + x[:, 2] > 0).long()
+    y = torch.where((torch.arange(N) // half) == 2, 1 - truth, truth)
+    torch.manual_seed(0)
+    return (x, y), [name for name in "abcd" for _ in range(half)], fitted(nn.Linear(4, 2).double(), LOSS, (x, y))
+
+
+def test_search_drops_what_harms_and_interactions_find_what_is_redundant():
+    data, sources, model = redundant()
+    generator = torch.Generator().manual_seed(9)
+    x = torch.randn(200, 4, generator=generator, dtype=torch.float64)
+    test = (x, (x[:, 0] + x[:, 2] > 0).long())
+    measure = properties.mean_loss(test, LOSS)
+    what_if = WhatIf(model, LOSS, data, sources, weight_decay=DECAY)
+    found = what_if.search(measure, remove=1, holdout=measure)
+    assert found.removed == ("c",)
+    assert found.values[1] < found.values[0]
+    assert found.holdout == pytest.approx(found.values)
+    assert found.value == pytest.approx(float(what_if.without("c").value(measure)), rel=1e-6)
+    assert what_if.search(measure, budget=30).removed == ("c",)
+    pairs = what_if.interactions(measure, ["a", "b", "d"])
+    assert set(pairs.strongest(1)[0][:2]) == {"a", "b"}
+    joint, alone = what_if.without(["a", "b"]).change(measure), pairs.alone
+    assert pairs.matrix[0, 1] == pytest.approx(float(joint) - alone[0] - alone[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["shapley", "banzhaf"])
+def test_values_of_groups_have_the_sign_of_scores(kind):
+    data, sources, model = redundant()
+    what_if = WhatIf(model, LOSS, data, sources, weight_decay=DECAY)
+    x, y = data
+    clean = torch.tensor([source != "c" for source in sources])
+    measure = properties.mean_loss((x[clean], y[clean]), LOSS)
+    found = what_if.shapley(measure, samples=12, kind=kind)
+    assert found.scores[2] < 0 < found.scores[3]
+    assert (found.stderr >= 0).all()
+    if kind == "shapley":  # they share out the whole change from no data to all of it
+        assert found.scores.sum() == pytest.approx(np.log(2) - float(measure(model)), rel=1e-6)
+
+
+def test_pieces_make_shapley_values_indifferent_to_splitting_a_group():
+    data, model = points(), network()
+    measure = properties.mean_loss(data, LOSS)
+    whole, split = np.arange(N) // 60, np.repeat([0, 1, 2], [30, 30, 60])
+    first, second = (
+        WhatIf(model, LOSS, data, Groups(labels), directions="all").shapley(measure, samples=4, atoms=30).scores
+        for labels in (whole, split)
+    )
+    assert first == pytest.approx([second[:2].sum(), second[2]], rel=1e-5)
+
+
+def test_bad_input_is_named():
+    data, model = points(), network()
+    what_if = WhatIf(model, LOSS, data, SOURCES, rank=10)
+    measure = properties.mean_loss(data, LOSS)
+    with pytest.raises(ValueError, match=r"no group 'forums'; did you mean 'forum'"):
+        what_if.without("forums")
+    with pytest.raises(ValueError, match="leave nothing to train on"):
+        what_if.without(NAMES)
+    with pytest.raises(ValueError, match="weight is 0 or more"):
+        what_if.with_weights({"web": -1.0})
+    with pytest.raises(ValueError, match=r"kept has shape \[2, 3\]"):
+        what_if.subsets(np.ones((2, 3)), measure)
+    with pytest.raises(ValueError, match="is not convex in the outputs"):
+        WhatIf(model, lambda z, y: z.sin().sum(), data, SOURCES)
+    with pytest.raises(TypeError, match="does not say how the loss depends on the outputs"):
+        WhatIf(model, BatchLoss(lambda model, batch: model(batch[0]).sum(1)), data, SOURCES)
+    with pytest.raises(ValueError, match="of_outputs"):
+        what_if.without("web").value(lambda model: (model(data[0]).argmax(1) == data[1]).double().mean())
+    with pytest.raises(ValueError, match="of_outputs"):
+        what_if.shapley(lambda model: model[0].weight.sum())
+    with pytest.raises(ValueError, match="directions='some'"):
+        WhatIf(model, LOSS, data, SOURCES, directions="some")
+    with pytest.raises(ValueError, match="pass one of them"):
+        WhatIf(model, LOSS, data, SOURCES, weight_decay=0.1, recipe=Recipe(1, 0.1, 8))
+    with pytest.raises(ValueError, match="point_weights has shape"):
+        WhatIf(model, LOSS, data, SOURCES, point_weights=torch.ones(3))
+    for options in ({}, {"remove": 4}, {"remove": 1, "goal": "best"}):
+        with pytest.raises(ValueError, match=r"pass remove|remove=4|goal='best'"):
+            what_if.search(measure, **options)
+    broken = (data[0].clone(), data[1])
+    broken[0][7] = float("nan")
+    with pytest.raises(ValueError, match="NaN or infinite outputs for 1 of 120 examples, first 7"):
+        WhatIf(model, LOSS, broken, SOURCES)
+    with pytest.raises(ValueError, match="NaN or infinite outputs"):
+        what_if.without("web").value(properties.mean_loss(broken, LOSS))
+
+
+def test_a_singular_small_problem_is_named():
+    """A loss that rises without bound in one direction only, and no weight decay: no optimum."""
+    data = (torch.ones(4, 1).double(), torch.tensor([1.0, 1.0, 1.0, 0.0]).double())
+    model = nn.Linear(1, 1, bias=False).double()
+
+    def falling(z: Tensor, y: Tensor) -> Tensor:
+        return ((1 - y) * z[:, 0].exp() - z[:, 0]).sum()
+
+    with torch.no_grad():
+        model.weight.fill_(float(np.log(4)))
+    what_if = WhatIf(model, falling, data, [0, 0, 0, 1], ridge=0.0)
+    with pytest.raises(ValueError, match="the small problem is singular"):
+        what_if.without(1)
