@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.data import cache
-from ggda_ext.files import DamagedFile, read_plain, replaced
+from ggda_ext.storage.files import DamagedFile, read_plain, replaced
 from ggda_ext.training import Trained
 from ggda_ext.training.loop import State, state_on_cpu
 

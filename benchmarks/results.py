@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ggda_ext.files import DamagedFile, open_plain, read_json, read_plain, seal, write_sealed_json
-from ggda_ext.folder_lock import FolderLock
+from ggda_ext.storage.files import DamagedFile, open_plain, read_json, read_plain, seal, write_sealed_json
+from ggda_ext.storage.folder_lock import FolderLock
 
 RESULTS = Path("results")
 CHECKSUM = "xxh3"

@@ -18,7 +18,7 @@ from benchmarks import models
 from benchmarks.data import DataSet, bert
 from benchmarks.model_files import ModelFiles
 from benchmarks.scales import Scale
-from ggda_ext.store import digest
+from ggda_ext.storage.folder import digest
 from ggda_ext.training import Recipe, Trained, initial_model, train_many, train_one
 from ggda_ext.training.many import layout_of
 from ggda_ext.training.recipe import checked_subset

@@ -3,15 +3,21 @@
 Names in the order a newcomer meets them.
 """
 
-from ggda_ext import grouping, properties
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ggda_ext import properties
 from ggda_ext.attribution import attribute, property_scores
 from ggda_ext.counterfactual import WhatIf
 from ggda_ext.estimation import estimate
 from ggda_ext.gradients import STRATEGIES, GroupGradients, Plan, PointGradients
-from ggda_ext.groups.partition import Groups
+from ggda_ext.groups import Groups
 from ggda_ext.losses import BatchLoss, ExampleLoss
 from ggda_ext.properties import property_gradient
-from ggda_ext.stored_gradients import GradientStore
+
+if TYPE_CHECKING:
+    from ggda_ext import grouping
+    from ggda_ext.storage.gradients import GradientStore
 
 __version__ = "0.1.0"
 
@@ -32,3 +38,13 @@ __all__ = [
     "property_gradient",
     "property_scores",
 ]
+
+_LATER = {"grouping": "ggda_ext.grouping", "GradientStore": "ggda_ext.storage.gradients"}
+"""Names whose modules need scikit-learn, or a folder: imported when they are asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(_LATER[name])
+    return module if module.__name__.endswith(f".{name}") else getattr(module, name)

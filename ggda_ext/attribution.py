@@ -23,9 +23,9 @@ from ggda_ext.data import DataLike
 from ggda_ext.distributed import inner_names, unwrapped
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.groups.partition import GroupsLike
+from ggda_ext.kept_scores import keep_scores
 from ggda_ext.model_lock import only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
-from ggda_ext.stored_scores import keep_scores
 
 LoadCheckpoint = Callable[[nn.Module, Any], Any]
 Checkpoints: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Iterable[Any]

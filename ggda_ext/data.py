@@ -180,6 +180,18 @@ class IndexedData:
         return indices if self._order is None else self._order[indices]
 
 
+class SomePoints(IndexedData):
+    """Some points of a data set, as a data set."""
+
+    def __init__(self, data: IndexedData, positions: np.ndarray) -> None:
+        self.data, self.positions = data, positions
+        self.name, self.n, self.is_stream = data.name, len(positions), False
+
+    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
+        """One batch for every sequence of indices, in that order."""
+        return self.data.batches(self.positions[np.asarray(indices)] for indices in index_batches)
+
+
 class _Batches:
     """Index batches as a batch sampler that is iterated once."""
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ggda_ext.blocks import SomePoints
-from ggda_ext.data import IndexedData
+from ggda_ext.data import IndexedData, SomePoints
 from ggda_ext.distributed import alone
 from ggda_ext.gradients import GroupGradients, Plan
 from ggda_ext.groups.partition import Groups

@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from scipy.stats import rankdata
-from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
 from ggda_ext.distributed import alone, in_order, rank, world_size
@@ -242,6 +240,8 @@ def noisy_label_detection(
     checked = np.concatenate([[0], np.cumsum(np.bincount(level, minlength=len(levels)))]) / len(points)
     found = np.concatenate([[0], np.cumsum(np.bincount(level, noisy, len(levels)))]) / noisy.sum()
     area = float(np.sum(np.diff(checked) * (found[1:] + found[:-1]) / 2))
+    from sklearn.metrics import roc_auc_score  # takes seconds to import
+
     return Detection(area, float(roc_auc_score(noisy, -points)), checked, found)
 
 
@@ -355,7 +355,7 @@ def leave_group_out_correlation(
     Args:
         importance: of every group `[k]`, or for several test points or properties `[m, k]`.
         rises: loss without the group minus loss with all data, `[k]` or `[m, k]` as `importance`: the `scores` of
-            `ggda_ext.retraining.leave_group_out`.
+            `ggda_ext.counterfactual.leave_group_out.leave_group_out`.
         kind: ``"pearson"`` or ``"spearman"``.
         resamples: of the bootstrap over groups, for the interval.
         seed: of the bootstrap.
@@ -409,6 +409,8 @@ def _correlation(predicted: np.ndarray, real: np.ndarray, kind: Rank, resamples:
 def _columnwise(a: np.ndarray, b: np.ndarray, kind: Rank) -> np.ndarray:
     """Correlations `[r, m]` along the second axis of `[r, s, m]`; NaN where one side is constant."""
     if kind == "spearman":
+        from scipy.stats import rankdata  # takes seconds to import
+
         a, b = rankdata(a, axis=1), rankdata(b, axis=1)
     a, b = (side - side.mean(1, keepdims=True) for side in (a, b))
     lengths = np.sqrt((a * a).sum(1) * (b * b).sum(1))

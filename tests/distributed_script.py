@@ -27,13 +27,13 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, grouping, properties
 from ggda_ext.counterfactual import WhatIf
+from ggda_ext.counterfactual.leave_group_out import leave_group_out
 from ggda_ext.curvature import EmpiricalFisher, Hessian, conjugate_gradients, lissa
 from ggda_ext.data import IndexedData
 from ggda_ext.distributed import all_reduce_sum, gather_rows, in_order, my_share, rank, world_size
 from ggda_ext.evaluation import Retrainer
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.losses import as_example_loss
-from ggda_ext.retraining import leave_group_out
 from ggda_ext.training import Recipe
 
 LABELS = np.random.default_rng(0).integers(0, 5, cases.N) ** 2 % 5

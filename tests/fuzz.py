@@ -33,7 +33,7 @@ from ggda_trak import TRAKer
 from benchmarks.data import checksums, folders, formats
 from benchmarks.data.errors import DataError
 from benchmarks.results import ResultFolder, read_config, read_rows
-from ggda_ext.store import Store
+from ggda_ext.storage.folder import Store
 from tests.benchmarks import data_cases
 
 SECONDS = 30  # a reader that takes longer hangs

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ggda_ext.stored_scores
+import ggda_ext.storage.scores
 from ggda_ext import GradientStore, GroupGradients, attribute, properties
 
 LOSS = nn.CrossEntropyLoss()
@@ -31,7 +31,7 @@ def work(folder: Path) -> list[torch.Tensor]:
 
 def die_later() -> None:
     """Let this process kill itself in its third block of work."""
-    part_of, calls = ggda_ext.stored_scores.part_of, []
+    part_of, calls = ggda_ext.storage.scores.part_of, []
 
     def counted(*args: Any) -> GroupGradients:
         calls.append(1)
@@ -39,7 +39,7 @@ def die_later() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return part_of(*args)
 
-    ggda_ext.stored_scores.part_of = counted  # type: ignore[attr-defined]
+    ggda_ext.storage.scores.part_of = counted  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

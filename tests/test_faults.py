@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ggda_ext import GradientStore, GroupGradients, Groups, attribute, properties
-from ggda_ext.retraining import leave_group_out
+from ggda_ext.counterfactual.leave_group_out import leave_group_out
 from ggda_ext.training import Recipe
 
 KILLS = 5

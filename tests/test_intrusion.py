@@ -22,8 +22,8 @@ from benchmarks.data import cache
 from benchmarks.model_files import ModelFiles
 from benchmarks.results import ResultFolder
 from ggda_ext import GradientStore, GroupGradients, attribute, properties
-from ggda_ext.files import DamagedFile, create_array, open_array, replaced
-from ggda_ext.store import Store, StoreDamaged, StoreMismatch
+from ggda_ext.storage.files import DamagedFile, create_array, open_array, replaced
+from ggda_ext.storage.folder import Store, StoreDamaged, StoreMismatch
 
 TASK, SECRET = "image_classification", "thesis: do not touch"
 LOSS = nn.CrossEntropyLoss()

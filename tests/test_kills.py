@@ -23,7 +23,7 @@ import torch.distributed as dist
 from test_intrusion import gradients_in, scores_in, traker
 from trak_cases import batches, case, scored, take
 
-from ggda_ext.retraining import leave_group_out
+from ggda_ext.counterfactual.leave_group_out import leave_group_out
 from ggda_ext.training import Recipe
 
 MOMENTS, RESUMES = 20, 2

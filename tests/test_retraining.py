@@ -11,8 +11,8 @@ from scipy.stats import t as student
 from torch import Tensor, nn
 
 from ggda_ext import Groups, attribute, properties
-from ggda_ext.retraining import leave_group_out
-from ggda_ext.store import StoreMismatch
+from ggda_ext.counterfactual.leave_group_out import leave_group_out
+from ggda_ext.storage.folder import StoreMismatch
 from ggda_ext.training import Recipe, initial_model, train_one
 
 LOSS = nn.CrossEntropyLoss()

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from trak.projectors import NoOpProjector
 
 from ggda_ext import GroupGradients, PointGradients, attribute, evaluation, properties, property_scores
+from ggda_ext.counterfactual.leave_group_out import leave_group_out
 from ggda_ext.curvature.fisher import FISHERS
-from ggda_ext.retraining import leave_group_out
 from ggda_ext.training import Recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "signs.md"

@@ -17,11 +17,11 @@ from cases import CLASSES, Case, make_case, relative_error
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-import ggda_ext.fingerprint
+import ggda_ext.storage.fingerprint
 from ggda_ext import GradientStore, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
 from ggda_ext.losses import as_example_loss
-from ggda_ext.store import CONTENTS, Store, StoreMismatch
+from ggda_ext.storage.folder import CONTENTS, Store, StoreMismatch
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -201,7 +201,7 @@ def test_disk_full_is_a_clear_error_and_finished_arrays_are_intact(
         store.save("a", np.zeros(3))
         before = files(tmp_path)
         with monkeypatch.context() as patched:
-            patched.setattr("ggda_ext.files._new", full)
+            patched.setattr("ggda_ext.storage.files._new", full)
             with pytest.raises(
                 OSError, match=r"b cannot be written.*No space left.*free space.*1 arrays.*intact"
             ) as found:
@@ -262,7 +262,7 @@ class Counted(Dataset):
 
 @pytest.fixture
 def case(monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr("ggda_ext.blocks.BATCHES_PER_BLOCK", 2)  # blocks of 4 points, in batches of 2
+    monkeypatch.setattr("ggda_ext.storage.blocks.BATCHES_PER_BLOCK", 2)  # blocks of 4 points, in batches of 2
     return make_case("mlp")
 
 
@@ -303,13 +303,13 @@ def test_stored_scores_are_the_scores(case: Case, tmp_path: Path, kind: str, str
 def test_scores_over_checkpoints_are_weighted_and_the_model_comes_back(case: Case, tmp_path: Path) -> None:
     states = [{name: value * scale for name, value in case.model.state_dict().items()} for scale in (0.5, 1.5)]
     given = (case.model, LOSS, case.data, labels(case), asked(case, "property"))
-    before = ggda_ext.fingerprint.of_parameters(case.model)
+    before = ggda_ext.storage.fingerprint.of_parameters(case.model)
     plain = attribute(*given, checkpoints=states, weights=[0.3, 2])
     found = attribute(*given, checkpoints=states, weights=[0.3, 2], save_dir=tmp_path, batch_size=2)
     assert relative_error(found, plain) < 1e-12
     with pytest.raises(StoreMismatch, match="values of the parameters"):
         attribute(*given, checkpoints=states[::-1], weights=[0.3, 2], save_dir=tmp_path, batch_size=2)
-    assert ggda_ext.fingerprint.of_parameters(case.model) == before
+    assert ggda_ext.storage.fingerprint.of_parameters(case.model) == before
 
 
 def test_a_second_call_reads_no_training_data_and_another_property_is_another_question(

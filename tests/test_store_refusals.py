@@ -21,10 +21,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from ggda_ext import GradientStore, GroupGradients, attribute, properties
-from ggda_ext.content import Content, UnknownContent
-from ggda_ext.fingerprint import SampledData, of_structure, of_value
-from ggda_ext.retraining import leave_group_out
-from ggda_ext.store import StoreMismatch
+from ggda_ext.counterfactual.leave_group_out import leave_group_out
+from ggda_ext.storage.content import Content, UnknownContent
+from ggda_ext.storage.fingerprint import SampledData, of_structure, of_value
+from ggda_ext.storage.folder import StoreMismatch
 from ggda_ext.training import Recipe
 
 N, K = 1_000, 40
@@ -250,7 +250,7 @@ HOLDERS: dict[str, Callable[[tuple[Tensor, Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.filterwarnings("ignore::ggda_ext.fingerprint.SampledData")
+@pytest.mark.filterwarnings("ignore::ggda_ext.storage.fingerprint.SampledData")
 def test_one_changed_point_is_seen_wherever_data_are_held_in_memory(holder: str, tmp_path: Path) -> None:
     given = replace(Given(), data=HOLDERS[holder](make_data()))
     run_attribute(given, tmp_path)

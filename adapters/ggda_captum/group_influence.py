@@ -32,9 +32,9 @@ from ggda_ext.data import IndexedData
 from ggda_ext.distributed import inner_name, unwrapped
 from ggda_ext.gradients.provider import Directions
 from ggda_ext.groups import GroupsLike
+from ggda_ext.kept_scores import KeptScores, keep_scores
 from ggda_ext.losses import ExampleLoss, as_example_loss
 from ggda_ext.properties import Property
-from ggda_ext.stored_scores import ScoresInMemory, ScoreStore, keep_scores
 
 
 class GroupInfluence(DataInfluence):
@@ -180,7 +180,7 @@ class GroupInfluence(DataInfluence):
             return values
         return values[..., torch.from_numpy(self.groups.order.astype(np.int64)).to(values.device)]
 
-    def _keep(self, inputs: Any = None) -> ScoreStore | ScoresInMemory:
+    def _keep(self, inputs: Any = None) -> KeptScores:
         """Where scores are kept; those of test points and of properties may be of different training losses."""
         if self.save_dir is None:
             return keep_scores(None, self.tag)

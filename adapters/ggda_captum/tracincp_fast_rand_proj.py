@@ -21,8 +21,8 @@ from ggda_captum.nearest_neighbors import ExactNearestNeighbors
 from ggda_captum.tracincp import CheckpointInfluence
 from ggda_ext import ExampleLoss, PointGradients
 from ggda_ext.distributed import in_order, my_share
-from ggda_ext.fingerprint import sketch_of
 from ggda_ext.losses import as_example_loss, example_losses, model_output
+from ggda_ext.storage.fingerprint import sketch_of
 
 Blocks = Iterable[tuple[Tensor, Tensor]]
 Projections = tuple[Tensor, Tensor] | None

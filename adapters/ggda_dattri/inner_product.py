@@ -21,11 +21,11 @@ from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.grouping import Grouped, check_one_of
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData
-from ggda_ext.fingerprint import name_of, of_data
 from ggda_ext.gradients import GroupGradients
+from ggda_ext.kept_scores import KeptScores, keep_scores
 from ggda_ext.properties import Property
-from ggda_ext.store import digest
-from ggda_ext.stored_scores import ScoresInMemory, ScoreStore, keep_scores
+from ggda_ext.storage.fingerprint import name_of, of_data
+from ggda_ext.storage.folder import digest
 
 Solve = Callable[[Tensor], Tensor]
 """H⁻¹ v for rows v `[m, p]` in dattri's layout."""
@@ -128,7 +128,7 @@ class GroupedInnerProduct(Grouped):
 
     def _kept_solution(
         self,
-        kept: ScoreStore | ScoresInMemory,
+        kept: KeptScores,
         provider: GroupGradients,
         checkpoint: Checkpoint,
         rows: Tensor,

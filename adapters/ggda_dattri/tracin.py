@@ -22,8 +22,8 @@ from ggda_dattri.projection import GroupedProjection
 from ggda_ext.data import IndexedData
 from ggda_ext.distributed import all_reduce_sum, together
 from ggda_ext.gradients import GroupGradients
+from ggda_ext.kept_scores import KeptScores, keep_scores, weighted_sum
 from ggda_ext.properties import Property
-from ggda_ext.stored_scores import ScoresInMemory, ScoreStore, keep_scores, weighted_sum
 
 
 class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
@@ -98,7 +98,7 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
 
     def _in_memory(
         self,
-        kept: ScoreStore | ScoresInMemory,
+        kept: KeptScores,
         checkpoint: Checkpoint,
         provider: GroupGradients,
         tests: IndexedData | None,

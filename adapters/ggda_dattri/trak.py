@@ -23,11 +23,11 @@ from ggda_dattri.projection import GroupedProjection
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.distributed import all_reduce_sum, gather_objects, in_order, my_share, together
-from ggda_ext.fingerprint import sketch_of
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
+from ggda_ext.kept_scores import KeptScores, keep_scores
 from ggda_ext.properties import Property
-from ggda_ext.stored_scores import ScoresInMemory, ScoreStore, keep_scores
+from ggda_ext.storage.fingerprint import sketch_of
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
 
     def _kept_sums(
         self,
-        kept: ScoreStore | ScoresInMemory,
+        kept: KeptScores,
         provider: GroupGradients,
         index: int,
         weights: Tensor,
@@ -194,9 +194,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         with torch.no_grad():
             return 1 - in_order(blocks())
 
-    def _exact(
-        self, kept: ScoreStore | ScoresInMemory, index: int, data: IndexedData, groups: Groups, weights: Tensor
-    ) -> _Features:
+    def _exact(self, kept: KeptScores, index: int, data: IndexedData, groups: Groups, weights: Tensor) -> _Features:
         checkpoint = self._checkpoint(index)
         found = self._kept_sums(
             kept, checkpoint.groups(data, groups), index, weights,
@@ -225,9 +223,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         fisher, sums, weighted = found or _no_sums(len(groups), *shape, checkpoint.space.device)
         return torch.cat([all_reduce_sum(sums), all_reduce_sum(weighted), fisher.all_reduce().matrix])
 
-    def _of_groups(
-        self, kept: ScoreStore | ScoresInMemory, index: int, data: IndexedData, groups: Groups, weights: Tensor
-    ) -> _Features:
+    def _of_groups(self, kept: KeptScores, index: int, data: IndexedData, groups: Groups, weights: Tensor) -> _Features:
         checkpoint = self._checkpoint(index)
         plain, weighted = checkpoint.groups(data, groups), checkpoint.weighted_groups(data, groups, weights)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from ggda_ext.files import DamagedFile, read_sealed_arrays, write_sealed_arrays, write_sealed_json
-from ggda_ext.store import StoreDamaged
+from ggda_ext.storage.files import DamagedFile, read_sealed_arrays, write_sealed_arrays, write_sealed_json
+from ggda_ext.storage.folder import StoreDamaged
 from ggda_trak.checked_saver import read_ours
 
 

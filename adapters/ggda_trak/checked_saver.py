@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from trak.savers import MmapSaver
 
-from ggda_ext.files import DamagedFile, create_array, open_array, read_sealed_json
-from ggda_ext.store import StoreDamaged, clear_errors
+from ggda_ext.storage.files import DamagedFile, create_array, open_array, read_sealed_json
+from ggda_ext.storage.folder import StoreDamaged, clear_errors
 
 
 class CheckedSaver(MmapSaver):

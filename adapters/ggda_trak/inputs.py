@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
-from ggda_ext.content import bytes_of
+from ggda_ext.storage.content import bytes_of
 
 
 def check_batch(batch: Iterable[Tensor]) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ggda_ext.distributed import all_reduce_sum, from_first_rank, gather_rows, rank, together, world_size
-from ggda_ext.files import open_array
+from ggda_ext.storage.files import open_array
 from ggda_trak.store import SETTINGS, GroupStore
 
 

@@ -16,7 +16,8 @@ import xxhash
 from torch import nn
 
 from ggda_ext.distributed import rank
-from ggda_ext.files import (
+from ggda_ext.groups import Groups
+from ggda_ext.storage.files import (
     DamagedFile,
     create_array,
     open_array,
@@ -26,10 +27,9 @@ from ggda_ext.files import (
     write_sealed_arrays,
     write_sealed_json,
 )
-from ggda_ext.fingerprint import of_parameters
-from ggda_ext.folder_lock import FolderLock
-from ggda_ext.groups import Groups
-from ggda_ext.store import StoreMismatch, clear_errors, difference
+from ggda_ext.storage.fingerprint import of_parameters
+from ggda_ext.storage.folder import StoreMismatch, clear_errors, difference
+from ggda_ext.storage.folder_lock import FolderLock
 from ggda_trak.checked_parts import row_hashes
 from ggda_trak.checked_saver import damage_named, read_ours
 

@@ -35,12 +35,12 @@ from ggda_ext.distributed import (
     unwrapped,
     world_size,
 )
-from ggda_ext.files import write_json
-from ggda_ext.fingerprint import of_groups, of_state, of_structure, of_value
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups import GroupsLike
 from ggda_ext.properties import Property
-from ggda_ext.store import StoreMismatch, check_folder
+from ggda_ext.storage.files import write_json
+from ggda_ext.storage.fingerprint import of_groups, of_state, of_structure, of_value
+from ggda_ext.storage.folder import StoreMismatch, check_folder
 from ggda_trak.checked_parts import check_features, check_targets, read_damping, write_features, write_targets
 from ggda_trak.checked_saver import CheckedSaver, refuse_links
 from ggda_trak.inputs import check_batch, point_hashes, target_indices, training_indices

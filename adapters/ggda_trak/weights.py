@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.attribution import load_state, parameters_restored
-from ggda_ext.files import DamagedFile, create_array, open_array
-from ggda_ext.store import clear_errors
+from ggda_ext.storage.files import DamagedFile, create_array, open_array
+from ggda_ext.storage.folder import clear_errors
 
 _MEAN = np.dtype([("mean", np.float32), ("check", np.uint32)])
 

@@ -13,7 +13,7 @@ import torch
 from tqdm.auto import tqdm
 
 from benchmarks.tasks import LOSS, Task
-from ggda_ext.store import Store, digest
+from ggda_ext.storage.folder import Store, digest
 from ggda_ext.training import train_many
 from ggda_ext.training.many import layout_of, models_at_once
 

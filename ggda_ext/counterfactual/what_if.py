@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ggda_ext.counterfactual.calibration import Calibration, Verification, verified
 from ggda_ext.counterfactual.directions import KINDS, Kind
 from ggda_ext.counterfactual.features import Features
+from ggda_ext.counterfactual.leave_group_out import LeaveGroupOut
 from ggda_ext.counterfactual.linearized import LinearizedModel, Settings
 from ggda_ext.counterfactual.measured import of_outputs_only, value_of
 from ggda_ext.data import DataLike, IndexedData
@@ -33,7 +34,6 @@ from ggda_ext.evaluation import Retrain
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.properties import Property
-from ggda_ext.retraining import LeaveGroupOut
 from ggda_ext.training import Recipe
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ work of one rank, so its numbers do not depend on the number of ranks, on a kill
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ggda_ext.data import IndexedData
+from ggda_ext.data import SomePoints
 from ggda_ext.distributed import alone, from_first_rank, gather_rows, rank, together, world_size
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.checks import NonFinite
 from ggda_ext.groups.partition import Groups
-from ggda_ext.store import Store
+from ggda_ext.storage.folder import Store
 
 BATCHES_PER_BLOCK = 32
 MOST_BLOCKS = 128
@@ -70,18 +70,6 @@ def whole_groups(provider: GroupGradients, groups: Range) -> Iterator[None]:
         yield
     except NonFinite as error:
         raise NonFinite([groups[0] + j for j in error.ids], provider.groups, error.what) from None
-
-
-class SomePoints(IndexedData):
-    """Some points of a data set, as a data set."""
-
-    def __init__(self, data: IndexedData, positions: np.ndarray) -> None:
-        self.data, self.positions = data, positions
-        self.name, self.n, self.is_stream = data.name, len(positions), False
-
-    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
-        """One batch for every sequence of indices, in that order."""
-        return self.data.batches(self.positions[np.asarray(indices)] for indices in index_batches)
 
 
 @dataclass(frozen=True)

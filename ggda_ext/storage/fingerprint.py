@@ -17,12 +17,12 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ggda_ext.content import Content, bytes_of, counters_of
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import Directions, GroupGradients
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.store import digest
+from ggda_ext.storage.content import Content, bytes_of, counters_of
+from ggda_ext.storage.folder import digest
 
 _NUMBERS = 8
 _SIMPLE = (bool, int, float, str, type(None))

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from ggda_ext.files import DamagedFile, checksum_of, open_array, read_json, replaced, seal, write_sealed_json
-from ggda_ext.folder_lock import LOCK, FolderLock
+from ggda_ext.storage.files import DamagedFile, checksum_of, open_array, read_json, replaced, seal, write_sealed_json
+from ggda_ext.storage.folder_lock import LOCK, FolderLock
 
 FORMAT = 2
 CONTENTS = "store.json"
@@ -64,7 +64,7 @@ class Store:
     ([0.0, 1.0, 2.0], False)
     >>> Store(folder, {"seed": 1})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ggda_ext.store.StoreMismatch: save_dir='...' was made with seed = 0, now it is 1: pass what it was made with, ...
+    ggda_ext.storage.folder.StoreMismatch: save_dir='...' was made with seed = 0, now it is 1: pass what it was made...
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from ggda_ext.files import open_plain
+from ggda_ext.storage.files import open_plain
 
 LOCK = "store.lock"
 _OURS = re.compile(rb"(process \d+)?")

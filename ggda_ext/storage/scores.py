@@ -17,11 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext import fingerprint
-from ggda_ext.blocks import (
+from ggda_ext.data import SomePoints
+from ggda_ext.distributed import from_first_rank, together
+from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
+from ggda_ext.kept_scores import Weight, weighted_sum
+from ggda_ext.storage import fingerprint
+from ggda_ext.storage.blocks import (
     Block,
     Range,
-    SomePoints,
     finish,
     group_ranges,
     opened,
@@ -29,65 +32,13 @@ from ggda_ext.blocks import (
     points_per_block,
     whole_groups,
 )
-from ggda_ext.content import UnknownContent
-from ggda_ext.distributed import from_first_rank, together
-from ggda_ext.files import open_array
-from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
-from ggda_ext.score_blocks import ScoreBlocks, StackedBlocks, block_name
-from ggda_ext.store import Store, difference, digest, read_contents
-
-Weight = float | Tensor
+from ggda_ext.storage.content import UnknownContent
+from ggda_ext.storage.files import open_array
+from ggda_ext.storage.folder import Store, difference, digest, read_contents
+from ggda_ext.storage.score_blocks import ScoreBlocks, StackedBlocks, block_name
 
 _TESTS_PER_POINT = 20  # points of a block for each test point, whose own work is done again for every block
 _WRITE_BYTES = 64 * 2**20
-
-
-class ScoresInMemory:
-    """What `ScoreStore` does, without a folder: nothing is kept."""
-
-    def __enter__(self) -> ScoresInMemory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def scores(
-        self, provider: GroupGradients, directions: Directions, checkpoint: int = 0, property: Any = None
-    ) -> Any:
-        """``provider.scores(directions)``."""
-        return provider.scores(directions)
-
-    def array(
-        self, provider: GroupGradients, checkpoint: int, name: str, settings: dict[str, Any], make: Callable[[], Tensor]
-    ) -> Tensor:
-        """``make()``."""
-        return make()
-
-    def stacked(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
-        """Scores of some test points after others, from `(their positions, scores)`."""
-        return torch.cat([block for _, block in parts])[torch.cat([ids for ids, _ in parts]).argsort()]
-
-    def total(self, parts: Iterable[tuple[Weight, Any]]) -> Tensor:
-        """Weighted sum of scores `[m, k]`."""
-        return weighted_sum(parts)
-
-    def write(self, made_of: str, m: int, k: int, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:
-        """``rows(0, m)``."""
-        return rows(0, m)
-
-
-def keep_scores(save_dir: str | Path | None, tag: str | None = None) -> ScoreStore | ScoresInMemory:
-    """A store of scores, or one that keeps nothing where `save_dir` is None.
-
-    Args:
-        save_dir: the folder.
-        tag: names what a fingerprint cannot see, such as the version of the data; another tag is refused.
-    """
-    if save_dir is not None:
-        return ScoreStore(save_dir, tag)
-    if tag is not None:
-        raise ValueError(f"tag={tag!r} is given without save_dir: pass the folder it is for, or leave it out.")
-    return ScoresInMemory()
 
 
 class ScoreStore:
@@ -221,16 +172,6 @@ class ScoreStore:
                 like = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy()
                 self._store.save_parts(name, (m, k), like.dtype, parts())
         return torch.from_numpy(open_array(self.folder / f"{name}.npy")).to(dtype)
-
-
-def weighted_sum(parts: Iterable[tuple[Weight, Tensor]]) -> Tensor:
-    """Sum of weighted scores, added up as they come."""
-    total: Tensor | None = None
-    for weight, part in parts:
-        weighted = part if isinstance(weight, float) and weight == 1 else weight * part
-        total = weighted if total is None else total.add_(weighted)
-    assert total is not None
-    return total
 
 
 def _grid(provider: GroupGradients, directions: Directions, plan: Plan) -> tuple[list[Range], list[Range]]:

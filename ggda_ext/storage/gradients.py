@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext import fingerprint
 from ggda_ext.attribution import property_directions
-from ggda_ext.blocks import Block, Range, finish, group_ranges, opened, part_of, points_per_block, whole_groups
 from ggda_ext.distributed import alone, together
-from ggda_ext.files import open_array
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.gradients.sketch import count_sketch, draw_sketch
 from ggda_ext.properties import Property
-from ggda_ext.store import digest
-from ggda_ext.stored_scores import gradients_of
+from ggda_ext.storage import fingerprint
+from ggda_ext.storage.blocks import Block, Range, finish, group_ranges, opened, part_of, points_per_block, whole_groups
+from ggda_ext.storage.files import open_array
+from ggda_ext.storage.folder import digest
+from ggda_ext.storage.scores import gradients_of
 
 
 class GradientStore:
