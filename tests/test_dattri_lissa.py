@@ -13,7 +13,8 @@ from dattri_cases import GROUPS, TESTS, Case, N, close, make_case
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ggda_ext import curvature
+from ggda_ext.curvature import hessian as hessian_module
+from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.properties import mean_loss, point_losses, weighted_sum
 
 OPTIONS: dict[str, Any] = {"batch_size": 3, "recursion_depth": 15, "scaling": 5.0, "damping": 0.02, "num_repeat": 2}
@@ -88,7 +89,7 @@ def test_one_seed_is_one_linear_map():
 def test_chunks_and_blocks_of_vectors_change_nothing(monkeypatch):
     case = make_case()
     expected = scores(case)
-    monkeypatch.setattr(curvature, "_CHUNK_BYTES", 400)
+    monkeypatch.setattr(hessian_module, "_CHUNK_BYTES", 400)
     monkeypatch.setattr("ggda_dattri.checkpoint.ROWS_BUDGET", 400)
     close(scores(case), expected)
 
@@ -124,7 +125,7 @@ def test_the_suggested_scaling_converges():
 
 def test_negative_curvature_suggests_damping_that_holds():
     model = torch.nn.Linear(2, 1, bias=False)
-    space = curvature.ParameterSpace(model)
+    space = ParameterSpace(model)
     data = curvature.IndexedData((torch.eye(2),))
     saddle = torch.tensor([[1.0, 0.0], [0.0, -0.2]])
 

@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from ggda_ext.data import IndexedData, batch_length, to_device
 from ggda_ext.distributed import all_reduce_sum, fingerprint, from_first_rank, my_share, rank, together, world_size
 from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.model_state import sums_on
 
 BatchLossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -69,13 +70,13 @@ class Hessian:
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
         """Products `[m, p]` of the Hessian over the whole data with `vectors [m, p]`."""
-        result = torch.zeros_like(vectors)
+        result = torch.zeros_like(vectors, dtype=torch.float64, device=sums_on(vectors.device))
         with together(self._same(len(vectors))):
             for indices, batch in self.data.my_share(self.batch_size):
                 weight = 1.0 if len(indices) == self.n or self.reduction == "sum" else len(indices) / self.n
                 for rows, parts in self.on_batch(batch, vectors):
                     self.add(result[rows], parts, weight)
-        return all_reduce_sum(result)
+        return all_reduce_sum(result).to(vectors)
 
     def _same(self, m: int) -> dict[str, Any]:
         """What has to be the same on all ranks, so that their shares of a product add up."""
@@ -93,7 +94,7 @@ class Hessian:
         """target `[rows, p]` += factor · parts."""
         for parameter, part in zip(self.space.parameters.values(), parts, strict=True):
             if part is not None:
-                self.space.part(target, parameter).add_(part, alpha=factor)
+                self.space.part(target, parameter).add_(part.to(target.device), alpha=factor)
 
     @cached_property
     def reduction(self) -> str:

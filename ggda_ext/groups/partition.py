@@ -300,7 +300,9 @@ class Groups:
         labels = torch.from_numpy(np.repeat(np.arange(len(self)), self.sizes)).to(values.device)
         shape = list(values.shape)
         shape[dim] = len(self)
-        return values.new_zeros(shape).index_add_(dim, labels, values.index_select(dim, inside))
+        wide = torch.float64 if values.is_floating_point() and values.device.type != "mps" else values.dtype
+        sums = torch.zeros(shape, dtype=wide, device=values.device)
+        return sums.index_add_(dim, labels, values.index_select(dim, inside).to(wide)).to(values.dtype)
 
     def batches(
         self, batch_size: int, most_groups: int | None = None, within: tuple[int, int] | None = None
