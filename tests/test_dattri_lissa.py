@@ -13,7 +13,7 @@ from dattri_cases import GROUPS, TESTS, Case, N, close, make_case
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ggda_ext.curvature import hessian as hessian_module
+from ggda_ext.curvature import hessian as curvature
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.properties import mean_loss, point_losses, weighted_sum
 
@@ -89,7 +89,7 @@ def test_one_seed_is_one_linear_map():
 def test_chunks_and_blocks_of_vectors_change_nothing(monkeypatch):
     case = make_case()
     expected = scores(case)
-    monkeypatch.setattr(hessian_module, "_CHUNK_BYTES", 400)
+    monkeypatch.setattr(curvature, "_CHUNK_BYTES", 400)
     monkeypatch.setattr("ggda_dattri.checkpoint.ROWS_BUDGET", 400)
     close(scores(case), expected)
 
