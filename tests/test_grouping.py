@@ -27,6 +27,7 @@ from ggda_ext.grouping import (
     random_groups,
     representations,
 )
+from ggda_ext.grouping import kmeans as engine
 from ggda_ext.grouping.kmeans import inertia, kmeans
 from ggda_ext.groups import Groups
 
@@ -349,8 +350,8 @@ def test_groups_are_numbered_from_the_mean_outwards() -> None:
 
 def test_ranks_are_shared_by_what_differs_by_rounding_only() -> None:
     values = np.array([0.1 + 0.2, 5.0, 0.3, 1e-9, 0.0, 0.3 * (1 + 1e-6)])
-    assert kmeans.ranks(values).tolist() == [2, 4, 2, 1, 0, 3]
-    assert kmeans.ranks(values, scale=100.0).tolist() == [1, 3, 1, 0, 0, 2]
+    assert engine.ranks(values).tolist() == [2, 4, 2, 1, 0, 3]
+    assert engine.ranks(values, scale=100.0).tolist() == [1, 3, 1, 0, 0, 2]
 
 
 def test_constant_and_repeated_features_do_not_change_the_groups() -> None:
@@ -377,10 +378,10 @@ def test_inertia_is_close_to_scikit_learn_for_many_small_clusters(d: int) -> Non
 
 
 def test_nearest_centres_in_many_dimensions_are_those_of_all_distances(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kmeans, "_PRODUCTS", 100)  # several parts
+    monkeypatch.setattr(engine, "_PRODUCTS", 100)  # several parts
     points = blobs(90, 24)
     centres = points[::9].copy()
-    distances, nearest = kmeans._nearest(centres, points, 2)
+    distances, nearest = engine._nearest(centres, points, 2)
     all_distances = np.linalg.norm(points[:, None] - centres, axis=-1)
     expected = np.sort(all_distances, 1)[:, :2]
     assert np.allclose(np.take_along_axis(all_distances, nearest, 1), expected)
