@@ -168,7 +168,7 @@ def test_retrainings_are_made_once_and_survive_damage(
 
 def test_a_run_writes_all_rows_and_goes_on_where_it_was_stopped(folder: ResultFolder, tmp_path: Path) -> None:
     scale = tiny(left_out_groups=10)
-    names = list(experiments.EXPERIMENTS)
+    names = ["noisy", "lds", "pruning", "retraining"]
     experiments.run(names, [TASK], scale, folder)
     rows = folder.rows
     assert {row["experiment"] for row in rows} == set(names)
