@@ -10,6 +10,8 @@ from benchmarks.results import ResultFolder
 from benchmarks.scales import Scale
 
 EXPERIMENTS = ("lds", "noisy", "pruning", "retraining")
+MORE = ("what-if",)
+"""Experiments that run only if they are named."""
 EXPERIMENT_TASKS = ("heloc-lr",)
 """Experiments retrain many models: the tour does so for the smallest ones, `run` for any."""
 

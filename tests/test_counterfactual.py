@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -430,3 +432,17 @@ def test_a_singular_small_problem_is_named():
     what_if = WhatIf(model, falling, data, [0, 0, 0, 1], ridge=0.0)
     with pytest.raises(ValueError, match="the small problem is singular"):
         what_if.without(1)
+
+
+def test_the_story_of_the_readme_is_true():
+    """Eight sources, two redundant, one harmful: scores of single groups drop both of the pair, the search does not."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    section = re.split(r"^## ", readme, flags=re.MULTILINE)
+    (story,) = [part for part in section if part.startswith("What if?")]
+    names: dict[str, Any] = {}
+    exec(compile(re.findall(r"```python\n(.*?)```", story, re.DOTALL)[0], "README.md", "exec"), names)
+    best = names["best"]
+    assert {"blog", "mirror", "spam"} == set(best.additive)
+    assert "spam" in best.removed
+    assert len({"blog", "mirror"} & set(best.removed)) == 1
+    assert names["retrained"](best.removed) < names["retrained"]([]) < names["retrained"](best.additive)

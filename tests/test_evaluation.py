@@ -217,3 +217,14 @@ def test_the_additive_ceiling_names_bad_input():
         additive_ceiling(kept, np.ones(5))
     with pytest.raises(ValueError, match="3 left to compare with"):
         additive_ceiling(kept, np.arange(6.0))
+
+
+def test_subsets_of_equal_points_are_nearest_to_the_share_and_different():
+    groups = Groups(np.repeat(np.arange(8), [1, 2, 4, 8, 16, 32, 64, 128]))
+    kept = random_subsets(groups, 10, equal_points=True, seed=3)
+    plain = random_subsets(groups, 10, seed=3)
+    off = [np.abs(rows @ groups.sizes - groups.n / 2) for rows in (kept, plain)]
+    assert off[0].max() <= off[1].min() + off[1].max()
+    assert off[0].mean() < off[1].mean()
+    assert len(np.unique(kept, axis=0)) == 10
+    assert (kept.sum(1) == 4).all()

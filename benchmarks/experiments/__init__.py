@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import data
-from benchmarks.experiments import lds, noisy, pruning, retraining
+from benchmarks.experiments import lds, noisy, pruning, retraining, what_if
 from benchmarks.experiments.bench import Bench
 from benchmarks.results import ResultFolder
 from benchmarks.scales import Scale
@@ -22,6 +22,7 @@ EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
     lds.NAME: lds.run,
     pruning.NAME: pruning.run,
     retraining.NAME: retraining.run,
+    what_if.NAME: what_if.run,
 }
 
 

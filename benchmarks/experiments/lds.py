@@ -111,12 +111,12 @@ def _row(bench: Bench, cell: Cell, groups: Groups, retrainings: Retrainings) -> 
         **fields,
         "key": bench.key(NAME, cell),
         "subsets": len(losses),
-        "ceiling": _ceiling(losses),
+        "ceiling": ceiling(losses),
         "model_seeds": list(range(bench.size.lds_seeds)),
     }
 
 
-def _ceiling(losses: np.ndarray) -> float | None:
+def ceiling(losses: np.ndarray) -> float | None:
     """How well the losses of some seeds `[subsets, seeds]` rank those of the others; None for one seed."""
     seeds = losses.shape[1]
     if seeds < 2:

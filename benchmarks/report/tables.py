@@ -12,6 +12,7 @@ from benchmarks.report.noisy_tables import noisy_tables
 from benchmarks.report.removal_tables import pruning_tables, retraining_tables
 from benchmarks.report.review_tables import review_tables
 from benchmarks.report.rows import Results
+from benchmarks.report.what_if_tables import what_if_tables
 
 
 def all_tables(results: Results) -> Iterator[Table]:
@@ -21,5 +22,6 @@ def all_tables(results: Results) -> Iterator[Table]:
     yield from pruning_tables(results.of("pruning"))
     yield from noisy_tables(results.of("noisy"))
     yield from lds_tables(results.of("lds"))
+    yield from what_if_tables(results.of("what-if"))
     yield from cost_tables(results)
     yield from review_tables(results)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FEWEST = 4
 RIDGES = (0.25, 1.0, 4.0)
 """Ridges that are tried, in units of the present one."""
-_BETTER = 0.8  # share of the present ridge's error below which another one is taken
+_BETTER = 0.6  # share of the present ridge's error below which another one is taken
 
 
 @dataclass(frozen=True)

@@ -75,22 +75,25 @@ class LinearizedModel:
         )
         self._training = self._linearizer.features(_Chosen(provider.data, self.chosen))
         self._loss = loss.take(torch.from_numpy(self.chosen).to(outputs.device))
-        self.refit = self._refit(provider.groups)
         self.is_linear = self._linear()
+        self.refit = self._refit(provider.groups)
         self.ridge = self._default_ridge() if settings.ridge is None else settings.ridge
 
     def _refit(self, groups: Groups) -> Refit:
         """The small problem for groups of the training points."""
         labels = groups.labels_of(self.chosen)
-        order = np.argsort(np.where(labels < 0, len(groups), labels), kind="stable")
+        order = _group_after_group(labels, len(groups))
         starts = np.searchsorted(np.sort(labels[labels >= 0]), np.arange(len(groups) + 1))
-        at = torch.from_numpy(order).to(self._training.outputs.device)
         n = len(order)
-        columns = self._loss.columns(self._training.outputs.reshape(n, -1).double())[at]
-        return Refit(
-            columns, self._loss.columns(self._training.tangents)[at], self._loss.take(at), starts,
-            self._chosen_weights[at], self.settings.memory_budget // 2,
-        )  # fmt: skip
+        parts = [self._loss.columns(self._training.outputs.reshape(n, -1).double()), self._chosen_weights]
+        loss, tangents = self._loss, self._loss.columns(self._training.tangents)
+        if not np.array_equal(order, np.arange(n)):  # pieces of groups; the groups themselves stand in order already
+            at = torch.from_numpy(order).to(tangents.device)
+            parts, loss, tangents = [part[at] for part in parts], loss.take(at), tangents[at]
+        problem = Refit(parts[0], tangents, loss, starts, parts[1], self.settings.memory_budget // 2)
+        if self.is_linear and not self.settings.weight_decay:
+            problem.radius = self._loss.radius
+        return problem
 
     def solve(self, weights: Tensor, ridge: float | None = None) -> Tensor:
         """Coefficients d `[s, r]` for weights of groups `[s, k]`; under several ranks each solves some of them."""
@@ -178,13 +181,19 @@ def training_outputs(provider: GroupGradients, batch_size: int) -> tuple[Tensor,
     return joined, None if targets[0] is None else torch.cat([target for target in targets if target is not None])
 
 
+def _group_after_group(labels: np.ndarray, k: int) -> np.ndarray:
+    """Places of points with these group ids, group after group, those in no group last."""
+    return np.argsort(np.where(labels < 0, k, labels), kind="stable")
+
+
 def _evenly_drawn(groups: Groups, weights: Tensor, most: int, seed: int) -> tuple[np.ndarray, Tensor]:
     """At most about `most` points, the same share of every group and at least one, and their weights."""
     n = groups.n
-    if n <= most:
-        return np.arange(n), weights
-    draw = np.random.default_rng(seed)
     labels = groups.labels_of(np.arange(n))
+    if n <= most:
+        order = _group_after_group(labels, len(groups))
+        return order, weights[torch.from_numpy(order)]
+    draw = np.random.default_rng(seed)
     chosen: list[np.ndarray] = []
     for group in range(-1, len(groups)):
         members = np.flatnonzero(labels == group)
@@ -192,6 +201,7 @@ def _evenly_drawn(groups: Groups, weights: Tensor, most: int, seed: int) -> tupl
             count = max(1, round(len(members) * most / n))
             chosen.append(draw.choice(members, min(count, len(members)), replace=False))
     picked = np.sort(np.concatenate(chosen))
+    picked = picked[_group_after_group(labels[picked], len(groups))]
     at = torch.from_numpy(picked)
     ids = torch.from_numpy(labels.astype(np.int64)) + 1
     totals = torch.zeros(len(groups) + 1, dtype=torch.float64).index_add_(0, ids, weights.double().cpu())

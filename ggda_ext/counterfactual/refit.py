@@ -6,9 +6,10 @@ With outputs f_i + Φ_i d and weights w of the groups, the refit is
 
 where ḡ, the gradient of all training points at d = 0, makes d = 0 the answer if nothing changes (with weight decay
 and at the optimum it is the decay's own pull), and λ is the weight decay and a ridge that keeps the answer where the
-linearisation holds. A refit stops where outputs have moved by the loss's radius, because with a class left out nothing
-else bounds them. Newton steps, each by conjugate gradients preconditioned with the groups' own curvature at d = 0, for
-many subsets at once: all products with Φ are matrix products shared by a block of subsets.
+linearisation holds. Without weight decay a linear model has next to no λ: there a refit stops where outputs have moved
+by the loss's radius, because with a class left out nothing else bounds them. Newton steps, each by conjugate gradients
+preconditioned with the groups' own curvature at d = 0, for many subsets at once: all products with Φ are matrix
+products shared by a block of subsets.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class Refit:
         starts: where every group starts, and where the last one ends `[k + 1]`; later points are in no group and stay.
         point_weights: of every point in the training loss `[n]`.
         most_bytes: memory for one block of subsets, and for the groups' curvature.
+
+    Attributes:
+        radius: how far outputs may move, in the mean square; unbounded at first.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Refit:
         sizes = np.diff(np.append(starts, self.n))
         self._labels = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(tangents.device)
         self._bounds = np.append(starts, self.n)
-        self.point_weights = point_weights.to(tangents.dtype)
+        self.point_weights, self.radius = point_weights.to(tangents.dtype), float("inf")
         self.masses = torch.zeros(self.k + 1, dtype=torch.float64, device=tangents.device)
         self.masses.index_add_(0, self._labels, point_weights.double())
         ones = torch.ones(1, self.k + 1, dtype=torch.float64, device=tangents.device)
@@ -211,7 +215,7 @@ class _Block:
 
     def _within(self, columns: Tensor) -> Tensor:
         """The longest step `[s]`, up to 1, along columns that leaves the outputs within the loss's radius."""
-        radius, ones = self.problem.loss.radius, torch.ones_like(self.objective)
+        radius, ones = self.problem.radius, torch.ones_like(self.objective)
         if radius == float("inf"):
             return ones
         a, b, c = (torch.zeros_like(ones) for _ in range(3))

@@ -16,12 +16,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import experiments
-from benchmarks.experiments import bench, groupings, methods, noisy, retrainings
+from benchmarks.experiments import bench, groupings, methods, noisy, retrainings, what_if
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.methods import METHODS, attributed
 from benchmarks.experiments.retrainings import Retrainings, Wanted
 from benchmarks.experiments.subject import LISSA_BATCH, Subject
 from benchmarks.names import FISHER, GRAD_K_MEANS, GROUPINGS, PER_POINT, RATES, TRACIN
+from benchmarks.report.rows import read
+from benchmarks.report.what_if_tables import what_if_tables
 from benchmarks.results import ResultFolder
 from benchmarks.scales import SCALES, DataScale, Scale
 from ggda_ext import Groups
@@ -166,7 +168,7 @@ def test_retrainings_are_made_once_and_survive_damage(
 
 def test_a_run_writes_all_rows_and_goes_on_where_it_was_stopped(folder: ResultFolder, tmp_path: Path) -> None:
     scale = tiny(left_out_groups=10)
-    names = list(experiments.EXPERIMENTS)
+    names = ["noisy", "lds", "pruning", "retraining"]
     experiments.run(names, [TASK], scale, folder)
     rows = folder.rows
     assert {row["experiment"] for row in rows} == set(names)
@@ -241,6 +243,24 @@ def test_groupings_of_inputs_are_made_once_for_all_models(
     scale = tiny(methods=(TRACIN,), groupings=GROUPINGS, noisy_seeds=2)
     experiments.run(["noisy"], [TASK], scale, folder)
     assert {name: made.count(name) for name in GROUPINGS} == dict(zip(GROUPINGS, (1, 1, 2, 2), strict=True))
+
+
+def test_what_if_has_a_row_for_every_predictor_and_protocol(folder: ResultFolder) -> None:
+    """With eight retrainings for the calibration and some left to compare with; groups of equal size do not differ."""
+    scale = tiny(methods=("Inf. (CG)",), lds_subsets=16, lds_grouping_seeds=1, left_out_groups=10, lds_seeds=2)
+    experiments.run(["what-if"], [TASK], scale, folder)
+    rows = {(row["grouping"], row["protocol"], row["method"]): row for row in folder.rows}
+    assert {name for _, _, name in rows} == set(what_if.METHODS)
+    assert {protocol for _, protocol, _ in rows} == {"halves", "keep 80 %", "leave one out"}
+    row = rows["Random", "halves", "What-if"]
+    assert row["mean"] > 0.2  # far from exact: ten epochs on 160 points do not end near an optimum
+    assert {"pearson", "slope", "calibrated_slope", "ceiling", "additive_ceiling"} <= set(row)
+    assert len(row["predicted"]) == len(row["real"]) == row["subsets"] == 16
+    assert rows["Random", "halves", "Kept points"]["mean"] is None
+    (table,) = what_if_tables(read([folder.path]).of("what-if"))
+    assert {*what_if.METHODS, "Ceiling", "Best additive score"} == set(table.frame["Predictor"])
+    experiments.run(["what-if"], [TASK], scale, folder)
+    assert len(folder.rows) == len(rows)
 
 
 def test_unknown_experiments_are_refused_before_any_work(folder: ResultFolder) -> None:
