@@ -1,0 +1,34 @@
+"""How good are scores of groups? Retraining score, pruning, noisy labels, group LDS, leave-group-out correlation.
+
+*Importance* has one meaning everywhere: the predicted rise of the test loss if the group is removed, so helpful
+groups are positive and harmful ones negative, as `ggda_ext.attribute` scores a test loss. What needs new models asks
+a function for them, ``retrain(subsets) -> values [subsets, seeds]``: a `Retrainer`, or your own.
+"""
+
+from ggda_ext.evaluation.correlation import Correlation, Rank, additive_ceiling, group_lds, leave_group_out_correlation
+from ggda_ext.evaluation.importance import Aggregation, aggregated, removal_order
+from ggda_ext.evaluation.noisy_labels import Detection, noisy_label_detection
+from ggda_ext.evaluation.removal import RemovalCurve, pruning_score, retraining_score, standard_error
+from ggda_ext.evaluation.retrainer import Retrain, Retrainer
+from ggda_ext.evaluation.subsets import points_of, random_subsets
+
+__all__ = [
+    "Retrain",
+    "Retrainer",
+    "Aggregation",
+    "aggregated",
+    "removal_order",
+    "RemovalCurve",
+    "retraining_score",
+    "pruning_score",
+    "standard_error",
+    "Detection",
+    "noisy_label_detection",
+    "random_subsets",
+    "points_of",
+    "Rank",
+    "Correlation",
+    "group_lds",
+    "additive_ceiling",
+    "leave_group_out_correlation",
+]

@@ -1,0 +1,155 @@
+"""Do scores follow real retrainings? Group LDS, leave-group-out correlation, and what an additive score could reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ggda_ext.evaluation.importance import checked_numbers
+
+Rank = Literal["pearson", "spearman"]
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """A correlation with retrained models.
+
+    Attributes:
+        value: the correlation; the mean over columns if there are several.
+        interval: its 95 % bootstrap interval over the retrained models.
+        columns: the correlation of every test point or property `[m]`.
+    """
+
+    value: float
+    interval: tuple[float, float]
+    columns: np.ndarray
+
+
+def group_lds(importance: Any, kept: Any, values: Any, *, resamples: int = 1000, seed: int = 0) -> Correlation:
+    """Linear data-modelling score: do summed scores rank the test losses of really retrained models?
+
+    The Spearman correlation over subsets of the predicted loss, ``-Σ_{kept G} importance_G``, with the real one.
+
+    Args:
+        importance: of every group `[k]`, or for several test points or properties `[m, k]`.
+        kept: which groups every retrained model saw `[s, k]`, see `random_subsets`.
+        values: test loss of every retrained model `[s]`, or `[s, m]`.
+        resamples: of the bootstrap over subsets, for the interval.
+        seed: of the bootstrap.
+    """
+    scores = np.atleast_2d(checked_numbers(importance, "importance"))
+    chosen = np.asarray(kept, dtype=float)
+    if chosen.ndim != 2 or chosen.shape[1] != scores.shape[1]:
+        raise ValueError(f"kept has shape {list(chosen.shape)}: pass [subsets, {scores.shape[1]}].")
+    return _correlation(-chosen @ scores.T, checked_numbers(values, "values"), "spearman", resamples, seed)
+
+
+def additive_ceiling(kept: Any, values: Any, *, train: float = 0.8, splits: int = 50, seed: int = 0) -> Correlation:
+    """The LDS of the best additive score there can be on these retrainings: one fitted to them.
+
+    Values are regressed on which groups were kept, on a part of the subsets, with the ridge that predicts best within
+    that part; the Spearman correlation is taken on the others. With few subsets for many groups this is a lower bound.
+    A low ceiling beside reliable values (models of other seeds agree) says that what groups do does not add up: ask
+    `ggda_ext.WhatIf` instead of adding scores.
+
+    Args:
+        kept: which groups every retrained model saw `[s, k]`, see `random_subsets`.
+        values: test loss of every retrained model `[s]`, or `[s, m]`.
+        train: share of the subsets that scores are fitted to.
+        splits: random splits that are averaged; their middle 95 % is the interval.
+        seed: of the splits.
+    """
+    chosen, real = np.asarray(kept, dtype=float), checked_numbers(values, "values")
+    real = real[:, None] if real.ndim == 1 else real
+    if chosen.ndim != 2 or len(chosen) != len(real):
+        raise ValueError(f"kept has shape {list(chosen.shape)}: pass [{len(real)}, groups], a row for every value.")
+    size = round(train * len(real))
+    if size < 3 or len(real) - size < 3:
+        raise ValueError(
+            f"train={train} of {len(real)} subsets: at least 3 must be fitted to and 3 left to compare with."
+        )
+    draw = np.random.default_rng(seed)
+    found = []
+    for _ in range(splits):
+        order = draw.permutation(len(real))
+        fitted, rest = order[:size], order[size:]
+        predicted = _ridge_prediction(chosen[fitted], real[fitted], chosen[rest])
+        found.append(_columnwise(predicted[None], real[rest][None], "spearman")[0])
+    columns = np.nanmean(found, axis=0)
+    low, high = (float(value) for value in np.nanpercentile(np.nanmean(found, axis=1), [2.5, 97.5]))
+    return Correlation(float(columns.mean()), (low, high), columns)
+
+
+def _ridge_prediction(x: np.ndarray, y: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Ridge regression with an intercept, its penalty by leave-one-out error, at new rows `[t, m]`."""
+    centre, level = x.mean(0), y.mean(0)
+    u, s, vt = np.linalg.svd(x - centre, full_matrices=False)
+    best: tuple[np.ndarray, np.ndarray] | None = None
+    for penalty in np.logspace(-4, 3, 15) * max(float((s * s).max()), 1e-12):
+        shrunk = s * s / (s * s + penalty)
+        leverage = (u * u * shrunk).sum(1) + 1 / len(x)
+        left = (y - level - u * shrunk @ (u.T @ (y - level))) / (1 - leverage).clip(1e-6)[:, None]
+        error = (left * left).sum(0)
+        weights = vt.T @ ((s / (s * s + penalty))[:, None] * (u.T @ (y - level)))
+        if best is None:
+            best = error, weights
+        else:
+            better = error < best[0]
+            best = np.where(better, error, best[0]), np.where(better, weights, best[1])
+    assert best is not None
+    return level + (new - centre) @ best[1]
+
+
+def leave_group_out_correlation(
+    importance: Any, rises: Any, *, kind: Rank = "pearson", resamples: int = 1000, seed: int = 0
+) -> Correlation:
+    """Correlation of importance with the real rise of the test loss when a group is left out.
+
+    Args:
+        importance: of every group `[k]`, or for several test points or properties `[m, k]`.
+        rises: loss without the group minus loss with all data, `[k]` or `[m, k]` as `importance`: the `scores` of
+            `ggda_ext.counterfactual.leave_group_out.leave_group_out`.
+        kind: ``"pearson"`` or ``"spearman"``.
+        resamples: of the bootstrap over groups, for the interval.
+        seed: of the bootstrap.
+    """
+    if kind not in ("pearson", "spearman"):
+        raise ValueError(f"kind={kind!r} is not one of 'pearson', 'spearman'.")
+    scores = np.atleast_2d(checked_numbers(importance, "importance"))
+    real = np.atleast_2d(checked_numbers(rises, "rises"))
+    if real.shape != scores.shape:
+        raise ValueError(f"rises has shape {list(real.shape)}: pass {list(scores.shape)}, as importance.")
+    return _correlation(scores.T, real.T, kind, resamples, seed)
+
+
+def _correlation(predicted: np.ndarray, real: np.ndarray, kind: Rank, resamples: int, seed: int) -> Correlation:
+    """Correlations of the columns of two matrices `[s, m]`, their mean, and its bootstrap interval over rows."""
+    real = real[:, None] if real.ndim == 1 else real
+    if predicted.shape != real.shape:
+        raise ValueError(
+            f"there are {len(predicted)} predictions for {predicted.shape[1]} test points or properties, but retrained "
+            f"values of shape {list(real.shape)}: pass values {list(predicted.shape)}."
+        )
+    if len(real) < 3:
+        raise ValueError(f"a correlation over {len(real)} retrained models says nothing: pass at least 3.")
+    columns = _columnwise(predicted[None], real[None], kind)[0]
+    draw = np.random.default_rng(seed)
+    means = [
+        _columnwise(predicted[at], real[at], kind).mean(1)
+        for at in np.array_split(draw.integers(0, len(real), (resamples, len(real))), -(-resamples // 100))
+    ]
+    low, high = (float(value) for value in np.nanpercentile(np.concatenate(means), [2.5, 97.5]))
+    return Correlation(float(columns.mean()), (low, high), columns)
+
+
+def _columnwise(a: np.ndarray, b: np.ndarray, kind: Rank) -> np.ndarray:
+    """Correlations `[r, m]` along the second axis of `[r, s, m]`; NaN where one side is constant."""
+    if kind == "spearman":
+        from scipy.stats import rankdata  # takes seconds to import
+
+        a, b = rankdata(a, axis=1), rankdata(b, axis=1)
+    a, b = (side - side.mean(1, keepdims=True) for side in (a, b))
+    lengths = np.sqrt((a * a).sum(1) * (b * b).sum(1))
+    return np.divide((a * b).sum(1), lengths, out=np.full(lengths.shape, np.nan), where=lengths > 0)

@@ -1,0 +1,71 @@
+"""Models trained again on parts of the data: what scores of groups are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.distributed import alone, in_order, rank, world_size
+from ggda_ext.training import Recipe, train_many
+
+Retrain = Callable[[Sequence[np.ndarray]], np.ndarray]
+"""Training indices to keep, one array per subset → a value of every subset's models `[subsets, seeds]`."""
+
+
+@dataclass(frozen=True)
+class Retrainer:
+    """Trains models on subsets of the data, several seeds each, all at once, and measures them on test points.
+
+    Args:
+        make_model: a new model, its weights drawn from torch's current seed.
+        loss_fn: the training loss, ``loss_fn(output, target)``.
+        train: inputs and targets of all training points.
+        test: inputs and targets of the test points.
+        recipe: how to train.
+        seeds: of initial weights and batches; every subset is trained once for each.
+        measure: ``"accuracy"``, ``"loss"``, or a function of outputs `[n, …]` and targets `[n]`.
+        show_progress: whether to show a progress bar.
+    """
+
+    make_model: Callable[[], nn.Module]
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    recipe: Recipe
+    seeds: Sequence[int] = (0,)
+    measure: Literal["accuracy", "loss"] | Callable[[Tensor, Tensor], Any] = "accuracy"
+    show_progress: bool = False
+
+    def __call__(self, subsets: Sequence[np.ndarray]) -> np.ndarray:
+        """Values `[subsets, seeds]` of models trained on every subset; under several ranks each trains some of them."""
+        jobs = [(subset, seed) for subset in subsets for seed in self.seeds]
+        return in_order(self._my_values(jobs)).numpy().reshape(len(subsets), len(self.seeds))
+
+    def _my_values(self, jobs: Sequence[tuple[np.ndarray, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Which of the jobs are this rank's, and the values of their models."""
+        mine = list(range(rank(), len(jobs), world_size()))
+        if not mine and jobs:
+            return
+        with alone():
+            models = train_many(
+                self.make_model,
+                self.loss_fn,
+                self.train,
+                self.recipe,
+                subsets=[jobs[j][0] for j in mine],
+                seeds=[jobs[j][1] for j in mine],
+                show_progress=self.show_progress and mine[:1] == [0],
+            )
+            values = [float(self._value(outputs)) for outputs in models.outputs(self.test[0])]
+        yield torch.tensor(mine), torch.tensor(values, dtype=torch.float64)
+
+    def _value(self, outputs: Tensor) -> Any:
+        targets = self.test[1]
+        if self.measure == "accuracy":
+            return (outputs.argmax(1) == targets).double().mean()
+        return self.loss_fn(outputs, targets).mean() if self.measure == "loss" else self.measure(outputs, targets)

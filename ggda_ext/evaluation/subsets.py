@@ -1,0 +1,46 @@
+"""Random choices of groups to keep, and their points."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ggda_ext.groups.partition import Groups, GroupsLike
+
+_DRAWS = 50  # choices drawn for each one that is taken, if they should be equal in points
+
+
+def random_subsets(
+    groups: GroupsLike, count: int, *, fraction: float = 0.5, equal_points: bool = False, seed: int = 0
+) -> np.ndarray:
+    """Random choices of groups for `group_lds`: which groups each subset keeps `[count, k]`, as booleans.
+
+    Args:
+        groups: a `Groups` or anything it accepts.
+        count: number of subsets.
+        fraction: of the groups that a subset keeps.
+        equal_points: keep about the same number of points in all of them: of many different choices, those nearest to
+            `fraction` of the points; fewer than `count` if there are no more. Otherwise halves of uneven groups differ
+            in size, and with a fixed number of epochs in training steps, which alone may explain their losses.
+        seed: of the choice.
+    """
+    groups = Groups.of(groups)
+    k = len(groups)
+    size = round(fraction * k)
+    if not 0 < size < k:
+        raise ValueError(f"fraction={fraction} of {k} groups keeps {size} of them: some must stay and some must go.")
+    draw = np.random.default_rng(seed)
+    kept = np.zeros((_DRAWS * count if equal_points else count, k), bool)
+    for row in kept:
+        row[draw.choice(k, size, replace=False)] = True
+    if not equal_points:
+        return kept
+    kept = kept[np.sort(np.unique(kept, axis=0, return_index=True)[1])]
+    off = np.abs(kept @ groups.sizes - fraction * groups.sizes.sum())
+    return kept[np.sort(np.argsort(off, kind="stable")[:count])]
+
+
+def points_of(groups: GroupsLike, kept: np.ndarray) -> list[np.ndarray]:
+    """The training indices of every choice of groups `[s, k]`; points in no group are in none."""
+    groups = Groups.of(groups)
+    inside = groups.labels >= 0
+    return [np.flatnonzero(inside & choice[groups.labels]) for choice in np.asarray(kept, bool)]
