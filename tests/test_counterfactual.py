@@ -25,7 +25,6 @@ from ggda_ext.counterfactual.convex import (
     TwoClassLoss,
     convex_loss,
 )
-from ggda_ext.counterfactual.directions import damped_inverse
 from ggda_ext.counterfactual.features import Linearizer
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients.parameters import ParameterSpace
@@ -256,13 +255,6 @@ def test_losses_are_recognised_and_their_derivatives_are_autograds(loss_fn, shap
     assert torch.allclose(bent, plain.bend(own, t)[:, :, 0])
     root = found.root(state)
     assert torch.allclose((root.transpose(1, 2) @ root) @ found.columns(t), found.bend(state, found.columns(t)))
-
-
-def test_woodbury_is_the_damped_inverse():
-    torch.manual_seed(0)
-    rows, vectors = torch.randn(6, 15).double(), torch.randn(3, 15).double()
-    dense = torch.linalg.solve(rows.T @ rows + 0.3 * torch.eye(15).double(), vectors.T).T
-    assert relative_error(damped_inverse(rows, vectors, 0.3), dense) < 1e-10
 
 
 def test_any_property_of_outputs_is_computed_from_them_and_others_to_first_order():

@@ -113,14 +113,6 @@ def eigenvectors(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, vectors[:, :count].T.to(rows) @ rows / values[:count].sqrt().to(rows)[:, None]
 
 
-def damped_inverse(rows: Tensor, vectors: Tensor, damping: float) -> Tensor:
-    """(RᵀR + damping)⁻¹ v for vectors `[m, p]`, by Woodbury's identity."""
-    kernel = (rows @ rows.T).double()
-    kernel.diagonal().add_(damping)
-    inner = torch.linalg.solve(kernel, (rows @ vectors.T).double())
-    return (vectors - (rows.T @ inner.to(rows)).T) / damping
-
-
 def orthonormal(rows: Tensor, most: int | None = None, basis: Tensor | None = None) -> Tensor:
     """An orthonormal basis `[r, p]` of what rows span, each counted alike; at most that many, the leading ones.
 
