@@ -206,6 +206,8 @@ def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor | None
     unreduced = copy.copy(loss_fn)
     unreduced.reduction = "none"
     rows = unreduced(output, target).reshape(size, -1)
+    if rows.shape[1] == 1:
+        return rows.reshape(size)
     if reduction != "mean":
         return rows.sum(1)
     if classes and not target.is_floating_point():

@@ -10,7 +10,7 @@ may be given to the model as one copy per example; then the gradient at the copi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,8 +155,7 @@ def observe(
                 "so its rows cannot be told apart by example"
             )
         calls.rows.append((layer.name, repeats))
-        with full_precision(a.device):
-            kept = observer.forward(layer, _in_full(a, space))
+        kept = _told(observer.forward, layer, _in_full(a, space))
         tapped = output
         if not output.requires_grad:
             tapped = output.detach().requires_grad_()
@@ -172,18 +171,21 @@ def observe(
 
         return on_forward
 
-    with ExitStack() as stack:
-        stack.enter_context(space.gradients(enabled=False, also=unseen))
-        for layer in layers:
-            if layer.copied is not None:
-                copies = stack.enter_context(_copies(layer, size))
-                leaves.append(copies)
-                kept = observer.forward(layer, copies.detach().view(size, *_of(layer.weight).shape))
-                copies.register_hook(_backward(observer, layer, kept, 1, space))
-            else:
-                handle = layer.module.register_forward_hook(hook(layer), with_kwargs=True)
-                stack.callback(handle.remove)
-        total = loss.total(space.model, batch)
+    with space.gradients(enabled=False, also=unseen), _copies(layers, size) as copied:
+        for layer, copies in copied:
+            leaves.append(copies)
+            kept = observer.forward(layer, copies.detach().view(size, *_of(layer.weight).shape))
+            copies.register_hook(_backward(observer, layer, kept, 1, space))
+        handles = [
+            layer.module.register_forward_hook(hook(layer), with_kwargs=True)
+            for layer in layers
+            if layer.copied is None
+        ]
+        try:
+            total = loss.total(space.model, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
         if (leaves or unseen) and total.requires_grad:
             found = torch.autograd.grad(total, [*leaves, *unseen], allow_unused=True)[len(leaves) :]
             pairs = zip(unseen, found, strict=True)
@@ -196,25 +198,37 @@ def _backward(observer: Observer, layer: Layer, kept: Any, repeats: int, space: 
         d = d.detach()
         if layer.copied is not None:
             d = d.view(len(d), *_of(layer.weight).shape)
-        with full_precision(d.device):
-            observer.backward(layer, kept, _in_full(d, space), repeats)
+        _told(observer.backward, layer, kept, _in_full(d, space), repeats)
 
     return on_gradient
 
 
+def _told(observer: Callable[..., Any], layer: Layer, *values: Any) -> Any:
+    """What an observer answers; its arithmetic is not for autocast to round."""
+    device = values[0].device if isinstance(values[0], Tensor) else values[1].device
+    if not torch.is_autocast_enabled(device.type):
+        return observer(layer, *values)
+    with full_precision(device):
+        return observer(layer, *values)
+
+
 @contextmanager
-def _copies(layer: Layer, size: int) -> Iterator[Tensor]:
-    """Give a module its parameter as `size` copies that require a gradient."""
-    assert layer.copied is not None
-    key, shape = layer.copied
-    parameter = _of(layer.weight)
-    copies = parameter.detach().reshape(1, *shape).repeat(size, *[1] * len(shape)).requires_grad_()
-    owned: dict[str, Any] = layer.module._parameters
-    owned[key] = copies
+def _copies(layers: list[Layer], size: int) -> Iterator[list[tuple[Layer, Tensor]]]:
+    """Give modules their parameters as `size` copies that require a gradient, where a layer asks for it."""
+    given = []
     try:
-        yield copies
+        for layer in layers:
+            if layer.copied is not None:
+                key, shape = layer.copied
+                one = _of(layer.weight).detach().reshape(1, *shape)
+                copies = one.repeat(size, *[1] * len(shape)).requires_grad_()
+                given.append((layer, copies))
+                layer.module._parameters[key] = copies  # type: ignore[assignment]
+        yield given
     finally:
-        owned[key] = parameter
+        for layer, _ in given:
+            assert layer.copied is not None
+            layer.module._parameters[layer.copied[0]] = layer.weight
 
 
 def _of(parameter: nn.Parameter | None) -> nn.Parameter:
