@@ -325,8 +325,6 @@ class Unusual:
     inputs: str = "features"
     refused: str | None = None
     """What the error says, where the loss of an example is not well defined."""
-    alone: Callable[..., Any] | None = None
-    """The loss of one example alone, where that is not what `loss` gives."""
     parameters: list[str] | None = None
 
 
@@ -423,7 +421,7 @@ def point_gradients(name: str, model: nn.Module, points: tuple[Tensor, Tensor]) 
         if case.inputs == "ignored first" and int(y) == -100:
             rows.append(torch.zeros(sum(p.numel() for p in chosen), dtype=torch.float64))
             continue
-        loss = (case.alone or case.loss)(model(x[None]), y[None]).sum()
+        loss = case.loss(model(x[None]), y[None]).sum()
         found = torch.autograd.grad(loss, chosen, allow_unused=True)
         dense = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(chosen, found, strict=True)]
         rows.append(torch.cat([g.flatten() for g in dense]))

@@ -75,7 +75,7 @@ class Probe:
             buffers = dict(space.model.named_buffers())
             space.changing = [buffers[name] for name in found.changing]
         self.captured = CapturedLayers(space, self._found, loss, self._allowed)
-        self._compare(strategy, at_once=found is None)
+        self._compare(strategy, fresh=found is None)
         copied = sum(space.parameters[name].numel() for name in self._found.copied) * space.dtype.itemsize
         self._bytes_per_point = _BYTES_PER_ACTIVATION * self._found.activation_bytes + copied
         self._most_points = batch_size or _batch_size(self._bytes_per_point, memory_budget)
@@ -115,11 +115,11 @@ class Probe:
         kept = Buffers(space.model)
         try:
             sample = Sample(space, self._loss, self._data, members, at_once)
-            space.changing = list(kept.changed().values())
-            changing = list(kept.changed())
+            changing = kept.changed()
+            space.changing = list(changing.values())
         finally:
             kept.restore()
-        self._found = Findings([], nothing, sample.precision, sample.bytes_per_example, changing)
+        self._found = Findings([], nothing, sample.precision, sample.bytes_per_example, list(changing))
         self._allowed = tolerance(sample.precision)
         for batch, alone in sample.chosen():
             self._add(batch, alone)
@@ -130,17 +130,17 @@ class Probe:
             self._found.work = self._counted_work()
         self._found.unseen = set(self._untouched())
 
-    def _compare(self, strategy: str, *, at_once: bool = False) -> None:
+    def _compare(self, strategy: str, *, fresh: bool = False) -> None:
         """Compare strategies that do without layers with autograd, if they may be needed.
 
         Args:
             strategy: asked for, or ``"auto"``.
-            at_once: whether the truth was found at the parameters that the model has now.
+            fresh: whether the truth was found at the parameters that the model has now.
         """
         found = self._found
         needed = {"forward", "persample"} if found.uncovered else {strategy} & {"forward", "persample"}
         missing = needed - found.looked_at
-        if missing and not at_once:
+        if missing and not fresh:
             found.truth = self._truth_now()
         if "forward" in missing:
             found.no_forward_mode = self._no_forward_mode()
