@@ -14,7 +14,7 @@ import ggda_ext
 ROOT = Path(ggda_ext.__file__).parent
 LAYERS = [
     {"distributed", "model_state", "model_lock", "groups"},
-    {"data", "losses"},
+    {"data", "losses", "checkpoints"},
     {"training", "gradients"},
     {"properties"},
     {"curvature", "estimation"},

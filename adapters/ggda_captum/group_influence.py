@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients
-from ggda_ext.attribution import parameters_restored, property_directions
+from ggda_ext.attribution import property_directions
+from ggda_ext.checkpoints import parameters_restored
 from ggda_ext.data import IndexedData
 from ggda_ext.distributed import inner_name, unwrapped
 from ggda_ext.gradients.provider import Directions

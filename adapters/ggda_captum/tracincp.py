@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ggda_captum.group_influence import CheckpointLoader, GroupInfluence
 from ggda_ext import PointGradients
-from ggda_ext.attribution import parameters_restored
+from ggda_ext.checkpoints import parameters_restored
 from ggda_ext.storage.scores import weighted_sum
 
 

@@ -22,7 +22,7 @@ from trak.gradient_computers import IterativeGradientComputer
 from trak.savers import ModelIDException
 
 from ggda_ext import GroupGradients, Groups
-from ggda_ext.attribution import Checkpoints, listed_checkpoints
+from ggda_ext.checkpoints import Checkpoints, listed_checkpoints
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher, check_ridge
 from ggda_ext.distributed import (
     alone,

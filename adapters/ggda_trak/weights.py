@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.attribution import load_state, parameters_restored
+from ggda_ext.checkpoints import load_state, parameters_restored
 from ggda_ext.storage.files import DamagedFile, create_array, open_array
 from ggda_ext.storage.folder import clear_errors
 

@@ -29,7 +29,7 @@ from benchmarks.experiments.subject import CG_STEPS, Subject, Timed, timed
 from benchmarks.names import CG, FISHER, LISSA, PER_POINT, RATES, TRACIN, TRAK
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups, property_gradient
-from ggda_ext.attribution import load_state, parameters_restored
+from ggda_ext.checkpoints import load_state, parameters_restored
 from ggda_ext.curvature.fisher import EmpiricalFisher, FisherKind
 
 SAMPLED = 8_192  # points up to which groups of one are timed on all of them

@@ -1,0 +1,74 @@
+"""Several sets of parameters of one model: loaded one after the other, and the model's own given back at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ggda_ext.distributed import inner_names, unwrapped
+from ggda_ext.model_lock import only_thread
+
+LoadCheckpoint = Callable[[nn.Module, Any], Any]
+Checkpoints: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Iterable[Any]
+"""One checkpoint, a path or a state dict, or several of them; with `load_checkpoint`, several of whatever it loads."""
+
+
+def listed_checkpoints(checkpoints: Checkpoints) -> list[Any]:
+    """Checkpoints as a list; a single path or state dict is one of them."""
+    listed = [checkpoints] if isinstance(checkpoints, str | PathLike | Mapping) else list(checkpoints)
+    if not listed:
+        raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
+    return listed
+
+
+def at_checkpoints(
+    model: nn.Module, checkpoints: Sequence[Any] | None, load: LoadCheckpoint | None = None
+) -> Generator[int, None, None]:
+    """The number of every checkpoint, loaded into the model; without checkpoints, 0 for the current parameters.
+
+    The model gets its own parameters back at the end, or when the generator is closed: use it with
+    `contextlib.closing`, so that this happens at once if something fails.
+    """
+    if checkpoints is None:
+        yield 0
+        return
+    with parameters_restored(model):
+        for number, checkpoint in enumerate(checkpoints):
+            (load or load_state)(model, checkpoint)
+            yield number
+
+
+def load_state(model: nn.Module, checkpoint: Any) -> None:
+    """Load a state dict, or the file that holds one; saved from a DistributedDataParallel or not."""
+    if not isinstance(checkpoint, Mapping):
+        checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    unwrapped(model).load_state_dict(inner_names(checkpoint, model))
+
+
+@contextmanager
+def parameters_restored(model: nn.Module, *, only_on_failure: bool = False) -> Iterator[None]:
+    """Give the model its parameters, buffers, modes and `requires_grad` back at the end, or only after an exception."""
+    with only_thread(model):
+        yield from _parameters_restored(model, only_on_failure)
+
+
+def _parameters_restored(model: nn.Module, only_on_failure: bool) -> Iterator[None]:
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    modes = [(module, module.training) for module in model.modules()]
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    restore = True
+    try:
+        yield
+        restore = not only_on_failure
+    finally:
+        if restore:
+            model.load_state_dict(state)
+            for module, training in modes:
+                module.training = training
+            for parameter, requires in required:
+                parameter.requires_grad_(requires)
