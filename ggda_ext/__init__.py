@@ -14,6 +14,7 @@ from ggda_ext.gradients import STRATEGIES, GroupGradients, Plan, PointGradients
 from ggda_ext.groups import Groups
 from ggda_ext.losses import BatchLoss, ExampleLoss
 from ggda_ext.properties import property_gradient
+from ggda_ext.results import Attribution, MethodFacts
 
 if TYPE_CHECKING:
     from ggda_ext import grouping
@@ -24,6 +25,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Groups",
     "attribute",
+    "Attribution",
+    "MethodFacts",
     "WhatIf",
     "properties",
     "grouping",
