@@ -15,6 +15,7 @@ from ggda_ext.groups import Groups
 from ggda_ext.label_issues import LabelIssues, find_label_issues
 from ggda_ext.losses import BatchLoss, ExampleLoss
 from ggda_ext.properties import property_gradient
+from ggda_ext.results import Attribution, MethodFacts
 
 if TYPE_CHECKING:
     from ggda_ext import grouping
@@ -25,6 +26,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Groups",
     "attribute",
+    "Attribution",
+    "MethodFacts",
     "WhatIf",
     "find_label_issues",
     "LabelIssues",

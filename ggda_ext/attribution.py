@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,37 +21,50 @@ from torch import Tensor, nn
 from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints
 from ggda_ext.data import DataLike
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
+from ggda_ext.gradients.parameters import ParameterChoice
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.kept_scores import keep_scores
 from ggda_ext.model_lock import only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
+from ggda_ext.results import Attribution, MethodFacts
+from ggda_ext.tables import group_column
 
 
 def attribute(
     model: nn.Module,
     loss_fn: Any,
     data: DataLike,
-    groups: GroupsLike | None,
+    groups: GroupsLike | str | None,
     property: Property,
     *,
+    frame: Any = None,
     checkpoints: Checkpoints | None = None,
     weights: Sequence[float] | None = None,
     load_checkpoint: LoadCheckpoint | None = None,
     save_dir: str | Path | None = None,
     tag: str | None = None,
-    **provider_options: Any,
-) -> Tensor:
+    parameters: ParameterChoice = None,
+    strategy: str = "auto",
+    batch_size: int | None = None,
+    memory_budget: int = 256 * 2**20,
+    show_progress: bool | None = None,
+) -> Attribution:
     """Scores of groups: positive where the property is predicted to rise if the group is removed.
 
-    For a loss these are the groups that help. The size of a score is that of a step of gradient descent on the group,
-    so it ranks groups and is not the rise itself (docs/signs.md lists all entry points).
+    For a loss these are the groups that help; the result says who helps and who hurts. The size of a score is that of a
+    step of gradient descent on the group, so it ranks groups and is not the rise itself (docs/signs.md lists all entry
+    points).
 
     Args:
         model: the trained model, in eval mode if it has dropout or BatchNorm.
-        loss_fn: the training loss, ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
-        data: the training set.
-        groups: a `Groups` or anything it accepts; None for groups of one.
+        loss_fn: the training loss, ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`; None for a model
+            that returns its own loss.
+        data: the training set: a DataLoader that does not shuffle, a Dataset, tensors, arrays, pandas frames, or a dict
+            of these.
+        groups: a `Groups` or anything it accepts; None for groups of one; with `frame`, the name of a column, or a
+            list of names for the combinations of their values.
         property: what to explain, a callable ``g(model) -> Tensor`` or one of `ggda_ext.properties`.
+        frame: the pandas table whose columns `groups` names, with a row for every training point.
         checkpoints: a state dict or its path, or several; the model's current parameters if left out. The model gets
             its own parameters back afterwards.
         weights: one weight per checkpoint; 1 if left out.
@@ -60,22 +74,36 @@ def attribute(
             folder may be asked about other properties, too. Under torchrun all ranks have to see it.
         tag: with `save_dir`, names what cannot be seen from here, such as the version of data that cannot be read;
             another is refused.
-        **provider_options: see `GroupGradients`: `parameters`, `strategy`, `batch_size`, `show_progress`, …
+        parameters: names of parameters or modules, modules or parameters that count; by default all that require a
+            gradient.
+        strategy: how gradients are summed, ``"auto"`` or one of `STRATEGIES`; all give the same numbers.
+        batch_size: points per batch; by default those of a DataLoader, else as many as fit the budget, at most 1024.
+        memory_budget: bytes for one batch's activations and for one block of rows.
+        show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
 
     Returns:
-        Scores `[m, k]`, one row per component of the property; with `save_dir` a memory map, on the CPU.
+        An `Attribution`: scores `[m, k]`, one row per component of the property, with names, sizes and direction; it
+        prints as a ranked table, and is a tensor. With `save_dir` the scores are a memory map, on the CPU.
     """
-    provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
+    if frame is not None or isinstance(groups, str):
+        groups = group_column(frame, groups)
+    provider = GroupGradients(
+        model, loss_fn, data, groups, parameters=parameters, strategy=strategy, batch_size=batch_size,
+        memory_budget=memory_budget, show_progress=show_progress,
+    )  # fmt: skip
     listed, factors = _weighted(checkpoints, weights)
+    start = perf_counter()
     with (
         only_thread(model),
         closing(at_checkpoints(model, listed, load_checkpoint)) as numbers,
         keep_scores(save_dir, tag) as kept,
     ):
-        return kept.total(
+        scores = kept.total(
             (factors[at], kept.scores(provider, property_directions(provider, property), at, property))
             for at in numbers
         )
+    method = MethodFacts("tracin", "rank", {"checkpoints": len(factors)}, seconds=perf_counter() - start)
+    return Attribution.of(scores, provider.groups, property, method=method, test_axis=0, notes=provider.data.notes)
 
 
 def _weighted(checkpoints: Checkpoints | None, weights: Sequence[float] | None) -> tuple[list[Any] | None, list[float]]:
@@ -99,5 +127,5 @@ def property_scores(provider: GroupGradients, property: Property) -> Tensor:
 def property_directions(provider: GroupGradients, property: Property) -> Directions:
     """A property as directions: its gradient `[m, p]`, or the test points themselves for a property of points."""
     if isinstance(property, PointProperty):
-        return PointGradients(property.loss, property.data)
+        return PointGradients(property.loss, property.data, property.batch_size)
     return property_gradient(property, provider.model, provider.space.parameters)

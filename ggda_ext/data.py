@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -29,6 +29,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from ggda_ext.distributed import my_share, share_of_stream, world_size
+from ggda_ext.tables import aligned, index_of, is_table
 
 
 class ExampleSource(Protocol):
@@ -39,12 +40,21 @@ class ExampleSource(Protocol):
     def __getitems__(self, indices: list[int], /) -> Any: ...
 
 
-Array: TypeAlias = Tensor | np.ndarray
+class Table(Protocol):
+    """A pandas frame or column."""
+
+    @property
+    def iloc(self) -> Any: ...
+
+    def to_numpy(self) -> np.ndarray: ...
+
+
+Array: TypeAlias = Tensor | np.ndarray | Table
 DataLike: TypeAlias = (
     "DataLoader[Any] | Dataset[Any] | ExampleSource | Array | Sequence[Array] | Mapping[str, Array] | IndexedData"
 )
-"""A DataLoader, a Dataset, a tensor, a tuple of tensors, or a dict of tensors; what is indexed already where the
-library passes its own data on."""
+"""A DataLoader, a Dataset, a tensor, a tuple of tensors, or a dict of tensors, also as arrays or pandas frames; what is
+indexed already where the library passes its own data on."""
 
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -58,7 +68,14 @@ class IndexedData:
 
     Attributes:
         n: number of examples, or None for a stream (an IterableDataset) of unknown length.
+        batch_size: of the user's DataLoader, or None.
+        index: of the rows of a pandas table, or None.
     """
+
+    batch_size: int | None = None
+    index: Any = None
+    _doubles = False
+    _cast: torch.dtype | None = None
 
     anchors: tuple[Any, ...] | None = None
     """The objects that hold the examples, to tell whether two are the same; None if that cannot be told."""
@@ -80,9 +97,27 @@ class IndexedData:
         self._order = None if self._loader is None or self.is_stream else _loader_order(self._loader, name)
         own_collate = self._loader is not None and self._loader.collate_fn is not default_collate
         self._tensors = None if own_collate or self.is_stream else _as_tensors(source, name)
+        if self._loader is not None:
+            self.batch_size = self._loader.batch_size
+        elif self._tensors is not None:
+            self.index, self._doubles = index_of(source), _holds_doubles(source)
         self.n = self._length()
         if self.n == 0:
             raise ValueError(f"{name} is empty: it holds no examples.")
+
+    def suit(self, model: nn.Module) -> None:
+        """From now on give float64 numbers of NumPy and pandas, which know no other default, in the model's dtype."""
+        if self._doubles:
+            found = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
+            self._cast = None if found == torch.float64 else found
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was done to the data, for results to say."""
+        if self._cast is None:
+            return ()
+        dtype = str(self._cast).removeprefix("torch.")
+        return (f"The float64 numbers of {self.name} were given to the model as {dtype}, its dtype.",)
 
     def _length(self) -> int | None:
         if self._order is not None:
@@ -163,10 +198,14 @@ class IndexedData:
             )
         if self._tensors is not None:
             for indices in index_batches:
-                yield _index(self._tensors, self._positions(indices))
+                batch = _index(self._tensors, self._positions(indices))
+                yield batch if self._cast is None else _map(self._as_cast, batch)
         else:
             positions = (self._positions(indices).tolist() for indices in index_batches)
             yield from _own_loader(self._source, self._loader, batch_sampler=_Batches(positions))
+
+    def _as_cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._cast) if tensor.dtype == torch.float64 else tensor
 
     def first(self, count: int) -> Any:
         """The first `count` examples as one batch."""
@@ -244,8 +283,8 @@ def _loader_order(loader: DataLoader, name: str) -> np.ndarray | None:
 
 def _as_tensors(source: Any, name: str) -> Any:
     """The tensors behind `source` with examples along dim 0, or None if it is not made of tensors."""
-    if isinstance(source, Tensor):
-        return source
+    if isinstance(source, Tensor | np.ndarray) or is_table(source):
+        return _tensor_of(source, name)
     if type(source) is TensorDataset:
         return source.tensors
     if type(source) is Subset:
@@ -254,16 +293,58 @@ def _as_tensors(source: Any, name: str) -> Any:
     arrays = list(source.values()) if isinstance(source, Mapping) else source
     if not isinstance(arrays, tuple | list) or not arrays or isinstance(source, Dataset):
         return None
-    if not all(isinstance(array, Tensor | np.ndarray) for array in arrays):
-        raise TypeError(
-            f"{name} is a {type(source).__name__} that does not hold tensors only: pass a DataLoader, a "
-            "Dataset, a tensor, a tuple of tensors or a dict of tensors."
-        )
+    if not all(isinstance(array, Tensor | np.ndarray) or is_table(array) for array in arrays):
+        raise TypeError(_not_tensors(source, arrays, name))
     lengths = [len(array) for array in arrays]
     if len(set(lengths)) > 1:
         raise ValueError(f"{name} holds tensors of different lengths: {lengths}.")
-    tensors = [torch.as_tensor(array) for array in arrays]
+    index, rest = index_of(source), f"the first table of {name}"
+    tensors = [
+        _tensor_of(aligned(array, index, f"part {j} of {name}", rest), f"part {j} of {name}")
+        for j, array in enumerate(arrays)
+    ]
     return dict(zip(source, tensors, strict=True)) if isinstance(source, Mapping) else tuple(tensors)
+
+
+def _not_tensors(source: Any, arrays: Sequence[Any], name: str) -> str:
+    """Why a list, tuple or dict is no data set, and what would be one."""
+    if isinstance(arrays[0], Mapping) and isinstance(source, list | tuple):
+        return (
+            f"{name} is a list of dicts: pass DataLoader(examples, batch_size=32, collate_fn=your_collate), which says "
+            "how examples become a batch."
+        )
+    if isinstance(arrays[0], tuple | list) and isinstance(source, list | tuple):
+        return (
+            f"{name} is a list of examples: pass DataLoader(examples, batch_size=32), or the inputs and the targets as "
+            "two tensors, (x, y)."
+        )
+    strange = next(array for array in arrays if not isinstance(array, Tensor | np.ndarray) and not is_table(array))
+    return (
+        f"{name} is a {type(source).__name__} that does not hold tensors only, but a {type(strange).__name__}: pass a "
+        "DataLoader, a Dataset, a tensor, a tuple of tensors or a dict of tensors."
+    )
+
+
+def _tensor_of(array: Any, name: str) -> Tensor:
+    """A tensor, NumPy array or pandas table of numbers as a tensor."""
+    if isinstance(array, Tensor):
+        return array
+    values = np.asarray(array.to_numpy() if is_table(array) else array)
+    if values.dtype.kind not in "fiub":
+        kinds = getattr(array, "dtypes", None)
+        columns = [] if not hasattr(array, "columns") else [c for c, kind in kinds.items() if kind.kind not in "fiub"]  # type: ignore[union-attr]
+        what = f"column {columns[0]!r} holds {kinds[columns[0]]}" if columns else f"it holds {values.dtype}"  # type: ignore[index]
+        raise TypeError(f"{name} is not made of numbers: {what}. Encode it, or leave it out of the features.")
+    if values.dtype.kind == "f" and np.isnan(values).any():
+        raise ValueError(f"{name} has {int(np.isnan(values).sum())} missing values (NaN): fill or drop them first.")
+    return torch.as_tensor(values.copy() if not values.flags.writeable else values)
+
+
+def _holds_doubles(source: Any) -> bool:
+    """Whether some of the data are arrays or tables of float64, which their makers may not have chosen."""
+    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else [source]
+    arrays = [part for part in parts if isinstance(part, np.ndarray) or is_table(part)]
+    return any(np.asarray(array).dtype == np.float64 for array in arrays)
 
 
 def _from_the_front(subset: Subset, name: str) -> np.ndarray:

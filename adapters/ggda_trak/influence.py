@@ -108,7 +108,7 @@ class FisherInfluence:
         if (inputs is None) == (property is None):
             raise ValueError("pass either inputs, test points, or property=, a function of the model.")
         if inputs is not None:
-            property = PointProperty(inputs, self.provider.loss, name="inputs")
+            property = PointProperty(inputs, self.provider.loss, source="inputs")
         assert property is not None
         scores: Tensor | None = None
         with closing(at_checkpoints(self.model, self._checkpoints, self._load)) as numbers:

@@ -51,6 +51,7 @@ class Probe:
         batch_size: asked for, or None.
         memory_budget: bytes for a batch's activations.
         strategy: asked for, or ``"auto"``.
+        at_most: points that the user's own batches have; more are not run at once unless asked for.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class Probe:
         batch_size: int | None,
         memory_budget: int,
         strategy: str,
+        at_most: int | None = None,
     ) -> None:
         self._space, self._loss, self._data = space, loss, data
         self._found: Findings
-        settings = batch_size, data.is_stream
+        settings = batch_size, at_most, data.is_stream
         found = recall(space, loss, data, settings)
         if found is None:
-            self._look(_members(groups), max(2, min(EXAMPLES, batch_size or EXAMPLES)))
+            self._look(_members(groups), max(2, min(EXAMPLES, batch_size or at_most or EXAMPLES)))
             remember(self._found, space, loss, data, settings)
         else:
             self._found, self._allowed = found, tolerance(found.precision)
@@ -78,7 +80,8 @@ class Probe:
         self._compare(strategy, fresh=found is None)
         copied = sum(space.parameters[name].numel() for name in self._found.copied) * space.dtype.itemsize
         self._bytes_per_point = _BYTES_PER_ACTIVATION * self._found.activation_bytes + copied
-        self._most_points = batch_size or _batch_size(self._bytes_per_point, memory_budget)
+        fitting = _batch_size(self._bytes_per_point, memory_budget)
+        self._most_points = batch_size or min(fitting, at_most or fitting)
         self._points, self._groups = int(groups.sizes.sum()), len(groups)
 
     @cached_property

@@ -29,6 +29,7 @@ from ggda_ext.gradients.strategies import backward, directional, forward, ghost,
 from ggda_ext.groups.partition import GroupBatch, Groups, GroupsLike
 from ggda_ext.losses import as_example_loss
 from ggda_ext.model_lock import locks_model, locks_model_while_iterated, only_thread
+from ggda_ext.tables import aligned
 
 Directions = Tensor | PointGradients
 
@@ -58,15 +59,17 @@ class GroupGradients:
 
     Args:
         model: any `nn.Module`, in eval mode if it has dropout or BatchNorm; taken out of a DistributedDataParallel.
-        loss_fn: ``loss_fn(output, target)`` of any reduction, None for the summed outputs, or an `ExampleLoss`.
-        data: the training set: a DataLoader that does not shuffle, a Dataset, tensors, or a dict of tensors.
+        loss_fn: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`; None for a model that returns its
+            own loss.
+        data: the training set: a DataLoader that does not shuffle, a Dataset, tensors, arrays, pandas frames, or a dict
+            of these.
         groups: a `Groups` or anything it accepts; None for groups of one.
         parameters: names of parameters or modules, modules or parameters that count; by default all that
             require a gradient.
         strategy: ``"auto"``, or the name of one (see `plan`).
-        batch_size: points per batch; by default as many as fit the budget, at most 1024.
+        batch_size: points per batch; by default as many as fit the budget, at most 1024 or those of a DataLoader.
         memory_budget: bytes for one batch's activations and for one block of rows.
-        show_progress: whether to show a progress bar on passes over the data.
+        show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class GroupGradients:
         strategy: str = "auto",
         batch_size: int | None = None,
         memory_budget: int = 256 * 2**20,
-        show_progress: bool = False,
+        show_progress: bool | None = None,
     ) -> None:
         if strategy != "auto" and strategy not in STRATEGIES:
             raise ValueError(f"strategy={strategy!r} is not one of 'auto', {', '.join(map(repr, STRATEGIES))}.")
@@ -89,13 +92,15 @@ class GroupGradients:
                 raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
         self.model, self.loss = unwrapped(model), as_example_loss(loss_fn)
         self.data = data if isinstance(data, IndexedData) else IndexedData(data, "the training data")
+        self.data.suit(self.model)
         if groups is None and self.data.n is None:
             raise TypeError("the training data is a stream without a length: pass groups with one label per point.")
-        self.groups = Groups.singletons(self.data.n or 0) if groups is None else Groups.of(groups, self.data.n)
+        self.groups = self._groups_of(groups)
         with only_thread(model):  # another may have frozen some of the parameters
             self.space = ParameterSpace(model, parameters)
         self.strategy, self.memory_budget, self.show_progress = strategy, memory_budget, show_progress
         self._batch_size = batch_size
+        self._at_most = None if isinstance(data, IndexedData) else self.data.batch_size
         self._last_tests: tuple[PointGradients, GroupGradients] | None = None
 
     @property
@@ -107,9 +112,16 @@ class GroupGradients:
         """The same gradients on more data of the same kind; what was found out about the model is kept."""
         other = copy.copy(self)
         other.data = data if isinstance(data, IndexedData) else IndexedData(data, self.data.name)
-        other.groups = Groups.singletons(other.data.n or 0) if groups is None else Groups.of(groups, other.data.n)
+        other.data.suit(other.model)
+        other.groups = other._groups_of(groups)
         other.__dict__["_probe"] = self._probe.on(other.groups)  # where cached_property keeps it
         return other
+
+    def _groups_of(self, groups: GroupsLike | None) -> Groups:
+        """Groups of the data; a pandas column in the order of the data's own index."""
+        if groups is None:
+            return Groups.singletons(self.data.n or 0)
+        return Groups.of(aligned(groups, self.data.index, "groups", self.data.name), self.data.n)
 
     @locks_model
     def plan(self, directions: int | Directions | None = 1) -> Plan:
@@ -139,8 +151,9 @@ class GroupGradients:
         if self._last_tests is None or self._last_tests[0] is not points:
             provider = GroupGradients(
                 self.model, points.loss, points.data, parameters=self.space.parameters.values(),
-                batch_size=self._batch_size, memory_budget=self.memory_budget,
+                batch_size=self._batch_size, memory_budget=self.memory_budget, show_progress=False,
             )  # fmt: skip
+            provider._at_most = points.batch_size or self._at_most
             self._last_tests = points, provider
         return self._last_tests[1]
 
@@ -372,5 +385,6 @@ class GroupGradients:
         check_deterministic_modules(self.model)
         with together(), torch.inference_mode(False):
             return Probe(
-                self.space, self.loss, self.data, self.groups, self._batch_size, self.memory_budget, self.strategy
-            )
+                self.space, self.loss, self.data, self.groups, self._batch_size, self.memory_budget, self.strategy,
+                self._at_most,
+            )  # fmt: skip

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from torch.utils.data import DataLoader
 
 from ggda_ext.data import DataLike, IndexedData, to_device
-from ggda_ext.distributed import my_share, rank, share_of_stream
+from ggda_ext.distributed import my_share, share_of_stream
 from ggda_ext.gradients.captured import CapturedLayers
 from ggda_ext.gradients.hooks import Layer, Observer
 from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.groups.partition import GroupBatch, Groups
 from ggda_ext.losses import ExampleLoss, as_example_loss
 from ggda_ext.model_state import full_precision, sums_on
+from ggda_ext.progress import progress
 
 CACHED_BLOCK_BYTES = 8 * 2**20
 
@@ -31,16 +32,19 @@ class PointGradients:
     A provider that knows the points, not only their gradients `[m, p]`, can score them without forming those.
 
     Args:
-        loss_fn: as in `GroupGradients`: ``loss_fn(output, target)`` of any reduction, None for the summed outputs, or
-            an `ExampleLoss`.
+        loss_fn: as in `GroupGradients`: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
         data: the test points, as `GroupGradients` takes training points.
+        batch_size: most points to run at once; by default those of a DataLoader, else as many as fit.
     """
 
     loss: ExampleLoss
     data: IndexedData
+    batch_size: int | None
 
-    def __init__(self, loss_fn: Any, data: DataLike) -> None:
+    def __init__(self, loss_fn: Any, data: DataLike, batch_size: int | None = None) -> None:
         object.__setattr__(self, "loss", as_example_loss(loss_fn))
+        loaded = data.batch_size if isinstance(data, DataLoader) else None
+        object.__setattr__(self, "batch_size", batch_size or loaded)
         object.__setattr__(self, "data", data if isinstance(data, IndexedData) else IndexedData(data, "the test data"))
 
     @property
@@ -61,7 +65,7 @@ class Request:
     captured: CapturedLayers
     batch_size: int
     memory_budget: int
-    show_progress: bool = False
+    show_progress: bool | None = False
     title: str = "ggda"
     within: tuple[int, int] = (0, 0)
     """This rank's share of ``groups.order`` for `grouped_batches`."""
@@ -159,10 +163,7 @@ class Request:
         return scores
 
     def _bar(self, items: Iterator[Any], total: int, size: Any) -> Iterator[Any]:
-        if not self.show_progress or rank():
-            yield from items
-            return
-        with tqdm(total=int(total), desc=self.title, unit="point") as bar:
+        with progress(int(total), self.title, self.show_progress) as bar:
             for item in items:
                 yield item
                 bar.update(size(item))

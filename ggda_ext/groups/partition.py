@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from ggda_ext.groups.labels import first_few, is_list_of_lists, labels_of_lists, labels_of_values
+from ggda_ext.groups.naming import Share, id_of, labels_of_some, names_at, spread_over
 
 if TYPE_CHECKING:
     from ggda_ext.data import DataLike
@@ -156,6 +157,17 @@ class Groups:
         return cls(groups, n)
 
     @classmethod
+    def with_labels(cls, labels: np.ndarray, k: int, names: Sequence[Hashable] | None = None) -> Groups:
+        """Groups of known ids: `labels [n]` from 0 to k - 1, or -1 for points that are left out."""
+        if len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < k:
+            raise ValueError(f"labels are {labels.min()} … {labels.max()}: give -1 to {k - 1} for {k} groups.")
+        if names is not None and len(names) != k:
+            raise ValueError(f"names has {len(names)} entries for {k} groups.")
+        groups = cls.__new__(cls)
+        groups._set(labels, k, None if names is None else tuple(names))
+        return groups
+
+    @classmethod
     def by_rule(cls, n: int, k: int, rule: Rule) -> Groups:
         """Groups whose labels are computed from indices whenever they are needed, for data too large to label.
 
@@ -220,6 +232,53 @@ class Groups:
         return self._names[group_id] if self._names is not None else group_id
 
     @property
+    def all_names(self) -> Sequence[Hashable]:
+        """Names of all groups in the order of their ids; the ids themselves where there are no names."""
+        return range(len(self)) if self._names is None else self._names
+
+    def id_of(self, name: Hashable) -> int:
+        """Id of the group of this name; an error names those that are close."""
+        return id_of(name, self.all_names)
+
+    def members(self, name: Hashable) -> np.ndarray:
+        """Training indices of the group of this name, ascending.
+
+        >>> Groups(["web", "books", "web"]).members("web").tolist()
+        [0, 2]
+        """
+        return self[self.id_of(name)]
+
+    def names_of(self, ids: Any) -> np.ndarray:
+        """Names of groups by id, in the shape of `ids`: for what Captum returns if it is given `k`.
+
+        >>> Groups(["web", "books", "web"]).names_of([[1, 0], [0, 1]]).tolist()
+        [['web', 'books'], ['books', 'web']]
+        """
+        return names_at(ids, self.all_names)
+
+    def some(self, ids: Sequence[int]) -> Groups:
+        """Some of the groups, in the order of `ids`; the points of all others are left out."""
+        return Groups.with_labels(labels_of_some(self.labels, ids, len(self)), len(ids), [self.name(j) for j in ids])
+
+    def spread(self, scores: Tensor, *, how: Share = "share", left_out: float = float("nan")) -> Tensor:
+        """Scores of groups as scores of points, for what is written for points, such as the metrics of quanda.
+
+        Args:
+            scores: of groups `[…, k]`; an `Attribution` is one.
+            how: ``"share"``, every member has its share, score / size, so that the scores of the members add up to
+                that of the group, as metrics that sum over subsets (LDS) expect; or ``"copy"``, every member has the
+                score of its group, for metrics that look at the order of groups, whatever their size.
+            left_out: the score of points in no group. They were not scored, so NaN; pass 0.0 for metrics that sum.
+
+        Returns:
+            Scores `[…, n]`.
+
+        >>> Groups(["web", "books", "web"]).spread(torch.tensor([[3.0, 8.0]])).tolist()
+        [[4.0, 3.0, 4.0]]
+        """
+        return spread_over(scores, self.labels, self.sizes, how, left_out)
+
+    @property
     def are_singletons(self) -> bool:
         """Whether every group has exactly one point and no point was left out."""
         return len(self) == self.n
@@ -258,8 +317,8 @@ class Groups:
     __hash__ = None  # type: ignore[assignment]  # equality looks at the members
 
     def __repr__(self) -> str:
-        low, high = int(self.sizes.min()), int(self.sizes.max())
-        return f"Groups(k={len(self)}, n={self.n}, sizes {low}…{high})"
+        sizes = f", sizes {self.sizes.min()}…{self.sizes.max()}" if len(self) else ""
+        return f"Groups(k={len(self)}, n={self.n}{sizes})"
 
     def summary(
         self,

@@ -28,6 +28,7 @@ from ggda_ext.properties.classes import (
     stack,
     weighted_sum,
 )
+from ggda_ext.properties.described import named
 from ggda_ext.properties.gradient import Property, property_gradient
 from ggda_ext.properties.library import (
     attacked_loss,
@@ -62,6 +63,7 @@ __all__ = [
     "equalized_odds_gap",
     "soft_calibration_error",
     "of_outputs",
+    "named",
     "stack",
     "weighted_sum",
     "class_probabilities",

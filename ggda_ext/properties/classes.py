@@ -18,26 +18,52 @@ from ggda_ext.losses import ExampleLoss, model_output
 from ggda_ext.properties.gradient import Parameters, Property, Rows, checked_value, finite_values, property_gradient
 
 OutputsFn = Callable[[Tensor, Any], Tensor]
+BATCH_SIZE = 256
+"""Test points per forward pass, where neither the caller nor a DataLoader says."""
 
 
-class _DataProperty:
+class ReadyProperty:
+    """A property that brings its own gradient, and says what it is called and whether higher is better."""
+
+    name: str = ""
+    """What results call it."""
+    higher_is_better: bool | None = None
+    """Whether a higher value is better; None if that is not known."""
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        raise NotImplementedError
+
+    def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
+        """Rows `[m, p]`."""
+        raise NotImplementedError
+
+
+class _DataProperty(ReadyProperty):
     """A property of a test set, run batch by batch in the order of the data."""
 
-    def __init__(self, data: DataLike, batch_size: int, name: str = "data") -> None:
-        if batch_size < 1:
+    def __init__(
+        self, data: DataLike, batch_size: int | None, source: str, name: str, higher_is_better: bool | None
+    ) -> None:
+        if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: pass at least 1.")
-        self.data = data if isinstance(data, IndexedData) else IndexedData(data, name)
-        self.batch_size = batch_size
+        self.data = data if isinstance(data, IndexedData) else IndexedData(data, source)
+        self.batch_size = batch_size or (None if isinstance(data, IndexedData) else self.data.batch_size)
+        self.name, self.higher_is_better = name, higher_is_better
 
     def _batches(self, model: nn.Module) -> Iterator[tuple[np.ndarray, Any]]:
-        return self._on_device(model, self.data.sequential(self.batch_size))
+        return self._on_device(model, self.data.sequential(self._at_once))
 
     def _my_batches(self, model: nn.Module, batch_size: int | None = None) -> Iterator[tuple[np.ndarray, Any]]:
         """This rank's share of the test points."""
-        return self._on_device(model, self.data.my_share(batch_size or self.batch_size))
+        return self._on_device(model, self.data.my_share(batch_size or self._at_once))
+
+    @property
+    def _at_once(self) -> int:
+        return self.batch_size or BATCH_SIZE
 
     def _on_device(self, model: nn.Module, batches: Iterator[Any]) -> Iterator[tuple[np.ndarray, Any]]:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.data.suit(model)
         for indices, batch in batches:
             yield indices, to_device(batch, device)
 
@@ -45,8 +71,17 @@ class _DataProperty:
 class _LossProperty(_DataProperty):
     """A property made of what `loss.each` gives for every test point."""
 
-    def __init__(self, data: DataLike, loss: ExampleLoss, batch_size: int = 256, name: str = "data") -> None:
-        super().__init__(data, batch_size, name)
+    def __init__(
+        self,
+        data: DataLike,
+        loss: ExampleLoss,
+        batch_size: int | None = None,
+        source: str = "data",
+        *,
+        name: str = "loss",
+        higher_is_better: bool | None = None,
+    ) -> None:
+        super().__init__(data, batch_size, source, name, higher_is_better)
         self.loss = loss
 
 
@@ -62,7 +97,7 @@ class PointProperty(_LossProperty):
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
         """A row for each point `[N, p]`; point by point, as a row costs a backward of its whole batch."""
         with together():
-            n = self.data.n or sum(len(indices) for indices, _ in self.data.sequential(self.batch_size))
+            n = self.data.n or sum(len(indices) for indices, _ in self.data.sequential(self._at_once))
             found = Rows(n, parameters)
             for indices, batch in self._my_batches(model, batch_size=1):
                 values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
@@ -72,11 +107,15 @@ class PointProperty(_LossProperty):
 
     def mean(self) -> MeanProperty:
         """The mean over the test points, a scalar property."""
-        return MeanProperty(self.data, self.loss, self.batch_size)
+        return MeanProperty(
+            self.data, self.loss, self.batch_size, name=f"mean of {self.name}", higher_is_better=self.higher_is_better
+        )
 
 
 class MeanProperty(_LossProperty):
     """Mean over the test points of what `loss.each` gives: one pass, as it decomposes."""
+
+    components = 1
 
     def __call__(self, model: nn.Module) -> Tensor:
         losses = [self.loss.each(model, batch) for _, batch in self._batches(model)]
@@ -96,9 +135,18 @@ class MeanProperty(_LossProperty):
 class OutputsProperty(_DataProperty):
     """``fn(outputs [N, …], targets [N, …])`` of the whole test set, scalar or `[m]`; see `of_outputs`."""
 
-    def __init__(self, data: DataLike, fn: OutputsFn, batch_size: int = 256) -> None:
-        super().__init__(data, batch_size)
-        self.fn = fn
+    def __init__(
+        self,
+        data: DataLike,
+        fn: OutputsFn,
+        batch_size: int | None = None,
+        *,
+        name: str = "property",
+        higher_is_better: bool | None = None,
+        components: int | None = None,
+    ) -> None:
+        super().__init__(data, batch_size, "data", name, higher_is_better)
+        self.fn, self.components = fn, components
 
     def __call__(self, model: nn.Module) -> Tensor:
         outputs, targets, _ = self._outputs(model, self._batches(model))
@@ -167,13 +215,22 @@ def _check_repeats(again: Tensor, before: Tensor) -> None:
         )
 
 
-class LinearProperty:
+class LinearProperty(ReadyProperty):
     """A linear map of several properties, the same for values and gradients; see `stack`, `weighted_sum`."""
 
-    def __init__(self, properties: Sequence[Property], join: Callable[[list[Tensor]], Tensor]) -> None:
+    def __init__(
+        self,
+        properties: Sequence[Property],
+        join: Callable[[list[Tensor]], Tensor],
+        *,
+        name: str = "property",
+        higher_is_better: bool | None = None,
+        is_stack: bool = False,
+    ) -> None:
         if not properties:
             raise ValueError("properties is empty: pass at least one property.")
-        self.properties, self.join = tuple(properties), join
+        self.properties, self.join, self.is_stack = tuple(properties), join, is_stack
+        self.name, self.higher_is_better = name, higher_is_better
 
     def __call__(self, model: nn.Module) -> Tensor:
         return self.join([part(model) for part in self.properties])
@@ -185,11 +242,20 @@ class LinearProperty:
 
 def stack(*properties: Property) -> LinearProperty:
     """Several properties as one vector `[m_1 + m_2 + …]`, component after component."""
-    return LinearProperty(properties, lambda parts: torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts]))
+    return LinearProperty(
+        properties,
+        lambda parts: torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts]),
+        name="property", higher_is_better=_common(properties, [1.0] * len(properties)), is_stack=True,
+    )  # fmt: skip
 
 
-def weighted_sum(properties: Sequence[Property], weights: Sequence[float]) -> LinearProperty:
-    """``Σ_i weights[i] · properties[i]``, for properties with the same number of components."""
+def weighted_sum(
+    properties: Sequence[Property], weights: Sequence[float], *, name: str = "weighted sum"
+) -> LinearProperty:
+    """``Σ_i weights[i] · properties[i]``, for properties with the same number of components.
+
+    Higher is better where that holds for every part, with the sign of its weight.
+    """
     if len(properties) != len(weights):
         raise ValueError(f"weights has {len(weights)} entries for {len(properties)} properties.")
 
@@ -199,4 +265,14 @@ def weighted_sum(properties: Sequence[Property], weights: Sequence[float]) -> Li
             raise ValueError(f"properties of shapes {shapes} cannot be added: use stack.")
         return torch.stack([weight * part for weight, part in zip(weights, parts, strict=True)]).sum(0)
 
-    return LinearProperty(properties, join)
+    return LinearProperty(properties, join, name=name, higher_is_better=_common(properties, weights))
+
+
+def _common(properties: Sequence[Property], weights: Sequence[float]) -> bool | None:
+    """Whether higher is better for all weighted parts alike; None if they differ, or one is not known."""
+    found: set[bool | None] = set()
+    for part, weight in zip(properties, weights, strict=True):
+        better = getattr(part, "higher_is_better", None)
+        if weight:
+            found.add(None if better is None else better == (weight > 0))
+    return found.pop() if len(found) == 1 else None

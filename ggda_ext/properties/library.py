@@ -25,60 +25,79 @@ from ggda_ext.properties.classes import (
 LossFn = Callable[..., Tensor] | ExampleLoss | None
 
 
-def of_outputs(data: DataLike, fn: OutputsFn, *, batch_size: int = 256) -> OutputsProperty:
+def of_outputs(
+    data: DataLike,
+    fn: OutputsFn,
+    *,
+    name: str | None = None,
+    higher_is_better: bool | None = None,
+    batch_size: int | None = None,
+) -> OutputsProperty:
     """Any function of all the model's outputs on a test set, ``g(θ) = fn(f(X; θ), Y)``.
 
     Args:
         data: a DataLoader that does not shuffle, a Dataset, or tensors.
         fn: ``fn(outputs [N, …], targets [N, …])`` gives a scalar or `[m]`. It may depend on the
             parameters through `outputs` only. `targets` is None if the data has none.
-        batch_size: examples per forward pass; does not change the result.
+        name: what results call it; by default the name of `fn`.
+        higher_is_better: whether a higher value is better, for results to say who helps; None if not known.
+        batch_size: examples per forward pass, by default those of a DataLoader, else 256; does not change the result.
     """
-    return OutputsProperty(data, fn, batch_size)
+    own = getattr(fn, "__name__", "<lambda>")
+    name = name or ("property" if own == "<lambda>" else own)
+    return OutputsProperty(data, fn, batch_size, name=name, higher_is_better=higher_is_better)
 
 
-def point_losses(data: DataLike, loss_fn: LossFn, *, batch_size: int = 256) -> PointProperty:
+def point_losses(data: DataLike, loss_fn: LossFn, *, batch_size: int | None = None) -> PointProperty:
     """Loss of each test point `[N]`, ``g_j = loss(f(x_j), y_j)``."""
-    return PointProperty(data, as_example_loss(loss_fn), batch_size)
-
-
-def mean_loss(data: DataLike, loss_fn: LossFn, *, batch_size: int = 256) -> MeanProperty:
-    """Mean loss of a test set, ``1/N Σ_j loss(f(x_j), y_j)``."""
-    return MeanProperty(data, as_example_loss(loss_fn), batch_size)
-
-
-def contrast(data_a: DataLike, data_b: DataLike, loss_fn: LossFn, *, batch_size: int = 256) -> LinearProperty:
-    """Mean loss of set A minus mean loss of set B."""
     loss = as_example_loss(loss_fn)
-    sets = [MeanProperty(data, loss, batch_size, name) for data, name in ((data_a, "data_a"), (data_b, "data_b"))]
-    return weighted_sum(sets, (1.0, -1.0))
+    return PointProperty(data, loss, batch_size, name="loss", higher_is_better=False)
 
 
-def attacked_loss(data: DataLike, loss_fn: LossFn, attack: Attack, *, batch_size: int = 256) -> MeanProperty:
+def mean_loss(data: DataLike, loss_fn: LossFn, *, batch_size: int | None = None) -> MeanProperty:
+    """Mean loss of a test set, ``1/N Σ_j loss(f(x_j), y_j)``."""
+    loss = as_example_loss(loss_fn)
+    return MeanProperty(data, loss, batch_size, name="mean_loss", higher_is_better=False)
+
+
+def contrast(data_a: DataLike, data_b: DataLike, loss_fn: LossFn, *, batch_size: int | None = None) -> LinearProperty:
+    """Mean loss of set A minus mean loss of set B; whether higher is better depends on the question (`named`)."""
+    loss = as_example_loss(loss_fn)
+    sets = [
+        MeanProperty(data, loss, batch_size, source, name="mean_loss", higher_is_better=False)
+        for data, source in ((data_a, "data_a"), (data_b, "data_b"))
+    ]
+    return weighted_sum(sets, (1.0, -1.0), name="contrast")
+
+
+def attacked_loss(data: DataLike, loss_fn: LossFn, attack: Attack, *, batch_size: int | None = None) -> MeanProperty:
     """Mean loss ``1/N Σ_j loss(f(x'_j), y_j)``, with x' from `attack` at the current parameters, then fixed.
 
     `attack` is ``fgsm(eps)``, ``pgd(eps, step, steps)`` or any `ggda_ext.attacks.Attack`.
     """
-    return MeanProperty(data, AttackedLoss(as_example_loss(loss_fn), attack), batch_size)
+    loss = AttackedLoss(as_example_loss(loss_fn), attack)
+    return MeanProperty(data, loss, batch_size, name="attacked_loss", higher_is_better=False)
 
 
-def margins(data: DataLike, *, soft: bool = True, batch_size: int = 256) -> PointProperty:
+def margins(data: DataLike, *, soft: bool = True, batch_size: int | None = None) -> PointProperty:
     """Margin of each test point `[N]`, ``z_y - log Σ_{c≠y} exp z_c`` (TRAK's output function).
 
     With ``soft=False``, ``z_y - max_{c≠y} z_c``. ``margins(data).mean()`` is their mean.
     """
-    return PointProperty(data, OutputLoss(partial(_margin, soft=soft)), batch_size)
+    loss = OutputLoss(partial(_margin, soft=soft))
+    return PointProperty(data, loss, batch_size, name="margin", higher_is_better=True)
 
 
-def correct_logits(data: DataLike, *, batch_size: int = 256) -> PointProperty:
+def correct_logits(data: DataLike, *, batch_size: int | None = None) -> PointProperty:
     """Logit of the correct class of each test point `[N]`, ``z_y``; of one-logit models ``±z``."""
-    return PointProperty(data, OutputLoss(_correct_logit), batch_size)
+    return PointProperty(data, OutputLoss(_correct_logit), batch_size, name="correct_logit", higher_is_better=True)
 
 
-def soft_accuracy(data: DataLike, *, temperature: float = 1.0, batch_size: int = 256) -> MeanProperty:
+def soft_accuracy(data: DataLike, *, temperature: float = 1.0, batch_size: int | None = None) -> MeanProperty:
     """Mean probability of the correct class, ``1/N Σ_j softmax(z_j / temperature)[y_j]``."""
     _check_positive("temperature", temperature)
-    return MeanProperty(data, OutputLoss(partial(_correct_probability, temperature=temperature)), batch_size)
+    loss = OutputLoss(partial(_correct_probability, temperature=temperature))
+    return MeanProperty(data, loss, batch_size, name="soft_accuracy", higher_is_better=True)
 
 
 def soft_f1(
@@ -86,7 +105,7 @@ def soft_f1(
     *,
     average: Literal["macro", "binary"] = "macro",
     positive: int = 1,
-    batch_size: int = 256,
+    batch_size: int | None = None,
 ) -> OutputsProperty:
     """F1 with probabilities P `[N, C]` for predictions, ``F1_c = 2 Σ_{y=c} P_c / (Σ P_c + #{y=c})``.
 
@@ -106,11 +125,11 @@ def soft_f1(
             raise ValueError(f"data has no point of class positive={positive}: its F1 is 0 for every model.")
         return scores[positive]
 
-    return _of_probabilities(data, f1, batch_size)
+    return _of_probabilities(data, f1, batch_size, "soft_f1", True)
 
 
 def demographic_parity_gap(
-    data: DataLike, sensitive: Any, *, positive: int = 1, batch_size: int = 256
+    data: DataLike, sensitive: Any, *, positive: int = 1, batch_size: int | None = None
 ) -> OutputsProperty:
     """Largest minus smallest mean probability of class `positive` over the sensitive groups.
 
@@ -122,7 +141,7 @@ def demographic_parity_gap(
     def gap(probabilities: Tensor, labels: Tensor) -> Tensor:
         return rates.gap(probabilities[:, _checked_class(positive, probabilities)], "point")
 
-    return _of_probabilities(data, gap, batch_size, rates)
+    return _of_probabilities(data, gap, batch_size, "demographic_parity_gap", False, rates)
 
 
 def equalized_odds_gap(
@@ -131,7 +150,7 @@ def equalized_odds_gap(
     *,
     agg: Literal["worst_case", "mean"] = "worst_case",
     positive: int = 1,
-    batch_size: int = 256,
+    batch_size: int | None = None,
 ) -> OutputsProperty:
     """The larger, or the mean, of the gaps in true and in false positive rate over the sensitive groups.
 
@@ -152,11 +171,11 @@ def equalized_odds_gap(
         gaps = torch.stack([rates.gap(chosen, "positive", true), rates.gap(chosen, "negative", false)])
         return gaps.amax() if agg == "worst_case" else gaps.mean()
 
-    return _of_probabilities(data, gap, batch_size, rates)
+    return _of_probabilities(data, gap, batch_size, "equalized_odds_gap", False, rates)
 
 
 def soft_calibration_error(
-    data: DataLike, *, bins: int = 15, temperature: float = 0.01, batch_size: int = 256
+    data: DataLike, *, bins: int = 15, temperature: float = 0.01, batch_size: int | None = None
 ) -> OutputsProperty:
     """Expected calibration error with soft bins, ``1/N Σ_b |Σ_j u_jb (correct_j - c_j)|``.
 
@@ -173,7 +192,7 @@ def soft_calibration_error(
         weights = (-(confidence[:, None] - centres).square() / temperature).softmax(1)
         return ((predicted == labels).to(confidence) - confidence).matmul(weights).abs().sum() / len(labels)
 
-    return _of_probabilities(data, error, batch_size)
+    return _of_probabilities(data, error, batch_size, "soft_calibration_error", False)
 
 
 def class_probabilities(outputs: Tensor, temperature: float = 1.0) -> Tensor:
@@ -233,14 +252,21 @@ def _correct_probability(outputs: Tensor, targets: Any, temperature: float) -> T
     return probabilities.gather(1, _class_labels(targets, probabilities)[:, None]).squeeze(1)
 
 
-def _of_probabilities(data: DataLike, fn: OutputsFn, batch_size: int, rates: _Rates | None = None) -> OutputsProperty:
+def _of_probabilities(
+    data: DataLike,
+    fn: OutputsFn,
+    batch_size: int | None,
+    name: str,
+    higher_is_better: bool,
+    rates: _Rates | None = None,
+) -> OutputsProperty:
     """A property ``fn(probabilities [N, C], labels [N])`` of the whole test set."""
 
     def of(outputs: Tensor, targets: Any) -> Tensor:
         probabilities = class_probabilities(outputs)
         return fn(probabilities, _class_labels(targets, probabilities))
 
-    found = OutputsProperty(data, of, batch_size)
+    found = OutputsProperty(data, of, batch_size, name=name, higher_is_better=higher_is_better, components=1)
     if rates is not None and found.data.n is not None:
         rates.check_length(found.data.n)
     return found

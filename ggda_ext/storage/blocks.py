@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ggda_ext.data import SomePoints
 from ggda_ext.distributed import alone, from_first_rank, gather_rows, rank, together, world_size
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.checks import NonFinite
 from ggda_ext.groups.partition import Groups
+from ggda_ext.progress import progress
 from ggda_ext.storage.folder import Store
 
 BATCHES_PER_BLOCK = 32
@@ -84,7 +84,9 @@ class Block:
     """Whether all ranks make it together, each its share."""
 
 
-def finish(store: Store | None, blocks: Sequence[Block], dtype: torch.dtype, title: str, show_progress: bool) -> None:
+def finish(
+    store: Store | None, blocks: Sequence[Block], dtype: torch.dtype, title: str, show_progress: bool | None
+) -> None:
     """Make and save all blocks that are not finished, one per rank at a time; rank 0 writes.
 
     Args:
@@ -92,13 +94,13 @@ def finish(store: Store | None, blocks: Sequence[Block], dtype: torch.dtype, tit
         blocks: all blocks, the same on every rank.
         dtype: of the arrays; bfloat16, which NumPy does not know, is saved as float32.
         title: of the progress bar.
-        show_progress: whether to show it.
+        show_progress: whether to show it; None, once it takes `PATIENCE` seconds.
     """
     missing = set(from_first_rank(lambda: [block.name for block in blocks if store is None or block.name not in store]))
     todo = [block for block in blocks if block.name in missing]
     done = sum(block.points for block in blocks) - sum(block.points for block in todo)
-    hidden = not show_progress or rank() > 0
-    with tqdm(total=done + sum(b.points for b in todo), initial=done, desc=title, unit="point", disable=hidden) as bar:
+    total = done + sum(block.points for block in todo)
+    with progress(total, title, show_progress, initial=done) as bar:
         for now in _rounds(todo):
             made = _made(now, torch.float32 if dtype == torch.bfloat16 else dtype)
             with together():

@@ -1,0 +1,75 @@
+"""From names of groups to ids and members, and from groups back to points."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Share = Literal["share", "copy"]
+
+
+def id_of(name: Hashable, names: Sequence[Hashable]) -> int:
+    """The id of the group of this name.
+
+    Raises:
+        KeyError: there is none; says which names are close.
+    """
+    try:
+        return names.index(name)
+    except ValueError:
+        pass
+    close = difflib.get_close_matches(str(name), [str(one) for one in names], n=3, cutoff=0.4)
+    some = close or [str(one) for one in names[:5]]
+    hint = "did you mean " if close else "the first ones are "
+    raise UnknownName(f"there is no group {name!r}; {hint}{', '.join(map(repr, some))}?")
+
+
+class UnknownName(KeyError):
+    """A name that no group has; a KeyError that prints as a sentence."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def names_at(ids: Any, names: Sequence[Hashable]) -> np.ndarray:
+    """The names at some ids, an array of objects of the shape of `ids`."""
+    array = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"ids holds {array.dtype}: pass whole numbers, such as the indices that a k= result gives.")
+    outside = array[(array < 0) | (array >= len(names))]
+    if outside.size:
+        raise IndexError(f"ids holds {outside.flat[0]}: there are {len(names)} groups, 0 … {len(names) - 1}.")
+    found = np.empty(array.shape, dtype=object)
+    for at, number in np.ndenumerate(array):
+        found[at] = names[int(number)]
+    return found
+
+
+def spread_over(scores: Tensor, labels: np.ndarray, sizes: np.ndarray, how: Share, left_out: float) -> Tensor:
+    """Scores `[…, k]` of groups as scores `[…, n]` of points; see `Groups.spread`."""
+    if how not in ("share", "copy"):
+        raise ValueError(f"how={how!r} is not one of 'share', 'copy'.")
+    if scores.shape[-1:] != (len(sizes),):
+        turned = " Pass its transpose, scores.T." if scores.shape[:1] == (len(sizes),) else ""
+        raise ValueError(
+            f"scores has shape {list(scores.shape)}: the last of them must be the {len(sizes)} groups.{turned}"
+        )
+    wide = scores if scores.is_floating_point() else scores.float()
+    if how == "share":
+        wide = wide / torch.from_numpy(np.array(sizes)).to(wide)
+    column = torch.full((*wide.shape[:-1], 1), left_out, dtype=wide.dtype, device=wide.device)
+    at = torch.from_numpy(np.where(labels < 0, len(sizes), labels).astype(np.int64))
+    return torch.cat([wide, column], -1).index_select(-1, at.to(wide.device))
+
+
+def labels_of_some(labels: np.ndarray, ids: Iterable[int], k: int) -> np.ndarray:
+    """Labels `[n]` where the groups `ids` are 0, 1, 2, … and all other points are left out."""
+    new_id = np.full(k + 1, -1, np.int64)
+    for place, number in enumerate(ids):
+        new_id[number] = place
+    return new_id[labels]

@@ -1,0 +1,86 @@
+"""pandas tables as data and as groups, without importing pandas: columns by name, rows brought into one order.
+
+Rows of a frame and of a column belong together by their index, as pandas itself sees it. A column that was shuffled
+against its frame is put back into the frame's order; one whose index is another is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+import numpy as np
+
+_logger = logging.getLogger(__name__)
+
+
+def is_table(value: Any) -> TypeGuard[Any]:
+    """Whether a value is a pandas Series or DataFrame."""
+    return hasattr(value, "to_numpy") and hasattr(value, "index") and hasattr(value, "iloc")
+
+
+def group_column(frame: Any, groups: Any) -> Any:
+    """The labels that a column name, or several, stand for; other groups as they are.
+
+    Args:
+        frame: a pandas DataFrame with a row for each training point, or None.
+        groups: a name, a list of names for the combinations of their values, or anything else.
+    """
+    names = [groups] if isinstance(groups, str) else groups
+    by_name = isinstance(names, list | tuple) and len(names) > 0 and all(isinstance(name, str) for name in names)
+    if frame is None:
+        raise ValueError(
+            f"groups={groups!r} is one value, not one label per training point: pass the labels, e.g. "
+            f"df[{groups!r}], or the table as well, groups={groups!r}, frame=df."
+        )
+    if not hasattr(frame, "columns") or not hasattr(frame, "iloc"):
+        raise TypeError(f"frame is a {type(frame).__name__}: pass the pandas DataFrame that groups names columns of.")
+    if not by_name:
+        raise TypeError(
+            f"frame is given, but groups is a {type(groups).__name__} and not the name of a column, or a list of "
+            "names: leave out frame, or pass names."
+        )
+    absent = [name for name in names if name not in frame.columns]
+    if absent:
+        have = ", ".join(map(repr, list(frame.columns)[:10]))
+        raise ValueError(f"groups names {absent[0]!r}, which is no column of frame: it has {have}.")
+    if isinstance(groups, str):
+        return frame[groups]
+    whole = frame[list(names)]
+    values: Any = np.empty(len(whole), dtype=object)
+    values[:] = [
+        None if any(part is None or part != part for part in row) else row
+        for row in whole.itertuples(index=False, name=None)
+    ]
+    column = whole.iloc[:, 0].astype(object)  # a copy, with the index of the frame
+    column[:] = values
+    return column
+
+
+def aligned(column: Any, index: Any, name: str, to: str) -> Any:
+    """A pandas column in the order of an index; anything else as it is.
+
+    Args:
+        column: a Series or DataFrame, or anything else.
+        index: the pandas index of the rows it belongs to, or None.
+        name: how errors call the column.
+        to: how errors call what it belongs to.
+    """
+    if index is None or not is_table(column) or column.index.equals(index):
+        return column
+    if len(column) == len(index) and index.is_unique and column.index.is_unique and index.isin(column.index).all():
+        _logger.warning("%s has the rows of %s in another order: put into the same order by their index.", name, to)
+        return column.loc[index]
+    raise ValueError(
+        f"{name} has another index than {to}, so its rows cannot be matched: take both from one table, or pass "
+        f".to_numpy() of it if its {len(column)} rows are already in the order of {to}."
+    )
+
+
+def index_of(source: Any) -> Any:
+    """The index of the first pandas table in some data, or None."""
+    if is_table(source):
+        return source.index
+    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else ()
+    return next((part.index for part in parts if is_table(part)), None)
