@@ -8,6 +8,7 @@ collate function, and draws nothing from the global random state.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -57,6 +58,7 @@ DataLike: TypeAlias = (
 """A DataLoader, a Dataset, a tensor, a tuple of tensors, or a dict of tensors, also as arrays or pandas frames; what is
 indexed already where the library passes its own data on."""
 
+_logger = logging.getLogger(__name__)
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -113,7 +115,10 @@ class IndexedData:
         """From now on give float64 numbers of NumPy and pandas, which know no other default, in the model's dtype."""
         if self._doubles:
             found = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
-            self._cast = None if found == torch.float64 else found
+            cast = None if found == torch.float64 else found
+            if cast is not None and self._cast is None:
+                _logger.info("%s holds float64 numbers, which the model is given as %s.", self.name, cast)
+            self._cast = cast
 
     @property
     def notes(self) -> tuple[str, ...]:

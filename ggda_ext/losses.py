@@ -96,8 +96,8 @@ class BatchLoss(ExampleLoss):
 class OwnLoss(ExampleLoss):
     """The loss that the model itself returns for a whole batch, inputs and targets together.
 
-    A Hugging Face output with ``.loss``, a dict with ``"loss"``, or one number. Models give the mean over their batch, so
-    each example is run alone, which is exact whatever the mean is over, and slower than a loss of outputs.
+    A Hugging Face output with ``.loss``, a dict with ``"loss"``, or one number. Models give the mean over their batch,
+    so each example is run alone, which is exact whatever the mean is over, and slower than a loss of outputs.
     """
 
     @property
@@ -156,7 +156,7 @@ class FunctionalLoss(ExampleLoss):
 
 
 def as_example_loss(loss_fn: Any) -> ExampleLoss:
-    """`loss_fn` as an `ExampleLoss`: a ``loss_fn(output, target)`` of any reduction, one already, or the model's own."""
+    """`loss_fn` as an `ExampleLoss`: ``loss_fn(output, target)`` of any reduction, one already, or the model's own."""
     if isinstance(loss_fn, ExampleLoss):
         return loss_fn
     if loss_fn is None:

@@ -71,7 +71,8 @@ def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | No
     if array.ndim != 1:
         got = f"{values!r}, which is one value" if array.ndim == 0 else f"of shape {tuple(array.shape)}"
         raise ValueError(
-            f"groups as labels must be one-dimensional, not {got}: pass one label per training point, e.g. df['clinic']."
+            f"groups as labels must be one-dimensional, not {got}: pass one label per training point, e.g. "
+            "df['clinic']."
         )
     if array.dtype.kind == "f":
         absent = np.isnan(array)

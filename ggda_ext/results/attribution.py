@@ -230,6 +230,8 @@ class Attribution(Tensor):
     def some(self, ids: Sequence[int]) -> Attribution:
         """Some of the groups by id (column), in that order, with everything that is known about them."""
         ids = [int(j) for j in ids]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"ids holds a group more than once: {ids}.")
         at = torch.tensor(ids, dtype=torch.int64, device=self.device)
         kept = {self.groups.name(j) for j in ids}
         pick = {name: None if end is None else end[:, at] for name, end in (("low", self.low), ("high", self.high))}
@@ -304,6 +306,9 @@ class Attribution(Tensor):
         from ggda_ext.results.saving import loaded
 
         return loaded(cls, Path(path))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.scores.numpy(), dtype=dtype, copy=copy) if copy else np.asarray(self.scores, dtype=dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         from ggda_ext.results.saving import encoded, rebuilt

@@ -112,6 +112,10 @@ def by_name(result: Attribution, key: Any) -> Attribution:
         return result.of_property(key)
     if not is_group and isinstance(key, tuple) and len(key) == 2 and key[0] in result.properties:
         return result.of_property(key[0]).of_group(key[1])
+    if not is_group and isinstance(key, str):
+        close = difflib.get_close_matches(key, result.properties, n=3, cutoff=0.6)
+        if close:
+            raise UnknownName(f"there is no group or property {key!r}; did you mean {', '.join(map(repr, close))}?")
     return result.of_group(key)
 
 
