@@ -12,6 +12,7 @@ from ggda_ext.counterfactual import WhatIf
 from ggda_ext.estimation import estimate
 from ggda_ext.gradients import STRATEGIES, GroupGradients, Plan, PointGradients
 from ggda_ext.groups import Groups
+from ggda_ext.label_issues import LabelIssues, find_label_issues
 from ggda_ext.losses import BatchLoss, ExampleLoss
 from ggda_ext.properties import property_gradient
 from ggda_ext.results import Attribution, MethodFacts
@@ -28,6 +29,8 @@ __all__ = [
     "Attribution",
     "MethodFacts",
     "WhatIf",
+    "find_label_issues",
+    "LabelIssues",
     "properties",
     "grouping",
     "GroupGradients",

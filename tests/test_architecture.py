@@ -20,7 +20,7 @@ LAYERS = [
     {"curvature", "estimation"},
     {"kept_scores", "results"},
     {"attribution"},
-    {"storage", "grouping", "evaluation"},
+    {"storage", "grouping", "evaluation", "label_issues"},
     {"counterfactual"},
 ]
 """Rooms from the ground up: a module imports from its own layer and those below, at its top level."""

@@ -1,0 +1,199 @@
+"""What `find_label_issues` returns: every point's signals, their ranking, how far they agree, and a table by group."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ggda_ext.groups.partition import Groups
+
+if TYPE_CHECKING:
+    import pandas
+
+RankedBy = Literal["loss", "self_influence", "influence", "loss and influence"]
+TOP_SHARE = 0.1
+"""Which share of the points counts as the top, for overlaps and for groups."""
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two signals agree.
+
+    Attributes:
+        correlation: Spearman's rank correlation of the two.
+        overlap: share of the most suspicious tenth of one that is in that of the other; 0.1 by chance.
+    """
+
+    correlation: float
+    overlap: float
+
+
+@dataclass(frozen=True, eq=False)
+class LabelIssues:
+    """Training points, those whose label looks wrong first; prints as a table.
+
+    Attributes:
+        loss: of every point `[n]`.
+        self_influence: squared norm of every point's gradient `[n]`.
+        influence: of every point on the clean validation points, from −1 to 1 `[n]`: their mean cubed cosine. Negative:
+            without the point the validation loss is predicted to fall, so the point hurts. None without such points.
+        suspicion: what is ranked by, from 0 to 1 `[n]`: a point's rank, or the mean of two.
+        indices: training indices, most suspicious first `[n]`.
+        ranked_by: ``"loss"``, ``"loss and influence"``, …
+        why: why it was chosen.
+        groups: the groups, if given.
+    """
+
+    loss: np.ndarray
+    self_influence: np.ndarray
+    influence: np.ndarray | None
+    suspicion: np.ndarray
+    indices: np.ndarray
+    ranked_by: RankedBy
+    why: str
+    groups: Groups | None = None
+
+    @classmethod
+    def ranked(
+        cls, loss: np.ndarray, self_influence: np.ndarray, influence: np.ndarray | None, *, ranked_by: RankedBy,
+        why: str, groups: Groups | None = None,
+    ) -> LabelIssues:  # fmt: skip
+        """The ranking by one of the signals, or by the mean of two ranks."""
+        ranks = {name: _ranks(values) for name, values in _signals(loss, self_influence, influence).items()}
+        chosen = [ranks[name] for name in ranked_by.split(" and ")]
+        suspicion = (sum(chosen) / len(chosen) - 0.5) / len(loss)
+        indices = np.argsort(-suspicion, kind="stable")
+        return cls(loss, self_influence, influence, suspicion, indices, ranked_by, why, groups)
+
+    @property
+    def agreement(self) -> dict[tuple[str, str], Agreement]:
+        """Of each pair of signals: rank correlation, and overlap of the most suspicious tenths."""
+        ranks = {name: _ranks(values) for name, values in self._signals.items()}
+        count = self._top
+        tops = {name: set(np.argsort(-values, kind="stable")[:count].tolist()) for name, values in ranks.items()}
+        return {
+            (a, b): Agreement(_correlation(ranks[a], ranks[b]), len(tops[a] & tops[b]) / count)
+            for a, b in combinations(ranks, 2)
+        }
+
+    @property
+    def by_group(self) -> dict[Hashable, dict[str, float]]:
+        """By name of a group, the most suspicious group first: size, mean suspicion, share of it in the top tenth, …"""
+        if self.groups is None:
+            raise ValueError("there are no groups: pass groups= to find_label_issues.")
+        groups, top = self.groups, np.zeros(len(self.loss), bool)
+        top[self.indices[: self._top]] = True
+        columns = {"mean_suspicion": self.suspicion, "in_top_tenth": top.astype(float), "mean_loss": self.loss}
+        columns["mean_self_influence"] = self.self_influence
+        if self.influence is not None:
+            columns["mean_influence"] = self.influence
+        inside = groups.labels >= 0
+        means = {
+            name: np.bincount(groups.labels[inside], values[inside], len(groups)) / groups.sizes
+            for name, values in columns.items()
+        }
+        order = np.argsort(-means["mean_suspicion"], kind="stable").tolist()
+        return {
+            groups.name(j): {"size": int(groups.sizes[j])} | {name: float(values[j]) for name, values in means.items()}
+            for j in order
+        }
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A pandas table, a row for each point, most suspicious first, indexed by the training index."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError("to_frame needs pandas: pip install pandas.") from error
+        columns: dict[str, object] = {"suspicion": self.suspicion, "loss": self.loss}
+        columns["self_influence"] = self.self_influence
+        if self.influence is not None:
+            columns["influence"] = self.influence
+        if self.groups is not None:
+            columns["group"] = [None if j < 0 else self.groups.name(int(j)) for j in self.groups.labels]
+        return pd.DataFrame(columns).rename_axis("index").iloc[self.indices]
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    def __str__(self) -> str:
+        parts = [f"{len(self):,} training points, ranked by {_word(self.ranked_by)}: {self.why}", "", *self._points()]
+        if self.groups is not None:
+            parts += ["", *self._groups()]
+        return "\n".join([*parts, "", *self._agreements()])
+
+    __repr__ = __str__
+
+    @property
+    def _signals(self) -> dict[str, np.ndarray]:
+        return _signals(self.loss, self.self_influence, self.influence)
+
+    @property
+    def _top(self) -> int:
+        return max(1, round(TOP_SHARE * len(self)))
+
+    def _points(self) -> list[str]:
+        header = ["index", "suspicion", "loss", "self-influence", *(["influence"] if self.influence is not None else [])]
+        header += ["group"] if self.groups is not None else []
+        rows = [header]
+        for i in self.indices[:_SHOWN].tolist():
+            row = [str(i), f"{self.suspicion[i]:.3f}", f"{self.loss[i]:.3g}", f"{self.self_influence[i]:.3g}"]
+            row += [f"{self.influence[i]:+.2g}"] if self.influence is not None else []
+            if self.groups is not None:
+                group = int(self.groups.labels[i])
+                row.append(_one_line(self.groups.name(group)) if group >= 0 else "–")
+            rows.append(row)
+        rest = len(self) - len(rows) + 1
+        return _aligned(rows) + ([f"… and {rest:,} more: see .indices, .to_frame()"] if rest else [])
+
+    def _groups(self) -> list[str]:
+        found = self.by_group
+        rows = [["group", "size", "mean suspicion", "in top tenth", "mean loss"]]
+        for name, row in list(found.items())[:_SHOWN]:
+            cells = [f"{row['size']}", f"{row['mean_suspicion']:.3f}", f"{row['in_top_tenth']:.1%}"]
+            rows.append([_one_line(name), *cells, f"{row['mean_loss']:.3g}"])
+        rest = len(found) - len(rows) + 1
+        return _aligned(rows) + ([f"… and {rest:,} more groups: see .by_group"] if rest else [])
+
+    def _agreements(self) -> list[str]:
+        return [
+            f"{_word(a)} and {_word(b)}: rank correlation {both.correlation:.2f}, top tenths overlap {both.overlap:.0%}"
+            for (a, b), both in self.agreement.items()
+        ]
+
+
+def _signals(loss: np.ndarray, self_influence: np.ndarray, influence: np.ndarray | None) -> dict[str, np.ndarray]:
+    """The signals, turned so that larger is more suspicious."""
+    found = {"loss": loss, "self_influence": self_influence}
+    return found if influence is None else found | {"influence": -influence}
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks from 1 to n, smallest first; equal values share the mean of theirs."""
+    _, level, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[level]
+
+
+def _correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Pearson's correlation of ranks; NaN if all points are equal."""
+    a, b = a - a.mean(), b - b.mean()
+    size = float(np.sqrt((a @ a) * (b @ b)))
+    return float(a @ b) / size if size else float("nan")
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _one_line(name: Hashable) -> str:
+    return "".join(letter if letter.isprintable() else "�" for letter in str(name))[:40]
+
+
+def _word(name: str) -> str:
+    return name.replace("self_influence", "self-influence")
