@@ -26,7 +26,7 @@ benchmark: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,bench,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(REFERENCE)
 	touch $(READY)
 

@@ -41,6 +41,7 @@ SINGLETONS = "Groups(k=3, n=3, sizes 1…1)"
     ],
 )
 def test_captums_imports_are_redirected(options: list[str], package: str, groups: str, tmp_path: Path) -> None:
+    pytest.importorskip("captum.testing", reason="not shipped before Captum 0.9")
     checkout = tmp_path / "tests"
     checkout.mkdir()
     (checkout / "__init__.py").touch()
