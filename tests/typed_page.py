@@ -10,12 +10,36 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from ggda_ext import GroupGradients, Groups, PointGradients, attribute, properties
+from ggda_ext import (
+    STRATEGIES,
+    Attribution,
+    BatchLoss,
+    ExampleLoss,
+    GradientStore,
+    GroupGradients,
+    Groups,
+    LabelIssues,
+    MethodFacts,
+    Plan,
+    PointGradients,
+    WhatIf,
+    attribute,
+    estimate,
+    find_label_issues,
+    grouping,
+    properties,
+    property_gradient,
+    property_scores,
+)
 from ggda_ext.evaluation import group_lds, random_subsets, removal_order
 
 
 class Series:
-    """The part of `pandas.Series` that counts, with the signature of pandas."""
+    """The part of `pandas.Series` and `DataFrame` that counts, with the signature of pandas."""
+
+    @property
+    def iloc(self) -> object:
+        raise NotImplementedError
 
     def to_numpy(
         self, dtype: object = None, copy: bool = False, na_value: object = None, **kwargs: object
@@ -75,6 +99,66 @@ def scores_of_what_users_have(model: nn.Module, x: Tensor, y: Tensor, column: Se
     return provider.scores(PointGradients(loss, test))
 
 
+def results(model: nn.Module, x: Tensor, y: Tensor, table: Series, file: Path) -> float:
+    loss = nn.CrossEntropyLoss()
+    goal = properties.named(lambda model: model(x).sum(), "sum", higher_is_better=True)
+    result: Attribution = attribute(
+        model, loss, (table, table), ["clinic", "year"], goal, frame=table, parameters=["0"], strategy=STRATEGIES[0],
+        batch_size=32, memory_budget=2**20, show_progress=False, save_dir=file, tag="v1",
+    )  # fmt: skip
+    part: Attribution = result["web"]
+    both: Attribution = result["sum", "web"]
+    several: Attribution = result[["web", "books"]]
+    rows: Tensor = result[0]
+    column: Tensor = result[:, 1] + result.scores[:, 1]
+    print(part, both, several, rows, column, result.harmful(sure=True).names, result.helpful(by="sum").sizes.sum())
+    print(
+        result.top(5).effects(), result.ranked().higher_is_better, result.per_member.low, result.of_group(("a", 2020))
+    )
+    facts: MethodFacts | None = result.method
+    print(facts.cost if facts is not None else "", result.warnings, result.notes, result.interval, result.properties)
+    again = Attribution.load(result.save(file)).replace(notes=["checked"], method=MethodFacts("mine", "property"))
+    print(Attribution.of(result.numpy().T, table, goal, positive="falls", method="trak", test_axis=1), again.to_frame())
+    print(result.groups.members("web"), result.groups.names_of(torch.zeros(2, 3)), result.groups.spread(result))
+    return float(both)
+
+
+def other_doors(model: nn.Module, x: Tensor, y: Tensor, labels: Series, file: Path) -> None:
+    def each(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return model(batch[0]).square().sum(1)  # type: ignore[no-any-return]
+
+    own: ExampleLoss = BatchLoss(each)
+    provider = GroupGradients(model, own, (x, y), labels)
+    plan: Plan = provider.plan(1)
+    goal = properties.weighted_sum([properties.mean_loss((x, y), None), properties.soft_accuracy((x, y))], [1.0, -1.0])
+    print(plan.explain(), estimate(provider, n=10**6), GradientStore(provider, file))
+    print(property_gradient(goal, model, dict(model.named_parameters())), property_scores(provider, goal).shape)
+    answer = WhatIf(model, nn.CrossEntropyLoss(), (x, y), labels).leave_group_out(goal).attribution()
+    issues: LabelIssues = find_label_issues(model, nn.CrossEntropyLoss(), (x, y), validation=(x, y), groups=labels)
+    print(answer.harmful(), issues, grouping.by_column(labels, freq="M").summary(model, own, (x, y), batch_size=8))
+
+
+def ready_properties(x: Tensor, y: Tensor) -> list[properties.Property]:
+    loss, data = nn.CrossEntropyLoss(), (x, y)
+    attacks = [properties.fgsm(0.1), properties.pgd(0.1, 0.05, 3)]
+    kinds: tuple[type, ...] = (
+        properties.PointProperty, properties.MeanProperty, properties.OutputsProperty, properties.LinearProperty,
+    )  # fmt: skip
+    print(kinds, properties.class_probabilities(x), properties.property_gradient)
+    return [
+        properties.point_losses(data, loss).mean(),
+        properties.margins(data, soft=False),
+        properties.correct_logits(data),
+        properties.soft_f1(data, average="binary", positive=1),
+        properties.demographic_parity_gap(data, sensitive=y),
+        properties.equalized_odds_gap(data, sensitive=["a", "b"], agg="mean"),
+        properties.soft_calibration_error(data),
+        properties.of_outputs(data, lambda outputs, targets: outputs.sum(), name="sum", higher_is_better=None),
+        properties.contrast(data, data, loss),
+        properties.stack(*(properties.attacked_loss(data, loss, attack) for attack in attacks)),
+    ]
+
+
 def evaluations(scores: Tensor, column: Series) -> None:
     kept = random_subsets(column, 10)
     print(group_lds(scores, kept, np.zeros(10)).value, removal_order(scores[0], column))
@@ -90,3 +174,8 @@ def mistakes(model: nn.Module, x: Tensor, column: Series) -> None:
     attribute(model, None, [1.0, 2.0], column, goal)  # type: ignore[list-item]
     attribute(model, None, x, column, goal, checkpoints=3)  # type: ignore[arg-type]
     PointGradients(nn.CrossEntropyLoss(), None)  # type: ignore[arg-type]
+    attribute(model, None, x, column, goal, damping="much")  # type: ignore[call-arg]
+    attribute(model, None, x, column, goal, show_progress="yes")  # type: ignore[arg-type]
+    Attribution.of(x, column, positive="up")  # type: ignore[arg-type]
+    MethodFacts("mine", "metres")  # type: ignore[arg-type]
+    properties.soft_f1((x, x), average="micro")  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from ggda_ext.groups.naming import Share, id_of, labels_of_some, names_at, sprea
 
 if TYPE_CHECKING:
     from ggda_ext.data import DataLike
+    from ggda_ext.gradients.parameters import ParameterChoice
     from ggda_ext.grouping.diagnostics import Summary
     from ggda_ext.properties import Property
 
@@ -330,7 +331,11 @@ class Groups:
         property: Property | None = None,
         features: Any = None,
         targets: Any = None,
-        **provider_options: Any,
+        parameters: ParameterChoice = None,
+        strategy: str | None = None,
+        batch_size: int | None = None,
+        memory_budget: int | None = None,
+        show_progress: bool | None = None,
     ) -> Summary:
         """What to look at before trusting these groups; the result prints as a short table.
 
@@ -344,13 +349,18 @@ class Groups:
             property: what is explained, one number.
             features: for the spread within groups: rows `[n, d]`, or the builder that made the groups (and `data`).
             targets: class label of every point, if the data does not give whole numbers as targets.
-            **provider_options: see `GroupGradients`.
+            parameters, strategy, batch_size, memory_budget, show_progress: as in `GroupGradients`.
         """
         from ggda_ext.grouping.diagnostics import summarize  # it needs gradients, which need groups
 
+        options = {
+            "parameters": parameters, "strategy": strategy, "batch_size": batch_size, "memory_budget": memory_budget,
+            "show_progress": show_progress,
+        }  # fmt: skip
         return summarize(
-            self, model, loss_fn, data, property=property, features=features, targets=targets, **provider_options
-        )
+            self, model, loss_fn, data, property=property, features=features, targets=targets,
+            **{name: value for name, value in options.items() if value is not None},
+        )  # fmt: skip
 
     def sum(self, values: Tensor, dim: int = -1) -> Tensor:
         """Add up per-point values `[…, n, …]` by group `[…, k, …]`."""

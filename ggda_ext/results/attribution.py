@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -150,7 +150,9 @@ class Attribution(Tensor):
         """
         from ggda_ext.results.conversion import converted
 
-        return converted(cls, scores, Groups.of(groups), property, higher_is_better, method, positive, test_axis, details)
+        return converted(
+            cls, scores, Groups.of(groups), property, higher_is_better, method, positive, test_axis, details
+        )
 
     def replace(self, **changes: Any) -> Attribution:
         """The same with other `scores`, `low`, `high`, `interval`, `method`, `warnings`, `notes`, …"""
@@ -258,7 +260,11 @@ class Attribution(Tensor):
         """The row of a property, by name or number."""
         return ranking.property_id(self.properties, name)
 
-    def __getitem__(self, key: Any) -> Any:
+    @overload
+    def __getitem__(self, key: str | list[str] | tuple[str, Hashable]) -> Attribution: ...
+    @overload
+    def __getitem__(self, key: Any) -> Tensor: ...
+    def __getitem__(self, key: Any) -> Tensor:
         """A group, a property, or both by name, as an `Attribution`; by anything else as a tensor.
 
         ``result["web"]``, ``result[["web", "books"]]``, ``result["mean_loss"]``, ``result["mean_loss", "web"]``. Whole

@@ -37,7 +37,7 @@ def converted(
     found, turned = _upright(torch.as_tensor(scores), len(groups), test_axis)
     if turned and positive is None:
         raise ValueError(
-            f"scores is {list(found.T.shape)}, a row for each group, as dattri and TRAK give it, and their signs differ: "
+            f"scores is {list(found.T.shape)}, a row for each group, as dattri and TRAK give it, whose signs differ: "
             "pass positive='falls' for TRAKer and dattri's TRAKAttributor, positive='rises' for the rest of dattri."
         )
     if positive == "falls":
@@ -61,8 +61,8 @@ def _upright(scores: Tensor, k: int, test_axis: Any) -> tuple[Tensor, bool]:
     if test_axis == "auto":
         if rows == columns:
             raise ValueError(
-                f"scores is {rows} × {columns} for {k} groups, so its shape does not tell which axis the groups are: pass "
-                "test_axis=0 for [m, k] (Captum, attribute) or test_axis=1 for [k, m] (dattri, TRAK)."
+                f"scores is {rows} × {columns} for {k} groups, so its shape does not tell which axis the groups are: "
+                "pass test_axis=0 for [m, k] (Captum, attribute) or test_axis=1 for [k, m] (dattri, TRAK)."
             )
         test_axis = 0 if columns == k else 1
     if scores.shape[1 - test_axis] != k:

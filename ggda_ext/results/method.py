@@ -22,8 +22,8 @@ class MethodFacts:
         passes: the cost in passes over the training data (forward and backward), where known.
         seconds: the cost in seconds, where known.
 
-    >>> print(MethodFacts("influence", "property", {"damping": 0.01}, passes=6))
-    influence with damping 0.01; scores are predicted changes in the property's unit; cost: 6 passes over the training data
+    >>> print(MethodFacts("influence", "property", {"damping": 0.01}, seconds=6))
+    influence with damping 0.01; scores are predicted changes in the property's unit; cost: 6 s
     """
 
     name: str

@@ -88,7 +88,7 @@ def with_effect(result: Attribution, effect: str, by: str | int | None, sure: bo
     chosen = [j for j in order(result, by) if effect_of(float(values[j]), direction) == effect]
     if not sure:
         return chosen
-    if result.low is None or by is None and by_mean(result):
+    if result.low is None or (by is None and by_mean(result)):
         raise ValueError("sure=True needs an interval of one property: pass intervals= to attribute, and by=.")
     clear = effects(result, property_id(result.properties, 0 if by is None else by))
     return [j for j in chosen if clear[j] == effect]
@@ -98,7 +98,9 @@ def is_tensor_index(key: Any) -> bool:
     """Whether a key is what PyTorch indexes with: numbers, slices, None, …, arrays; not a name."""
     if isinstance(key, tuple | list):
         return all(is_tensor_index(part) for part in key)
-    return key is None or isinstance(key, int | slice | EllipsisType | Tensor | np.ndarray | np.integer | np.bool_ | range)
+    return key is None or isinstance(
+        key, int | slice | EllipsisType | Tensor | np.ndarray | np.integer | np.bool_ | range
+    )
 
 
 def by_name(result: Attribution, key: Any) -> Attribution:
@@ -107,7 +109,9 @@ def by_name(result: Attribution, key: Any) -> Attribution:
         return result.some([result.groups.id_of(name) for name in key])
     is_group, is_property = _is_group(result, key), isinstance(key, str) and key in result.properties
     if is_group and is_property:
-        raise KeyError(f"{key!r} is a group and a property: use result.of_group({key!r}) or result.of_property({key!r}).")
+        raise KeyError(
+            f"{key!r} is a group and a property: use result.of_group({key!r}) or result.of_property({key!r})."
+        )
     if is_property:
         return result.of_property(key)
     if not is_group and isinstance(key, tuple) and len(key) == 2 and key[0] in result.properties:
