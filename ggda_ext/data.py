@@ -31,7 +31,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from ggda_ext.distributed import my_share, share_of_stream, world_size
-from ggda_ext.tables import aligned, index_of, is_table, numbers_of
+from ggda_ext.tables import aligned, holds_doubles, index_of, is_table, tensor_of, why_no_data
 
 
 class ExampleSource(Protocol):
@@ -106,7 +106,7 @@ class IndexedData:
         if self._loader is not None:
             self.batch_size = self._loader.batch_size
         elif self._tensors is not None:
-            self.index, self._doubles = index_of(source), _holds_doubles(source)
+            self.index, self._doubles = index_of(source), holds_doubles(source)
         self.n = self._length()
         if self.n == 0:
             raise ValueError(f"{name} is empty: it holds no examples.")
@@ -293,7 +293,7 @@ def _loader_order(loader: DataLoader, name: str) -> np.ndarray | None:
 def _as_tensors(source: Any, name: str) -> Any:
     """The tensors behind `source` with examples along dim 0, or None if it is not made of tensors."""
     if isinstance(source, Tensor | np.ndarray) or is_table(source):
-        return _tensor_of(source, name)
+        return tensor_of(source, name)
     if type(source) is TensorDataset:
         return source.tensors
     if type(source) is Subset:
@@ -303,53 +303,16 @@ def _as_tensors(source: Any, name: str) -> Any:
     if not isinstance(arrays, tuple | list) or not arrays or isinstance(source, Dataset):
         return None
     if not all(isinstance(array, Tensor | np.ndarray) or is_table(array) for array in arrays):
-        raise TypeError(_not_tensors(source, arrays, name))
+        raise TypeError(why_no_data(source, arrays, name))
     lengths = [len(array) for array in arrays]
     if len(set(lengths)) > 1:
         raise ValueError(f"{name} holds tensors of different lengths: {lengths}.")
     index, rest = index_of(source), f"the first table of {name}"
     tensors = [
-        _tensor_of(aligned(array, index, f"part {j} of {name}", rest), f"part {j} of {name}")
+        tensor_of(aligned(array, index, f"part {j} of {name}", rest), f"part {j} of {name}")
         for j, array in enumerate(arrays)
     ]
     return dict(zip(source, tensors, strict=True)) if isinstance(source, Mapping) else tuple(tensors)
-
-
-def _not_tensors(source: Any, arrays: Sequence[Any], name: str) -> str:
-    """Why a list, tuple or dict is no data set, and what would be one."""
-    if isinstance(arrays[0], Mapping) and isinstance(source, list | tuple):
-        return (
-            f"{name} is a list of dicts: pass DataLoader(examples, batch_size=32, collate_fn=your_collate), which says "
-            "how examples become a batch."
-        )
-    if isinstance(arrays[0], tuple | list) and isinstance(source, list | tuple):
-        return (
-            f"{name} is a list of examples: pass DataLoader(examples, batch_size=32), or the inputs and the targets as "
-            "two tensors, (x, y)."
-        )
-    strange = next(array for array in arrays if not isinstance(array, Tensor | np.ndarray) and not is_table(array))
-    return (
-        f"{name} is a {type(source).__name__} that does not hold tensors only, but a {type(strange).__name__}: pass a "
-        "DataLoader, a Dataset, a tensor, a tuple of tensors or a dict of tensors."
-    )
-
-
-def _tensor_of(array: Any, name: str) -> Tensor:
-    """A tensor, NumPy array or pandas table of numbers as a tensor."""
-    if isinstance(array, Tensor):
-        return array
-    if is_table(array):
-        return torch.as_tensor(numbers_of(array, name).copy())  # pandas gives arrays that may not be written to
-    if array.dtype.kind in "OSUmM":
-        raise TypeError(f"{name} is not made of numbers: it holds {array.dtype}. Encode it first.")
-    return torch.as_tensor(array)
-
-
-def _holds_doubles(source: Any) -> bool:
-    """Whether some of the data are arrays or tables of float64, which their makers may not have chosen."""
-    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else [source]
-    arrays = [part for part in parts if isinstance(part, np.ndarray) or is_table(part)]
-    return any(np.asarray(array).dtype == np.float64 for array in arrays)
 
 
 def _from_the_front(subset: Subset, name: str) -> np.ndarray:

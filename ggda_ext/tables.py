@@ -1,4 +1,4 @@
-"""pandas tables as data and as groups, without importing pandas: columns by name, rows brought into one order.
+"""Arrays and pandas tables as data and as groups, without importing pandas: columns by name, rows in one order.
 
 Rows of a frame and of a column belong together by their index, as pandas itself sees it. A column that was shuffled
 against its frame is put back into the frame's order; one whose index is another is refused.
@@ -7,10 +7,12 @@ against its frame is put back into the frame's order; one whose index is another
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
+import torch
+from torch import Tensor
 
 _logger = logging.getLogger(__name__)
 
@@ -86,7 +88,18 @@ def index_of(source: Any) -> Any:
     return next((part.index for part in parts if is_table(part)), None)
 
 
-def numbers_of(table: Any, name: str) -> np.ndarray:
+def tensor_of(array: Any, name: str) -> Tensor:
+    """A tensor, NumPy array or pandas table of numbers as a tensor."""
+    if isinstance(array, Tensor):
+        return array
+    if is_table(array):
+        return torch.as_tensor(_numbers_of(array, name).copy())  # pandas gives arrays that may not be written to
+    if array.dtype.kind in "OSUmM":
+        raise TypeError(f"{name} is not made of numbers: it holds {array.dtype}. Encode it first.")
+    return torch.as_tensor(array)
+
+
+def _numbers_of(table: Any, name: str) -> np.ndarray:
     """A Series or DataFrame as an array of numbers; text and missing values are refused by column."""
     parts = {column: table[column] for column in table.columns} if hasattr(table, "columns") else {name: table}
     for column, part in parts.items():
@@ -99,4 +112,40 @@ def numbers_of(table: Any, name: str) -> np.ndarray:
                 f"{where} has {missing} missing values: fill or drop them; if the model takes NaN, pass .to_numpy()."
             )
     found = np.asarray(table.to_numpy())
-    return found.astype(np.float64) if found.dtype.kind not in "fiub" else found
+    if found.dtype.kind in "fiub":
+        return found
+    whole = all(part.dtype.kind in "iub" for part in parts.values())  # of pandas' own types, or of several kinds
+    return found.astype(np.int64 if whole else np.float64)
+
+
+def holds_doubles(source: Any) -> bool:
+    """Whether some of the data are arrays or tables of float64, which their makers may not have chosen."""
+    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else [source]
+    return any(
+        part.dtype == np.float64 if isinstance(part, np.ndarray) else is_table(part) and _table_holds_doubles(part)
+        for part in parts
+    )
+
+
+def _table_holds_doubles(table: Any) -> bool:
+    kinds = [table.dtype] if hasattr(table, "dtype") else list(table.dtypes)
+    return any(kind.kind == "f" and kind.itemsize == 8 for kind in kinds)
+
+
+def why_no_data(source: Any, arrays: Sequence[Any], name: str) -> str:
+    """Why a list, tuple or dict is no data set, and what would be one."""
+    if isinstance(arrays[0], Mapping) and isinstance(source, list | tuple):
+        return (
+            f"{name} is a list of dicts: pass DataLoader(examples, batch_size=32, collate_fn=your_collate), which says "
+            "how examples become a batch."
+        )
+    if isinstance(arrays[0], tuple | list) and isinstance(source, list | tuple):
+        return (
+            f"{name} is a list of examples: pass DataLoader(examples, batch_size=32), or the inputs and the targets as "
+            "two tensors, (x, y)."
+        )
+    strange = next(array for array in arrays if not isinstance(array, Tensor | np.ndarray) and not is_table(array))
+    return (
+        f"{name} is a {type(source).__name__} that does not hold tensors only, but a {type(strange).__name__}: pass a "
+        "DataLoader, a Dataset, a tensor, a tuple of tensors or a dict of tensors."
+    )

@@ -199,6 +199,17 @@ def test_directions_go_through_stacks_and_sums() -> None:
     assert properties.weighted_sum([loss, own], [1, 0.1]).higher_is_better is False
 
 
+def test_names_that_stand_twice_are_told_apart_or_refused() -> None:
+    data = tensors(patients(30))
+    twice = properties.stack(properties.mean_loss(data, LOSS), properties.mean_loss(data, LOSS))
+    assert attribute(network(), LOSS, data, None, twice).properties == ("mean_loss", "mean_loss (2)")
+    with pytest.raises(ValueError, match="two properties are called 'loss'"):
+        small(properties=["loss", "loss"])
+    doubled = Attribution(torch.ones(1, 2), Groups([0, 1], names=["a", "a"]))
+    with pytest.raises(ValueError, match="2 groups are called 'a'"):
+        doubled["a"]
+
+
 # ---- still a tensor
 
 AS_A_TENSOR = {

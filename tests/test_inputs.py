@@ -61,6 +61,15 @@ def test_a_table_is_data_and_its_columns_are_groups() -> None:
     assert len(whole) == found.sizes[1]
 
 
+def test_types_of_pandas_own_and_of_several_kinds_are_numbers() -> None:
+    frame = table()
+    own = frame[FEATURES].assign(c=frame["c"] > 0), frame["y"].astype("Int64")
+    plain = torch.tensor(own[0].to_numpy().astype(np.float32)), torch.tensor(frame["y"].to_numpy())
+    expected = attribute(network(), LOSS, plain, frame["clinic"].tolist(), properties.mean_loss(plain, LOSS))
+    found = attribute(network(), LOSS, own, frame["clinic"], properties.mean_loss(own, LOSS))
+    torch.testing.assert_close(found.scores, expected.scores)
+
+
 @pytest.mark.parametrize("what", ["groups", "target", "frame"])
 def test_shuffled_columns_are_put_back_into_the_order_of_their_table(what: str) -> None:
     frame = table()

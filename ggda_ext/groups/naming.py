@@ -19,14 +19,23 @@ def id_of(name: Hashable, names: Sequence[Hashable]) -> int:
     Raises:
         KeyError: there is none; says which names are close.
     """
-    try:
-        return names.index(name)
-    except ValueError:
-        pass
+    found = [at for at, one in enumerate(names) if one == name] if isinstance(names, tuple) else _at(name, names)
+    if len(found) > 1:
+        raise ValueError(f"{len(found)} groups are called {name!r}: ask for them by id, {found[:5]}.")
+    if found:
+        return found[0]
     close = difflib.get_close_matches(str(name), [str(one) for one in names], n=3, cutoff=0.4)
     some = close or [str(one) for one in names[:5]]
     hint = "did you mean " if close else "the first ones are "
     raise UnknownName(f"there is no group {name!r}; {hint}{', '.join(map(repr, some))}?")
+
+
+def _at(name: Hashable, ids: Sequence[Hashable]) -> list[int]:
+    """Where an id stands among ids 0 … k - 1, without looking at all of them."""
+    try:
+        return [ids.index(name)]
+    except ValueError:
+        return []
 
 
 class UnknownName(KeyError):

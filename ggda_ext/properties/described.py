@@ -69,8 +69,18 @@ def names_of(property: Any, m: int) -> list[str]:
         return [name] if m == 1 else [f"{name} {j}" for j in range(m)]
     parts = _parts(property, m)
     if parts is not None:
-        return [name for part, count in parts for name in names_of(part, count)]
+        return _numbered([name for part, count in parts for name in names_of(part, count)])
     return names_of(default_name(property), m)
+
+
+def _numbered(names: list[str]) -> list[str]:
+    """Names that differ: the second `mean_loss` becomes `mean_loss (2)`."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found
 
 
 def directions_of(property: Any, m: int, given: Direction | Sequence[Direction] = None) -> list[Direction]:

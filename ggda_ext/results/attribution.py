@@ -98,6 +98,7 @@ class Attribution(Tensor):
         member_scores: Any = None,
     ) -> Attribution:
         plain = _plain(scores)
+        plain = plain if plain.is_floating_point() else plain.float()
         groups = Groups.of(groups)
         if plain.dim() != 2 or plain.shape[1] != len(groups):
             raise ValueError(
@@ -110,6 +111,9 @@ class Attribution(Tensor):
         for name, found in (("properties", names), ("higher_is_better", directions)):
             if len(found) != m:
                 raise ValueError(f"{name} has {len(found)} entries for scores of {m} properties.")
+        twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < m else None
+        if twice is not None:
+            raise ValueError(f"two properties are called {twice!r}: give them names of their own (properties.named).")
         if (low is None) != (high is None):
             raise ValueError("low and high are the two ends of an interval: pass both, or neither.")
         new = plain.as_subclass(cls)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ggda_ext.results import ranking
 
@@ -66,13 +68,18 @@ def as_frame(result: Attribution) -> pandas.DataFrame:
         "property": np.repeat(np.array(result.properties, dtype=object), k),
         "group": pd.Series(list(names) * m, dtype=None if k else object),
         "size": np.tile(result.sizes, m),
-        "score": result.scores.cpu().reshape(-1).numpy(),
+        "score": _column(result.scores),
     }
     if result.low is not None and result.high is not None:
-        columns |= {"low": result.low.cpu().reshape(-1).numpy(), "high": result.high.cpu().reshape(-1).numpy()}
+        columns |= {"low": _column(result.low), "high": _column(result.high)}
     columns["effect"] = [effect for j in range(m) for effect in ranking.effects(result, j)]
     columns["warnings"] = ["; ".join(result.warnings.get(name, ())) for name in names] * m
     return pd.DataFrame(columns)
+
+
+def _column(values: Tensor) -> np.ndarray:
+    wide = values.to("cpu", torch.promote_types(values.dtype, torch.float32))  # NumPy does not know bfloat16
+    return wide.reshape(-1).numpy()
 
 
 def _title(result: Attribution) -> str:
