@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from trak.projectors import NoOpProjector
 
-from ggda_ext import GroupGradients, PointGradients, attribute, evaluation, properties, property_scores
+from ggda_ext import Attribution, GroupGradients, PointGradients, attribute, evaluation, properties, property_scores
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
 from ggda_ext.curvature.fisher import FISHERS
 from ggda_ext.training import Recipe
@@ -196,6 +196,29 @@ def test_trak_positive_if_the_target_falls_without_the_group(name: str, given: s
     found = LOWERS_ON_REMOVAL_GROUPS_FIRST[name](case, goal)
     assert found.shape == (K, TESTS)
     assert correlation(found.T, case.losses if given == "losses" else case.margins) < -0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "property", "better", "positive"),
+    [
+        ("attribute", "loss", False, None),
+        ("TracInCP", "loss", False, None),
+        ("FisherInfluence exact", "loss", False, None),
+        ("IFAttributorExplicit", "loss", False, "rises"),
+        ("TracInAttributor", "loss", False, "rises"),
+        ("TRAKer exact", "margin", True, "falls"),
+        ("TRAKAttributor exact", "margin", True, "falls"),
+    ],
+)
+def test_as_an_attribution_all_say_alike_who_helps(name: str, property: str, better: bool, positive: Any) -> None:
+    case = truth()
+    scores = (RAISES_ON_REMOVAL | RAISES_ON_REMOVAL_GROUPS_FIRST | LOWERS_ON_REMOVAL_GROUPS_FIRST)[name](case, None)
+    result = Attribution.of(scores, case.groups, property, better, positive=positive)
+    assert correlation(result, case.margins if better else case.losses) > 0.5
+    real = case.losses.mean(0)
+    for found, sign in ((result.harmful(), -1), (result.helpful(), 1)):
+        first = [case.groups.id_of(group) for group in found.names[:3]]
+        assert bool((sign * real[first] > 0).all())
 
 
 @pytest.mark.parametrize(

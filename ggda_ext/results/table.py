@@ -32,7 +32,7 @@ def as_text(result: Attribution) -> str:
             for cell, width, left in zip(row, widths, aligned_left, strict=True)
         ]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join([_title(result), "", *lines, *_below(result)] if rows else [_title(result), *_below(result)])
+    return "\n".join([_title(result), "", *(lines if rows else ["none"]), *_below(result)])
 
 
 def as_html(result: Attribution) -> str:
