@@ -8,7 +8,9 @@ collate function, and draws nothing from the global random state.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -29,7 +31,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from ggda_ext.distributed import my_share, share_of_stream, world_size
-from ggda_ext.tables import aligned, index_of, is_table
+from ggda_ext.tables import aligned, index_of, is_table, numbers_of
 
 
 class ExampleSource(Protocol):
@@ -56,6 +58,7 @@ DataLike: TypeAlias = (
 """A DataLoader, a Dataset, a tensor, a tuple of tensors, or a dict of tensors, also as arrays or pandas frames; what is
 indexed already where the library passes its own data on."""
 
+_logger = logging.getLogger(__name__)
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -86,6 +89,8 @@ class IndexedData:
         source: Any = data.dataset if isinstance(data, DataLoader) else data
         if isinstance(source, IndexedData):
             raise TypeError(f"{name} is already indexed.")
+        if isinstance(source, str | bytes | Path):
+            raise TypeError(f"{name} is the text {str(source)!r}: read the file first, and pass what it holds.")
         self.is_stream = isinstance(source, IterableDataset)
         self._source = source
         if self._loader is not None:
@@ -96,7 +101,8 @@ class IndexedData:
             self.anchors = tuple(source) if isinstance(source, tuple | list) else (source,)
         self._order = None if self._loader is None or self.is_stream else _loader_order(self._loader, name)
         own_collate = self._loader is not None and self._loader.collate_fn is not default_collate
-        self._tensors = None if own_collate or self.is_stream else _as_tensors(source, name)
+        by_example = self._loader is not None and isinstance(source, list | tuple)  # entries, to a DataLoader
+        self._tensors = None if own_collate or by_example or self.is_stream else _as_tensors(source, name)
         if self._loader is not None:
             self.batch_size = self._loader.batch_size
         elif self._tensors is not None:
@@ -109,7 +115,10 @@ class IndexedData:
         """From now on give float64 numbers of NumPy and pandas, which know no other default, in the model's dtype."""
         if self._doubles:
             found = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
-            self._cast = None if found == torch.float64 else found
+            cast = None if found == torch.float64 else found
+            if cast is not None and self._cast is None:
+                _logger.info("%s holds float64 numbers, which the model is given as %s.", self.name, cast)
+            self._cast = cast
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -329,15 +338,11 @@ def _tensor_of(array: Any, name: str) -> Tensor:
     """A tensor, NumPy array or pandas table of numbers as a tensor."""
     if isinstance(array, Tensor):
         return array
-    values = np.asarray(array.to_numpy() if is_table(array) else array)
-    if values.dtype.kind not in "fiub":
-        kinds = getattr(array, "dtypes", None)
-        columns = [] if not hasattr(array, "columns") else [c for c, kind in kinds.items() if kind.kind not in "fiub"]  # type: ignore[union-attr]
-        what = f"column {columns[0]!r} holds {kinds[columns[0]]}" if columns else f"it holds {values.dtype}"  # type: ignore[index]
-        raise TypeError(f"{name} is not made of numbers: {what}. Encode it, or leave it out of the features.")
-    if values.dtype.kind == "f" and np.isnan(values).any():
-        raise ValueError(f"{name} has {int(np.isnan(values).sum())} missing values (NaN): fill or drop them first.")
-    return torch.as_tensor(values.copy() if not values.flags.writeable else values)
+    if is_table(array):
+        return torch.as_tensor(numbers_of(array, name).copy())  # pandas gives arrays that may not be written to
+    if array.dtype.kind in "OSUmM":
+        raise TypeError(f"{name} is not made of numbers: it holds {array.dtype}. Encode it first.")
+    return torch.as_tensor(array)
 
 
 def _holds_doubles(source: Any) -> bool:
@@ -429,6 +434,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def _for_autograd(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """All tensors of a batch."""
+    found: list[Tensor] = []
+    _map(found.append, batch)
+    return found
 
 
 def batch_length(batch: Any) -> int:

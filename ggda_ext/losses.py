@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import as_batch_of_one, batch_length
+from ggda_ext.data import as_batch_of_one, batch_length, pick, tensors_in
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -44,7 +44,7 @@ class ExampleLoss:
 
 
 class OutputLoss(ExampleLoss):
-    """``loss_fn(model(*inputs), target)``, or the summed outputs where `loss_fn` is None.
+    """``loss_fn(model(*inputs), target)``; ``OutputLoss(None)`` is the summed outputs, asked for by name.
 
     Tuple batches are ``(*inputs, target)``, dict batches are keyword arguments of the model plus
     one of the label keys, and a batch that is a single tensor has no target: ``loss_fn(output)``.
@@ -93,6 +93,46 @@ class BatchLoss(ExampleLoss):
         return losses.flatten(1).sum(1) if losses.dim() > 1 else losses
 
 
+class OwnLoss(ExampleLoss):
+    """The loss that the model itself returns for a whole batch, inputs and targets together.
+
+    A Hugging Face output with ``.loss``, a dict with ``"loss"``, or one number. Models give the mean over their batch,
+    so each example is run alone, which is exact whatever the mean is over, and slower than a loss of outputs.
+    """
+
+    @property
+    def anchors(self) -> tuple[Any, ...] | None:
+        """Nothing but the kind of loss: the rest is the model."""
+        return (type(self),)
+
+    def each(self, model: nn.Module, batch: Any) -> Tensor:
+        size = batch_length(batch)
+        if size == 1:
+            return self._value(model, batch).reshape(1)
+        return torch.stack([self._value(model, pick(batch, [at])) for at in range(size)])
+
+    def _value(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of a batch, one number."""
+        try:
+            if isinstance(batch, Mapping):
+                output = model(**batch)
+            else:
+                output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        except TypeError as error:
+            raise TypeError(_no_own_loss(f"called with inputs and targets it fails ({error})")) from error
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or (loss is output and loss.dim()):
+            raise TypeError(_no_own_loss(f"it returned {_shape(output if loss is None else loss)}"))
+        return loss.reshape(())
+
+
+def _no_own_loss(why: str) -> str:
+    return (
+        f"loss_fn is None, which stands for the loss that the model itself returns, but {why}: pass the training loss, "
+        "e.g. nn.CrossEntropyLoss(), or let the model return an output with .loss."
+    )
+
+
 class FunctionalLoss(ExampleLoss):
     """``fn(parameters, example)``, written for one example in the manner of `torch.func`, made per-example by vmap.
 
@@ -116,32 +156,32 @@ class FunctionalLoss(ExampleLoss):
 
 
 def as_example_loss(loss_fn: Any) -> ExampleLoss:
-    """`loss_fn` as an `ExampleLoss`: a ``loss_fn(output, target)`` of any reduction, or one already."""
+    """`loss_fn` as an `ExampleLoss`: ``loss_fn(output, target)`` of any reduction, one already, or the model's own."""
     if isinstance(loss_fn, ExampleLoss):
         return loss_fn
-    if loss_fn is not None and not callable(loss_fn):
+    if loss_fn is None:
+        return OwnLoss()
+    if isinstance(loss_fn, type):
+        raise TypeError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, {loss_fn.__name__}().")
+    if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}: pass a callable loss_fn(output, target).")
     return OutputLoss(loss_fn)
 
 
 def model_output(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
     """Run the model on a batch: its output and the batch's target (None if it has none)."""
-    target: Tensor | None
-    if isinstance(batch, Tensor):
-        output, target = model(batch), None
-    elif isinstance(batch, Mapping):
-        inputs = dict(batch)
-        label_key = next((key for key in LABEL_KEYS if key in inputs), None)
-        target = inputs.pop(label_key) if label_key is not None else None
-        output = model(**inputs)
-    elif isinstance(batch, tuple | list) and batch:
-        *arguments, target = batch if len(batch) > 1 else (batch[0], None)
-        output = model(*arguments)
-    else:
+    try:
+        output, target = _called(model, batch)
+    except RuntimeError as error:
+        if "dtype" not in str(error):
+            raise
+        own = next((str(p.dtype) for p in model.parameters()), "another type")
+        given = ", ".join(str(tensor.dtype) for tensor in tensors_in(batch))
+        fix = "pass x.float() for x, or model.double()" if "float64" in given else "pass inputs first, then the target"
         raise TypeError(
-            f"a batch is a {type(batch).__name__}: make the data give tuples (*inputs, target), dicts or "
-            "tensors, or pass BatchLoss(fn) as the loss, with your own fn(model, batch)."
-        )
+            f"the data holds tensors of {given}, and the parameters of the model are {own}: {fix}. "
+            f"The model says: {error}."
+        ) from error
     output = getattr(output, "logits", output)  # Hugging Face model outputs
     if not isinstance(output, Tensor):
         raise TypeError(
@@ -151,9 +191,29 @@ def model_output(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
     if output.dim() == 0:
         raise ValueError(
             "the model returned a single number for a batch, not one output per example: let it return outputs "
-            "[b, …], or pass BatchLoss(fn) as the loss, with your own fn(model, batch) that returns losses [b]."
+            "[b, …], or pass BatchLoss(fn) as the loss, with your own fn(model, batch) that returns losses [b]; or "
+            "loss_fn=None, if the number is the loss of inputs and targets."
         )
     return output, target
+
+
+def _called(model: nn.Module, batch: Any) -> tuple[Any, Tensor | None]:
+    """What the model returns for the inputs of a batch, and the target."""
+    target: Tensor | None
+    if isinstance(batch, Tensor):
+        return model(batch), None
+    if isinstance(batch, Mapping):
+        inputs = dict(batch)
+        label_key = next((key for key in LABEL_KEYS if key in inputs), None)
+        target = inputs.pop(label_key) if label_key is not None else None
+        return model(**inputs), target
+    if isinstance(batch, tuple | list) and batch:
+        *arguments, target = batch if len(batch) > 1 else (batch[0], None)
+        return model(*arguments), target
+    raise TypeError(
+        f"a batch is a {type(batch).__name__}: make the data give tuples (*inputs, target), dicts or "
+        "tensors, or pass BatchLoss(fn) as the loss, with your own fn(model, batch)."
+    )
 
 
 _ELEMENTWISE = (
@@ -175,6 +235,11 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
         found = _known_losses(loss_fn, output, target)
         if found is not None:
             return found
+    if type(loss_fn) in _KNOWN and target is None:
+        raise ValueError(
+            f"the data gives no targets, which {type(loss_fn).__name__} needs: pass (x, y), or a dict with one of the "
+            f"keys {', '.join(LABEL_KEYS)}."
+        )
     arguments = (output,) if target is None else (output, target)
     losses = loss_fn(*arguments)
     if not isinstance(losses, Tensor):
@@ -201,6 +266,7 @@ def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor | None
         )
     if isinstance(loss_fn, _ELEMENTWISE) and output.shape != target.shape:
         if output.numel() != target.numel():
+            _check_comparable(loss_fn, output, target)
             return None
         target = target.reshape(output.shape)  # [b] for outputs [b, 1]: alone they mean the same, a batch broadcasts
     unreduced = copy.copy(loss_fn)
@@ -214,6 +280,17 @@ def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor | None
         counted = (target.reshape(size, -1) != loss_fn.ignore_index).sum(1)
         return rows.sum(1) / counted.clamp(min=1)
     return rows.mean(1)
+
+
+def _check_comparable(loss_fn: Any, output: Tensor, target: Tensor) -> None:
+    try:
+        torch.broadcast_shapes(output.shape, target.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"the model gives outputs {list(output.shape)} for targets {list(target.shape)}, which "
+            f"{type(loss_fn).__name__} cannot compare: for classes use nn.CrossEntropyLoss(), for numbers a model with "
+            "one output for each."
+        ) from None
 
 
 def _alone(loss_fn: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> Tensor:

@@ -84,3 +84,19 @@ def index_of(source: Any) -> Any:
         return source.index
     parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else ()
     return next((part.index for part in parts if is_table(part)), None)
+
+
+def numbers_of(table: Any, name: str) -> np.ndarray:
+    """A Series or DataFrame as an array of numbers; text and missing values are refused by column."""
+    parts = {column: table[column] for column in table.columns} if hasattr(table, "columns") else {name: table}
+    for column, part in parts.items():
+        where = f"column {column!r} of {name}" if column is not name else name
+        if getattr(part.dtype, "kind", "O") not in "fiub":
+            raise TypeError(f"{where} is not made of numbers but of {part.dtype}: encode it, or leave it out.")
+        missing = int(part.isna().sum())
+        if missing:
+            raise ValueError(
+                f"{where} has {missing} missing values: fill or drop them; if the model takes NaN, pass .to_numpy()."
+            )
+    found = np.asarray(table.to_numpy())
+    return found.astype(np.float64) if found.dtype.kind not in "fiub" else found

@@ -34,7 +34,7 @@ from ggda_ext.distributed import inner_name, unwrapped
 from ggda_ext.gradients.provider import Directions
 from ggda_ext.groups import GroupsLike
 from ggda_ext.kept_scores import KeptScores, keep_scores
-from ggda_ext.losses import ExampleLoss, as_example_loss
+from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss
 from ggda_ext.properties import Property
 
 
@@ -216,7 +216,7 @@ class GroupInfluence(DataInfluence):
 
     def _example_loss(self, loss_fn: Any, inputs: Any) -> ExampleLoss:
         """The loss of each example, of training or test points, when `inputs` is to be explained."""
-        return as_example_loss(loss_fn)
+        return OutputLoss(None) if loss_fn is None else as_example_loss(loss_fn)  # as in Captum: the summed outputs
 
     def _point_provider(self, points: PointGradients, groups: GroupsLike | None = None) -> GroupGradients:
         """The gradients of test points, each for itself or summed by `groups`."""

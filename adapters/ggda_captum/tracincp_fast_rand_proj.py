@@ -21,7 +21,7 @@ from ggda_captum.nearest_neighbors import ExactNearestNeighbors
 from ggda_captum.tracincp import CheckpointInfluence
 from ggda_ext import ExampleLoss, PointGradients
 from ggda_ext.distributed import in_order, my_share
-from ggda_ext.losses import as_example_loss, example_losses, model_output
+from ggda_ext.losses import example_losses, model_output
 from ggda_ext.storage.fingerprint import sketch_of
 
 Blocks = Iterable[tuple[Tensor, Tensor]]
@@ -43,7 +43,7 @@ class TracInCPFast(CheckpointInfluence, captum.influence.TracInCPFast):
 
     def _example_loss(self, loss_fn: Any, inputs: Any) -> ExampleLoss:
         if isinstance(inputs, OfProperty):
-            return as_example_loss(loss_fn)
+            return super()._example_loss(loss_fn, inputs)
         return LastLayerLoss(loss_fn, self.final_fc_layer)
 
     def _influence(self, inputs: Any, **options: Any) -> Tensor:

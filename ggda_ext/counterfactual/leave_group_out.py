@@ -23,6 +23,7 @@ from ggda_ext.distributed import from_first_rank, world_size
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.losses import example_losses
 from ggda_ext.properties import Property
+from ggda_ext.results import Attribution, MethodFacts
 from ggda_ext.storage import fingerprint
 from ggda_ext.storage.blocks import Block, finish, opened
 from ggda_ext.storage.folder import digest
@@ -44,11 +45,17 @@ class LeaveGroupOut:
         per_seed: the rise for every seed `[seeds, m, k]`, between two models of the same seed.
         full: the property of the models trained on all points `[seeds, m]`.
         group_ids: the groups that were left out `[k]`.
+        groups: those that `group_ids` are ids of.
+        measured: the property.
+        made_by: how, in a word or two.
     """
 
     per_seed: Tensor
     full: Tensor
     group_ids: np.ndarray
+    groups: Groups | None = None
+    measured: Any = None
+    made_by: str = "leave group out"
 
     @property
     def scores(self) -> Tensor:
@@ -73,6 +80,34 @@ class LeaveGroupOut:
 
         width = float(stdtrit(max(len(self.per_seed) - 1, 1), (1 + confidence) / 2)) * self.stderr
         return self.scores - width, self.scores + width
+
+    def attribution(
+        self,
+        groups: GroupsLike | None = None,
+        property: Any = None,
+        higher_is_better: bool | Sequence[bool | None] | None = None,
+    ) -> Attribution:
+        """The scores as an `Attribution`, with their 95 % interval over seeds if there are several.
+
+        Args:
+            groups: by default those that were left out.
+            property: what was measured, or its name; by default the property that was passed.
+            higher_is_better: by default what the property says.
+        """
+        known = self.groups if groups is None else Groups.of(groups)
+        if known is None:
+            raise ValueError("this result does not know its groups: pass groups.")
+        scores, seeds = torch.atleast_2d(self.scores), len(self.per_seed)
+        asked = self.measured if property is None else property
+        if asked is not None and not callable(asked) and not isinstance(asked, str | list):
+            asked, higher_is_better = "mean_loss", False if higher_is_better is None else higher_is_better
+        details: dict[str, Any] = {"notes": ("One seed: nothing is known about the noise of training.",)}
+        if seeds > 1:
+            low, high = (torch.atleast_2d(end) for end in self.interval)
+            details = {"low": low, "high": high, "interval": f"95 %, over {seeds} seeds of training"}
+        facts = MethodFacts(self.made_by, "property", {"seeds": seeds})
+        chosen = known.some(self.group_ids.tolist())
+        return Attribution.of(scores, chosen, asked, higher_is_better, method=facts, test_axis=0, **details)
 
 
 def leave_group_out(
@@ -170,7 +205,8 @@ def leave_group_out(
         values = from_first_rank(saved)[torch.from_numpy(np.argsort(order))]
     values = values.view(len(seeds), len(ids) + 1, m).transpose(1, 2)
     full, rises = values[:, :, 0], values[:, :, 1:] - values[:, :, :1]
-    return LeaveGroupOut(*((rises, full) if measure.is_vector else (rises[:, 0], full[:, 0])), ids)
+    found = (rises, full) if measure.is_vector else (rises[:, 0], full[:, 0])
+    return LeaveGroupOut(*found, ids, groups, property)
 
 
 class Measure:

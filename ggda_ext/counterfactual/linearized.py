@@ -112,6 +112,7 @@ class LinearizedModel:
 
     def features(self, data: IndexedData) -> Features:
         """Outputs and tangents of any data."""
+        data.suit(self.provider.model)
         return self._linearizer.features(data)
 
     def linearised(self, property: Property) -> tuple[Tensor, Tensor]:

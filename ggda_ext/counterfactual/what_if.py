@@ -68,7 +68,7 @@ class WhatIf:
         point_weights: of every training point in the training loss `[n]`; 1 if left out.
         parameters: names of parameters or modules that may move; all that require a gradient if left out.
         most_points: training points a refit looks at; more are drawn from evenly.
-        batch_size: points per pass.
+        batch_size: points per pass; by default those of a DataLoader, else as many as fit the budget.
         memory_budget: bytes for features and for solving; features that need more go to a file.
         folder: for such files; a temporary folder if left out.
         seed: of sketches and draws.
@@ -116,8 +116,9 @@ class WhatIf:
         self.models: list[LinearizedModel] = []
         for one in (model, *models):
             provider = GroupGradients(
-                one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size, memory_budget=memory_budget
-            )
+                one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size or inside.batch_size,
+                memory_budget=memory_budget, show_progress=False,
+            )  # fmt: skip
             self.models.append(LinearizedModel(provider, settings, weights))
         self.groups = self.models[0].provider.groups
         self.calibrations: dict[int, tuple[Property, Calibration]] = {}
@@ -181,7 +182,8 @@ class WhatIf:
         found = self.calibration_of(property)
         if found is not None:
             rises = torch.stack([found.change(rise, self.removed(weights)) for rise in rises])
-        return LeaveGroupOut(rises.transpose(1, -1) if rises.dim() > 2 else rises, full, np.arange(k))
+        per_model = rises.transpose(1, -1) if rises.dim() > 2 else rises
+        return LeaveGroupOut(per_model, full, np.arange(k), self.groups, property, "refit of the linearised model")
 
     def interactions(self, property: Property, names: Names | None = None) -> Interactions:
         """Which pairs of groups matter together otherwise than one by one; see `Interactions`."""

@@ -90,6 +90,8 @@ class GroupGradients:
         for name, value in (("batch_size", batch_size), ("memory_budget", memory_budget)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}: pass the trained torch.nn.Module itself.")
         self.model, self.loss = unwrapped(model), as_example_loss(loss_fn)
         self.data = data if isinstance(data, IndexedData) else IndexedData(data, "the training data")
         self.data.suit(self.model)

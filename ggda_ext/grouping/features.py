@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ggda_ext.data import DataLike, IndexedData, batch_length, to_device
 from ggda_ext.distributed import gather_rows, inner_name, together, unwrapped, world_size
 from ggda_ext.gradients.checks import check_deterministic_modules
-from ggda_ext.losses import as_example_loss
+from ggda_ext.losses import OutputLoss, as_example_loss
 
 Layer = str | nn.Module | None
 """A layer by name (as in `model.named_modules()`) or itself; None for the last linear layer that runs."""
@@ -61,7 +61,7 @@ def representations(
         batch_size: examples per forward pass. Only the features of a batch outlive it.
         loss_fn: a `BatchLoss`, for a model with a calling convention of its own; its value is not used.
     """
-    model, loss = unwrapped(model), as_example_loss(loss_fn)
+    model, loss = unwrapped(model), OutputLoss(None) if loss_fn is None else as_example_loss(loss_fn)
 
     def rows_of(batch: Any, module: nn.Module) -> Tensor:
         caught: list[Tensor] = []
@@ -101,7 +101,7 @@ def gradients(
     Returns:
         Rows `[n, C]` or `[n, d]`.
     """
-    model, loss = unwrapped(model), as_example_loss(loss_fn)
+    model, loss = unwrapped(model), OutputLoss(None) if loss_fn is None else as_example_loss(loss_fn)
     rotations: dict[nn.Module, Tensor] = {}
 
     def rows_of(batch: Any, module: nn.Module) -> Tensor:
@@ -168,6 +168,7 @@ def _features(
     named = None if layer is None else _named_layer(model, layer)
     device = next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
     indexed = IndexedData(data)
+    indexed.suit(model)
     batches = ((at, to_device(batch, device)) for at, batch in _my_batches(indexed, batch_size))
     found: list[nn.Module] = [] if named is None else [named]
 

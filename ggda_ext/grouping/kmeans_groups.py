@@ -19,6 +19,7 @@ from ggda_ext.grouping.kmeans import inertia, kmeans, numbered, ranks
 from ggda_ext.grouping.sizes import cut_to_count, cut_to_size, equal_sizes
 from ggda_ext.grouping.whitening import Whitening, check_features, content_order, whitened
 from ggda_ext.groups.partition import Groups
+from ggda_ext.losses import as_example_loss
 
 Self = TypeVar("Self", bound="KMeansGroups")
 
@@ -239,7 +240,7 @@ class GradKMeansGroups(ReprKMeansGroups):
         """Gradients with respect to the inputs of the layer, rotated to `[n, C]` where that keeps the clusters."""
         return gradients(
             self.model,
-            self.loss_fn,
+            as_example_loss(self.loss_fn),
             data,
             layer=self.layer,
             batch_size=self.batch_size,

@@ -69,8 +69,11 @@ def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | No
     """Labels and names from one value per point; names are None for plain ids 0 … k-1."""
     array = _as_numpy(values)
     if array.ndim != 1:
-        got = repr(values) if array.ndim == 0 else f"of shape {tuple(array.shape)}"
-        raise ValueError(f"groups as labels must be one-dimensional, not {got}: pass one label per training point.")
+        got = f"{values!r}, which is one value" if array.ndim == 0 else f"of shape {tuple(array.shape)}"
+        raise ValueError(
+            f"groups as labels must be one-dimensional, not {got}: pass one label per training point, e.g. "
+            "df['clinic']."
+        )
     if array.dtype.kind == "f":
         absent = np.isnan(array)
         if not np.array_equal(array[~absent], np.round(array[~absent])):

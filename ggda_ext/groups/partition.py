@@ -110,7 +110,8 @@ class Groups:
         if n is not None and len(labels) != n:
             raise ValueError(
                 f"groups has labels for {len(labels)} points, but the training set has {n}: "
-                "pass one label per training point, in the order of the data set."
+                "pass one label per training point, in the order of the data set"
+                + ("." if n < 100 or len(labels) > 9 else "; if they name columns of a table, pass it too: frame=df.")
             )
         if len(labels) == 0:
             raise ValueError("groups is empty: pass at least one training point.")
@@ -118,7 +119,7 @@ class Groups:
         if len(left_out) and rest == "error" and not isinstance(groups, Groups):
             raise ValueError(
                 f"groups is not a partition: {len(left_out)} of {len(labels)} points are in no "
-                f"group, first {first_few(left_out)}. Put them in a group, or pass rest='drop' to "
+                f"group, first {first_few(left_out)}. Put them in a group, or pass Groups(labels, rest='drop') to "
                 "leave them out, or rest='group' to make them one group."
             )
         k = int(labels.max()) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,7 @@ def property_gradient(property: Property, model: nn.Module, parameters: Paramete
     Returns:
         Rows `[m, p]`, detached; p runs over the flattened parameters in the order of the dict.
     """
-    if not callable(property):
-        raise TypeError(f"property is a {type(property).__name__}: pass a callable g(model) -> Tensor.")
+    check_property(property)
     if not parameters:
         raise ValueError("parameters is empty: pass at least one parameter of the model.")
     model, own = unwrapped(model), getattr(property, "gradient", None)
@@ -51,6 +51,15 @@ def property_gradient(property: Property, model: nn.Module, parameters: Paramete
             f"parameter {_name_at(at, parameters)!r}. Look for sqrt, log or a division at 0."
         )
     return rows.detach()
+
+
+def check_property(property: Any) -> None:
+    """Refuse what is no property: data, a name, or a maker of properties that was not called."""
+    ready = "e.g. properties.mean_loss(test_data, loss), or any callable g(model) -> Tensor"
+    if not callable(property) or isinstance(property, type):
+        raise TypeError(f"property is a {type(property).__name__}: pass what is to be explained, {ready}.")
+    if isinstance(property, FunctionType) and property.__module__ == "ggda_ext.properties.library":
+        raise TypeError(f"property is the function {property.__name__} itself: call it with its data, {ready}.")
 
 
 def _plain_gradient(property: Property, model: nn.Module, parameters: Parameters) -> Tensor:

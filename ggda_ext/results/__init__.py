@@ -1,0 +1,6 @@
+"""Results: scores with the names of what they are about, that rank, print, save and load themselves."""
+
+from ggda_ext.results.attribution import Attribution
+from ggda_ext.results.method import MethodFacts
+
+__all__ = ["Attribution", "MethodFacts"]

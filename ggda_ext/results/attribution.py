@@ -1,0 +1,382 @@
+"""`Attribution`: scores `[m, k]` of groups that know their names, sizes, direction, method and how sure they are.
+
+One sign everywhere: a score is positive where the property is predicted to *rise* if the group is removed. With the
+property's direction this says who helps and who hurts:
+
+    hurts  ⇔  score > 0 and higher is better, or score < 0 and lower is better.
+
+It is a tensor: whatever PyTorch or NumPy does with one gives plain tensors and arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_ext.groups.partition import Groups, GroupsLike
+from ggda_ext.results import ranking
+from ggda_ext.results.method import MethodFacts
+from ggda_ext.results.ranking import Direction
+
+if TYPE_CHECKING:
+    import pandas
+
+    from ggda_ext.properties import Property
+    from ggda_ext.results.plots import Plots
+
+_FIELDS = (
+    "groups", "properties", "higher_is_better", "low", "high", "interval", "method", "warnings", "notes",
+    "member_scores",
+)  # fmt: skip
+
+
+class Attribution(Tensor):
+    """Scores `[m, k]` of k groups for m properties; prints as a ranked table, and is used as a tensor.
+
+    Args:
+        scores: `[m, k]`, positive where the property is predicted to rise if the group is removed.
+        groups: the groups, in the order of the columns.
+        properties: names of the m properties; ``property 0`` … if left out.
+        higher_is_better: of each property; None where it is not known, and then nothing helps or hurts.
+        low: lower end of an interval around each score `[m, k]`.
+        high: its upper end `[m, k]`.
+        interval: what the interval covers, such as ``"95 %, over test points"``.
+        method: how the scores were made.
+        warnings: by name of a group, what to know before its score is trusted.
+        notes: the same about all scores.
+        member_scores: the score of each training point alone `[m, n]`, where known; they add up to the group's.
+
+    >>> result = Attribution(torch.tensor([[0.5, -0.25]]), Groups(["web", "web", "forum"]), ["loss"], [False])
+    >>> print(result)
+    Attribution of loss (lower is better) to 2 groups of 3 points
+    <BLANKLINE>
+    group  size  score
+    forum     1   +0.5  helps
+    web       2  -0.25  hurts
+    """
+
+    groups: Groups
+    """The groups, with names, sizes and members."""
+    properties: tuple[str, ...]
+    """Names of the m properties."""
+    higher_is_better: tuple[Direction, ...]
+    """Of each property, whether higher is better; None if that is not known."""
+    low: Tensor | None
+    """Lower end of the interval around each score `[m, k]`."""
+    high: Tensor | None
+    """Upper end of the interval around each score `[m, k]`."""
+    interval: str
+    """What the interval covers."""
+    method: MethodFacts | None
+    """How the scores were made."""
+    warnings: Mapping[Hashable, tuple[str, ...]]
+    """By name of a group, what to know before its score is trusted."""
+    notes: tuple[str, ...]
+    """What to know about all scores."""
+    member_scores: Tensor | None
+    """The score of each training point alone `[m, n]`, where known."""
+
+    @staticmethod
+    def __new__(
+        cls,
+        scores: Any,
+        groups: GroupsLike,
+        properties: Sequence[str] | None = None,
+        higher_is_better: Sequence[Direction] | None = None,
+        *,
+        low: Any = None,
+        high: Any = None,
+        interval: str = "",
+        method: MethodFacts | None = None,
+        warnings: Mapping[Hashable, Sequence[str]] | None = None,
+        notes: Sequence[str] = (),
+        member_scores: Any = None,
+    ) -> Attribution:
+        plain = _plain(scores)
+        groups = Groups.of(groups)
+        if plain.dim() != 2 or plain.shape[1] != len(groups):
+            raise ValueError(
+                f"scores has shape {list(plain.shape)} for {len(groups)} groups: pass [m, {len(groups)}], or use "
+                "Attribution.of, which takes other shapes."
+            )
+        m = len(plain)
+        names = tuple(f"property {j}" for j in range(m)) if properties is None else tuple(properties)
+        directions = (None,) * m if higher_is_better is None else tuple(higher_is_better)
+        for name, found in (("properties", names), ("higher_is_better", directions)):
+            if len(found) != m:
+                raise ValueError(f"{name} has {len(found)} entries for scores of {m} properties.")
+        if (low is None) != (high is None):
+            raise ValueError("low and high are the two ends of an interval: pass both, or neither.")
+        new = plain.as_subclass(cls)
+        new.groups, new.properties, new.higher_is_better = groups, names, directions
+        new.low, new.high = (_shaped(end, name, plain.shape) for end, name in ((low, "low"), (high, "high")))
+        new.interval, new.method, new.notes = interval, method, tuple(notes)
+        new.warnings = MappingProxyType(_checked_warnings(warnings or {}, groups))
+        new.member_scores = _shaped(member_scores, "member_scores", (m, groups.n))
+        return new
+
+    @classmethod
+    def of(
+        cls,
+        scores: Any,
+        groups: GroupsLike,
+        property: Property | str | Sequence[str] | None = None,
+        higher_is_better: Direction | Sequence[Direction] = None,
+        *,
+        method: MethodFacts | str | None = None,
+        positive: Literal["rises", "falls"] | None = None,
+        test_axis: Literal["auto", 0, 1] = "auto",
+        **details: Any,
+    ) -> Attribution:
+        """The group scores of any toolkit, in either shape, as an `Attribution`.
+
+        Args:
+            scores: Captum's `[m, k]`, dattri's `(k, m)`, TRAK's `[k, m]`, one row `[k]`, or the result of
+                `leave_group_out`.
+            groups: those that the scores are of.
+            property: what was explained: the property, or its name, or m names.
+            higher_is_better: whether higher is better; by default what the property says.
+            method: its name, or facts about it.
+            positive: what a positive score says about the property if the group is removed: that it ``"rises"``
+                (Captum, all of dattri but TRAK, `FisherInfluence`) or ``"falls"`` (both TRAKs, whose scores are turned
+                round here). Asked for where scores are `[k, m]`, as both exist.
+            test_axis: which axis of `scores` are the m test points or properties; asked for where m = k.
+            **details: `low`, `high`, `interval`, `warnings`, `notes`, `member_scores` as in `Attribution`.
+        """
+        from ggda_ext.results.conversion import converted
+
+        return converted(cls, scores, Groups.of(groups), property, higher_is_better, method, positive, test_axis, details)
+
+    def replace(self, **changes: Any) -> Attribution:
+        """The same with other `scores`, `low`, `high`, `interval`, `method`, `warnings`, `notes`, …"""
+        fields = {name: getattr(self, name) for name in _FIELDS} | {"scores": self.scores} | changes
+        return type(self)(**fields)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What PyTorch makes of it is a plain tensor: a sum of scores has no groups."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def scores(self) -> Tensor:
+        """The scores `[m, k]` as a plain tensor, on the same memory."""
+        return _plain(self)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The same as `scores`."""
+        return self.scores
+
+    @property
+    def names(self) -> tuple[Hashable, ...]:  # of PyTorch's named dimensions
+        """Names of the groups in the order of the columns; their ids where they have no names."""
+        return tuple(self.groups.all_names)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Number of training points in every group `[k]`."""
+        return self.groups.sizes
+
+    @property
+    def per_member(self) -> Attribution:
+        """Scores divided by the size of the group, to compare what a member counts."""
+        sizes = torch.from_numpy(np.array(self.sizes)).to(self.scores)
+        note = "Scores are divided by the size of the group."
+        ends = {name: None if end is None else end / sizes for name, end in (("low", self.low), ("high", self.high))}
+        return self.replace(scores=self.scores / sizes, notes=(*self.notes, note), member_scores=None, **ends)
+
+    def effects(self, property: str | int = 0) -> tuple[str, ...]:
+        """For every group: ``helps`` or ``hurts``, ``rises`` or ``falls`` if the direction is not known.
+
+        ``unclear`` where the interval holds 0, ``none`` where the score is 0.
+        """
+        return ranking.effects(self, self.property_id(property))
+
+    def ranked(self, by: str | int | None = None) -> Attribution:
+        """All groups, those that matter most first (by the size of the score).
+
+        Args:
+            by: the property that counts; by default the first, or the mean of many of one direction.
+        """
+        return self.some(ranking.order(self, by))
+
+    def top(self, count: int = 5, by: str | int | None = None) -> Attribution:
+        """The groups that matter most, helpful or harmful, largest score first."""
+        if count < 1:
+            raise ValueError(f"count={count}: pass at least 1.")
+        return self.some(ranking.order(self, by)[:count])
+
+    def harmful(self, by: str | int | None = None, *, sure: bool = False) -> Attribution:
+        """The groups without which the property is predicted to get better, worst group first.
+
+        Args:
+            by: the property that counts; by default the first.
+            sure: only those whose interval does not hold 0.
+        """
+        return self.some(ranking.with_effect(self, "hurts", by, sure))
+
+    def helpful(self, by: str | int | None = None, *, sure: bool = False) -> Attribution:
+        """The groups without which the property is predicted to get worse, best group first; as `harmful`."""
+        return self.some(ranking.with_effect(self, "helps", by, sure))
+
+    def some(self, ids: Sequence[int]) -> Attribution:
+        """Some of the groups by id (column), in that order, with everything that is known about them."""
+        ids = [int(j) for j in ids]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"ids holds a group more than once: {ids}.")
+        at = torch.tensor(ids, dtype=torch.int64, device=self.device)
+        kept = {self.groups.name(j) for j in ids}
+        pick = {name: None if end is None else end[:, at] for name, end in (("low", self.low), ("high", self.high))}
+        return self.replace(
+            scores=self.scores[:, at], groups=self.groups.some(ids),
+            warnings={name: found for name, found in self.warnings.items() if name in kept}, **pick,
+        )  # fmt: skip
+
+    def of_group(self, name: Hashable) -> Attribution:
+        """One group by name, as an attribution `[m, 1]`; ``float()`` of it is the score if there is one property."""
+        return self.some([self.groups.id_of(name)])
+
+    def of_property(self, name: str | int) -> Attribution:
+        """One property by name or number, as an attribution `[1, k]`."""
+        j = self.property_id(name)
+        known = (("low", self.low), ("high", self.high), ("member_scores", self.member_scores))
+        return self.replace(
+            scores=self.scores[j : j + 1], properties=self.properties[j : j + 1],
+            higher_is_better=self.higher_is_better[j : j + 1],
+            **{each: None if value is None else value[j : j + 1] for each, value in known},
+        )  # fmt: skip
+
+    def property_id(self, name: str | int) -> int:
+        """The row of a property, by name or number."""
+        return ranking.property_id(self.properties, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A group, a property, or both by name, as an `Attribution`; by anything else as a tensor.
+
+        ``result["web"]``, ``result[["web", "books"]]``, ``result["mean_loss"]``, ``result["mean_loss", "web"]``. Whole
+        numbers, slices and tensors are rows and columns, also where groups are named by numbers: see `of_group`.
+        """
+        if ranking.is_tensor_index(key):
+            return super().__getitem__(key)
+        return ranking.by_name(self, key)
+
+    def __contains__(self, key: object) -> Any:
+        """Whether there is a group of this name; numbers and tensors are looked for among the scores."""
+        if isinstance(key, int | float | complex | Tensor):
+            return super().__contains__(key)
+        return key in self.groups.all_names
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        from ggda_ext.results.table import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        from ggda_ext.results.table import as_html
+
+        return as_html(self)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A pandas table, a row for each group (and property), in the order of the columns of `scores`.
+
+        Columns: property, group, size, score, low and high if there are intervals, effect, warnings.
+        """
+        from ggda_ext.results.table import as_frame
+
+        return as_frame(self)
+
+    @property
+    def plot(self) -> Plots:
+        """Pictures, with matplotlib (the extra ``[plot]``): ``result.plot.bars()``, ``.members()``, ``.heatmap()``, …"""
+        from ggda_ext.results.plots import Plots
+
+        return Plots(self)
+
+    def to_html(
+        self,
+        path: str | Path,
+        *,
+        rows: Any = None,
+        images: Any = None,
+        labels: Any = None,
+        member_scores: Any = None,
+        title: str | None = None,
+    ) -> Path:
+        """Write a page about the result: answer, ranked table, pictures, the groups that matter and their members.
+
+        One file that needs no network and runs no script; it needs the extra ``[plot]``. It shows some of the training
+        data if `rows` or `images` are given, so look before passing it on.
+
+        Args:
+            path: where to; written as a whole or not at all.
+            rows: what to show of the training points, one for each: a pandas DataFrame, a list of texts or of dicts.
+            images: training points that are images: `[n, H, W]`, `[n, C, H, W]`, `[n, H, W, C]`, or a list of such.
+            labels: label of every training point, for the mix of labels in a group.
+            member_scores: score of every training point `[m, n]`, to find the members that carry a group; by default
+                those of the result.
+            title: of the page.
+        """
+        from ggda_ext.results.page import written
+
+        return written(self, Path(path), rows=rows, images=images, labels=labels, member_scores=member_scores, title=title)
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one file, as a whole or not at all; no pickle. Read it with `Attribution.load`."""
+        from ggda_ext.results.saving import saved
+
+        return saved(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Attribution:
+        """Read what `save` wrote; a file that is damaged, or of another kind, is refused."""
+        from ggda_ext.results.saving import loaded
+
+        return loaded(cls, Path(path))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.scores.numpy(), dtype=dtype, copy=copy) if copy else np.asarray(self.scores, dtype=dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from ggda_ext.results.saving import encoded, rebuilt
+
+        return rebuilt, encoded(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attribution:
+        if id(self) not in memo:
+            memo[id(self)] = self.replace(scores=self.scores.clone())
+        return memo[id(self)]
+
+
+def _plain(values: Any) -> Tensor:
+    """Numbers as a plain tensor without a graph, on the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = values if isinstance(values, Tensor) else torch.as_tensor(values)
+        return found.detach().as_subclass(Tensor)
+
+
+def _shaped(values: Any, name: str, shape: Sequence[int]) -> Tensor | None:
+    if values is None:
+        return None
+    found = _plain(values)
+    if found.shape != torch.Size(shape):
+        raise ValueError(f"{name} has shape {list(found.shape)}: pass {list(shape)}.")
+    return found
+
+
+def _checked_warnings(warnings: Mapping[Hashable, Sequence[str]], groups: Groups) -> dict[Hashable, tuple[str, ...]]:
+    found = {name: (text,) if isinstance(text, str) else tuple(text) for name, text in warnings.items()}
+    names = set(groups.all_names) if found else set()
+    for name in found:
+        if name not in names:
+            raise ValueError(f"warnings has an entry for {name!r}, which is no group.")
+    return found

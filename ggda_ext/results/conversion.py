@@ -1,0 +1,81 @@
+"""Group scores of any toolkit as an `Attribution`: shapes, signs and names brought to one form (docs/signs.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ggda_ext.groups.partition import Groups
+from ggda_ext.properties.described import directions_of, names_of
+from ggda_ext.results.method import MethodFacts
+from ggda_ext.results.ranking import Direction
+
+if TYPE_CHECKING:
+    from ggda_ext.results.attribution import Attribution
+
+
+def converted(
+    cls: type[Attribution],
+    scores: Any,
+    groups: Groups,
+    property: Any,
+    higher_is_better: Direction | Sequence[Direction],
+    method: MethodFacts | str | None,
+    positive: str | None,
+    test_axis: Any,
+    details: Mapping[str, Any],
+) -> Attribution:
+    """See `Attribution.of`."""
+    if positive not in (None, "rises", "falls"):
+        raise ValueError(f"positive={positive!r} is not one of 'rises', 'falls'.")
+    own = getattr(scores, "attribution", None)
+    if callable(own) and hasattr(scores, "per_seed"):  # leave-group-out, with its own interval, sign and shape
+        return own(groups, property, higher_is_better)
+    found, turned = _upright(torch.as_tensor(scores), len(groups), test_axis)
+    if turned and positive is None:
+        raise ValueError(
+            f"scores is {list(found.T.shape)}, a row for each group, as dattri and TRAK give it, and their signs differ: "
+            "pass positive='falls' for TRAKer and dattri's TRAKAttributor, positive='rises' for the rest of dattri."
+        )
+    if positive == "falls":
+        found, details = -found, _turned_round(details)
+    m = len(found)
+    return cls(
+        found, groups, names_of(property, m), directions_of(property, m, higher_is_better),
+        method=MethodFacts(method) if isinstance(method, str) else method, **details,
+    )  # fmt: skip
+
+
+def _upright(scores: Tensor, k: int, test_axis: Any) -> tuple[Tensor, bool]:
+    """Scores `[m, k]`, and whether they came as `[k, m]`."""
+    if test_axis not in ("auto", 0, 1):
+        raise ValueError(f"test_axis={test_axis!r} is not one of 'auto', 0, 1.")
+    if scores.dim() == 1 and len(scores) == k:
+        return scores[None], False
+    if scores.dim() != 2 or k not in scores.shape:
+        raise ValueError(f"scores has shape {list(scores.shape)}: pass [m, {k}] or [{k}, m] for {k} groups.")
+    rows, columns = scores.shape
+    if test_axis == "auto":
+        if rows == columns:
+            raise ValueError(
+                f"scores is {rows} × {columns} for {k} groups, so its shape does not tell which axis the groups are: pass "
+                "test_axis=0 for [m, k] (Captum, attribute) or test_axis=1 for [k, m] (dattri, TRAK)."
+            )
+        test_axis = 0 if columns == k else 1
+    if scores.shape[1 - test_axis] != k:
+        raise ValueError(f"test_axis={test_axis}, but the other axis of {list(scores.shape)} is not the {k} groups.")
+    return (scores.T, True) if test_axis == 1 else (scores, False)
+
+
+def _turned_round(details: Mapping[str, Any]) -> dict[str, Any]:
+    """Intervals and members' scores with the other sign, too."""
+    found = dict(details)
+    low, high, members = (details.get(name) for name in ("low", "high", "member_scores"))
+    if low is not None and high is not None:
+        found |= {"low": -torch.as_tensor(high), "high": -torch.as_tensor(low)}
+    if members is not None:
+        found["member_scores"] = -torch.as_tensor(members)
+    return found

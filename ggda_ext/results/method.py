@@ -1,0 +1,62 @@
+"""What was done to get the scores, and what their size means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Setting = float | int | str
+Unit = Literal["property", "rank"]
+
+
+@dataclass(frozen=True)
+class MethodFacts:
+    """How scores were made. Prints as a sentence.
+
+    Attributes:
+        name: of the method, such as ``"tracin"``.
+        unit: ``"property"`` if a score is the predicted change of the property if the group is removed, in the
+            property's own unit; ``"rank"`` if only sign and order mean something.
+        settings: what was chosen, such as ``{"damping": 0.01}``.
+        passes: the cost in passes over the training data (forward and backward), where known.
+        seconds: the cost in seconds, where known.
+
+    >>> print(MethodFacts("influence", "property", {"damping": 0.01}, passes=6))
+    influence with damping 0.01; scores are predicted changes in the property's unit; cost: 6 passes over the training data
+    """
+
+    name: str
+    unit: Unit = "rank"
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    passes: float | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("property", "rank"):
+            raise ValueError(f"unit={self.unit!r} is not one of 'property', 'rank'.")
+
+    @property
+    def cost(self) -> str:
+        """The cost in words; empty if it is not known."""
+        parts = []
+        if self.passes is not None:
+            parts.append(f"{self.passes:.3g} {'pass' if self.passes == 1 else 'passes'} over the training data")
+        if self.seconds is not None:
+            parts.append(f"{self.seconds:.3g} s")
+        return ", ".join(parts)
+
+    @property
+    def meaning(self) -> str:
+        """What the size of a score means."""
+        if self.unit == "property":
+            return "scores are predicted changes in the property's unit"
+        return "scores rank groups: their size is not in the property's unit"
+
+    def __str__(self) -> str:
+        settings = ", ".join(
+            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in self.settings.items()
+        )
+        parts = [self.name + (f" with {settings}" if settings else ""), self.meaning]
+        return "; ".join(parts + ([f"cost: {self.cost}"] if self.cost else []))

@@ -1,0 +1,126 @@
+"""Who comes first, who helps and who hurts, and what a name in brackets means."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Sequence
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from ggda_ext.groups.naming import UnknownName
+
+if TYPE_CHECKING:
+    from ggda_ext.results.attribution import Attribution
+
+Direction = bool | None
+"""Whether higher is better; None if that is not known."""
+
+SHOWN_PROPERTIES = 4
+"""With more properties than this, all of one direction, their mean is shown and ranked by."""
+
+
+def property_id(properties: Sequence[str], name: str | int) -> int:
+    """The row of a property by name or number."""
+    if isinstance(name, str):
+        if name in properties:
+            return properties.index(name)
+        close = difflib.get_close_matches(name, properties, n=3, cutoff=0.4) or properties[:5]
+        raise UnknownName(f"there is no property {name!r}; there is {', '.join(map(repr, close))}.")
+    if not -len(properties) <= name < len(properties):
+        raise IndexError(f"there is no property {name}: there are {len(properties)}.")
+    return int(name) % len(properties)
+
+
+def by_mean(result: Attribution) -> bool:
+    """Whether groups are ranked by the mean over the properties: many of them, all of one direction."""
+    return len(result.properties) > SHOWN_PROPERTIES and len(set(result.higher_is_better)) == 1
+
+
+def _values(result: Attribution, by: str | int | None) -> tuple[np.ndarray, Direction]:
+    """What groups are ranked by `[k]`, and whether higher is better there."""
+    scores = result.scores.cpu().double()
+    if by is None and by_mean(result):
+        return scores.mean(0).numpy(), result.higher_is_better[0]
+    j = property_id(result.properties, 0 if by is None else by)
+    return scores[j].numpy(), result.higher_is_better[j]
+
+
+def order(result: Attribution, by: str | int | None = None) -> list[int]:
+    """Group ids, largest absolute score first; equal ones by id, NaN last."""
+    values, _ = _values(result, by)
+    return np.argsort(-np.abs(values), kind="stable").tolist()
+
+
+def effect_of(score: float, direction: Direction) -> str:
+    """What a group does to the property, from the sign of its score."""
+    if score != score:
+        return "unknown"
+    if score == 0:
+        return "none"
+    if direction is None:
+        return "rises" if score > 0 else "falls"
+    return "hurts" if (score > 0) == direction else "helps"
+
+
+def effects(result: Attribution, j: int) -> tuple[str, ...]:
+    """The effect of every group on property j; ``unclear`` where the interval holds 0."""
+    direction = result.higher_is_better[j]
+    found = [effect_of(score, direction) for score in result.scores[j].tolist()]
+    if result.low is not None and result.high is not None:
+        ends = zip(result.low[j].tolist(), result.high[j].tolist(), strict=True)
+        found = ["unclear" if low <= 0 <= high else one for one, (low, high) in zip(found, ends, strict=True)]
+    return tuple(found)
+
+
+def with_effect(result: Attribution, effect: str, by: str | int | None, sure: bool) -> list[int]:
+    """Ids of the groups that help, or hurt, largest absolute score first."""
+    values, direction = _values(result, by)
+    if direction is None:
+        name = result.properties[0 if by is None else property_id(result.properties, by)]
+        raise ValueError(
+            f"whether higher is better is not known for the property {name!r}, so no group helps or hurts: wrap it, "
+            "properties.named(fn, higher_is_better=True), or look at the sign of the scores (positive: the property "
+            "is predicted to rise if the group is removed)."
+        )
+    chosen = [j for j in order(result, by) if effect_of(float(values[j]), direction) == effect]
+    if not sure:
+        return chosen
+    if result.low is None or by is None and by_mean(result):
+        raise ValueError("sure=True needs an interval of one property: pass intervals= to attribute, and by=.")
+    clear = effects(result, property_id(result.properties, 0 if by is None else by))
+    return [j for j in chosen if clear[j] == effect]
+
+
+def is_tensor_index(key: Any) -> bool:
+    """Whether a key is what PyTorch indexes with: numbers, slices, None, …, arrays; not a name."""
+    if isinstance(key, tuple | list):
+        return all(is_tensor_index(part) for part in key)
+    return key is None or isinstance(key, int | slice | EllipsisType | Tensor | np.ndarray | np.integer | np.bool_ | range)
+
+
+def by_name(result: Attribution, key: Any) -> Attribution:
+    """What a name, a list of names, or a property with a group, stands for."""
+    if isinstance(key, list):
+        return result.some([result.groups.id_of(name) for name in key])
+    is_group, is_property = _is_group(result, key), isinstance(key, str) and key in result.properties
+    if is_group and is_property:
+        raise KeyError(f"{key!r} is a group and a property: use result.of_group({key!r}) or result.of_property({key!r}).")
+    if is_property:
+        return result.of_property(key)
+    if not is_group and isinstance(key, tuple) and len(key) == 2 and key[0] in result.properties:
+        return result.of_property(key[0]).of_group(key[1])
+    if not is_group and isinstance(key, str):
+        close = difflib.get_close_matches(key, result.properties, n=3, cutoff=0.6)
+        if close:
+            raise UnknownName(f"there is no group or property {key!r}; did you mean {', '.join(map(repr, close))}?")
+    return result.of_group(key)
+
+
+def _is_group(result: Attribution, key: Hashable) -> bool:
+    try:
+        return key in result.groups.all_names
+    except TypeError:
+        return False

@@ -1,0 +1,166 @@
+"""An `Attribution` as one file, without pickle: what it is in a line of JSON, then the numbers.
+
+    magic | checksum of the rest (16 bytes) | length of the JSON (8 bytes) | JSON | tensors, one after the other
+
+The JSON holds dtype and shape of every tensor, so nothing in the file is run, and no size is believed unchecked.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import sys
+from collections.abc import Hashable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from ggda_ext.groups.partition import Groups
+from ggda_ext.results.method import MethodFacts
+
+if TYPE_CHECKING:
+    from ggda_ext.results.attribution import Attribution
+
+MAGIC = b"ggda-ext attribution\n"
+FORMAT = 1
+_TENSORS = ("scores", "low", "high", "member_scores")
+_PLAIN = (str, bool, int, float, type(None))
+
+
+def saved(result: Attribution, path: Path) -> Path:
+    """Write the file; see `Attribution.save`."""
+    from ggda_ext.storage.files import replaced  # only who saves something needs it
+
+    text, tensors = encoded(result)
+    pieces = {name: _bytes(tensor) for name, tensor in tensors.items()}
+    shapes = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
+    header = json.dumps({"format": FORMAT, "order": sys.byteorder, "tensors": shapes, "result": text}).encode()
+    parts = [len(header).to_bytes(8, "little"), header, *pieces.values()]
+    checksum = xxhash.xxh3_128()
+    for part in parts:
+        checksum.update(part)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as file:
+        for part in (MAGIC, checksum.digest(), *parts):
+            file.write(part)
+    return path
+
+
+def loaded(cls: type[Attribution], path: Path) -> Attribution:
+    """Read the file; see `Attribution.load`."""
+    from ggda_ext.storage.files import DamagedFile, read_plain
+
+    content = memoryview(read_plain(path, sys.maxsize - 1))
+    start = len(MAGIC) + 16
+    if bytes(content[: len(MAGIC)]) != MAGIC:
+        raise DamagedFile(f"{path} is no saved Attribution: pass a file that Attribution.save wrote.")
+    if xxhash.xxh3_128_digest(content[start:]) != bytes(content[len(MAGIC) : start]):
+        raise DamagedFile(f"{path} is damaged: it does not have the checksum it was written with.")
+    try:
+        length = int.from_bytes(content[start : start + 8], "little")
+        header = json.loads(bytes(content[start + 8 : start + 8 + length]))
+        if header["format"] != FORMAT:
+            raise ValueError(f"it has format {header['format']}, this version of ggda-ext reads {FORMAT}")
+        if header["order"] != sys.byteorder:
+            raise ValueError(f"it was written on a machine of {header['order']}-endian numbers")
+        tensors, at = {}, start + 8 + length
+        for name, (dtype, shape) in header["tensors"].items():
+            tensors[name], at = _tensor(content, at, dtype, shape)
+        return rebuilt(header["result"], tensors)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedFile(f"{path} cannot be read as an Attribution: {error}.") from None
+
+
+def encoded(result: Attribution) -> tuple[str, dict[str, Tensor]]:
+    """Everything but the numbers as JSON, and the numbers by name."""
+    method = result.method
+    text = json.dumps(
+        {
+            "names": None if result.groups.names is None else [_encoded_name(name) for name in result.groups.names],
+            "properties": result.properties,
+            "higher_is_better": result.higher_is_better,
+            "interval": result.interval,
+            "warnings": [[_encoded_name(name), list(found)] for name, found in result.warnings.items()],
+            "notes": result.notes,
+            "method": None if method is None else {
+                "name": method.name, "unit": method.unit, "settings": dict(method.settings),
+                "passes": method.passes, "seconds": method.seconds,
+            },
+        }
+    )  # fmt: skip
+    labels = torch.from_numpy(result.groups.labels.copy())
+    numbers = {name: getattr(result, name) for name in _TENSORS}
+    return text, {"labels": labels} | {name: tensor for name, tensor in numbers.items() if tensor is not None}
+
+
+def rebuilt(text: str, tensors: dict[str, Tensor]) -> Attribution:
+    """The `Attribution` of what `encoded` gave."""
+    from ggda_ext.results.attribution import Attribution
+
+    found = json.loads(text)
+    k = tensors["scores"].shape[1]
+    names = None if found["names"] is None else [_name(name) for name in found["names"]]
+    groups = Groups.with_labels(tensors["labels"].numpy(), k, names)
+    return Attribution(
+        groups=groups, properties=found["properties"], higher_is_better=found["higher_is_better"],
+        interval=found["interval"], notes=found["notes"],
+        warnings={_name(name): texts for name, texts in found["warnings"]},
+        method=None if found["method"] is None else MethodFacts(**found["method"]),
+        **{name: tensors[name] for name in _TENSORS if name in tensors},
+    )  # fmt: skip
+
+
+torch.serialization.add_safe_globals([rebuilt])  # torch.load reads it as it read the tensor: JSON and tensors only
+
+
+def _encoded_name(name: Hashable) -> Any:
+    if isinstance(name, np.datetime64):
+        return {"datetime64": [str(name), np.datetime_data(name)[0]]}
+    if isinstance(name, np.generic):
+        name = name.item()
+    if isinstance(name, tuple):
+        return {"tuple": [_encoded_name(part) for part in name]}
+    if isinstance(name, datetime.datetime):
+        return {"datetime": name.isoformat()}
+    if isinstance(name, datetime.date):
+        return {"date": name.isoformat()}
+    if isinstance(name, _PLAIN):
+        return name
+    raise TypeError(
+        f"group {name!r} has a name of type {type(name).__name__}, which cannot be saved: name groups with strings, "
+        "numbers, dates, or tuples of these, Groups(labels, names=[…])."
+    )
+
+
+def _name(found: Any) -> Hashable:
+    if not isinstance(found, dict):
+        return found
+    ((kind, value),) = found.items()
+    if kind == "tuple":
+        return tuple(_name(part) for part in value)
+    if kind == "datetime64":
+        return np.datetime64(*value)
+    return getattr(datetime, {"datetime": "datetime", "date": "date"}[kind]).fromisoformat(value)
+
+
+def _bytes(tensor: Tensor) -> Any:
+    plain = tensor.detach().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
+
+
+def _tensor(content: memoryview, at: int, dtype: str, shape: list[int]) -> tuple[Tensor, int]:
+    """A tensor that starts at a place in the file, and where it ends."""
+    kind = getattr(torch, dtype) if dtype.isidentifier() else None
+    if not isinstance(kind, torch.dtype) or any(not isinstance(size, int) or size < 0 for size in shape):
+        raise ValueError(f"a tensor of type {dtype!r} and shape {shape}")
+    end = at + math.prod(shape) * kind.itemsize
+    if end > len(content):
+        raise ValueError("its tensors are cut off")
+    if end == at:
+        return torch.empty(shape, dtype=kind), end
+    return torch.frombuffer(bytearray(content[at:end]), dtype=kind).reshape(shape), end

@@ -1,0 +1,147 @@
+"""An `Attribution` as a table: text, HTML for notebooks, a pandas frame."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ggda_ext.results import ranking
+
+if TYPE_CHECKING:
+    import pandas
+
+    from ggda_ext.results.attribution import Attribution
+
+MOST_ROWS, WIDEST_NAME = 20, 40
+_WORDS = {None: "direction not known", True: "higher is better", False: "lower is better"}
+
+
+def as_text(result: Attribution) -> str:
+    """A title, the ranked table, and what to know about it."""
+    header, rows, aligned_left = _cells(result)
+    widths = [max(len(row[at]) for row in [header, *rows]) for at in range(len(header))]
+    lines = []
+    for row in [header, *rows]:
+        cells = [
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(row, widths, aligned_left, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([_title(result), "", *lines, *_below(result)] if rows else [_title(result), *_below(result)])
+
+
+def as_html(result: Attribution) -> str:
+    """The same as HTML; everything that comes from data is escaped."""
+    header, rows, aligned_left = _cells(result)
+
+    def line(row: Sequence[str], tag: str) -> str:
+        cells = (
+            f'<{tag} style="text-align:{"left" if left else "right"}">{html.escape(cell)}</{tag}>'
+            for cell, left in zip(row, aligned_left, strict=True)
+        )
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    below = "".join(f"<div>{html.escape(text)}</div>" for text in _below(result) if text)
+    return (
+        f"<div><b>{html.escape(_title(result))}</b>"
+        f"<table><thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>{below}</div>"
+    )
+
+
+def as_frame(result: Attribution) -> pandas.DataFrame:
+    """A row for each property and group."""
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise ImportError("to_frame needs pandas: pip install pandas.") from error
+    m, k = result.scores.shape
+    names: Any = np.empty(k, dtype=object)
+    for j, name in enumerate(result.groups.all_names):
+        names[j] = name
+    columns: dict[str, Any] = {
+        "property": np.repeat(np.array(result.properties, dtype=object), k),
+        "group": pd.Series(list(names) * m, dtype=None if k else object),
+        "size": np.tile(result.sizes, m),
+        "score": result.scores.cpu().reshape(-1).numpy(),
+    }
+    if result.low is not None and result.high is not None:
+        columns |= {"low": result.low.cpu().reshape(-1).numpy(), "high": result.high.cpu().reshape(-1).numpy()}
+    columns["effect"] = [effect for j in range(m) for effect in ranking.effects(result, j)]
+    columns["warnings"] = ["; ".join(result.warnings.get(name, ())) for name in names] * m
+    return pd.DataFrame(columns)
+
+
+def _title(result: Attribution) -> str:
+    m, k = result.scores.shape
+    groups = f"{k} group{'s' * (k != 1)} of {result.groups.n} points"
+    if m == 1:
+        return f"Attribution of {result.properties[0]} ({_WORDS[result.higher_is_better[0]]}) to {groups}"
+    if ranking.by_mean(result):
+        return f"Attribution of {m} properties ({_WORDS[result.higher_is_better[0]]} for all) to {groups}"
+    return f"Attribution of {m} properties to {groups}"
+
+
+def _cells(result: Attribution) -> tuple[list[str], list[list[str]], list[bool]]:
+    """Header, rows, and which columns are aligned left."""
+    ids = ranking.order(result)[:MOST_ROWS]
+    columns: list[tuple[str, list[str], bool]] = [
+        ("group", [shown(result.groups.name(j)) for j in ids], True),
+        ("size", [str(result.sizes[j]) for j in ids], False),
+    ]
+    if ranking.by_mean(result):
+        mean = result.scores.mean(0).tolist()
+        direction = result.higher_is_better[0]
+        columns.append(("mean score", [number(mean[j]) for j in ids], False))
+        columns.append(("", [ranking.effect_of(mean[j], direction) for j in ids], True))
+    else:
+        for row in range(min(len(result.properties), ranking.SHOWN_PROPERTIES)):
+            columns += _of_property(result, row, ids)
+    if result.warnings:
+        columns.append(("", ["; ".join(result.warnings.get(result.groups.name(j), ())) for j in ids], True))
+    return (
+        [title for title, _, _ in columns],
+        [[cells[at] for _, cells, _ in columns] for at in range(len(ids))],
+        [left for _, _, left in columns],
+    )
+
+
+def _of_property(result: Attribution, row: int, ids: Sequence[int]) -> list[tuple[str, list[str], bool]]:
+    scores, effects = result.scores[row].tolist(), ranking.effects(result, row)
+    title = "score" if len(result.properties) == 1 else shown(result.properties[row])
+    columns = [(title, [number(scores[j]) for j in ids], False)]
+    if result.low is not None and result.high is not None:
+        low, high = result.low[row].tolist(), result.high[row].tolist()
+        columns.append(("interval", [f"{number(low[j])} … {number(high[j])}" for j in ids], True))
+    return [*columns, ("", [effects[j] for j in ids], True)]
+
+
+def _below(result: Attribution) -> list[str]:
+    m, k = result.scores.shape
+    lines = []
+    if k > MOST_ROWS:
+        lines.append(f"… and {k - MOST_ROWS} more groups: see .ranked(), .harmful(), .helpful(), .to_frame()")
+    if m > ranking.SHOWN_PROPERTIES and not ranking.by_mean(result):
+        lines.append(f"… and {m - ranking.SHOWN_PROPERTIES} more properties: see .of_property(name)")
+    if None in result.higher_is_better and k:
+        lines.append("rises, falls: what the property is predicted to do if the group is removed")
+    if result.low is not None and result.interval:
+        lines.append(f"interval: {result.interval}")
+    if result.method is not None:
+        lines.append(f"method: {result.method}")
+    lines += [f"note: {note}" for note in result.notes]
+    return ["", *lines] if lines else []
+
+
+def number(value: float) -> str:
+    """A score as text, with its sign."""
+    return f"{value:+.3g}" if value == value else "nan"
+
+
+def shown(name: Any) -> str:
+    """A name as text on one line, cut if it is long."""
+    text = "".join(letter if letter.isprintable() else "�" for letter in str(name))
+    return text if len(text) <= WIDEST_NAME else text[: WIDEST_NAME - 1] + "…"

@@ -1,0 +1,148 @@
+"""Mistakes that everybody makes once: each is refused with words that say what was passed and what to pass instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ggda_ext import Attribution, Groups, attribute, properties
+
+N, CLASSES = 120, 3
+X, Y = torch.randn(N, 4, generator=torch.Generator().manual_seed(0)), torch.arange(N) % CLASSES
+MODEL, LOSS = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, CLASSES)), nn.CrossEntropyLoss()
+FEATURES = ["age", "dose", "weight", "height"]
+TABLE = pd.DataFrame(X.numpy().astype(float), columns=FEATURES).assign(
+    y=Y.numpy(), clinic=np.resize(["west", "north", "east"], N), year=2020 + np.arange(N) % 2
+)
+EXAMPLES = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
+RESULT = Attribution(torch.tensor([[1.0, -1.0, 2.0]]), Groups(TABLE["clinic"]), ["mean_loss"], [False])
+
+
+def ask(**changes: Any) -> Attribution:
+    """A call of `attribute` without mistakes, but for `changes`."""
+    right = {
+        "model": MODEL, "loss_fn": LOSS, "data": (X, Y), "groups": TABLE["clinic"].to_numpy(),
+        "property": properties.mean_loss((X, Y), LOSS),
+    }  # fmt: skip
+    return attribute(**right | changes)
+
+
+def elsewhere(index_from: int) -> pd.Series:
+    return TABLE["clinic"].set_axis(pd.RangeIndex(index_from, index_from + N))
+
+
+Mistake = tuple[Callable[[], Any], type[Exception], str]
+MISTAKES: dict[str, Mistake] = {
+    # groups
+    "the name of a column alone": (lambda: ask(groups="clinic"), ValueError, r"one value, .* frame=df"),
+    "one number for all points": (lambda: ask(groups=3), ValueError, "not 3, which is one value: pass one label per"),
+    "names of columns without their table": (lambda: ask(groups=["clinic", "year"]), ValueError, "frame=df"),
+    "a column that does not exist": (
+        lambda: ask(groups="clinik", frame=TABLE), ValueError, "'clinik', which is no column of frame: it has 'age'"
+    ),
+    "a path for a table": (lambda: ask(groups="clinic", frame="t.csv"), TypeError, "frame is a str: pass the pandas"),
+    "labels together with a table": (lambda: ask(frame=TABLE), TypeError, "leave out frame, or pass names"),
+    "a whole table for labels": (lambda: ask(groups=TABLE[["clinic"]]), ValueError, r"\(120, 1\).*df\['clinic'\]"),
+    "too few labels": (lambda: ask(groups=np.zeros(50, int)), ValueError, "labels for 50 points, but .* has 120"),
+    "a missing label": (lambda: ask(groups=[None] + ["a"] * (N - 1)), ValueError, r"Groups\(labels, rest='drop'\)"),
+    "measurements for labels": (lambda: ask(groups=X[:, 0].numpy()), TypeError, "fractional numbers: bin them"),
+    "a column of another table": (
+        lambda: ask(data=(TABLE[FEATURES], TABLE["y"]), groups=elsewhere(1000)), ValueError, "groups has another index"
+    ),
+    # data
+    "a path for data": (lambda: ask(data="train.csv"), TypeError, "the text 'train.csv': read the file first"),
+    "targets of another length": (lambda: ask(data=(X, Y[:50])), ValueError, r"different lengths: \[120, 50\]"),
+    "targets left out": (lambda: ask(data=X), ValueError, r"no targets, .* pass \(x, y\)"),
+    "targets before inputs": (lambda: ask(data=(Y, X)), TypeError, "pass inputs first, then the target"),
+    "a text among the features": (
+        lambda: ask(data=(TABLE[[*FEATURES, "clinic"]], TABLE["y"])), TypeError, "column 'clinic' .* encode it"
+    ),
+    "missing values": (
+        lambda: ask(data=(TABLE[FEATURES].where(X.numpy() > -1), TABLE["y"])), ValueError, "column .age. .* missing"
+    ),
+    "a list of dicts": (lambda: ask(data=EXAMPLES), TypeError, "list of dicts: pass DataLoader.*collate_fn="),
+    "a list of pairs": (lambda: ask(data=list(zip(X, Y, strict=True))), TypeError, "list of examples: pass DataLoader"),
+    "a loader that shuffles": (
+        lambda: ask(data=DataLoader(TensorDataset(X, Y), shuffle=True)), ValueError, "shuffle=False"
+    ),
+    "tensors of float64": (lambda: ask(data=(X.double(), Y)), TypeError, r"float64.* pass x.float\(\)"),
+    # model and loss
+    "a path for a model": (lambda: ask(model="net.pt"), TypeError, "model is a str: pass the trained torch.nn.Module"),
+    "a model in train mode": (
+        lambda: ask(model=nn.Sequential(MODEL, nn.Dropout()).train()), ValueError, r"call model.eval\(\) first"
+    ),
+    "a frozen model": (
+        lambda: ask(model=nn.Linear(4, 3).requires_grad_(False)), ValueError, "none of which requires a gradient"
+    ),
+    "a layer that does not exist": (lambda: ask(parameters=["head"]), ValueError, "'head', which is no parameter or"),
+    "no loss": (lambda: ask(loss_fn=None), TypeError, "loss_fn is None, .* pass the training loss, e.g. nn.Cross"),
+    "a loss class": (lambda: ask(loss_fn=nn.CrossEntropyLoss), TypeError, r"pass an instance, CrossEntropyLoss\(\)"),
+    "the value of a loss": (lambda: ask(loss_fn=LOSS(MODEL(X), Y)), TypeError, "loss_fn is a Tensor: pass a callable"),
+    "a loss for numbers with classes": (
+        lambda: ask(loss_fn=nn.MSELoss()), ValueError, r"for classes use nn.CrossEntropyLoss\(\)"
+    ),
+    "a loss with class weights": (
+        lambda: ask(loss_fn=nn.CrossEntropyLoss(weight=torch.ones(3))), ValueError, "pass reduction='sum'"
+    ),
+    # property
+    "test data for a property": (lambda: ask(property=(X, Y)), TypeError, r"e.g. properties.mean_loss\(test_data"),
+    "the name of a metric": (lambda: ask(property="accuracy"), TypeError, "property is a str: pass what is to be"),
+    "a property that was not made": (
+        lambda: ask(property=properties.mean_loss), TypeError, "the function mean_loss itself: call it with its data"
+    ),
+    "a property that gives a float": (
+        lambda: ask(property=lambda model: model(X).sum().item()), TypeError, r"without .item\(\)"
+    ),
+    "accuracy by argmax": (
+        lambda: ask(property=lambda model: (model(X).argmax(1) == Y).float().mean()), ValueError, "probabilities"
+    ),
+    "all outputs for a property": (
+        lambda: ask(property=lambda model: model(X)), ValueError, r"shape \[120, 3\]: return one number or a vector"
+    ),
+    "labels from 1": (
+        lambda: ask(property=properties.soft_accuracy((X, Y + 1))), ValueError, "no class of the model, first 3"
+    ),
+    # settings
+    "a strategy that does not exist": (lambda: ask(strategy="fast"), ValueError, "'fast' is not one of 'auto'"),
+    "an empty batch": (lambda: ask(batch_size=0), ValueError, "batch_size=0: pass a positive number"),
+    "weights without checkpoints": (lambda: ask(weights=[1.0]), ValueError, "without checkpoints: pass both"),
+    # the result
+    "a misspelt group": (lambda: RESULT["nort"], KeyError, "there is no group 'nort'; did you mean 'north'"),
+    "a misspelt property": (lambda: RESULT["mean_los"], KeyError, "did you mean 'mean_loss'"),
+    "who hurts, of an unknown direction": (
+        lambda: ask(property=lambda model: model(X).sum()).harmful(), ValueError, "properties.named.*higher_is_better="
+    ),
+    "scores that may lie on either side": (
+        lambda: Attribution.of(torch.eye(3), TABLE["clinic"]), ValueError, "test_axis=0 for .* test_axis=1 for"
+    ),
+    "scores of dattri or TRAK": (
+        lambda: Attribution.of(torch.ones(3, 2), TABLE["clinic"]), ValueError, "positive='falls' for TRAKer"
+    ),
+    "scores of points for groups": (
+        lambda: Attribution.of(torch.ones(2, N), TABLE["clinic"]), ValueError, r"pass \[m, 3\] or \[3, m\] for 3 groups"
+    ),
+    "scores of groups turned": (
+        lambda: Groups(TABLE["clinic"]).spread(torch.ones(3, 2)), ValueError, "Pass its transpose"
+    ),
+    "a file of something else": (lambda: Attribution.load(Path(__file__)), ValueError, "is no saved Attribution"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_its_remedy(mistake: str) -> None:
+    call, kind, words = MISTAKES[mistake]
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_the_call_itself_is_right() -> None:
+    assert ask().names == ("east", "north", "west")
+    assert len(MISTAKES) >= 30
