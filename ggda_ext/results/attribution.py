@@ -151,7 +151,9 @@ class Attribution(Tensor):
         """
         from ggda_ext.results.conversion import converted
 
-        return converted(cls, scores, Groups.of(groups), property, higher_is_better, method, positive, test_axis, details)
+        return converted(
+            cls, scores, Groups.of(groups), property, higher_is_better, method, positive, test_axis, details
+        )
 
     def replace(self, **changes: Any) -> Attribution:
         """The same with other `scores`, `low`, `high`, `interval`, `method`, `warnings`, `notes`, …"""
@@ -297,7 +299,7 @@ class Attribution(Tensor):
 
     @property
     def plot(self) -> Plots:
-        """Pictures, with matplotlib (the extra ``[plot]``): ``result.plot.bars()``, ``.members()``, ``.heatmap()``, …"""
+        """Pictures, with matplotlib (extra ``[plot]``): ``result.plot.bars()``, ``.members()``, ``.heatmap()``, …"""
         from ggda_ext.results.plots import Plots
 
         return Plots(self)
@@ -328,7 +330,9 @@ class Attribution(Tensor):
         """
         from ggda_ext.results.page import written
 
-        return written(self, Path(path), rows=rows, images=images, labels=labels, member_scores=member_scores, title=title)
+        return written(
+            self, Path(path), rows=rows, images=images, labels=labels, member_scores=member_scores, title=title
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one file, as a whole or not at all; no pickle. Read it with `Attribution.load`."""

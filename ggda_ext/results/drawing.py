@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution
 
 
+WIDEST_NAME = 24
+
+
 @dataclass(frozen=True)
 class Style:
     """How groups of one effect look."""
@@ -52,7 +55,7 @@ def new_axes(ax: Any, width: float, height: float) -> Axes:
     if ax is not None:
         if not hasattr(ax, "barh"):
             raise TypeError(f"ax is a {type(ax).__name__}: pass matplotlib axes, e.g. from fig, ax = plt.subplots().")
-        return ax  # type: ignore[no-any-return]
+        return ax
     return plt.subplots(figsize=(width, height), layout="constrained")[1]
 
 
@@ -128,7 +131,7 @@ def score_label(result: Attribution, j: int) -> str:
 
 
 def legend(ax: Axes, effects: set[str]) -> None:
-    """One entry for each effect that is drawn, if there is more than one; above the picture, where nothing is hidden."""
+    """One entry for each effect that is drawn, if there is more than one."""
     from matplotlib.patches import Patch
 
     found = [effect for effect in STYLES if effect in effects]
@@ -157,8 +160,9 @@ def scores_of(result: Attribution, property: str | int) -> tuple[int, np.ndarray
 
 
 def group_name(result: Attribution, group: int) -> str:
-    """The name of a group, as text on one line."""
-    return shown(result.groups.name(group))
+    """The name of a group, as text on one line that leaves room for the picture."""
+    name = shown(result.groups.name(group))
+    return name if len(name) <= WIDEST_NAME else name[: WIDEST_NAME - 1] + "…"
 
 
 def effects_of(result: Attribution, j: int) -> tuple[str, ...]:

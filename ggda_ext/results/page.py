@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ggda_ext.results import ranking, sentences
-from ggda_ext.results.plots import carried, members_of
+from ggda_ext.results.members import carried, members_of
 from ggda_ext.results.table import number, shown
 from ggda_ext.results.thumbnails import checked_count, png_address, row_cells, svg_address, text
 from ggda_ext.results.times import as_times
@@ -111,7 +111,9 @@ def rendered(
 
 def _title(result: Attribution) -> str:
     m = len(result.properties)
-    return f"What made {shown(result.properties[0])} what it is" if m == 1 else f"What made {m} properties what they are"
+    return (
+        f"What made {shown(result.properties[0])} what it is" if m == 1 else f"What made {m} properties what they are"
+    )
 
 
 def _answers(result: Attribution) -> list[tuple[str, list[sentences.Sentence]]]:
@@ -200,7 +202,9 @@ class _Cards:
         if self.members is None:
             return ""
         share, half = carried(self.members[0][points])
-        members = f"{half:,} of {len(points):,} members carry" if half != 1 else f"One of {len(points):,} members carries"
+        members = (
+            f"{half:,} of {len(points):,} members carry" if half != 1 else f"One of {len(points):,} members carries"
+        )
         return f"{members} half of the group’s Σ|score|; the largest has {share:.0%} of it." if half else ""
 
     def _members(self, points: np.ndarray) -> list[Member]:
@@ -231,7 +235,10 @@ def _pictures(result: Attribution, members: np.ndarray | None) -> list[dict[str,
     several = len(result.properties) > 1
     shown_properties = range(min(len(result.properties), MOST_PROPERTIES))
     plans: list[tuple[str, Any]] = [
-        (f"Scores{' for ' + shown(result.properties[j]) if several else ''}", lambda ax, j=j: result.plot.bars(j, ax=ax))
+        (
+            f"Scores{' for ' + shown(result.properties[j]) if several else ''}",
+            lambda ax, j=j: result.plot.bars(j, ax=ax),
+        )
         for j in shown_properties
     ]
     if several:
@@ -275,10 +282,13 @@ def _facts(result: Attribution) -> list[tuple[str, str]]:
     facts = []
     if result.method is not None:
         facts += [("method", str(result.method.name))]
-        facts += [(text(name), f"{v:.4g}" if isinstance(v, float) else text(v)) for name, v in result.method.settings.items()]
+        facts += [
+            (text(name), f"{v:.4g}" if isinstance(v, float) else text(v)) for name, v in result.method.settings.items()
+        ]
         facts += [("scores", result.method.meaning.removeprefix("scores "))]
         facts += [("cost", result.method.cost)] if result.method.cost else []
     if result.interval:
         facts.append(("interval", text(result.interval)))
-    versions = f"ggda-ext {__version__}, PyTorch {torch.__version__}, NumPy {np.__version__}, Python {platform.python_version()}"
+    versions = f"ggda-ext {__version__}, PyTorch {torch.__version__}, NumPy {np.__version__}"
+    versions += f", Python {platform.python_version()}"
     return [*facts, ("versions", versions), ("written", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"))]

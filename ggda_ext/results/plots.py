@@ -13,6 +13,7 @@ import numpy as np
 
 from ggda_ext.results import drawing
 from ggda_ext.results.drawing import STYLES
+from ggda_ext.results.members import carried, draw_members, members_of
 from ggda_ext.results.table import number, shown
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     from ggda_ext.results.attribution import Attribution
 
-_SWARM = 200
-"""Groups with more members than this are drawn as violins."""
 _NUMBERS = 240
 """A heat map with more cells than this has signs in them, no numbers."""
 
@@ -57,7 +56,15 @@ class Plots:
             if group is None:
                 names.append("⋮")
                 ax.axhspan(row - 0.45, row + 0.45, color="0.94", zorder=0)
-                ax.text(0.5, row, f"… {chosen.words}", transform=ax.get_yaxis_transform(), ha="center", va="center", fontsize=8)
+                ax.text(
+                    0.5,
+                    row,
+                    f"… {chosen.words}",
+                    transform=ax.get_yaxis_transform(),
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                )
                 continue
             style = STYLES[effects[group]]
             ax.barh(row, np.nan_to_num(values[group]), color=style.colour, hatch=style.hatch, edgecolor="black", lw=0.6)
@@ -110,7 +117,7 @@ class Plots:
         groups = [group for group in chosen.ids if group is not None]
         for row, group in enumerate(groups):
             own = each[result.groups[group]]
-            _spread(ax, row, own, STYLES[effects[group]])
+            draw_members(ax, row, own, STYLES[effects[group]])
             share = carried(own)[0]
             ax.text(1.01, row, f"{share:.0%}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
         ax.text(1.01, -0.75, "largest", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
@@ -197,7 +204,7 @@ class Plots:
         seed: int = 0,
         ax: Axes | None = None,
     ) -> Axes:
-        """What becomes of the model as groups are removed: those that hurt most first, those that help most first, random.
+        """What becomes of the model as groups are removed: first those that hurt, first those that help, or at random.
 
         If the scores are right, the first line gets better and the second worse than the random one.
 
@@ -226,7 +233,9 @@ class Plots:
         drawing.tidy(ax)
         return ax
 
-    def _curves(self, j: int, values: np.ndarray, retrain: Any, fractions: Sequence[float], seed: int) -> dict[str, Any]:
+    def _curves(
+        self, j: int, values: np.ndarray, retrain: Any, fractions: Sequence[float], seed: int
+    ) -> dict[str, Any]:
         from ggda_ext.evaluation import pruning_score, retraining_score  # rooms above this one
 
         if not callable(retrain):
@@ -245,57 +254,6 @@ class Plots:
         }
 
 
-def members_of(result: Attribution, member_scores: Any = None) -> np.ndarray:
-    """Scores of the training points `[m, n]`: those given, or the result's own."""
-    found = result.member_scores if member_scores is None else member_scores
-    if found is None:
-        raise ValueError(
-            "the result does not hold the scores of the training points: pass member_scores=, e.g. those of "
-            "attribute(…, groups=None, …), where every point is a group of its own."
-        )
-    array = np.asarray(found.detach().cpu() if hasattr(found, "detach") else found, dtype=float)
-    array = array[None] if array.ndim == 1 else array
-    shape = (len(result.properties), result.groups.n)
-    if array.shape != shape:
-        raise ValueError(f"member_scores has shape {list(array.shape)}: pass {list(shape)}, a column for each point.")
-    return array
-
-
-def carried(scores: np.ndarray) -> tuple[float, int]:
-    """The largest member's share of Σ|score|, and how many members carry half of that sum."""
-    sizes = -np.sort(-np.abs(scores))
-    total = float(sizes.sum())
-    if not total > 0:
-        return 0.0, 0
-    return float(sizes[0]) / total, int(np.searchsorted(np.cumsum(sizes), total / 2)) + 1
-
-
-def _spread(ax: Axes, row: int, scores: np.ndarray, style: drawing.Style) -> None:
-    """One group: a swarm, or a violin with its five largest members; a line at the mean."""
-    scores = scores[np.isfinite(scores)]
-    if not len(scores):
-        return
-    ax.plot([scores.mean()] * 2, [row - 0.4, row + 0.4], color="black", lw=1.6, zorder=4)
-    if len(scores) > _SWARM and float(np.ptp(scores)) > 0:
-        body = ax.violinplot([scores], [row], orientation="horizontal", widths=0.8, showextrema=False)["bodies"][0]
-        body.set(facecolor=style.colour, edgecolor="black", alpha=0.8, hatch=style.hatch, linewidth=0.6)
-        scores = scores[np.argsort(-np.abs(scores))[:5]]
-    heights = row + _swarm(scores)
-    ax.scatter(scores, heights, s=16, marker=style.marker, color=style.colour, edgecolor="black", lw=0.5, zorder=3)
-
-
-def _swarm(scores: np.ndarray) -> np.ndarray:
-    """Heights from −0.35 to 0.35 that keep points of nearly the same score apart."""
-    bins = np.floor((scores - scores.min()) / (float(np.ptp(scores)) / 40 or 1.0)).astype(int)
-    heights = np.zeros(len(scores))
-    most = max(int(np.bincount(bins).max()), 8)
-    for one in np.unique(bins):
-        at = np.flatnonzero(bins == one)
-        steps = np.arange(len(at))
-        heights[at] = np.where(steps % 2, 1, -1) * ((steps + 1) // 2) * 0.7 / most
-    return heights
-
-
 def _write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
     """A number in every cell, or its sign where there are many; white on dark colours."""
     many = scores.size > _NUMBERS
@@ -309,4 +267,6 @@ def _write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
 
 def _warned(result: Attribution) -> set[int]:
     """Ids of the groups with warnings."""
-    return {j for j in range(len(result.groups)) if result.groups.name(j) in result.warnings} if result.warnings else set()
+    return (
+        {j for j in range(len(result.groups)) if result.groups.name(j) in result.warnings} if result.warnings else set()
+    )

@@ -58,7 +58,9 @@ def _about(result: Attribution, row: int, group: int, effect: str) -> str:
     if len(result.groups) == 1:
         words = words.replace(" most", "")
     if result.method is not None and result.method.unit == "property":
-        words += f": without it, {name} is predicted to {verb} by {abs(score):.3g}{_interval(result, row, group, score)}."
+        words += (
+            f": without it, {name} is predicted to {verb} by {abs(score):.3g}{_interval(result, row, group, score)}."
+        )
     else:
         words += f": without it, {name} is predicted to {verb}."
     if ranking.effects(result, row)[group] == "unclear":

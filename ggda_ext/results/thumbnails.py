@@ -92,4 +92,6 @@ def checked_count(values: Any, name: str, n: int) -> None:
     if isinstance(values, str | bytes | Mapping):
         raise TypeError(f"{name} is a {type(values).__name__}: pass one entry for each of {n} training points.")
     if len(values) != n:
-        raise ValueError(f"{name} has {len(values)} entries for {n} training points: pass one for each, in their order.")
+        raise ValueError(
+            f"{name} has {len(values)} entries for {n} training points: pass one for each, in their order."
+        )
