@@ -150,11 +150,11 @@ def test_a_card_tells_size_labels_and_the_members_that_carry_the_group(tmp_path)
     rows = [{"text": f"row {i}", "age": i / 3} for i in range(12)]
     page = page_of(found.replace(member_scores=own), tmp_path, rows=rows, labels=["a"] * 3 + ["b"] * 9)
     assert "6 points, 50.0% of all." in page.text
-    assert "One of 6 members carries half of the group’s Σ|score|; the largest has 93% of it." in page.text
+    assert "One of 6 members carries half of what pulls the group’s way, the largest 93% of it." in page.text
     assert "50 % (25 %)" in page.text  # label a in web, and everywhere
     web = page.text[page.text.index("One of 6 members") :]
     assert re.findall(r"point (\d+)", web)[:2] == ["2", "0"]
-    assert "text row 2age 0.6667" in web
+    assert "text row 2 · age 0.6667" in web
 
 
 def test_rows_may_be_a_frame_texts_or_dicts(tmp_path):
@@ -234,7 +234,13 @@ def test_groups_by_date_have_a_line_over_time(tmp_path):
 
 def test_method_cost_and_versions_are_told(tmp_path):
     text = page_of(result(), tmp_path).text
-    for said in ("influence", "damping", "6 passes over the training data", "95 %, over test points", torch.__version__):
+    for said in (
+        "influence",
+        "damping",
+        "6 passes over the training data",
+        "95 %, over test points",
+        torch.__version__,
+    ):
         assert said in text
 
 

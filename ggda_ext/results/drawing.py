@@ -100,6 +100,8 @@ def rest_in_words(values: np.ndarray) -> str:
     """What is left out: how many groups, their range and their sum."""
     count, finite = len(values), values[np.isfinite(values)]
     words = f"{count:,} more group{'s' * (count != 1)}"
+    if count == 1 and len(finite):
+        return f"{words}: {number(finite[0])}"
     if len(finite):
         words += f": {number(finite.min())} to {number(finite.max())}, sum {number(finite.sum())}"
     return words if len(finite) == count else f"{words}; {count - len(finite)} not a number"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,13 +34,39 @@ def members_of(result: Attribution, member_scores: Any = None) -> np.ndarray:
     return array
 
 
-def carried(scores: np.ndarray) -> tuple[float, int]:
-    """The largest member's share of Σ|score|, and how many members carry half of that sum."""
-    sizes = -np.sort(-np.abs(scores))
-    total = float(sizes.sum())
+@dataclass(frozen=True)
+class Carried:
+    """Who carries a group: of what pulls its way, the sum of the members' scores that have its sign.
+
+    Attributes:
+        largest: share of the largest member.
+        half: how many members carry half of it.
+        same_way: share of the members that have the group's sign.
+        order: positions of the members, those that carry most first.
+    """
+
+    largest: float
+    half: int
+    same_way: float
+    order: np.ndarray
+
+
+def carried(scores: np.ndarray) -> Carried:
+    """Who carries a group, from its members' scores.
+
+    >>> found = carried(np.array([6.0, 3.0, -1.0, 1.0]))
+    >>> found.largest, found.half, found.same_way, found.order.tolist()
+    (0.6, 1, 0.75, [0, 1, 3, 2])
+    """
+    finite = np.nan_to_num(scores)
+    pulls = finite * (np.sign(finite.sum()) or 1.0)
+    order = np.argsort(-pulls, kind="stable")
+    along = np.maximum(pulls[order], 0)
+    total = float(along.sum())
     if not total > 0:
-        return 0.0, 0
-    return float(sizes[0]) / total, int(np.searchsorted(np.cumsum(sizes), total / 2)) + 1
+        return Carried(0.0, 0, 0.0, order)
+    half = int(np.searchsorted(np.cumsum(along), total / 2)) + 1
+    return Carried(float(along[0]) / total, half, float((pulls > 0).mean()), order)
 
 
 def draw_members(ax: Axes, row: int, scores: np.ndarray, style: Style) -> None:

@@ -201,16 +201,19 @@ class _Cards:
     def _carries(self, points: np.ndarray) -> str:
         if self.members is None:
             return ""
-        share, half = carried(self.members[0][points])
-        members = (
-            f"{half:,} of {len(points):,} members carry" if half != 1 else f"One of {len(points):,} members carries"
+        found, count = carried(self.members[0][points]), f"{len(points):,} members"
+        if not found.half:
+            return ""
+        who = f"{found.half:,} of {count} carry" if found.half != 1 else f"One of {count} carries"
+        return (
+            f"{who} half of what pulls the group’s way, the largest {found.largest:.0%} of it. "
+            f"{found.same_way:.0%} of the members pull that way."
         )
-        return f"{members} half of the group’s Σ|score|; the largest has {share:.0%} of it." if half else ""
 
     def _members(self, points: np.ndarray) -> list[Member]:
         """The members that carry the group, or its first ones where that is not known."""
         if self.members is not None:
-            points = points[np.argsort(-np.abs(self.members[0][points]), kind="stable")]
+            points = points[carried(self.members[0][points]).order]
         elif self.rows is None and self.images is None:
             return []
         return [self._member(int(i)) for i in points[:MOST_MEMBERS]]

@@ -101,7 +101,7 @@ class Plots:
         """The spread of the members' own scores in the groups that matter most: does one point carry the group?
 
         Small groups are swarms with a dot for each member, large ones violins with their five largest members. At the
-        right stands how much of the group's Σ|score| is its largest member's.
+        right stands the largest member's share of what pulls the group's way.
 
         Args:
             property: which property, by name or number.
@@ -118,7 +118,7 @@ class Plots:
         for row, group in enumerate(groups):
             own = each[result.groups[group]]
             draw_members(ax, row, own, STYLES[effects[group]])
-            share = carried(own)[0]
+            share = carried(own).largest
             ax.text(1.01, row, f"{share:.0%}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
         ax.text(1.01, -0.75, "largest", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
         ax.axvline(0, color="black", lw=0.8)
