@@ -75,7 +75,9 @@ def flipped(seed, n=400, share=0.2):
 
 
 def trained(widths, data, epochs):
-    make = lambda: nn.Sequential(nn.Linear(10, widths), nn.Tanh(), nn.Linear(widths, 2)) if widths else nn.Linear(10, 2)
+    def make():
+        return nn.Sequential(nn.Linear(10, widths), nn.Tanh(), nn.Linear(widths, 2)) if widths else nn.Linear(10, 2)
+
     recipe = Recipe(epochs=epochs, learning_rate=0.02, batch_size=32)
     return train_one(initial_model(make, 0), LOSS, data, recipe, seed=0).model
 

@@ -43,7 +43,7 @@ def find_label_issues(
 
     Ranked by the loss without clean validation data, and with it by the mean of the ranks of loss and influence. With a
     fifth of the labels flipped, that was better than the loss where the model had learned labels by heart, and as good
-    (within 0.002 of ROC AUC) where it had not; self-influence added nothing (docs/label_issues.md). The result says
+    (within 0.003 of ROC AUC) where it had not; self-influence added nothing (docs/label_issues.md). The result says
     what it is ranked by, and how far the signals agree.
 
     Args:
@@ -97,10 +97,10 @@ def _choice(rank_by: RankBy, loss: float, clean_loss: float | None) -> tuple[Ran
         return rank_by, "as asked for"
     if clean_loss is None:
         return "loss", "without clean validation data nothing was found to be better"
-    heart = ", wrong ones too" if loss < clean_loss else "; where it does not, this ranks as well as the loss alone"
+    heart = ", and this one does" if loss < clean_loss else "; if not, about as good"
     return "loss and influence", (
-        f"mean training loss {loss:.3g}, of clean points {clean_loss:.3g}; better than the loss alone if the model knows "
-        f"labels by heart{heart}"
+        f"mean training loss {loss:.3g}, of clean points {clean_loss:.3g}; better than the loss alone if the model has "
+        f"learned wrong labels by heart{heart}"
     )
 
 

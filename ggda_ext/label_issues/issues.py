@@ -66,7 +66,7 @@ class LabelIssues:
         """The ranking by one of the signals, or by the mean of two ranks."""
         ranks = {name: _ranks(values) for name, values in _signals(loss, self_influence, influence).items()}
         chosen = [ranks[name] for name in ranked_by.split(" and ")]
-        suspicion = (sum(chosen) / len(chosen) - 0.5) / len(loss)
+        suspicion = (np.mean(chosen, axis=0) - 0.5) / len(loss)
         indices = np.argsort(-suspicion, kind="stable")
         return cls(loss, self_influence, influence, suspicion, indices, ranked_by, why, groups)
 
@@ -137,7 +137,13 @@ class LabelIssues:
         return max(1, round(TOP_SHARE * len(self)))
 
     def _points(self) -> list[str]:
-        header = ["index", "suspicion", "loss", "self-influence", *(["influence"] if self.influence is not None else [])]
+        header = [
+            "index",
+            "suspicion",
+            "loss",
+            "self-influence",
+            *(["influence"] if self.influence is not None else []),
+        ]
         header += ["group"] if self.groups is not None else []
         rows = [header]
         for i in self.indices[:_SHOWN].tolist():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pandas
 
     from ggda_ext.properties import Property
+    from ggda_ext.results.plots import Plots
 
 _FIELDS = (
     "groups", "properties", "higher_is_better", "low", "high", "interval", "method", "warnings", "notes",
@@ -303,6 +304,43 @@ class Attribution(Tensor):
         from ggda_ext.results.table import as_frame
 
         return as_frame(self)
+
+    @property
+    def plot(self) -> Plots:
+        """Pictures, with matplotlib (extra ``[plot]``): ``result.plot.bars()``, ``.members()``, ``.heatmap()``, …"""
+        from ggda_ext.results.plots import Plots
+
+        return Plots(self)
+
+    def to_html(
+        self,
+        path: str | Path,
+        *,
+        rows: Any = None,
+        images: Any = None,
+        labels: Any = None,
+        member_scores: Any = None,
+        title: str | None = None,
+    ) -> Path:
+        """Write a page about the result: answer, ranked table, pictures, the groups that matter and their members.
+
+        One file that needs no network and runs no script; it needs the extra ``[plot]``. It shows some of the training
+        data if `rows` or `images` are given, so look before passing it on.
+
+        Args:
+            path: where to; written as a whole or not at all.
+            rows: what to show of the training points, one for each: a pandas DataFrame, a list of texts or of dicts.
+            images: training points that are images: `[n, H, W]`, `[n, C, H, W]`, `[n, H, W, C]`, or a list of such.
+            labels: label of every training point, for the mix of labels in a group.
+            member_scores: score of every training point `[m, n]`, to find the members that carry a group; by default
+                those of the result.
+            title: of the page.
+        """
+        from ggda_ext.results.page import written
+
+        return written(
+            self, Path(path), rows=rows, images=images, labels=labels, member_scores=member_scores, title=title
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one file, as a whole or not at all; no pickle. Read it with `Attribution.load`."""

@@ -1,0 +1,172 @@
+"""What all pictures of a result share: matplotlib on demand, colours with hatches, names as plain text, what is shown.
+
+Effects differ by colour and by hatch or marker, so pictures can be read in black and white.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ggda_ext.results import ranking
+from ggda_ext.results.table import number, shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from ggda_ext.results.attribution import Attribution
+
+
+WIDEST_NAME = 24
+
+
+@dataclass(frozen=True)
+class Style:
+    """How groups of one effect look."""
+
+    colour: str
+    hatch: str
+    marker: str
+
+
+STYLES = {
+    "helps": Style("#4a86c5", "", "o"),
+    "hurts": Style("#d9742b", "////", "X"),
+    "rises": Style("#7a9e3f", "", "^"),
+    "falls": Style("#9d6bb0", "////", "v"),
+    "unclear": Style("#bdbdbd", "....", "s"),
+    "none": Style("#bdbdbd", "", "s"),
+    "unknown": Style("#ffffff", "xxxx", "d"),
+}
+MEANINGS = {
+    "rises": "rises without it", "falls": "falls without it", "unclear": "unclear", "none": "no effect",
+    "unknown": "not a number",
+}  # fmt: skip
+
+
+def new_axes(ax: Any, width: float, height: float) -> Axes:
+    """The caller's axes, or those of a new figure of this size in inches."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'ggda-ext[plot]'.") from error
+    if ax is not None:
+        if not hasattr(ax, "barh"):
+            raise TypeError(f"ax is a {type(ax).__name__}: pass matplotlib axes, e.g. from fig, ax = plt.subplots().")
+        return ax
+    return plt.subplots(figsize=(width, height), layout="constrained")[1]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Which groups are drawn: both ends of a ranking, and what is said about the rest.
+
+    Attributes:
+        ids: group ids from the top of the picture to its bottom, with None where others are left out.
+        words: about those that are left out.
+    """
+
+    ids: list[int | None]
+    words: str
+
+
+def both_ends(values: np.ndarray, most: int, higher_is_better: bool | None) -> Shown:
+    """Groups that hurt most at the top and those that help most at the bottom; from highest to lowest if not known."""
+    if most < 2:
+        raise ValueError(f"most={most}: show at least 2 groups.")
+    order = np.argsort(values if higher_is_better is False else -values, kind="stable")
+    order = np.concatenate([order[np.isfinite(values[order])], order[~np.isfinite(values[order])]])
+    ids = order.tolist()
+    if len(ids) <= most:
+        return Shown(ids, "")
+    finite = int(np.isfinite(values).sum())
+    first, last = ids[: -(-most // 2)], ids[max(finite - most // 2, -(-most // 2)) : finite]
+    left = values[[j for j in ids if j not in {*first, *last}]]
+    return Shown([*first, None, *last], rest_in_words(left))
+
+
+def largest(values: np.ndarray, most: int) -> Shown:
+    """Groups by falling size of their value."""
+    if most < 1:
+        raise ValueError(f"most={most}: show at least 1 group.")
+    order = np.argsort(-np.abs(values), kind="stable").tolist()
+    words = rest_in_words(values[order[most:]]) if len(order) > most else ""
+    return Shown(order[:most], words)
+
+
+def rest_in_words(values: np.ndarray) -> str:
+    """What is left out: how many groups, their range and their sum."""
+    count, finite = len(values), values[np.isfinite(values)]
+    words = f"{count:,} more group{'s' * (count != 1)}"
+    if count == 1 and len(finite):
+        return f"{words}: {number(finite[0])}"
+    if len(finite):
+        words += f": {number(finite.min())} to {number(finite.max())}, sum {number(finite.sum())}"
+    return words if len(finite) == count else f"{words}; {count - len(finite)} not a number"
+
+
+def plain_ticks(axis: Any, positions: Any, texts: list[str], **options: Any) -> None:
+    """Ticks with names from data: no mathematics between dollar signs."""
+    axis.set_ticks(positions, labels=texts, parse_math=False, **options)
+
+
+def plain_title(ax: Axes, text: str) -> None:
+    """A title at the left, with names from data as plain text."""
+    ax.set_title(text, loc="left", fontsize="medium", parse_math=False, wrap=True)
+
+
+def score_label(result: Attribution, j: int) -> str:
+    """What the axis of the scores says: unit and direction."""
+    name = shown(result.properties[j])
+    if result.method is not None and result.method.unit == "property":
+        words = f"predicted change of {name}\nwithout the group"
+    elif result.method is not None:
+        words = f"score for {name}\n(ranks only, no unit)"
+    else:
+        words = f"score for {name}"
+    direction = result.higher_is_better[j]
+    if direction is None:
+        return f"{words}\n← falls without it  |  rises without it →"
+    return f"{words}\n{'← helps  |  hurts →' if direction else '← hurts  |  helps →'}"
+
+
+def legend(ax: Axes, effects: set[str]) -> None:
+    """One entry for each effect that is drawn, if there is more than one."""
+    from matplotlib.patches import Patch
+
+    found = [effect for effect in STYLES if effect in effects]
+    if len(found) > 1:
+        handles = [
+            Patch(facecolor=STYLES[e].colour, hatch=STYLES[e].hatch, edgecolor="black", label=MEANINGS.get(e, e))
+            for e in found
+        ]
+        legend_above(ax, handles=handles, ncols=min(len(handles), 3))
+
+
+def legend_above(ax: Axes, **options: Any) -> None:
+    """A legend above the picture, where it hides nothing."""
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize="small", frameon=False, borderaxespad=0.2, **options)
+
+
+def tidy(ax: Axes) -> None:
+    """No box around the picture."""
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def scores_of(result: Attribution, property: str | int) -> tuple[int, np.ndarray]:
+    """The row of a property, and its scores `[k]`."""
+    j = result.property_id(property)
+    return j, result.scores[j].detach().cpu().double().numpy()
+
+
+def group_name(result: Attribution, group: int) -> str:
+    """The name of a group, as text on one line that leaves room for the picture."""
+    name = shown(result.groups.name(group))
+    return name if len(name) <= WIDEST_NAME else name[: WIDEST_NAME - 1] + "…"
+
+
+def effects_of(result: Attribution, j: int) -> tuple[str, ...]:
+    """The effect of every group on a property."""
+    return ranking.effects(result, j)

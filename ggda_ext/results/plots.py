@@ -1,0 +1,272 @@
+"""Pictures of a result: ``result.plot.bars()``, ``.members()``, ``.heatmap()``, ``.timeline()``, ``.removal_curve(…)``.
+
+Each draws into ``ax`` or into a new figure and returns the axes. Of many groups both ends of the ranking are drawn, and
+the rest is summed up in words. matplotlib is imported when the first picture is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ggda_ext.results import drawing
+from ggda_ext.results.drawing import STYLES
+from ggda_ext.results.members import carried, draw_members, members_of
+from ggda_ext.results.table import number, shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from ggda_ext.results.attribution import Attribution
+
+_NUMBERS = 240
+"""A heat map with more cells than this has signs in them, no numbers."""
+
+
+class Plots:
+    """The pictures of one result; called itself, it draws the bars."""
+
+    def __init__(self, result: Attribution) -> None:
+        self._result = result
+
+    def __call__(self, property: str | int = 0, **options: Any) -> Axes:
+        """The same as `bars`."""
+        return self.bars(property, **options)
+
+    def __repr__(self) -> str:
+        return "pictures of a result: .bars(), .members(), .heatmap(), .timeline(), .removal_curve(retrain)"
+
+    def bars(self, property: str | int = 0, *, most: int = 20, ax: Axes | None = None) -> Axes:
+        """A bar for each group with its interval: those that hurt most at the top, those that help most at the bottom.
+
+        Args:
+            property: which property, by name or number.
+            most: how many groups to draw; the rest is summed up in words.
+            ax: matplotlib axes to draw into; a new figure by default.
+        """
+        result = self._result
+        j, values = drawing.scores_of(result, property)
+        effects = drawing.effects_of(result, j)
+        chosen = drawing.both_ends(values, most, result.higher_is_better[j])
+        ax = drawing.new_axes(ax, 6.4, 1.5 + 0.27 * len(chosen.ids))
+        names = []
+        for row, group in enumerate(chosen.ids):
+            if group is None:
+                names.append("⋮")
+                ax.axhspan(row - 0.45, row + 0.45, color="0.94", zorder=0)
+                ax.text(
+                    0.5,
+                    row,
+                    f"… {chosen.words}",
+                    transform=ax.get_yaxis_transform(),
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                )
+                continue
+            style = STYLES[effects[group]]
+            ax.barh(row, np.nan_to_num(values[group]), color=style.colour, hatch=style.hatch, edgecolor="black", lw=0.6)
+            names.append(f"{drawing.group_name(result, group)} ({result.sizes[group]:,})")
+            if group in _warned(result):
+                names[-1] += " ⚠"
+        self._whiskers(ax, j, values, chosen.ids)
+        ax.axvline(0, color="black", lw=0.8)
+        drawing.plain_ticks(ax.yaxis, range(len(names)), names)
+        ax.set_ylim(len(names) - 0.4, -0.6)
+        ax.set_xlabel(drawing.score_label(result, j), parse_math=False)
+        drawing.legend(ax, {effects[g] for g in chosen.ids if g is not None})
+        drawing.tidy(ax)
+        return ax
+
+    def _whiskers(self, ax: Axes, j: int, values: np.ndarray, ids: Sequence[int | None]) -> None:
+        low, high = self._ends(j)
+        if low is None or high is None:
+            return
+        rows = [row for row, group in enumerate(ids) if group is not None]
+        groups = np.array([group for group in ids if group is not None])
+        x, lengths = values[groups], np.stack([values[groups] - low[groups], high[groups] - values[groups]])
+        ax.errorbar(x, rows, xerr=np.maximum(lengths, 0), fmt="none", ecolor="black", elinewidth=1.2, capsize=3)
+
+    def _ends(self, j: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+        low, high = self._result.low, self._result.high
+        if low is None or high is None:
+            return None, None
+        return low[j].detach().cpu().double().numpy(), high[j].detach().cpu().double().numpy()
+
+    def members(
+        self, property: str | int = 0, *, member_scores: Any = None, most: int = 10, ax: Axes | None = None
+    ) -> Axes:
+        """The spread of the members' own scores in the groups that matter most: does one point carry the group?
+
+        Small groups are swarms with a dot for each member, large ones violins with their five largest members. At the
+        right stands the largest member's share of what pulls the group's way.
+
+        Args:
+            property: which property, by name or number.
+            member_scores: score of every training point `[m, n]`; by default those of the result.
+            most: how many groups to draw.
+            ax: matplotlib axes to draw into; a new figure by default.
+        """
+        result = self._result
+        j, values = drawing.scores_of(result, property)
+        each = members_of(result, member_scores)[j]
+        effects, chosen = drawing.effects_of(result, j), drawing.largest(values, most)
+        ax = drawing.new_axes(ax, 6.4, 1.5 + 0.5 * len(chosen.ids))
+        groups = [group for group in chosen.ids if group is not None]
+        for row, group in enumerate(groups):
+            own = each[result.groups[group]]
+            draw_members(ax, row, own, STYLES[effects[group]])
+            share = carried(own).largest
+            ax.text(1.01, row, f"{share:.0%}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
+        ax.text(1.01, -0.75, "largest", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
+        ax.axvline(0, color="black", lw=0.8)
+        names = [f"{drawing.group_name(result, g)} ({result.sizes[g]:,})" for g in groups]
+        drawing.plain_ticks(ax.yaxis, range(len(names)), names)
+        ax.set_ylim(len(names) - 0.4, -0.9)
+        ax.set_xlabel(f"of each member alone:\n{drawing.score_label(result, j)}", parse_math=False)
+        if chosen.words:
+            drawing.plain_title(ax, f"not shown: {chosen.words}")
+        drawing.tidy(ax)
+        return ax
+
+    def heatmap(self, *, most: int = 30, ax: Axes | None = None) -> Axes:
+        """Groups × properties: colour and sign of each score, relative to the largest of its property.
+
+        Args:
+            most: how many groups to draw, those with the largest relative scores; the rest is summed up in words.
+            ax: matplotlib axes to draw into; a new figure by default.
+        """
+        result = self._result
+        scores = result.scores.detach().cpu().double().numpy()
+        top = np.nanmax(np.abs(scores), axis=1, keepdims=True, initial=0.0)
+        relative = np.divide(scores, top, out=np.zeros_like(scores), where=top > 0)
+        strongest = np.nan_to_num(np.abs(relative)).max(0)
+        chosen = np.argsort(-strongest, kind="stable")[:most]
+        m, count = len(scores), len(chosen)
+        ax = drawing.new_axes(ax, min(3 + 0.8 * m, 14), 1.6 + 0.27 * count)
+        picture = ax.imshow(relative[:, chosen].T, cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
+        _write_cells(ax, scores[:, chosen].T, relative[:, chosen].T)
+        drawing.plain_ticks(ax.yaxis, range(count), [drawing.group_name(result, int(g)) for g in chosen])
+        columns = [shown(name) for name in result.properties]
+        step = max(1, -(-m // 40))
+        drawing.plain_ticks(ax.xaxis, range(0, m, step), columns[::step], rotation=30, ha="right")
+        bar = ax.figure.colorbar(picture, ax=ax, ticks=[-1, 0, 1])
+        bar.set_label("score / largest of its property")
+        bar.ax.set_yticklabels(["−1: falls\nwithout it", "0", "+1: rises\nwithout it"], fontsize=8)
+        if scores.shape[1] > count:
+            left = scores.shape[1] - count
+            weakest = float(np.delete(strongest, chosen).max())
+            drawing.plain_title(ax, f"not shown: {left:,} groups, each below {weakest:.0%} of the largest")
+        return ax
+
+    def timeline(self, property: str | int = 0, *, dates: Sequence[Any] | None = None, ax: Axes | None = None) -> Axes:
+        """Scores over time, for groups that are named by dates, years or numbers.
+
+        Args:
+            property: which property, by name or number.
+            dates: when each group was, in the order of the groups; by default their names.
+            ax: matplotlib axes to draw into; a new figure by default.
+        """
+        from ggda_ext.results.times import as_times
+
+        result = self._result
+        j, values = drawing.scores_of(result, property)
+        times = as_times(result.names if dates is None else dates, len(values), "dates" if dates is not None else "")
+        order = np.argsort(times, kind="stable")
+        times, values, effects = times[order], values[order], [drawing.effects_of(result, j)[g] for g in order]
+        ax = drawing.new_axes(ax, 7.2, 3.6)
+        low, high = self._ends(j)
+        if low is not None and high is not None:
+            ax.fill_between(times, low[order], high[order], color="0.85", label=shown(result.interval) or "interval")
+        ax.plot(times, values, color="black", lw=1, zorder=2)
+        for effect in [e for e in STYLES if e in effects]:
+            at = [i for i, e in enumerate(effects) if e == effect]
+            style, label = STYLES[effect], drawing.MEANINGS.get(effect, effect)
+            ax.scatter(
+                times[at], values[at], marker=style.marker, color=style.colour, edgecolor="black", linewidth=0.6,
+                s=28 if len(values) <= 80 else 12, zorder=3, label=label,
+            )  # fmt: skip
+        ax.axhline(0, color="black", lw=0.8)
+        ax.set_ylabel(drawing.score_label(result, j).rpartition("\n")[0], parse_math=False)
+        drawing.legend_above(ax, ncols=2)
+        drawing.tidy(ax)
+        return ax
+
+    def removal_curve(
+        self,
+        measured: Any,
+        *,
+        property: str | int = 0,
+        fractions: Sequence[float] = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5),
+        label: str | None = None,
+        seed: int = 0,
+        ax: Axes | None = None,
+    ) -> Axes:
+        """What becomes of the model as groups are removed: first those that hurt, first those that help, or at random.
+
+        If the scores are right, the first line gets better and the second worse than the random one.
+
+        Args:
+            measured: a function ``retrain(subsets) -> values [subsets, seeds]`` such as `evaluation.Retrainer`, that is
+                asked for models trained on every subset of the training points; or curves that are there already,
+                ``{name: evaluation.RemovalCurve}``.
+            property: by which property's scores groups are removed.
+            fractions: shares of the training points to remove.
+            label: what the values are; by default the name of the property.
+            seed: of the random order, and of the choice among the members of the last group.
+            ax: matplotlib axes to draw into; a new figure by default.
+        """
+        result = self._result
+        j, values = drawing.scores_of(result, property)
+        curves = measured if isinstance(measured, Mapping) else self._curves(j, values, measured, fractions, seed)
+        ax = drawing.new_axes(ax, 6.4, 3.8)
+        styles = zip("oX^sDv", ("-", "--", ":", "-.", "-", "--"), strict=True)
+        for (name, curve), (marker, line) in zip(curves.items(), styles, strict=False):
+            error = np.nan_to_num(curve.stderr)
+            x = 100 * np.asarray(curve.fractions)
+            ax.errorbar(x, curve.mean, yerr=error, marker=marker, ls=line, capsize=3, label=shown(name))
+        ax.set_xlabel("training points removed, %")
+        ax.set_ylabel(label or shown(result.properties[j]), parse_math=False)
+        drawing.legend_above(ax, ncols=3)
+        drawing.tidy(ax)
+        return ax
+
+    def _curves(
+        self, j: int, values: np.ndarray, retrain: Any, fractions: Sequence[float], seed: int
+    ) -> dict[str, Any]:
+        from ggda_ext.evaluation import pruning_score, retraining_score  # rooms above this one
+
+        if not callable(retrain):
+            raise TypeError(
+                f"measured is a {type(retrain).__name__}: pass a function retrain(subsets), e.g. evaluation.Retrainer, "
+                "or a dict of evaluation.RemovalCurve by name."
+            )
+        direction, groups = self._result.higher_is_better[j], self._result.groups
+        importance = -values if direction else values  # as of a loss: positive helps
+        names = ("hurts most first", "helps most first") if direction is not None else ("lowest first", "highest first")
+        random = np.random.default_rng(seed).permutation(len(groups)).astype(float)
+        return {
+            names[0]: pruning_score(importance, groups, retrain, fractions, seed=seed),
+            names[1]: retraining_score(importance, groups, retrain, fractions, seed=seed),
+            "random order": retraining_score(random, groups, retrain, fractions, seed=seed),
+        }
+
+
+def _write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
+    """A number in every cell, or its sign where there are many; white on dark colours."""
+    many = scores.size > _NUMBERS
+    if scores.size > 20 * _NUMBERS:
+        return
+    for (row, column), value in np.ndenumerate(scores):
+        text = ("+" if value > 0 else "−" if value < 0 else "") if many else number(value)
+        dark = abs(relative[row, column]) > 0.65
+        ax.text(column, row, text, ha="center", va="center", fontsize=7, color="white" if dark else "black")
+
+
+def _warned(result: Attribution) -> set[int]:
+    """Ids of the groups with warnings."""
+    return (
+        {j for j in range(len(result.groups)) if result.groups.name(j) in result.warnings} if result.warnings else set()
+    )

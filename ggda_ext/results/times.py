@@ -1,0 +1,44 @@
+"""Names of groups as points in time, for lines over time: dates, periods, years, or plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def as_times(names: Sequence[Any], count: int, argument: str = "") -> np.ndarray:
+    """Times `[k]` as datetime64, or as numbers if all of them are.
+
+    Args:
+        names: dates, timestamps, periods, texts such as ``2024-03`` or ``2024-03-01``, or numbers.
+        count: how many there have to be.
+        argument: how errors call them; the names of the groups if empty.
+    """
+    if len(names) != count:
+        raise ValueError(f"{argument} has {len(names)} entries for {count} groups: pass one for each.")
+    if all(isinstance(name, int | float | np.integer | np.floating) and not isinstance(name, bool) for name in names):
+        return np.asarray(names, dtype=float)
+    found = []
+    for name in names:
+        try:
+            found.append(np.datetime64(_iso(name)).astype("datetime64[s]"))
+        except (ValueError, TypeError):
+            raise ValueError(
+                f"{argument or 'the name of a group'} holds {name!r}, which is no date: group by date, e.g. "
+                "grouping.by_column(dates, freq='M'), or pass dates= with one for each group."
+            ) from None
+    return np.array(found)
+
+
+def _iso(name: Any) -> Any:
+    """A text that NumPy reads as a date, or a date."""
+    start = getattr(name, "start_time", name)  # of a pandas Period
+    start = start.isoformat() if hasattr(start, "isoformat") else start
+    if isinstance(start, np.datetime64):
+        return start
+    text = str(start).strip().replace(" ", "T")
+    if not text[:4].isdigit():
+        raise ValueError(text)
+    return text[:19] if len(text) > 19 else text
