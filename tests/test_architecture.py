@@ -13,8 +13,8 @@ import ggda_ext
 
 ROOT = Path(ggda_ext.__file__).parent
 LAYERS = [
-    {"distributed", "model_state", "model_lock", "groups", "tables", "progress"},
-    {"data", "losses", "checkpoints"},
+    {"distributed", "model_state", "model_lock", "groups", "tables", "progress", "row_reductions"},
+    {"data", "losses", "own_loss", "checkpoints"},
     {"training", "gradients"},
     {"properties"},
     {"curvature", "estimation"},
