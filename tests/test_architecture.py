@@ -19,6 +19,7 @@ LAYERS = [
     {"properties"},
     {"curvature", "estimation"},
     {"kept_scores", "results"},
+    {"methods"},
     {"attribution"},
     {"storage", "grouping", "evaluation", "label_issues"},
     {"counterfactual"},
