@@ -22,12 +22,11 @@ from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, li
 from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
-from ggda_ext.gradients.parameters import ParameterChoice
 from ggda_ext.groups.partition import GroupsLike
-from ggda_ext.kept_scores import keep_scores
 from ggda_ext.methods import Method, MethodName, chosen
+from ggda_ext.methods.keeping import keep_scores
 from ggda_ext.methods.scoring import Account, scores_by
-from ggda_ext.model_lock import only_thread
+from ggda_ext.model import ParameterChoice, only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
 from ggda_ext.results import Attribution
 from ggda_ext.tables import group_column

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ggda_ext.model_state import sums_on
+from ggda_ext.model import sums_on
 
 Product = Callable[[Tensor], Tensor]
 """Vectors `[m, p]` → their products with a symmetric matrix `[m, p]`."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
-from ggda_ext.kept_scores import KeptScores, ScoresInMemory
+from ggda_ext.methods.keeping import KeptScores, ScoresInMemory
 from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.results.method import MethodFacts, Setting
 
