@@ -1,0 +1,64 @@
+"""Sphinx: the pages of this folder, the reference from docstrings, and a gallery that runs the examples.
+
+Sphinx with furo, MyST and sphinx-gallery: PyTorch, scikit-learn and Captum document themselves with Sphinx, so links to their
+objects resolve and their users know their way around; MyST reads the same Markdown as a code host; sphinx-gallery runs
+every example and shows what it printed and drew.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+from ggda_ext import __version__  # noqa: E402
+
+project = "ggda-ext"
+author = "the ggda-ext authors"
+version = release = __version__
+
+extensions = [
+    "myst_parser",  # pages in Markdown
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",  # Google-style docstrings
+    "sphinx.ext.viewcode",
+    "sphinx_gallery.gen_gallery",
+]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+exclude_patterns = ["_build", "sg_execution_times.rst"]
+nitpicky = False
+suppress_warnings = ["config.cache"]
+
+html_theme = "furo"
+html_title = f"ggda-ext {release}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_inherit_docstrings = False
+autosummary_generate = True
+napoleon_google_docstring = True
+napoleon_use_rtype = False
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"\.py$",
+    "within_subsection_order": "ExampleTitleSortKey",
+    "download_all_examples": False,
+    "show_memory": False,
+    "abort_on_example_error": True,
+    "only_warn_on_example_error": False,
+    "remove_config_comments": True,
+}
