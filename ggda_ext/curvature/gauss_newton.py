@@ -37,7 +37,7 @@ class GaussNewton(Hessian):
     def on_batch(self, batch: Any, vectors: Tensor) -> Iterator[tuple[slice, list[Tensor | None]]]:
         """Products of the Gauss–Newton matrix on one batch with `vectors [m, p]`, see `Hessian.on_batch`."""
         parameters = list(self.space.parameters.values())
-        with self.space.gradients(enabled=True), sdpa_kernel(SDPBackend.MATH):
+        with self.space.require_gradients(of_chosen=True), sdpa_kernel(SDPBackend.MATH):
             outputs, leaf, slope = self._linearized(to_device(batch, self.space.device))
             weights = torch.zeros_like(outputs, requires_grad=True)
             first = torch.autograd.grad(outputs, parameters, weights, create_graph=True, allow_unused=True)

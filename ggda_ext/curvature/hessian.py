@@ -25,8 +25,7 @@ from tqdm.auto import tqdm
 
 from ggda_ext.data import IndexedData, batch_length, to_device
 from ggda_ext.distributed import all_reduce_sum, fingerprint, from_first_rank, my_share, rank, together, world_size
-from ggda_ext.gradients.parameters import ParameterSpace
-from ggda_ext.model_state import sums_on
+from ggda_ext.model import ParameterSpace, sums_on
 
 BatchLossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -57,7 +56,7 @@ class Hessian:
         where it is zero. A vector is not read again after its product was given out.
         """
         parameters = list(self.space.parameters.values())
-        with self.space.gradients(enabled=True), sdpa_kernel(SDPBackend.MATH):
+        with self.space.require_gradients(of_chosen=True), sdpa_kernel(SDPBackend.MATH):
             value = one_number(self.loss(self.space.model, to_device(batch, self.space.device)))
             first = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
             used = [(g, p) for g, p in zip(first, parameters, strict=True) if g is not None and g.requires_grad]
