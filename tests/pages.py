@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -94,12 +95,16 @@ def _close(shown: str, came: str) -> bool:
 
 
 def rewrite(page: Path) -> None:
-    """Write the outputs of a page anew, except those with a line of ``…``."""
+    """Write the outputs of a page anew, except those with a line of ``…``, and the pictures that it saves and shows."""
     text = page.read_text(encoding="utf-8")
     for block, out in reversed(list(printed(page))):
         if block.span is not None and "…" not in _lines(block.shown or ""):
             text = text[: block.span[0]] + "\n".join(line.rstrip() for line in out.splitlines()) + "\n" + text[block.span[1] :]
     page.write_text(text, encoding="utf-8")
+    for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
+        drawn = Path(target).name
+        if Path(drawn).exists():
+            shutil.copyfile(drawn, page.parent / target)
 
 
 if __name__ == "__main__":
