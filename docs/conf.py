@@ -18,7 +18,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 from ggda_ext import __version__  # noqa: E402
 
 project = "ggda-ext"
-author = "the ggda-ext authors"
+author = copyright = "the ggda-ext authors"
 version = release = __version__
 
 extensions = [
@@ -42,6 +42,7 @@ html_css_files = ["tables.css"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+default_role = "py:obj"  # `Groups` in a docstring is a link
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
@@ -58,7 +59,18 @@ sphinx_gallery_conf = {
     "within_subsection_order": "ExampleTitleSortKey",
     "download_all_examples": False,
     "show_memory": False,
+    "capture_repr": (),  # what is printed, not what the last line returns
     "abort_on_example_error": True,
     "only_warn_on_example_error": False,
     "remove_config_comments": True,
 }
+
+
+def skip(app: object, kind: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:
+    """Leave out what scikit-learn adds to every estimator for its own routing."""
+    return True if name.startswith("set_") and name.endswith("_request") or name == "get_metadata_routing" else None
+
+
+def setup(app: object) -> None:
+    """Connect `skip`."""
+    app.connect("autodoc-skip-member", skip)  # type: ignore[attr-defined]

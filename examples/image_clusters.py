@@ -50,7 +50,7 @@ print(result.harmful().top(5))
 found = evaluation.noisy_label_detection(result.per_member[0], groups, wrong)
 print(f"area under the curve: {found.roc_auc:.2f}")
 
-worst = groups[groups.id_of(result.per_member.harmful().names[0])]
+worst = groups[groups.id_of(result.harmful().names[0])]
 figure, axes = plt.subplots(1, 6, figsize=(7, 1.6))
 for ax, at in zip(axes, worst, strict=False):
     ax.imshow(train[0][at].reshape(8, 8), cmap="gray_r")

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 
 # %%
@@ -54,14 +55,17 @@ print(f"read {Counted.reads} points")
 
 
 def run(folder, result, stop_after=10**9):
-    """Start the script in a process of its own."""
+    """Start the script in a process of its own; how many points it read."""
     script = Path(folder).with_suffix(".py")
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(folder), str(result), str(stop_after)], capture_output=True, text=True
+        [sys.executable, "-W", "ignore", str(script), str(folder), str(result), str(stop_after)],
+        capture_output=True,
+        text=True,
     )
     print(f"exit code {done.returncode}: {done.stdout.strip() or 'stopped'}")
     assert done.returncode in (0, 9), done.stderr
+    return int(done.stdout.split()[1]) if done.stdout else stop_after
 
 
 # %%
@@ -69,7 +73,13 @@ def run(folder, result, stop_after=10**9):
 # -------------------------------
 
 home = Path(tempfile.mkdtemp())
-run(home / "undisturbed", home / "a.pt")
-run(home / "stopped", home / "b.pt", stop_after=60_000)
-run(home / "stopped", home / "b.pt")
+reads = [
+    run(home / "undisturbed", home / "a.pt"),
+    run(home / "stopped", home / "b.pt", stop_after=60_000),
+    run(home / "stopped", home / "b.pt"),
+]
 print("same bits:", torch.equal(torch.load(home / "a.pt"), torch.load(home / "b.pt")))
+
+figure, ax = plt.subplots(figsize=(6, 2))
+ax.barh(["again", "stopped", "undisturbed"], reads[::-1], color="#4a85c5", edgecolor="black")
+ax.set_xlabel("training points read")

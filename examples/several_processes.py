@@ -42,6 +42,7 @@ if dist.is_initialized():
 # One process and two
 # -------------------
 
+import matplotlib.pyplot as plt
 import torch
 
 home = Path(tempfile.mkdtemp())
@@ -54,3 +55,9 @@ subprocess.run([*torchrun, str(script), str(home / "two.pt")], check=True, env=q
 
 one, two = torch.load(home / "one.pt"), torch.load(home / "two.pt")
 print(f"{one.shape[1]} groups; largest difference {(one - two).abs().max() / one.abs().max():.0e} of the largest score")
+
+figure, ax = plt.subplots(figsize=(3.5, 3.5))
+ax.scatter(one[0], two[0], color="#4a85c5", edgecolor="black")
+ax.axline((0, 0), slope=1, color="black", linewidth=0.8)
+ax.set_xlabel("scores of one process")
+ax.set_ylabel("scores of two processes")

@@ -19,7 +19,13 @@ from ggda_ext.training import Recipe, initial_model, train_one
 # Customers of one source are alike. The *broker* sends many customers with noisy labels, *partner* few good ones.
 
 random = np.random.default_rng(1)
-sources = {"branch": (400, 0.05), "online": (400, 0.05), "broker": (300, 0.45), "partner": (100, 0.0), "phone": (200, 0.1)}
+sources = {
+    "branch": (400, 0.05),
+    "online": (400, 0.05),
+    "broker": (300, 0.45),
+    "partner": (100, 0.0),
+    "phone": (200, 0.1),
+}
 rule = random.normal(size=8)
 
 

@@ -99,7 +99,12 @@ def rewrite(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for block, out in reversed(list(printed(page))):
         if block.span is not None and "…" not in _lines(block.shown or ""):
-            text = text[: block.span[0]] + "\n".join(line.rstrip() for line in out.splitlines()) + "\n" + text[block.span[1] :]
+            text = (
+                text[: block.span[0]]
+                + "\n".join(line.rstrip() for line in out.splitlines())
+                + "\n"
+                + text[block.span[1] :]
+            )
     page.write_text(text, encoding="utf-8")
     for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
         drawn = Path(target).name
