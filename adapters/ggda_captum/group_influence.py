@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients
-from ggda_ext.attribution import KeptScores, keep_scores, property_directions
+from ggda_ext.attribution import property_directions
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients.provider import Directions
 from ggda_ext.groups import GroupsLike
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss
+from ggda_ext.methods.keeping import KeptScores, keep_scores
 from ggda_ext.model import inner_name, left_as_it_was, unwrapped
 from ggda_ext.properties import Property
 
