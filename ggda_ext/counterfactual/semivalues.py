@@ -113,10 +113,9 @@ def _values(what_if: WhatIf, property: Property, pieces: Groups, sets: np.ndarra
     total = np.zeros(len(filled))
     for j, model in enumerate(what_if.models):
         refit = model.refit if pieces is what_if.groups else model.regrouped(pieces)
-        penalty = model.settings.weight_decay + model.ridge
         for low in range(0, len(filled), _AT_ONCE):
             weights = torch.from_numpy(sets[filled[low : low + _AT_ONCE]])
-            values = what_if._values(j, property, refit.solve(weights, penalty))
+            values = what_if._values(j, property, refit.solve(weights, model.penalty()))
             if values.dim() > 1:
                 raise ValueError(f"property gives {values.shape[1]} numbers: ask for one number at a time.")
             total[low : low + _AT_ONCE] += values.cpu().numpy()
