@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.names import SPEED_PARTS
 from benchmarks.speed.timing import Row
-
-PARTS = ("core", "captum", "dattri", "trak", "grouping", "training", "scaling")
 
 
 def run(
-    parts: Iterable[str] = PARTS,
+    parts: Iterable[str] = SPEED_PARTS,
     quick: bool = False,
     threads: int = 1,
     path: Path | None = None,
