@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.names import EXPERIMENTS, FETCHABLE, METHODS, MORE_EXPERIMENTS, SPEED_PARTS
+from benchmarks.names import EXPERIMENTS, FETCHABLE, METHODS, SPEED_PARTS
 from benchmarks.scales import SCALES
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     running = commands.add_parser("run", parents=[common], help="the paper's experiments")
     running.add_argument(
         "experiments", nargs="*", type=_experiment, metavar="EXPERIMENT",
-        help=f"of {', '.join(EXPERIMENTS)}, which is the default, and {', '.join(MORE_EXPERIMENTS)}",
+        help=f"of {', '.join(EXPERIMENTS)}; all by default",
     )  # fmt: skip
     reporting = commands.add_parser("report", help="tables, figures and one HTML page from result folders")
     reporting.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="result folders, e.g. results/*")
@@ -253,7 +253,7 @@ def _common_options() -> argparse.ArgumentParser:
 
 
 def _experiment(text: str) -> str:
-    known = (*EXPERIMENTS, *MORE_EXPERIMENTS)
+    known = EXPERIMENTS
     if text not in known:
         raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(known)}.")
     return text

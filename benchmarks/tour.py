@@ -10,7 +10,7 @@ from benchmarks import check, compare
 from benchmarks.data import TITLES, where
 from benchmarks.names import EXPERIMENTS
 from benchmarks.results import ResultFolder
-from benchmarks.scales import Scale
+from benchmarks.sizes import Scale
 
 EXPERIMENT_TASKS = ("heloc-lr",)
 """Experiments retrain many models: the tour does so for the smallest ones, `run` for any."""

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from benchmarks.check import table
 from benchmarks.results import ResultFolder
-from benchmarks.scales import CheckScale, Scale
+from benchmarks.sizes import CheckScale, Scale
 
 if TYPE_CHECKING:
     from benchmarks.check.case import Case, Method

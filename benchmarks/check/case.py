@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.scales import CheckScale
+from benchmarks.sizes import CheckScale
 from ggda_ext import Groups, properties
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData

@@ -23,7 +23,7 @@ from benchmarks.compare import table
 from benchmarks.compare.sizes import SIZES, TESTS, CompareSize
 from benchmarks.names import DEFAULT_MODE, EXACT_MODE, ONE_PROPERTY, TEST_POINTS
 from benchmarks.results import ResultFolder
-from benchmarks.scales import Scale
+from benchmarks.sizes import Scale
 
 if TYPE_CHECKING:
     from torch import Tensor

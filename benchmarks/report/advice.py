@@ -9,9 +9,9 @@ import pandas as pd
 
 from benchmarks.check.table import passed
 from benchmarks.compare.table import HEADLINE_SIZE, headline, times
-from benchmarks.names import BASELINES, PER_POINT, TRIVIAL, WHAT_IF
+from benchmarks.names import BASELINES, PER_POINT, TRIVIAL
 from benchmarks.report.formats import Table, three_digits
-from benchmarks.report.rows import Results, of_sums
+from benchmarks.report.rows import Results, of_protocol, of_sums
 
 _NEARLY = 0.9
 """A method whose LDS is this share of the best one's follows retraining nearly as well."""
@@ -52,7 +52,7 @@ def advice_table(results: Results) -> Table | None:
 
 def _faithful(results: Results) -> Iterator[Need]:
     """The method that follows retraining best, and the cheapest one that does so nearly as well."""
-    rows = results.of("lds")
+    rows = of_protocol(results.of("lds"))
     if rows.empty or not {"mean", "seconds_total"} <= set(rows):
         return
     rows = of_sums(rows[rows["mean"].notna()])
@@ -69,8 +69,6 @@ def _faithful(results: Results) -> Iterator[Need]:
         yield Need(
             "nearly the same for less time", "nearly as faithful and cheaper", cheap, _numbers(found, cheap, where)
         )
-    if WHAT_IF in set(results.rows["method"]):
-        return
     quick = str(found["seconds_total"].idxmin())
     if quick not in (best, cheap):
         yield Need("a first look at once", "quickest", quick, _numbers(found, quick, where))

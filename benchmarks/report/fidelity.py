@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from benchmarks.compare.table import HEADLINE_SIZE
-from benchmarks.names import RANDOM, SINGLE_POINTS
-from benchmarks.report.rows import Results, of_sums, with_ceiling
+from benchmarks.names import RANDOM, SINGLE_POINTS, TRIVIAL
+from benchmarks.report.rows import Results, of_protocol, of_sums, with_ceiling
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,12 @@ class Fidelity:
 
 def fidelity(results: Results) -> Fidelity | None:
     """The setting and grouping with most methods (random groups, if in doubt), at the size nearest to 64."""
-    rows = results.of("lds")
+    rows = of_protocol(results.of("lds"))
     if rows.empty or "mean" not in rows:
         return None
-    rows = of_sums(rows[rows["mean"].notna()])
+    rows = of_sums(rows[rows["mean"].notna() & ~rows["method"].isin(TRIVIAL)])
+    if rows.empty:
+        return None
     counts = rows.groupby(["setting", "grouping", "group_size"], sort=False)["method"].nunique()
 
     def preference(place: tuple[str, str, int]) -> tuple[bool, int, bool, float]:

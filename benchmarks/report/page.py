@@ -22,7 +22,7 @@ SECTIONS = {
     "Retraining score": ("retraining", "runtime"),
     "Pruning": ("pruning",),
     "Noisy labels": ("noisy", "detection"),
-    "Fidelity to real retraining": ("lds", "leave-group-out"),
+    "Fidelity to real retraining": ("lds", "leave-group-out", "what-if"),
     "Cost": ("cost",),
     "Reviewers' questions": ("review",),
 }

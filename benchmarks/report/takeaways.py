@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pandas as pd
 
 from benchmarks.compare.table import HEADLINE_SIZE, chosen, headline, times
-from benchmarks.names import BASELINES, NO_REMOVAL, PER_POINT, RANDOM_REMOVAL, SINGLE_POINTS, TEST_POINTS, TRIVIAL
+from benchmarks.names import BASELINES, NO_REMOVAL, PER_POINT, RANDOM_REMOVAL, SINGLE_POINTS, TEST_POINTS
 from benchmarks.report.cost_tables import cost
 from benchmarks.report.fidelity import fidelity
 from benchmarks.report.rows import Results, of_sums
@@ -98,7 +98,7 @@ def lds(results: Results) -> str:
     found = fidelity(results)
     if found is None:
         return NOTHING
-    values = ", ".join(f"{name} {value:.2f}" for name, value in found.by_method.items() if name not in TRIVIAL)
+    values = ", ".join(f"{name} {value:.2f}" for name, value in found.by_method.items())
     limit = "" if found.ceiling is None else f"; ceiling {found.ceiling:.2f}"
     return f"Rank correlation with real retraining (higher is better), {found.question}: {values}{limit}."
 

@@ -19,7 +19,8 @@ from benchmarks.compare.measure import Clock, climb, take_turns
 from benchmarks.compare.sizes import SIZES
 from benchmarks.names import DEFAULT_MODE, EXACT_MODE, ONE_PROPERTY, TEST_POINTS
 from benchmarks.results import ResultFolder
-from benchmarks.scales import SCALES, CheckScale
+from benchmarks.scales import SCALES
+from benchmarks.sizes import CheckScale
 
 SIZE = CheckScale(points=64, dattri_points=64, tests=4, group_size=8, batch=8, curvature_points=8, depth=2)
 
