@@ -26,15 +26,17 @@ from captum.influence._utils.common import KMostInfluentialResults
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
+from ggda_captum.last_layer import LayerPoints, features, owner_of
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients
 from ggda_ext.attribution import property_directions
 from ggda_ext.data import IndexedData
+from ggda_ext.distributed import world_size
 from ggda_ext.gradients.provider import Directions
 from ggda_ext.groups import GroupsLike
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss
 from ggda_ext.methods.keeping import KeptScores, keep_scores
 from ggda_ext.model import inner_name, left_as_it_was, unwrapped
-from ggda_ext.properties import Property
+from ggda_ext.properties import Property, property_gradient
 
 
 class GroupInfluence(DataInfluence):
@@ -57,6 +59,8 @@ class GroupInfluence(DataInfluence):
     test_loss_fn: Any
     train_dataloader: DataLoader
     _said_what_captum_drops = False
+    _of_outputs: type[ExampleLoss] | tuple[type[ExampleLoss], ...] = OutputLoss
+    """Losses that hang on the model's output alone, so that its last layer can stand for it."""
 
     def __init__(
         self,
@@ -197,21 +201,43 @@ class GroupInfluence(DataInfluence):
         if not self._said_what_captum_drops:
             self._said_what_captum_drops = True
             _warn_of_dropped(self._dropped_by_captum())
+        model, data = self.model, self._train_data
+        layer = self._last_layer(inputs)
+        known = None if layer is None else features(model, layer, data)
+        if layer is not None and known is not None:
+            model, data = layer, IndexedData(known, data.name)
         return GroupGradients(
-            self.model,
+            model,
             self._example_loss(self.loss_fn, inputs),
-            self._train_data,
+            data,
             self.groups,
             parameters=self._parameters(),
             strategy=self.strategy,
             show_progress=show_progress,
         )
 
+    def _last_layer(self, inputs: Any) -> nn.Linear | None:
+        """The layer that may stand for the model: it holds all parameters that count, and losses are of outputs."""
+        alone = self.strategy == "auto" and self.save_dir is None and world_size() == 1
+        losses = [self._example_loss(loss, inputs) for loss in (self.loss_fn, self.test_loss_fn)]
+        if not alone or self.loss_fn is None or not all(isinstance(loss, self._of_outputs) for loss in losses):
+            return None
+        return owner_of(self._parameters(), self.model)
+
     def _directions(self, provider: GroupGradients, inputs: Any) -> Directions:
         """What the group gradients are multiplied with: a property's gradient, or those of test points."""
+        by_layer = provider.model is not self.model
         if isinstance(inputs, OfProperty):
-            return property_directions(provider, inputs.property)
-        return PointGradients(self._example_loss(self.test_loss_fn, inputs), points_of(inputs))
+            if not by_layer:
+                return property_directions(provider, inputs.property)
+            chosen = {id(parameter) for parameter in self._parameters()}
+            own = {name: one for name, one in self.model.named_parameters() if id(one) in chosen}
+            return property_gradient(inputs.property, self.model, own)
+        points = PointGradients(self._example_loss(self.test_loss_fn, inputs), points_of(inputs))
+        if not by_layer:
+            return points
+        known = features(self.model, provider.model, points.data, proven=True)
+        return self._point_provider(points).rows() if known is None else LayerPoints(points.loss, known, provider.model)
 
     def _example_loss(self, loss_fn: Any, inputs: Any) -> ExampleLoss:
         """The loss of each example, of training or test points, when `inputs` is to be explained."""
@@ -219,7 +245,8 @@ class GroupInfluence(DataInfluence):
 
     def _point_provider(self, points: PointGradients, groups: GroupsLike | None = None) -> GroupGradients:
         """The gradients of test points, each for itself or summed by `groups`."""
-        return GroupGradients(self.model, points.loss, points.data, groups, parameters=self._parameters())
+        model = points.layer if isinstance(points, LayerPoints) else self.model
+        return GroupGradients(model, points.loss, points.data, groups, parameters=self._parameters())
 
     def _dropped_by_captum(self) -> list[str]:
         """Names of the parameters that count, but not in Captum with ``sample_wise_grads_per_batch=True``."""

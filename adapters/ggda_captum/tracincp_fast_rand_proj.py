@@ -21,44 +21,11 @@ from ggda_captum.nearest_neighbors import ExactNearestNeighbors
 from ggda_captum.tracincp import CheckpointInfluence
 from ggda_ext import ExampleLoss, PointGradients
 from ggda_ext.distributed import in_order, my_share
-from ggda_ext.losses import example_losses, model_output
+from ggda_ext.losses import OutputLoss, example_losses, model_output
 from ggda_ext.storage.fingerprint import sketch_of
 
 Blocks = Iterable[tuple[Tensor, Tensor]]
 Projections = tuple[Tensor, Tensor] | None
-
-
-class TracInCPFast(CheckpointInfluence, captum.influence.TracInCPFast):
-    """Captum's `TracInCPFast`, with `groups=`, `influence(property=…)`, and DataLoaders as `inputs`.
-
-    Like Captum it leaves out the bias of the last layer, and takes the model's output for the output of that layer;
-    where the model goes on after it (a softmax), `property` is explained by true gradients on both sides instead.
-    """
-
-    final_fc_layer: Any
-    _captum_takes_loaders = False
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [self.final_fc_layer.weight]
-
-    def _example_loss(self, loss_fn: Any, inputs: Any) -> ExampleLoss:
-        if isinstance(inputs, OfProperty):
-            return super()._example_loss(loss_fn, inputs)
-        return LastLayerLoss(loss_fn, self.final_fc_layer)
-
-    def _influence(self, inputs: Any, **options: Any) -> Tensor:
-        if self._one_by_one(inputs):
-            return torch.cat([super(TracInCPFast, self)._influence(batch, **options) for batch in inputs])
-        return super()._influence(inputs, **options)
-
-    def _get_k_most_influential(self, inputs: Any, *args: Any, **options: Any) -> KMostInfluentialResults:
-        if not self._one_by_one(inputs):
-            return super()._get_k_most_influential(inputs, *args, **options)
-        found = [super(TracInCPFast, self)._get_k_most_influential(batch, *args, **options) for batch in inputs]
-        return KMostInfluentialResults(*map(torch.cat, zip(*found, strict=True)))
-
-    def _one_by_one(self, inputs: Any) -> bool:
-        return isinstance(inputs, DataLoader) and self._by_captum(inputs) and not self._captum_takes_loaders
 
 
 class LastLayerLoss(ExampleLoss):
@@ -82,6 +49,40 @@ class LastLayerLoss(ExampleLoss):
         if seen and seen[-1] is not output and seen[-1].shape == output.shape:
             output = output.detach() + (seen[-1] - seen[-1].detach())
         return example_losses(self.loss_fn, output, target)
+
+
+class TracInCPFast(CheckpointInfluence, captum.influence.TracInCPFast):
+    """Captum's `TracInCPFast`, with `groups=`, `influence(property=…)`, and DataLoaders as `inputs`.
+
+    Like Captum it leaves out the bias of the last layer, and takes the model's output for the output of that layer;
+    where the model goes on after it (a softmax), `property` is explained by true gradients on both sides instead.
+    """
+
+    final_fc_layer: Any
+    _captum_takes_loaders = False
+    _of_outputs = (OutputLoss, LastLayerLoss)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [self.final_fc_layer.weight]
+
+    def _example_loss(self, loss_fn: Any, inputs: Any) -> ExampleLoss:
+        if isinstance(inputs, OfProperty):
+            return super()._example_loss(loss_fn, inputs)
+        return LastLayerLoss(loss_fn, self.final_fc_layer)
+
+    def _influence(self, inputs: Any, **options: Any) -> Tensor:
+        if self._one_by_one(inputs):
+            return torch.cat([super(TracInCPFast, self)._influence(batch, **options) for batch in inputs])
+        return super()._influence(inputs, **options)
+
+    def _get_k_most_influential(self, inputs: Any, *args: Any, **options: Any) -> KMostInfluentialResults:
+        if not self._one_by_one(inputs):
+            return super()._get_k_most_influential(inputs, *args, **options)
+        found = [super(TracInCPFast, self)._get_k_most_influential(batch, *args, **options) for batch in inputs]
+        return KMostInfluentialResults(*map(torch.cat, zip(*found, strict=True)))
+
+    def _one_by_one(self, inputs: Any) -> bool:
+        return isinstance(inputs, DataLoader) and self._by_captum(inputs) and not self._captum_takes_loaders
 
 
 class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
