@@ -230,8 +230,8 @@ def _parser() -> argparse.ArgumentParser:
 
 _DATA_DIR: dict[str, Any] = {
     "type": Path,
-    "help": "folder with the data sets, tried first; or set GGDA_DATA_DIR. Without it: the cache, the public hub, "
-    "package registries, and a marked stand-in",
+    "help": "folder with the data sets, tried first; or set GGDA_DATA_DIR. Without it: the cache, published "
+    "archives, package registries, and a marked stand-in",
 }
 
 

@@ -226,18 +226,18 @@ class GroupInfluence(DataInfluence):
 
     def _directions(self, provider: GroupGradients, inputs: Any) -> Directions:
         """What the group gradients are multiplied with: a property's gradient, or those of test points."""
-        by_layer = provider.model is not self.model
+        layer = provider.model if provider.model is not self.model else None
         if isinstance(inputs, OfProperty):
-            if not by_layer:
+            if layer is None:
                 return property_directions(provider, inputs.property)
             chosen = {id(parameter) for parameter in self._parameters()}
             own = {name: one for name, one in self.model.named_parameters() if id(one) in chosen}
             return property_gradient(inputs.property, self.model, own)
         points = PointGradients(self._example_loss(self.test_loss_fn, inputs), points_of(inputs))
-        if not by_layer:
+        if not isinstance(layer, nn.Linear):
             return points
-        known = features(self.model, provider.model, points.data, proven=True)
-        return self._point_provider(points).rows() if known is None else LayerPoints(points.loss, known, provider.model)
+        known = features(self.model, layer, points.data, proven=True)
+        return self._point_provider(points).rows() if known is None else LayerPoints(points.loss, known, layer)
 
     def _example_loss(self, loss_fn: Any, inputs: Any) -> ExampleLoss:
         """The loss of each example, of training or test points, when `inputs` is to be explained."""

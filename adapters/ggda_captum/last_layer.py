@@ -55,7 +55,7 @@ def features(model: nn.Module, layer: nn.Linear, data: IndexedData, *, proven: b
     if data.n is None or data.n * layer.in_features * layer.weight.dtype.itemsize > MOST_BYTES:
         return None
     check_deterministic_modules(model)
-    inputs, targets = [], []
+    inputs, targets = list[Tensor](), list[Tensor]()
     with only_thread(model), training_kernels(), torch.no_grad(), _Watch(model, layer) as watch:
         for run, batch in _batches(data, watch, layer.weight.device):
             found = watch.seen(batch)

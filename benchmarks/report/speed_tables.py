@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
@@ -67,7 +67,7 @@ def _line(row: dict[str, Any], sizes: list[int]) -> dict[str, str]:
     return line
 
 
-def _times(cell: dict[str, Any], hessian: float) -> str:
+def _times(cell: Mapping[str, Any], hessian: float) -> str:
     both = f" ({times(cell['speed_up_with_hessian'])})" if hessian else ""
     return times(cell["speed_up"]) + both
 
