@@ -52,14 +52,15 @@ def what_is_real(results: Results) -> str:
 
 def source_table(results: Results) -> Table:
     """Every data set with its size and where it came from; stand-ins are marked."""
-    keys = ["setting", "scale", "train_points", "test_points", "epochs", "source", "stand_in"]
-    rows = results.rows.drop_duplicates(["experiment", *keys])
+    keys = ["setting", "scale", "train_points", "epochs", "source", "stand_in"]
+    rows = results.rows.drop_duplicates(["experiment", "test_points", *keys])
     lines = []
     for values, some in rows.groupby(keys, sort=False, dropna=False):
-        setting, scale, train, test, epochs, source, stand_in = values
+        setting, scale, train, epochs, source, stand_in = values
+        test = " and ".join(_count(count) for count in sorted(some["test_points"].dropna().unique())) or "–"
         lines.append(
             [
-                setting, ", ".join(some["experiment"].unique()), scale or "–", _count(train), _count(test),
+                setting, ", ".join(some["experiment"].unique()), scale or "–", _count(train), test,
                 _count(epochs), source or "–", "stand-in" if stand_in else "real",
             ]
         )  # fmt: skip

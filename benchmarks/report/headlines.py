@@ -60,7 +60,7 @@ def _equality(results: Results) -> str:
     checks = records(results.of("check"))
     if not checks:
         return "Same scores? Not checked here; run `python -m benchmarks check`."
-    return f"Same scores: {next(iter(verdict(checks)))}."
+    return f"Same scores: the group versions of Captum, dattri and TRAK are {next(iter(verdict(checks)))}."
 
 
 def _speed(results: Results) -> str:
@@ -71,8 +71,8 @@ def _speed(results: Results) -> str:
     late, count = len(slower(rows)), sum(len(row["cells"]) for row in rows if row["status"] == "measured")
     rest = f"{late} of {count} measurements are slower" if late else f"none of {count} measurements is slower"
     return (
-        f"Faster: {times(median(found))} in the median for one property and groups of {HEADLINE_SIZE}, "
-        f"from {times(found[0])} to {times(found[-1])}; {rest} than the original."
+        f"Faster: scores of groups of {HEADLINE_SIZE} training points come {times(median(found))} faster in the median "
+        f"({times(found[0])} to {times(found[-1])}, one property); {rest} than the original."
     )
 
 
@@ -81,8 +81,8 @@ def _fidelity(found: Fidelity | None) -> str:
         return "Faithful? Not measured here; run `python -m benchmarks run lds`."
     best, value = next(iter(found.by_method.items()))
     limit = "" if found.ceiling is None else f"; retraining itself, with other seeds, reaches {found.ceiling:.2f}"
-    rank = f"a rank correlation (LDS) of {value:.2f} ({best})"
-    return f"Faithful: {found.question} follow real retraining with {rank}{limit}."
+    rank = f"a rank correlation (LDS) of {value:.2f} ({best}, the best method)"
+    return f"Faithful: {found.question} foretell what real retraining without groups does with {rank}{limit}."
 
 
 def _method(needs: list[Need]) -> str:
