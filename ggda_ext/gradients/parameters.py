@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.distributed import inner_name, unwrapped
-from ggda_ext.model_state import restore, training_kernels
+from ggda_ext.model_state import Place, training_kernels
 
 ParameterChoice = Iterable[str | nn.Module | nn.Parameter] | None
 
@@ -34,7 +34,7 @@ class ParameterSpace:
         self.size = end
         first = next(iter(self.parameters.values()))
         self.dtype, self.device = first.dtype, first.device
-        self.changing: list[Tensor] = []
+        self.changing: list[Place] = []
         """Buffers that the model's `forward` changes; `gradients` puts them back."""
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class ParameterSpace:
         """Let only the chosen parameters require gradients, or (``enabled=False``) none at all but `also`."""
         before = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
         wanted = {id(parameter) for parameter in also} if not enabled else self.spans.keys()
-        buffers = [(buffer, buffer.detach().clone()) for buffer in self.changing]
+        buffers = [(place, place.read()) for place in self.changing]
         try:
             for parameter, _ in before:
                 parameter.requires_grad_(id(parameter) in wanted)
@@ -74,7 +74,8 @@ class ParameterSpace:
         finally:
             for parameter, required in before:
                 parameter.requires_grad_(required)
-            restore(buffers)
+            for place, content in buffers:
+                place.write(content)
 
 
 def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter]:
