@@ -25,12 +25,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from trak.projectors import BasicProjector, ProjectionType
 
+from benchmarks.experiments.refits import warm_started, what_if
 from benchmarks.experiments.subject import CG_STEPS, Subject, Timed, timed
-from benchmarks.names import CG, FISHER, LISSA, PER_POINT, RATES, TRACIN, TRAK
+from benchmarks.names import CG, FISHER, LISSA, PER_POINT, RATES, TRACIN, TRAK, WARM_START, WHAT_IF
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups, property_gradient
-from ggda_ext.checkpoints import load_state, parameters_restored
+from ggda_ext.checkpoints import load_state
 from ggda_ext.curvature.fisher import EmpiricalFisher, FisherKind
+from ggda_ext.evaluation import points_of
+from ggda_ext.model import left_as_it_was
 
 SAMPLED = 8_192  # points up to which groups of one are timed on all of them
 _BATCH = 64  # points whose gradients are held at once
@@ -100,7 +103,7 @@ def tracin_with_rates(subject: Subject, groups: Groups, per_sample: bool) -> Sco
     """TracIn over several checkpoints, weighted by their learning rates."""
     trained, total = subject.trained, torch.zeros(len(groups))
     gradients = scoring = 0.0
-    with parameters_restored(trained.model):
+    with left_as_it_was(trained.model):
         for state, rate in zip(trained.checkpoints, trained.rates, strict=True):
             load_state(trained.model, state)
             provider = subject.gradients(groups, per_sample)
@@ -150,7 +153,7 @@ def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     """TRAK over an ensemble: how much a group raises the mean test loss; training the ensemble is not counted."""
     states, batch = subject.ensemble, _BATCH if per_sample else 1024
     exact = groups.are_singletons and not per_sample
-    with tempfile.TemporaryDirectory() as folder, parameters_restored(subject.model), _quiet():
+    with tempfile.TemporaryDirectory() as folder, left_as_it_was(subject.model), _quiet():
         traker = TRAKer(
             subject.model, "image_classification", groups.n, save_dir=folder, device="cpu", groups=groups,
             projector=_projector(subject), use_half_precision=False, logging_level=100, checkpoints=list(states),
@@ -165,6 +168,22 @@ def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     return Scores(found.value, settings, gradients, curvature, found.seconds)
 
 
+def refitted(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+    """What-if without each group in turn."""
+    asked = timed(what_if, [subject], groups)
+    found = timed(asked.value.leave_group_out, subject.property)
+    return Scores(found.value.scores, asked.value.explain(), asked.seconds, scoring=found.seconds)
+
+
+def warm_start(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+    """A few more epochs on all points, and without each group in turn."""
+    everything = np.ones((1, len(groups)), bool)
+    kept = np.concatenate([everything, ~np.eye(len(groups), dtype=bool)])
+    found = timed(warm_started, subject, points_of(groups, kept))
+    rises = torch.from_numpy(found.value[1:] - found.value[0])
+    return Scores(rises, f"{len(groups) + 1} models trained on", found.seconds)
+
+
 _METHODS: dict[str, Callable[[Subject, Groups, bool], Scores]] = {
     TRACIN: tracin,
     FISHER: fisher,
@@ -173,6 +192,8 @@ _METHODS: dict[str, Callable[[Subject, Groups, bool], Scores]] = {
     CG: conjugate_gradients,
     RATES: tracin_with_rates,
     PER_POINT: tracin,
+    WHAT_IF: refitted,
+    WARM_START: warm_start,
 }
 METHODS = tuple(_METHODS)
 SIGNS = {
@@ -182,6 +203,8 @@ SIGNS = {
     FISHER: 1,  # likewise, with the inverse curvature between the gradients
     LISSA: 1,
     CG: 1,
+    WHAT_IF: 1,  # the rise itself
+    WARM_START: 1,
     TRAK: -1,  # how much the group raises the target, here the loss
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ggda_ext.gradients.request import Request, merge_pieces
+from ggda_ext.gradients.plan import Request, merge_pieces
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
         parameters = list(request.space.parameters.values())
         for groups, batch in request.grouped_batches(most_groups=1):
-            with request.space.gradients(enabled=True):
+            with request.space.require_gradients(of_chosen=True):
                 gradients = torch.autograd.grad(
                     request.loss.total(request.space.model, batch), parameters, allow_unused=True
                 )
