@@ -126,11 +126,19 @@ def property_scores(provider: GroupGradients, property: Property) -> Tensor:
     return provider.scores(property_directions(provider, property))
 
 
-def property_directions(provider: GroupGradients, property: Property) -> Directions:
-    """A property as directions: its gradient `[m, p]`, or the test points themselves for a property of points."""
+def as_points(property: Property) -> Property | PointGradients:
+    """The test points themselves for a property of points, which can be scored without forming gradients."""
     if isinstance(property, PointProperty):
         return PointGradients(property.loss, property.data, property.batch_size)
-    return property_gradient(property, provider.model, provider.space.parameters)
+    return property
+
+
+def property_directions(provider: GroupGradients, property: Property | PointGradients) -> Any:
+    """A property as directions: its gradient `[m, p]`, or the test points themselves for a property of points."""
+    asked = property if isinstance(property, PointGradients) else as_points(property)
+    if isinstance(asked, PointGradients):
+        return asked
+    return property_gradient(asked, provider.model, provider.space.parameters)
 
 
 # where scores go: to the caller, or into a folder (`ggda_ext.storage.scores`) that has the same methods

@@ -20,7 +20,7 @@ LAYERS = [
     {"curvature", "estimation"},
     {"results"},
     {"attribution"},
-    {"storage", "grouping", "evaluation", "label_issues"},
+    {"storage", "grouping", "evaluation", "label_issues", "drop_in"},
     {"counterfactual"},
 ]
 """Rooms from the ground up: a module imports from its own layer and those below, at its top level."""
