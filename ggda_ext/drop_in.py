@@ -12,7 +12,8 @@ adapter's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,15 @@ class DropIn:
         )  # fmt: skip
 
 
-def refuse_words(given: Mapping[str, Any], elsewhere: Mapping[str, str], who: str) -> None:
+def refuse_words(given: Mapping[str, Any], elsewhere: Mapping[str, str], toolkit: Callable[..., Any], who: str) -> None:
     """Refuse keywords of `attribute` that a toolkit has another word for.
 
     Args:
         given: keywords that the toolkit's class would be called with.
         elsewhere: word → what to pass instead.
+        toolkit: the toolkit's own constructor, whose words are not refused.
         who: the class.
     """
     for word in given:
-        if word in elsewhere:
+        if word in elsewhere and word not in signature(toolkit).parameters:
             raise TypeError(f"{who} takes no {word}=: {elsewhere[word]}.")

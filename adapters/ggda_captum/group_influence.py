@@ -78,7 +78,7 @@ class GroupInfluence(DataInfluence):
         memory_budget: int | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_words(kwargs, WORDS, type(self).__name__)
+        refuse_words(kwargs, WORDS, super().__init__, type(self).__name__)
         options: dict[str, Any] = {
             "strategy": strategy, "save_dir": save_dir, "tag": tag, "memory_budget": memory_budget,
         }  # fmt: skip

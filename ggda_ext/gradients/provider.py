@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ggda_ext.data import DataLike, IndexedData, to_device
-from ggda_ext.distributed import all_reduce_sum, alone, fingerprint, in_order, my_share, together, world_size
+from ggda_ext.distributed import (
+    all_reduce_sum,
+    alone,
+    fingerprint,
+    in_order,
+    my_share,
+    sum_of_ranks,
+    together,
+    world_size,
+)
 from ggda_ext.gradients.layers import Observer
 from ggda_ext.gradients.plan import Plan, Request, check_finite_rows, check_finite_scores, check_strategy, choose, named
 from ggda_ext.gradients.probe import Probe
@@ -63,6 +72,31 @@ class PointGradients:
         if self.data.n is None:
             raise TypeError(f"{self.data.name} has no length: pass test points with a known number.")
         return self.data.n
+
+    def provider(
+        self,
+        model: nn.Module,
+        groups: GroupsLike | None = None,
+        *,
+        parameters: ParameterChoice = None,
+        batch_size: int | None = None,
+        at_most: int | None = None,
+        memory_budget: int = 256 * 2**20,
+    ) -> GroupGradients:
+        """The gradients of the points at a model, of each by itself or summed by `groups`.
+
+        Args:
+            model: the model.
+            groups: of the points; None for groups of one.
+            parameters, batch_size, memory_budget: as in `GroupGradients`.
+            at_most: points to run at once where neither these points nor `batch_size` say.
+        """
+        provider = GroupGradients(
+            model, self.loss, self.data, groups, parameters=parameters, batch_size=batch_size,
+            memory_budget=memory_budget, show_progress=False,
+        )  # fmt: skip
+        provider._at_most = self.batch_size or at_most
+        return provider
 
 
 Directions = Tensor | PointGradients
@@ -188,11 +222,10 @@ class GroupGradients:
         """
         if groups is None and self._last_tests is not None and self._last_tests[0] is points:
             return self._last_tests[1]
-        provider = GroupGradients(
-            self.model, points.loss, points.data, groups, parameters=self.space.parameters.values(),
-            batch_size=self._batch_size, memory_budget=self.memory_budget, show_progress=False,
+        provider = points.provider(
+            self.model, groups, parameters=self.space.parameters.values(), batch_size=self._batch_size,
+            at_most=self._at_most, memory_budget=self.memory_budget,
         )  # fmt: skip
-        provider._at_most = points.batch_size or self._at_most
         if groups is None:
             self._last_tests = points, provider
         return provider
@@ -297,6 +330,15 @@ class GroupGradients:
         """
         with only_thread(self.model):
             return in_order((ids, function(rows)) for ids, rows in self.small_blocks())
+
+    def sum_rows(self, function: Callable[[Tensor, Tensor], Tensor], max_rows: int | None = None) -> Tensor:
+        """Sum of ``function(ids [b], rows [b, p])``, a tensor of one shape, over blocks of all groups and all ranks."""
+        total: Tensor | None = None
+        with together():
+            for ids, rows in self.blocks(max_rows):
+                part = function(ids, rows)
+                total = part if total is None else total.add_(part)
+        return sum_of_ranks(total)
 
     def squared_norms(self) -> Tensor:
         """Squared norm of every group's summed gradient `[k]`: without forming it if all layers are Linear, one token.
