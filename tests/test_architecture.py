@@ -19,6 +19,7 @@ LAYERS = [
     {"properties"},
     {"curvature", "estimation"},
     {"results"},
+    {"methods"},
     {"attribution"},
     {"storage", "grouping", "evaluation", "label_issues", "drop_in"},
     {"counterfactual"},

@@ -29,11 +29,12 @@ from ggda_captum.arguments import (
     warn_of_dropped,
 )
 from ggda_ext import GroupGradients, PointGradients
-from ggda_ext.attribution import KeptScores, as_points
+from ggda_ext.attribution import as_points
 from ggda_ext.data import IndexedData
 from ggda_ext.drop_in import DropIn, refuse_words
 from ggda_ext.groups import GroupsLike
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss
+from ggda_ext.methods.keeping import KeptScores
 from ggda_ext.model import left_as_it_was
 from ggda_ext.properties import Property
 

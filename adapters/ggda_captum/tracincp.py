@@ -13,8 +13,9 @@ from torch import Tensor
 from ggda_captum.arguments import CheckpointLoader
 from ggda_captum.group_influence import Asked, GroupInfluence
 from ggda_ext import PointGradients
-from ggda_ext.attribution import property_directions, weighted_sum
+from ggda_ext.attribution import property_directions
 from ggda_ext.gradients import Directions
+from ggda_ext.methods.keeping import weighted_sum
 from ggda_ext.model import left_as_it_was
 
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from trak.projectors import BasicProjector, NoOpProjector, ProjectionType
 
 from ggda_ext import GroupGradients
-from ggda_ext.attribution import keep_scores
 from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.data import DataLike
 from ggda_ext.distributed import all_reduce_sum, my_share, together
 from ggda_ext.groups import GroupsLike
+from ggda_ext.methods.keeping import keep_scores
 from ggda_ext.properties import PointProperty, Property
 from ggda_trak.factored import FactoredProjector
 from ggda_trak.projection import Projection, check_dimension, describe

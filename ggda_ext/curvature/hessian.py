@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,12 +42,23 @@ class Hessian:
         loss: ``loss(model, batch)``, a scalar: the mean or the sum over the batch.
         data: the points the loss is taken over.
         batch_size: points per pass in products with the whole data.
+        reduction: whether the loss of a batch is the mean or the sum over its points; found by trying if left out.
     """
 
-    def __init__(self, space: ParameterSpace, loss: BatchLossFn, data: IndexedData, batch_size: int = 1024) -> None:
+    def __init__(
+        self,
+        space: ParameterSpace,
+        loss: BatchLossFn,
+        data: IndexedData,
+        batch_size: int = 1024,
+        *,
+        reduction: Literal["mean", "sum"] | None = None,
+    ) -> None:
         if data.n is None:
             raise TypeError(f"{data.name} is a stream without a length: pass a map-style data set for the Hessian.")
         self.space, self.loss, self.data, self.n, self.batch_size = space, loss, data, data.n, batch_size
+        if reduction is not None:
+            self.reduction = reduction
 
     def on_batch(self, batch: Any, vectors: Tensor) -> Iterator[tuple[slice, list[Tensor | None]]]:
         """Products of the Hessian on one batch with `vectors [m, p]`.

@@ -177,6 +177,11 @@ class GroupGradients:
         """Number of chosen parameters: the length of a row."""
         return self.space.size
 
+    @property
+    def batch_size(self) -> int:
+        """Points that are run at once."""
+        return self._probe.facts.batch_size
+
     def on(self, data: DataLike, groups: GroupsLike | None = None) -> GroupGradients:
         """The same gradients on more data of the same kind; what was found out about the model is kept."""
         other = copy.copy(self)

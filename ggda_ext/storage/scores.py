@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.attribution import Weight, weighted_sum
 from ggda_ext.data import SomePoints
 from ggda_ext.distributed import from_first_rank, together
 from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
+from ggda_ext.methods.keeping import Weight, weighted_sum
 from ggda_ext.storage import fingerprint
 from ggda_ext.storage.blocks import (
     Block,
