@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.counterfactual.calibration import Calibration, Verification, verified
+from ggda_ext.counterfactual.calibration import Calibration, Verification, chosen_subsets, verified
 from ggda_ext.counterfactual.directions import KINDS, Kind
 from ggda_ext.counterfactual.features import Features
 from ggda_ext.counterfactual.leave_group_out import LeaveGroupOut
@@ -214,11 +214,25 @@ class WhatIf:
             retrain: training indices to keep, one array per subset → values of the property `[subsets, seeds]`; a
                 `ggda_ext.evaluation.Retrainer`, or your own. Pass all points first to it yourself for the full value.
             property: the property that `retrain` measures, one number.
-            subsets: which groups to keep `[s, k]`, or how many random choices to draw.
+            subsets: which groups to keep `[s, k]`, or how many to choose: see `to_retrain`.
             fraction: of the groups that a random choice keeps: about what you are going to ask for.
             seed: of the choice.
         """
         return verified(self, retrain, property, subsets, fraction, seed)
+
+    def to_retrain(
+        self, property: Property, count: int = 8, *, fraction: float = 0.5, among: Any = None, seed: int = 0
+    ) -> np.ndarray:
+        """Subsets worth a retraining, for `verify`: which groups to keep `[count, k]`, their predictions spread evenly.
+
+        Args:
+            property: one number.
+            count: how many; fewer if there are no more.
+            fraction: of the groups that a subset keeps.
+            among: subsets to choose from `[s, k]`, instead of random ones.
+            seed: of the draw.
+        """
+        return chosen_subsets(self, property, count, fraction, seed, among)
 
     def values(self, property: Property, weights: Tensor, ridge: float | None = None) -> Tensor:
         """Values `[models, s]` or `[models, s, m]` of a property for weights of groups `[s, k]`, not calibrated."""
