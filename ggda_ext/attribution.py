@@ -24,6 +24,8 @@ from ggda_ext.data import DataLike
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.methods import Method, MethodName, chosen
+from ggda_ext.methods.cautions import SEVERAL, cautions
+from ggda_ext.methods.intervals import Intervals, Sources, directions_of, ends
 from ggda_ext.methods.keeping import keep_scores
 from ggda_ext.methods.scoring import Account, scores_by
 from ggda_ext.model import ParameterChoice, only_thread
@@ -42,6 +44,7 @@ def attribute(
     method: MethodName | Method = "tracin",
     damping: float | None = None,
     recipe: Training | None = None,
+    intervals: Intervals = False,
     frame: Any = None,
     checkpoints: Checkpoints | None = None,
     weights: Sequence[float] | None = None,
@@ -73,6 +76,8 @@ def attribute(
             its own, such as ``Influence(curvature="hessian", points=2000)``. ``result.method`` says what was done.
         damping: of the curvature; by default from the recipe, else from the curvature itself.
         recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: gives the damping.
+        intervals: around the scores, at 95 %: over ``"test points"`` (ten folds of those that the property is measured
+            on), over ``"checkpoints"``, ``"both"``, or True for what there is. No further pass over the training data.
         frame: the pandas table whose columns `groups` names, with a row for every training point.
         checkpoints: a state dict or its path, or several; the model's current parameters if left out. The model gets
             its own parameters back afterwards.
@@ -102,22 +107,33 @@ def attribute(
     )  # fmt: skip
     solver = chosen(method, damping=damping, recipe=recipe)
     listed, factors = _weighted(checkpoints, weights, mean=solver.unit == "property")
-    start, account = perf_counter(), Account()
+    sources = Sources.of(intervals, len(factors))
+    start, account, each = perf_counter(), Account(), []
     with (
         only_thread(model),
         closing(at_checkpoints(model, listed, load_checkpoint)) as numbers,
         keep_scores(save_dir, tag) as kept,
     ):
-        scores = kept.total(
-            (
-                factors[at],
-                scores_by(solver, provider, property_directions(provider, property), account, kept, at, property),
-            )
-            for at in numbers
-        )
+        for at in numbers:
+            directions, m = _asked(provider, property, sources)
+            each.append(scores_by(solver, provider, directions, account, kept, at, property))
+        apart = [kept.total([(1.0, one)]).clone() for one in each] if sources.checkpoints else []
+        scores = kept.total(zip(factors, each, strict=True))
+        warned = cautions(provider, curvature=solver.needs_rows)
+    details: dict[str, Any] = {"notes": [*provider.data.notes, *account.notes, *([SEVERAL] if warned else [])]}
+    if sources:
+        m = len(scores) if m is None else m
+        details["low"], details["high"], details["interval"] = ends(scores, m, apart, factors, sources)
+        scores = scores[:m]
     facts = account.facts(solver, len(factors), perf_counter() - start)
-    notes = (*provider.data.notes, *account.notes)
-    return Attribution.of(scores, provider.groups, property, method=facts, test_axis=0, notes=notes)
+    return Attribution.of(scores, provider.groups, property, method=facts, test_axis=0, warnings=warned, **details)
+
+
+def _asked(provider: GroupGradients, property: Property, sources: Sources) -> tuple[Directions, int | None]:
+    """A property as directions; with intervals over test points, its changes after it, and how many are its own."""
+    if sources.tests:
+        return directions_of(property, provider)
+    return property_directions(provider, property), None
 
 
 def _weighted(
