@@ -41,7 +41,7 @@ def attribute(
     groups: GroupsLike | str | None,
     property: Property,
     *,
-    method: MethodName | Method = "tracin",
+    method: MethodName | Method = "influence",
     damping: float | None = None,
     recipe: Training | None = None,
     intervals: Intervals = False,
@@ -72,8 +72,9 @@ def attribute(
         groups: a `Groups` or anything it accepts; None for groups of one; with `frame`, the name of a column, or a
             list of names for the combinations of their values.
         property: what to explain, a callable ``g(model) -> Tensor`` or one of `ggda_ext.properties`.
-        method: ``"tracin"``, ``"influence"``, ``"fisher"``, ``"ekfac"``, or one of `ggda_ext.methods` with settings of
-            its own, such as ``Influence(curvature="hessian", points=2000)``. ``result.method`` says what was done.
+        method: ``"influence"``, ``"tracin"`` (one pass, ranks only), ``"ekfac"``, ``"fisher"``, or one of
+            `ggda_ext.methods` with settings of its own, such as ``Influence(curvature="hessian", points=2000)``.
+            ``result.method`` says what was done.
         damping: of the curvature; by default from the recipe, else from the curvature itself.
         recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: gives the damping.
         intervals: around the scores, at 95 %: over ``"test points"`` (ten folds of those that the property is measured

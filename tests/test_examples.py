@@ -24,15 +24,17 @@ def clinics(tmp_path, monkeypatch):
 
 def test_the_clinic_with_flipped_labels_is_named_drawn_written_about_and_verified(clinics):
     found, folder = clinics
-    result, truth = found["result"], found["truth"].attribution()
+    result, truth = found["result"], found["truth"]
     assert set(result.names) == set(found["clinics"])
     assert dict(zip(result.names, result.sizes, strict=True)) == found["df"].clinic.value_counts().to_dict()
     assert result.harmful().names[0] == "Northside"
     page = (folder / "clinics.html").read_text(encoding="utf-8")
     assert "<strong>Northside</strong> hurts most: without it, validation loss is predicted to fall" in page
-    assert truth.names == ("Northside",)
-    assert truth.effects() == ("hurts",)
-    assert float(truth.high) < 0
+    assert result.method.unit == "property"
+    assert float(result["Northside"].high) < 0
+    assert truth.names[0] == "Northside"
+    assert (truth.real[0] < 0).all()
+    assert truth.agrees[0]
 
 
 def test_a_user_needs_fewer_than_fifteen_lines():
