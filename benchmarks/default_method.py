@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from ggda_ext.curvature import Hessian, conjugate_gradients
 from ggda_ext.data import IndexedData
 from ggda_ext.evaluation import Retrainer, group_lds, points_of, random_subsets
 from ggda_ext.gradients import GroupGradients
+from ggda_ext.methods import EKFAC, Fisher, Influence, Method, TracIn
 from ggda_ext.model import ParameterSpace
 from ggda_ext.properties import property_gradient
 from ggda_ext.training import Recipe, train_many
@@ -127,13 +129,17 @@ def scored(
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Methods by name, each as a call that gives scores `[1, k]`."""
     goal = properties.mean_loss(test, LOSS)
-    for name, settings in (
-        ("tracin", {"method": "tracin"}), ("influence", {"method": "influence"}),
-        ("influence, recipe", {"method": "influence", "recipe": problem.recipe}),
-        ("ekfac", {"method": "ekfac"}), ("fisher", {"method": "fisher"}),
-    ):  # fmt: skip
-        yield name, lambda settings=settings: attribute(model, LOSS, train, groups, goal, **settings).scores
+    named: dict[str, Method] = {
+        "tracin": TracIn(), "influence": Influence(), "influence, recipe": Influence(recipe=problem.recipe),
+        "ekfac": EKFAC(), "fisher": Fisher(),
+    }  # fmt: skip
+    for name, method in named.items():
+        yield name, partial(_scores, model, train, groups, goal, method)
     yield "ten full CG steps", lambda: ten_steps(model, train, groups, goal)
+
+
+def _scores(model: nn.Module, train: Pair, groups: Groups, goal: Any, method: Method) -> Tensor:
+    return attribute(model, LOSS, train, groups, goal, method=method, show_progress=False).scores
 
 
 def ten_steps(model: nn.Module, train: Pair, groups: Groups, goal: Any) -> Tensor:

@@ -166,8 +166,8 @@ def damped(curvature: SampledCurvature, damping: float | None, recipe: Training 
         return Damped(curvature, damping, "given", fixed=True)
     if recipe is None:
         cost = _PROBES * 2.0 * curvature.points / curvature.total
-        own = SHARE * told_by_points(curvature.provider.p, curvature.total) * scale_of(curvature)
-        return Damped(curvature, own, "the curvature's own scale", passes=cost)
+        share = SHARE * told_by_points(curvature.provider.p, curvature.total)
+        return Damped(curvature, share * scale_of(curvature), "the curvature's own scale", passes=cost)
     source, own = of_recipe(curvature.provider, curvature.sample, curvature.total, recipe)
     if own.dim() == 0:
         return Damped(curvature, float(own), source)

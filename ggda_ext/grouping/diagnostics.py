@@ -29,8 +29,6 @@ from ggda_ext.losses import LABEL_KEYS
 from ggda_ext.methods.cautions import LARGE, WHOLE_CLASS, class_share
 from ggda_ext.properties import Property
 
-_CLASS = 0.9
-"""Without nearly all of a class the model never predicts it: not a small step from the trained parameters."""
 _CLASS = "nearly a whole class"
 _SHOWN = 8
 

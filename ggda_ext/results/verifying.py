@@ -27,14 +27,14 @@ class Verified:
         predicted: scores `[g]`.
         real: rises of the property without each group, one for each seed of the training `[g, seeds]`.
         in_unit: whether predictions are in the property's unit; if not, only signs and order can be compared.
-        property: its name.
+        measured: the name of the property.
     """
 
     names: tuple[Hashable, ...]
     predicted: np.ndarray
     real: np.ndarray
     in_unit: bool
-    property: str
+    measured: str
 
     @property
     def rises(self) -> np.ndarray:
@@ -60,7 +60,7 @@ class Verified:
             rows.append([shown(name), *found, error, self._word(j)])
         unit = "" if self.in_unit else " (a rank: its size is not in the property's unit)"
         seeds = f"{self.real.shape[1]} seed{'s' * (self.real.shape[1] > 1)}"
-        title = f"Rise of {self.property} without each group, predicted{unit} and retrained, {seeds}"
+        title = f"Rise of {self.measured} without each group, predicted{unit} and retrained, {seeds}"
         return "\n".join([title, "", *aligned_lines(rows, {0, 4})])
 
     __repr__ = __str__
