@@ -108,7 +108,7 @@ def attribute(
     )  # fmt: skip
     solver = chosen(method, damping=damping, recipe=recipe)
     listed, factors = _weighted(checkpoints, weights, mean=solver.unit == "property")
-    sources = Sources.of(intervals, len(factors))
+    sources, asked = Sources.of(intervals, len(factors)), as_points(property)
     start, account, each = perf_counter(), Account(), []
     with (
         only_thread(model),
@@ -116,7 +116,7 @@ def attribute(
         keep_scores(save_dir, tag) as kept,
     ):
         for at in numbers:
-            directions, m = _asked(provider, property, sources)
+            directions, m = _directions(provider, property if sources.tests else asked, sources)
             each.append(scores_by(solver, provider, directions, account, kept, at, property))
         apart = [kept.total([(1.0, one)]).clone() for one in each] if sources.checkpoints else []
         scores = kept.total(zip(factors, each, strict=True))
@@ -130,11 +130,13 @@ def attribute(
     return Attribution.of(scores, provider.groups, property, method=facts, test_axis=0, warnings=warned, **details)
 
 
-def _asked(provider: GroupGradients, property: Property, sources: Sources) -> tuple[Directions, int | None]:
+def _directions(
+    provider: GroupGradients, asked: Property | PointGradients, sources: Sources
+) -> tuple[Directions, int | None]:
     """A property as directions; with intervals over test points, its changes after it, and how many are its own."""
-    if sources.tests:
-        return directions_of(property, provider)
-    return property_directions(provider, property), None
+    if sources.tests and not isinstance(asked, PointGradients):
+        return directions_of(asked, provider)
+    return property_directions(provider, asked), None
 
 
 def _weighted(
@@ -161,8 +163,16 @@ def property_scores(provider: GroupGradients, property: Property) -> Tensor:
     return provider.scores(property_directions(provider, property))
 
 
-def property_directions(provider: GroupGradients, property: Property) -> Directions:
-    """A property as directions: its gradient `[m, p]`, or the test points themselves for a property of points."""
+def as_points(property: Property) -> Property | PointGradients:
+    """The test points themselves for a property of points, which can be scored without forming gradients."""
     if isinstance(property, PointProperty):
         return PointGradients(property.loss, property.data, property.batch_size)
-    return property_gradient(property, provider.model, provider.space.parameters)
+    return property
+
+
+def property_directions(provider: GroupGradients, property: Property | PointGradients) -> Any:
+    """A property as directions: its gradient `[m, p]`, or the test points themselves for a property of points."""
+    asked = property if isinstance(property, PointGradients) else as_points(property)
+    if isinstance(asked, PointGradients):
+        return asked
+    return property_gradient(asked, provider.model, provider.space.parameters)
