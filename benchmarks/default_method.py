@@ -81,6 +81,7 @@ def measured(problem: Problem, folder: Path | None, out: Path) -> Iterator[dict[
     everything = np.arange(len(train[0]))
     model = next(iter(train_many(problem.make_model, LOSS, train, problem.recipe, subsets=[everything], seeds=[100])))
     model.eval()
+    _scores(model, (train[0][:200], train[1][:200]), Groups(np.arange(200) % 4), goal_of(test), Influence())  # warms up
     one_pass = pass_seconds(model, train)
     for name, groups in groupings(model, train):
         kept = random_subsets(groups, HALVES, seed=500, equal_points=True)
@@ -128,7 +129,7 @@ def scored(
     problem: Problem, model: nn.Module, train: Pair, test: Pair, groups: Groups
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Methods by name, each as a call that gives scores `[1, k]`."""
-    goal = properties.mean_loss(test, LOSS)
+    goal = goal_of(test)
     named: dict[str, Method] = {
         "tracin": TracIn(), "influence": Influence(), "influence, recipe": Influence(recipe=problem.recipe),
         "ekfac": EKFAC(), "fisher": Fisher(),
@@ -136,6 +137,11 @@ def scored(
     for name, method in named.items():
         yield name, partial(_scores, model, train, groups, goal, method)
     yield "ten full CG steps", lambda: ten_steps(model, train, groups, goal)
+
+
+def goal_of(test: Pair) -> properties.MeanProperty:
+    """The mean test loss."""
+    return properties.mean_loss(test, LOSS)
 
 
 def _scores(model: nn.Module, train: Pair, groups: Groups, goal: Any, method: Method) -> Tensor:
