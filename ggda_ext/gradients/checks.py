@@ -157,10 +157,10 @@ def check_finite_scores(scores: Tensor, groups: Groups) -> None:
 
 
 def check_finite_rows(rows: Tensor, ids: Tensor, groups: Groups) -> None:
-    """Refuse gradient rows `[b, p]` of the groups `ids` that are not finite, naming the groups."""
+    """Refuse gradient rows `[b, p]` or `[b, w, p]` of the groups `ids` that are not finite, naming the groups."""
     if not bool(torch.isfinite(rows.sum())):
         bad = torch.zeros(len(groups), dtype=torch.bool, device=rows.device)
-        bad[ids.to(rows.device)] = ~torch.isfinite(rows).all(1)
+        bad[ids.to(rows.device)] = ~torch.isfinite(rows).flatten(1).all(1)
         _refuse(bad, groups, "gradients")
 
 

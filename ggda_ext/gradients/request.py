@@ -69,6 +69,8 @@ class Request:
     title: str = "ggda"
     within: tuple[int, int] = (0, 0)
     """This rank's share of ``groups.order`` for `grouped_batches`."""
+    weights: Tensor | None = None
+    """Weightings of the points `[w, n]`: rows are then sums of w_i ∇ℓ_i, one for each weighting `[b, w, p]`."""
 
     @property
     def layers(self) -> list[Layer]:
@@ -84,6 +86,13 @@ class Request:
         """The per-example loss as a module around the model, for functional calls with other parameters."""
         return LossModule(self.space.model, self.loss)
 
+    def weights_of(self, groups: GroupBatch) -> Tensor | None:
+        """The weightings of the points of a batch `[w, b]`; None if points are not weighted."""
+        if self.weights is None:
+            return None
+        at = torch.from_numpy(groups.indices.astype(np.int64)).to(self.weights.device)
+        return self.weights[:, at].to(self.space.device, self.space.dtype)
+
     @property
     def rows_in_budget(self) -> int:
         """How many rows of length p fit into the memory budget, for consumers that want large blocks."""
@@ -95,7 +104,8 @@ class Request:
         return self._rows_in(min(CACHED_BLOCK_BYTES, self.memory_budget))
 
     def _rows_in(self, size: int) -> int:
-        return int(min(max(1, size // (self.space.size * self.space.dtype.itemsize)), 1024))
+        weightings = 1 if self.weights is None else len(self.weights)
+        return int(min(max(1, size // (weightings * self.space.size * self.space.dtype.itemsize)), 1024))
 
     def empty_scores(self, m: int) -> Tensor:
         """Zeros `[m, k]` to add scores to, in double precision: a group may have a billion points."""
