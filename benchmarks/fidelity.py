@@ -33,8 +33,8 @@ from benchmarks import models
 from benchmarks.data import DataSet, load
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.curvature.fisher import FISHERS, Damping, EmpiricalFisher
-from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.grouping import GradKMeansGroups, random_groups
+from ggda_ext.model import ParameterSpace
 
 DAMPINGS: tuple[Damping, ...] = (0.0, 0.01, 0.1, 0.3, 1.0, 10.0, "auto")
 Pair = tuple[Tensor, Tensor]

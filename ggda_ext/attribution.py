@@ -1,11 +1,11 @@
-"""Group scores of a property, at one set of parameters or summed over checkpoints.
+"""Group scores of a property by one of several methods, at one set of parameters or over checkpoints.
 
-With the curvature left out (TracIn's P = I) the score of group G for a property g is
+The score of group G for a property g is
 
-    τ_G = Σ_c w_c ⟨∇g(θ_c), Σ_{i∈G} ∇ℓ_i(θ_c)⟩
+    τ_G = Σ_c w_c ⟨P_c ∇g(θ_c), Σ_{i∈G} ∇ℓ_i(θ_c)⟩
 
-over checkpoints θ_c with weights w_c (TracIn: their learning rates). Adapters put the toolkit's own
-curvature between the two gradients.
+over checkpoints θ_c with weights w_c. The method is P: see `ggda_ext.methods`. TracIn, whose P is the identity, sums
+over checkpoints (its weights are their learning rates); methods in the property's unit take the mean.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints
+from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
-from ggda_ext.gradients.parameters import ParameterChoice
 from ggda_ext.groups.partition import GroupsLike
-from ggda_ext.kept_scores import keep_scores
-from ggda_ext.model_lock import only_thread
+from ggda_ext.methods import Method, MethodName, chosen
+from ggda_ext.methods.keeping import keep_scores
+from ggda_ext.methods.scoring import Account, scores_by
+from ggda_ext.model import ParameterChoice, only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
-from ggda_ext.results import Attribution, MethodFacts
+from ggda_ext.results import Attribution
 from ggda_ext.tables import group_column
 
 
@@ -37,6 +39,9 @@ def attribute(
     groups: GroupsLike | str | None,
     property: Property,
     *,
+    method: MethodName | Method = "tracin",
+    damping: float | None = None,
+    recipe: Training | None = None,
     frame: Any = None,
     checkpoints: Checkpoints | None = None,
     weights: Sequence[float] | None = None,
@@ -51,9 +56,9 @@ def attribute(
 ) -> Attribution:
     """Scores of groups: positive where the property is predicted to rise if the group is removed.
 
-    For a loss these are the groups that help; the result says who helps and who hurts. The size of a score is that of a
-    step of gradient descent on the group, so it ranks groups and is not the rise itself (docs/signs.md lists all entry
-    points).
+    For a loss these are the groups that help; the result says who helps and who hurts. With ``"influence"`` and
+    ``"ekfac"`` a score is the predicted rise itself, in the property's unit; with ``"tracin"`` and ``"fisher"`` it
+    ranks groups (docs/signs.md lists all entry points).
 
     Args:
         model: the trained model, in eval mode if it has dropout or BatchNorm.
@@ -64,10 +69,14 @@ def attribute(
         groups: a `Groups` or anything it accepts; None for groups of one; with `frame`, the name of a column, or a
             list of names for the combinations of their values.
         property: what to explain, a callable ``g(model) -> Tensor`` or one of `ggda_ext.properties`.
+        method: ``"tracin"``, ``"influence"``, ``"fisher"``, ``"ekfac"``, or one of `ggda_ext.methods` with settings of
+            its own, such as ``Influence(curvature="hessian", points=2000)``. ``result.method`` says what was done.
+        damping: of the curvature; by default from the recipe, else from the curvature itself.
+        recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: gives the damping.
         frame: the pandas table whose columns `groups` names, with a row for every training point.
         checkpoints: a state dict or its path, or several; the model's current parameters if left out. The model gets
             its own parameters back afterwards.
-        weights: one weight per checkpoint; 1 if left out.
+        weights: one weight per checkpoint, equal ones if left out. Scores in the property's unit are weighted means.
         load_checkpoint: ``load_checkpoint(model, checkpoint)``, if a checkpoint is neither.
         save_dir: a folder that keeps finished blocks of scores. Called again after a kill, only missing blocks are
             made, with the same result bit for bit; another model, loss, data set, groups or settings are refused. The
@@ -91,23 +100,30 @@ def attribute(
         model, loss_fn, data, groups, parameters=parameters, strategy=strategy, batch_size=batch_size,
         memory_budget=memory_budget, show_progress=show_progress,
     )  # fmt: skip
-    listed, factors = _weighted(checkpoints, weights)
-    start = perf_counter()
+    solver = chosen(method, damping=damping, recipe=recipe)
+    listed, factors = _weighted(checkpoints, weights, mean=solver.unit == "property")
+    start, account = perf_counter(), Account()
     with (
         only_thread(model),
         closing(at_checkpoints(model, listed, load_checkpoint)) as numbers,
         keep_scores(save_dir, tag) as kept,
     ):
         scores = kept.total(
-            (factors[at], kept.scores(provider, property_directions(provider, property), at, property))
+            (
+                factors[at],
+                scores_by(solver, provider, property_directions(provider, property), account, kept, at, property),
+            )
             for at in numbers
         )
-    method = MethodFacts("tracin", "rank", {"checkpoints": len(factors)}, seconds=perf_counter() - start)
-    return Attribution.of(scores, provider.groups, property, method=method, test_axis=0, notes=provider.data.notes)
+    facts = account.facts(solver, len(factors), perf_counter() - start)
+    notes = (*provider.data.notes, *account.notes)
+    return Attribution.of(scores, provider.groups, property, method=facts, test_axis=0, notes=notes)
 
 
-def _weighted(checkpoints: Checkpoints | None, weights: Sequence[float] | None) -> tuple[list[Any] | None, list[float]]:
-    """Checkpoints, None for the current parameters, with their weights."""
+def _weighted(
+    checkpoints: Checkpoints | None, weights: Sequence[float] | None, *, mean: bool
+) -> tuple[list[Any] | None, list[float]]:
+    """Checkpoints, None for the current parameters, with their weights; those of a mean add up to 1."""
     if checkpoints is None:
         if weights is not None:
             raise ValueError("weights is given without checkpoints: pass both, or neither.")
@@ -116,7 +132,11 @@ def _weighted(checkpoints: Checkpoints | None, weights: Sequence[float] | None) 
     factors = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
     if len(factors) != len(listed):
         raise ValueError(f"weights has {len(factors)} entries for {len(listed)} checkpoints.")
-    return listed, factors
+    if not mean:
+        return listed, factors
+    if not sum(factors) > 0:
+        raise ValueError(f"weights add up to {sum(factors):g}: a mean over checkpoints needs a positive sum.")
+    return listed, [factor / sum(factors) for factor in factors]
 
 
 def property_scores(provider: GroupGradients, property: Property) -> Tensor:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from ggda_ext.distributed import inner_names, unwrapped
-from ggda_ext.model_lock import only_thread
+from ggda_ext.model import inner_names, left_as_it_was, unwrapped
 
 LoadCheckpoint = Callable[[nn.Module, Any], Any]
 Checkpoints: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Iterable[Any]
@@ -37,7 +35,7 @@ def at_checkpoints(
     if checkpoints is None:
         yield 0
         return
-    with parameters_restored(model):
+    with left_as_it_was(model):
         for number, checkpoint in enumerate(checkpoints):
             (load or load_state)(model, checkpoint)
             yield number
@@ -48,27 +46,3 @@ def load_state(model: nn.Module, checkpoint: Any) -> None:
     if not isinstance(checkpoint, Mapping):
         checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
     unwrapped(model).load_state_dict(inner_names(checkpoint, model))
-
-
-@contextmanager
-def parameters_restored(model: nn.Module, *, only_on_failure: bool = False) -> Iterator[None]:
-    """Give the model its parameters, buffers, modes and `requires_grad` back at the end, or only after an exception."""
-    with only_thread(model):
-        yield from _parameters_restored(model, only_on_failure)
-
-
-def _parameters_restored(model: nn.Module, only_on_failure: bool) -> Iterator[None]:
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    modes = [(module, module.training) for module in model.modules()]
-    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    restore = True
-    try:
-        yield
-        restore = not only_on_failure
-    finally:
-        if restore:
-            model.load_state_dict(state)
-            for module, training in modes:
-                module.training = training
-            for parameter, requires in required:
-                parameter.requires_grad_(requires)

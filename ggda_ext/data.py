@@ -29,8 +29,9 @@ from torch.utils.data import (
     default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
+from tqdm.auto import tqdm
 
-from ggda_ext.distributed import my_share, share_of_stream, world_size
+from ggda_ext.distributed import my_share, rank, share_of_stream, world_size
 from ggda_ext.tables import aligned, holds_doubles, index_of, is_table, tensor_of, why_no_data
 
 
@@ -57,6 +58,9 @@ DataLike: TypeAlias = (
 )
 """A DataLoader, a Dataset, a tensor, a tuple of tensors, or a dict of tensors, also as arrays or pandas frames; what is
 indexed already where the library passes its own data on."""
+
+PATIENCE = 5.0
+"""Seconds after which a bar appears that was neither asked for nor turned off."""
 
 _logger = logging.getLogger(__name__)
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -413,3 +417,18 @@ def batch_length(batch: Any) -> int:
     if not found:
         raise TypeError(f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension.")
     return found[0]
+
+
+def progress(total: int, title: str, show: bool | None, *, initial: int = 0) -> tqdm:
+    """A progress bar over points, on the first rank.
+
+    Args:
+        total: points.
+        title: what is done.
+        show: True at once, False never, None after `PATIENCE` seconds.
+        initial: points that are done already.
+    """
+    return tqdm(
+        total=total, initial=initial, desc=title, unit="point", disable=show is False or rank() > 0,
+        delay=0 if show else PATIENCE,
+    )  # fmt: skip

@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 T = TypeVar("T")
 
 _working_alone = ContextVar("working_alone", default=False)
 _KNOWN = (ValueError, TypeError, LookupError, OSError, RuntimeError, Exception)
-_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def world_size() -> int:
@@ -209,21 +208,3 @@ def _sent(tensor: Tensor) -> Tensor:
     if backend in ("gloo", "nccl"):  # otherwise there is a backend for every device
         tensor = tensor if tensor.device.type == _device().type else tensor.to(_device())
     return tensor.contiguous()
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of a DistributedDataParallel or DataParallel, whose parameters have names of their own."""
-    while isinstance(model, _WRAPPERS):
-        model = model.module
-    return model
-
-
-def inner_name(name: str, model: nn.Module) -> str:
-    """The name of a parameter, buffer or module inside of a model, from its name in the wrapped model."""
-    inner = unwrapped(model)
-    return name if hasattr(inner, "module") else name.removeprefix("module.")
-
-
-def inner_names(named: Mapping[str, T], model: nn.Module) -> dict[str, T]:
-    """A state dict that may come from a wrapped model, by the names of the model inside."""
-    return {inner_name(name, model): value for name, value in named.items()}

@@ -32,8 +32,8 @@ from ggda_ext.curvature import EmpiricalFisher, Hessian, conjugate_gradients, li
 from ggda_ext.data import IndexedData
 from ggda_ext.distributed import all_reduce_sum, gather_rows, in_order, my_share, rank, world_size
 from ggda_ext.evaluation import Retrainer
-from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.losses import as_example_loss
+from ggda_ext.model import ParameterSpace
 from ggda_ext.training import Recipe
 
 LABELS = np.random.default_rng(0).integers(0, 5, cases.N) ** 2 % 5

@@ -13,12 +13,13 @@ import ggda_ext
 
 ROOT = Path(ggda_ext.__file__).parent
 LAYERS = [
-    {"distributed", "model_state", "model_lock", "groups", "tables", "progress"},
+    {"distributed", "model", "groups", "tables"},
     {"data", "losses", "checkpoints"},
     {"training", "gradients"},
     {"properties"},
     {"curvature", "estimation"},
-    {"kept_scores", "results"},
+    {"results"},
+    {"methods"},
     {"attribution"},
     {"storage", "grouping", "evaluation", "label_issues"},
     {"counterfactual"},

@@ -27,8 +27,8 @@ from ggda_ext.counterfactual.convex import (
 )
 from ggda_ext.counterfactual.features import Linearizer
 from ggda_ext.data import IndexedData
-from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.losses import as_example_loss
+from ggda_ext.model import ParameterSpace
 from ggda_ext.training import Recipe
 
 N, DECAY = 120, 0.02

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ggda_ext.curvature import hessian as curvature
-from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.model import ParameterSpace
 from ggda_ext.properties import mean_loss, point_losses, weighted_sum
 
 OPTIONS: dict[str, Any] = {"batch_size": 3, "recursion_depth": 15, "scaling": 5.0, "damping": 0.02, "num_repeat": 2}

@@ -16,7 +16,7 @@ from ggda_ext.curvature import Hessian
 from ggda_ext.curvature.conjugate_gradients import conjugate_gradients
 from ggda_ext.curvature.gauss_newton import GaussNewton
 from ggda_ext.data import IndexedData
-from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.model import ParameterSpace
 
 N = 11
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext import ExampleLoss, GroupGradients
-from ggda_ext.gradients.hooks import Layer, Observer
+from ggda_ext.gradients.layers import Layer, Observer
 
 
 class Counted(ExampleLoss):

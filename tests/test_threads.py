@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ggda_ext import GroupGradients, attribute, properties
-from ggda_ext.model_lock import only_thread
+from ggda_ext.model import only_thread
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -68,9 +68,9 @@ def test_threads_on_one_model_get_the_right_scores_and_leave_it_as_it_was(
 
 
 def test_a_thread_that_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ggda_ext.model_lock._SECONDS", 0.01)
+    monkeypatch.setattr("ggda_ext.model._PATIENCE", 0.01)
     net, said = model(), threading.Event()
-    monkeypatch.setattr(logging.getLogger("ggda_ext.model_lock"), "warning", lambda *text: said.set())
+    monkeypatch.setattr(logging.getLogger("ggda_ext.model"), "warning", lambda *text: said.set())
     with ThreadPoolExecutor(1) as pool:
         with only_thread(net):
             waiting = pool.submit(ask_attribute, net, 1)

@@ -22,7 +22,7 @@ from ggda_trak.projectors import (
 from torch import Tensor, nn
 
 from ggda_ext import GroupGradients
-from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.model import ParameterSpace
 
 
 def network() -> nn.Module:

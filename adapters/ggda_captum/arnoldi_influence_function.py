@@ -7,7 +7,7 @@ from captum.influence._core import arnoldi_influence_function as captums
 from torch import Tensor
 
 from ggda_captum.influence_function import ProjectedInfluence
-from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.model import ParameterSpace
 
 
 class ArnoldiInfluenceFunction(ProjectedInfluence, captums.ArnoldiInfluenceFunction):

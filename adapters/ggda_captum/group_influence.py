@@ -28,13 +28,12 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients
 from ggda_ext.attribution import property_directions
-from ggda_ext.checkpoints import parameters_restored
 from ggda_ext.data import IndexedData
-from ggda_ext.distributed import inner_name, unwrapped
 from ggda_ext.gradients.provider import Directions
 from ggda_ext.groups import GroupsLike
-from ggda_ext.kept_scores import KeptScores, keep_scores
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss
+from ggda_ext.methods.keeping import KeptScores, keep_scores
+from ggda_ext.model import inner_name, left_as_it_was, unwrapped
 from ggda_ext.properties import Property
 
 
@@ -84,7 +83,7 @@ class GroupInfluence(DataInfluence):
         self.groups = _groups_of(groups, given["train_dataset"])
         _check_checkpoints(given.get("checkpoints"))
         given["checkpoints_load_func"] = CheckpointLoader(given["checkpoints_load_func"])
-        with parameters_restored(given["model"], only_on_failure=True):
+        with left_as_it_was(given["model"], only_on_failure=True):
             super().__init__(*bound.args, **bound.kwargs)
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ggda_captum.group_influence import GroupInfluence
 from ggda_ext import GroupGradients, PointGradients
-from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.model import ParameterSpace
 from ggda_ext.storage.folder import digest
 
 

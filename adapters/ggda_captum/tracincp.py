@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ggda_captum.group_influence import CheckpointLoader, GroupInfluence
 from ggda_ext import PointGradients
-from ggda_ext.checkpoints import parameters_restored
+from ggda_ext.model import left_as_it_was
 from ggda_ext.storage.scores import weighted_sum
 
 
@@ -25,7 +25,7 @@ class CheckpointInfluence(GroupInfluence):
         """The learning rate and ``part(number)`` of every checkpoint; after a failure the model is as it was before."""
         load = CheckpointLoader(self.checkpoints_load_func)
         parts = []
-        with parameters_restored(self.model, only_on_failure=True):
+        with left_as_it_was(self.model, only_on_failure=True):
             for number, checkpoint in enumerate(self.checkpoints):
                 rate = load(self.model, checkpoint)
                 if not isinstance(rate, int | float | Tensor):

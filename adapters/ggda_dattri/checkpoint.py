@@ -20,12 +20,12 @@ from ggda_ext.attribution import property_directions
 from ggda_ext.curvature import Hessian
 from ggda_ext.curvature.gauss_newton import GaussNewton
 from ggda_ext.data import IndexedData
-from ggda_ext.distributed import inner_name, my_share, unwrapped
+from ggda_ext.distributed import my_share
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
-from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
 from ggda_ext.groups import Groups
 from ggda_ext.losses import FunctionalLoss
+from ggda_ext.model import ParameterSpace, inner_name, unwrapped
 from ggda_ext.properties import Property, property_gradient
 
 MEMORY_BUDGET = 64 * 2**20

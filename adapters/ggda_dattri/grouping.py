@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_ext.data import IndexedData
-from ggda_ext.gradients.cost import STRATEGIES
+from ggda_ext.gradients.plan import STRATEGIES
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.properties import Property
 

@@ -22,7 +22,7 @@ from ggda_dattri.grouping import Grouped, check_one_of
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.kept_scores import KeptScores, keep_scores
+from ggda_ext.methods.keeping import KeptScores, keep_scores
 from ggda_ext.properties import Property
 from ggda_ext.storage.fingerprint import name_of, of_data
 from ggda_ext.storage.folder import digest

@@ -22,7 +22,7 @@ from ggda_dattri.projection import GroupedProjection
 from ggda_ext.data import IndexedData
 from ggda_ext.distributed import all_reduce_sum, together
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.kept_scores import KeptScores, keep_scores, weighted_sum
+from ggda_ext.methods.keeping import KeptScores, keep_scores, weighted_sum
 from ggda_ext.properties import Property
 
 

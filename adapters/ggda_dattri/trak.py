@@ -25,7 +25,7 @@ from ggda_ext.data import IndexedData, to_device
 from ggda_ext.distributed import all_reduce_sum, gather_objects, in_order, my_share, together
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
-from ggda_ext.kept_scores import KeptScores, keep_scores
+from ggda_ext.methods.keeping import KeptScores, keep_scores
 from ggda_ext.properties import Property
 from ggda_ext.storage.fingerprint import sketch_of
 

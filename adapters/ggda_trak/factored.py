@@ -18,11 +18,10 @@ from trak.projectors import AbstractProjector
 from trak.utils import vectorize
 
 from ggda_ext import GroupGradients
-from ggda_ext.gradients.hooks import Layer, Observer, known_layers
-from ggda_ext.gradients.layer_rules import LayerRule, rule_for
-from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.gradients.layers import Layer, LayerRule, Observer, known_layers, rule_for
 from ggda_ext.gradients.sketch import count_sketch, draw_sketch
 from ggda_ext.groups import GroupBatch
+from ggda_ext.model import ParameterSpace
 
 _OUTER: LayerRule | None = rule_for(nn.Linear(1, 1))
 

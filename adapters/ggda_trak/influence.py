@@ -23,7 +23,7 @@ from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, chec
 from ggda_ext.data import DataLike
 from ggda_ext.distributed import all_reduce_sum, my_share, together
 from ggda_ext.groups import GroupsLike
-from ggda_ext.kept_scores import keep_scores
+from ggda_ext.methods.keeping import keep_scores
 from ggda_ext.properties import PointProperty, Property
 from ggda_trak.factored import FactoredProjector
 from ggda_trak.projection import Projection, check_dimension, describe

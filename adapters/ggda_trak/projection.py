@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from trak.projectors import BasicProjector, BasicSingleBlockProjector, ChunkedCudaProjector, CudaProjector
 
-from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.model import ParameterSpace
 
 
 class Projection:

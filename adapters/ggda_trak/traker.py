@@ -24,19 +24,9 @@ from trak.savers import ModelIDException
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.checkpoints import Checkpoints, listed_checkpoints
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher, check_ridge
-from ggda_ext.distributed import (
-    alone,
-    from_first_rank,
-    inner_name,
-    inner_names,
-    my_share,
-    rank,
-    together,
-    unwrapped,
-    world_size,
-)
-from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.distributed import alone, from_first_rank, my_share, rank, together, world_size
 from ggda_ext.groups import GroupsLike
+from ggda_ext.model import ParameterSpace, inner_name, inner_names, unwrapped
 from ggda_ext.properties import Property
 from ggda_ext.storage.files import write_json
 from ggda_ext.storage.fingerprint import of_groups, of_state, of_structure, of_value

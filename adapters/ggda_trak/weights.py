@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.checkpoints import load_state, parameters_restored
+from ggda_ext.checkpoints import load_state
+from ggda_ext.model import left_as_it_was
 from ggda_ext.storage.files import DamagedFile, create_array, open_array
 from ggda_ext.storage.folder import clear_errors
 
@@ -91,7 +92,7 @@ class MeanWeights:
             weights = torch.from_numpy(self.means[indices])
             if bool(weights.isnan().any()):
                 weights = torch.zeros(len(indices))
-                with parameters_restored(self.model):
+                with left_as_it_was(self.model):
                     for checkpoint in self.checkpoints:
                         load_state(self.model, checkpoint)
                         weights += self._at_current_parameters(batch).cpu() / len(self.checkpoints)

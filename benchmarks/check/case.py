@@ -16,8 +16,8 @@ from benchmarks.scales import CheckScale
 from ggda_ext import Groups
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData
-from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.grouping import GradKMeansGroups
+from ggda_ext.model import ParameterSpace
 
 Pair = tuple[Tensor, Tensor]
 _POWER_STEPS, _RIDGE_POINTS = 5, 16

@@ -29,8 +29,9 @@ from benchmarks.experiments.subject import CG_STEPS, Subject, Timed, timed
 from benchmarks.names import CG, FISHER, LISSA, PER_POINT, RATES, TRACIN, TRAK
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups, property_gradient
-from ggda_ext.checkpoints import load_state, parameters_restored
+from ggda_ext.checkpoints import load_state
 from ggda_ext.curvature.fisher import EmpiricalFisher, FisherKind
+from ggda_ext.model import left_as_it_was
 
 SAMPLED = 8_192  # points up to which groups of one are timed on all of them
 _BATCH = 64  # points whose gradients are held at once
@@ -100,7 +101,7 @@ def tracin_with_rates(subject: Subject, groups: Groups, per_sample: bool) -> Sco
     """TracIn over several checkpoints, weighted by their learning rates."""
     trained, total = subject.trained, torch.zeros(len(groups))
     gradients = scoring = 0.0
-    with parameters_restored(trained.model):
+    with left_as_it_was(trained.model):
         for state, rate in zip(trained.checkpoints, trained.rates, strict=True):
             load_state(trained.model, state)
             provider = subject.gradients(groups, per_sample)
@@ -150,7 +151,7 @@ def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     """TRAK over an ensemble: how much a group raises the mean test loss; training the ensemble is not counted."""
     states, batch = subject.ensemble, _BATCH if per_sample else 1024
     exact = groups.are_singletons and not per_sample
-    with tempfile.TemporaryDirectory() as folder, parameters_restored(subject.model), _quiet():
+    with tempfile.TemporaryDirectory() as folder, left_as_it_was(subject.model), _quiet():
         traker = TRAKer(
             subject.model, "image_classification", groups.n, save_dir=folder, device="cpu", groups=groups,
             projector=_projector(subject), use_half_precision=False, logging_level=100, checkpoints=list(states),

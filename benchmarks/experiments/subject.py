@@ -23,7 +23,7 @@ from ggda_ext import GroupGradients, properties
 from ggda_ext.curvature import Hessian, lissa
 from ggda_ext.curvature.conjugate_gradients import conjugate_gradients
 from ggda_ext.data import IndexedData
-from ggda_ext.gradients.parameters import ParameterSpace
+from ggda_ext.model import ParameterSpace
 from ggda_ext.properties import MeanProperty, property_gradient
 from ggda_ext.training import Trained
 

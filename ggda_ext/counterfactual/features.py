@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.distributed import all_reduce_sum, together, world_size
-from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.gradients.strategies import forward
 from ggda_ext.losses import model_output
+from ggda_ext.model import ParameterSpace
 
 _CHUNK_BYTES = 64 * 2**20  # tangents of one batch along one chunk of directions
 
@@ -165,7 +165,7 @@ def check_forward_mode(linearizer: Linearizer, data: IndexedData) -> None:
         ) from error
     generator = torch.Generator().manual_seed(0)
     cotangent = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-    with space.gradients(enabled=True), sdpa_kernel(SDPBackend.MATH):
+    with space.require_gradients(of_chosen=True), sdpa_kernel(SDPBackend.MATH):
         again, _ = model_output(space.model, batch)
         parts = torch.autograd.grad(again, list(space.parameters.values()), cotangent, allow_unused=True)
     row = space.flatten(parts, torch.zeros(space.size, dtype=space.dtype, device=space.device))

@@ -21,9 +21,9 @@ from ggda_ext.counterfactual.refit import Refit
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.distributed import all_reduce_sum, my_share, together, world_size
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.gradients.checks import check_deterministic_modules
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import model_output
+from ggda_ext.model import check_deterministic_modules
 from ggda_ext.properties import Property, property_gradient
 
 RIDGE = 0.5

@@ -10,7 +10,7 @@ It equals the Hessian where f is linear in θ, and comes close to it where the m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ggda_ext.curvature.hessian import Hessian, chunks_of_vectors, one_number, products_with_vectors
 from ggda_ext.data import to_device
+
+
+class NoCurvature(ValueError, TypeError):
+    """A loss that is no curved function of one output of the model, so that it has no Gauss–Newton matrix."""
 
 
 class GaussNewton(Hessian):
@@ -37,7 +41,7 @@ class GaussNewton(Hessian):
     def on_batch(self, batch: Any, vectors: Tensor) -> Iterator[tuple[slice, list[Tensor | None]]]:
         """Products of the Gauss–Newton matrix on one batch with `vectors [m, p]`, see `Hessian.on_batch`."""
         parameters = list(self.space.parameters.values())
-        with self.space.gradients(enabled=True), sdpa_kernel(SDPBackend.MATH):
+        with self.space.require_gradients(of_chosen=True), sdpa_kernel(SDPBackend.MATH):
             outputs, leaf, slope = self._linearized(to_device(batch, self.space.device))
             weights = torch.zeros_like(outputs, requires_grad=True)
             first = torch.autograd.grad(outputs, parameters, weights, create_graph=True, allow_unused=True)
@@ -61,9 +65,14 @@ class GaussNewton(Hessian):
         seen: list[Tensor] = []
         leaves: list[Tensor] = []
 
-        def cut(module: nn.Module, inputs: Any, output: Any) -> Tensor:
+        def cut(module: nn.Module, inputs: Any, output: Any) -> Any:
+            logits = getattr(output, "logits", None)
+            if isinstance(output, Mapping) and isinstance(logits, Tensor) and output.get("loss") is None:
+                seen.append(logits)  # of Hugging Face, given inputs without labels
+                leaves.append(logits.detach().requires_grad_())
+                return type(output)(**{**output, "logits": leaves[-1]})
             if not isinstance(output, Tensor):
-                raise TypeError(
+                raise NoCurvature(
                     f"the model returned a {type(output).__name__}: the Gauss–Newton matrix needs a model that returns "
                     "one tensor, and a loss of it. Wrap the model so that it returns its outputs, or use the Hessian."
                 )
@@ -77,7 +86,7 @@ class GaussNewton(Hessian):
         finally:
             handle.remove()
         if len(seen) != 1:
-            raise ValueError(
+            raise NoCurvature(
                 f"the loss calls the model {len(seen)} times for a batch: the Gauss–Newton matrix needs one call, of "
                 "the model itself. Use the Hessian."
             )
@@ -90,7 +99,7 @@ class GaussNewton(Hessian):
                 "Gauss–Newton matrix is of a loss of the outputs. Leave the penalty out and pass it as regularization."
             )
         if found[0] is None or not found[0].requires_grad:
-            raise ValueError(
+            raise NoCurvature(
                 "the loss is linear in the model's output, so its Gauss–Newton matrix is zero: let the model return "
                 "outputs and the loss be a curved function of them (not a model that returns its loss), or use the "
                 "Hessian."

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ from tqdm.auto import tqdm
 
 from ggda_ext.data import IndexedData, batch_length, to_device
 from ggda_ext.distributed import all_reduce_sum, fingerprint, from_first_rank, my_share, rank, together, world_size
-from ggda_ext.gradients.parameters import ParameterSpace
-from ggda_ext.model_state import sums_on
+from ggda_ext.model import ParameterSpace, sums_on
 
 BatchLossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -43,12 +42,23 @@ class Hessian:
         loss: ``loss(model, batch)``, a scalar: the mean or the sum over the batch.
         data: the points the loss is taken over.
         batch_size: points per pass in products with the whole data.
+        reduction: whether the loss of a batch is the mean or the sum over its points; found by trying if left out.
     """
 
-    def __init__(self, space: ParameterSpace, loss: BatchLossFn, data: IndexedData, batch_size: int = 1024) -> None:
+    def __init__(
+        self,
+        space: ParameterSpace,
+        loss: BatchLossFn,
+        data: IndexedData,
+        batch_size: int = 1024,
+        *,
+        reduction: Literal["mean", "sum"] | None = None,
+    ) -> None:
         if data.n is None:
             raise TypeError(f"{data.name} is a stream without a length: pass a map-style data set for the Hessian.")
         self.space, self.loss, self.data, self.n, self.batch_size = space, loss, data, data.n, batch_size
+        if reduction is not None:
+            self.reduction = reduction
 
     def on_batch(self, batch: Any, vectors: Tensor) -> Iterator[tuple[slice, list[Tensor | None]]]:
         """Products of the Hessian on one batch with `vectors [m, p]`.
@@ -57,7 +67,7 @@ class Hessian:
         where it is zero. A vector is not read again after its product was given out.
         """
         parameters = list(self.space.parameters.values())
-        with self.space.gradients(enabled=True), sdpa_kernel(SDPBackend.MATH):
+        with self.space.require_gradients(of_chosen=True), sdpa_kernel(SDPBackend.MATH):
             value = one_number(self.loss(self.space.model, to_device(batch, self.space.device)))
             first = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
             used = [(g, p) for g, p in zip(first, parameters, strict=True) if g is not None and g.requires_grad]

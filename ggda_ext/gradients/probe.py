@@ -19,19 +19,25 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ggda_ext.data import IndexedData, batch_length, pick, to_device
-from ggda_ext.gradients.captured import CapturedLayers
-from ggda_ext.gradients.checks import FAILS, check_batch, first_line, truth_alone
-from ggda_ext.gradients.cost import Facts
-from ggda_ext.gradients.findings import Findings, recall, remember
-from ggda_ext.gradients.hooks import Layer, Observer, copied_parameter, known_layers
-from ggda_ext.gradients.parameters import ParameterSpace
-from ggda_ext.gradients.request import LossModule
-from ggda_ext.gradients.sample import EXAMPLES, Members, Sample, runs_of
+from ggda_ext.gradients.layers import Layer, Observer, copied_parameter, known_layers
+from ggda_ext.gradients.plan import Facts, LossModule
+from ggda_ext.gradients.proof import CapturedLayers, Findings, recall, remember
 from ggda_ext.gradients.strategies import forward, persample
-from ggda_ext.gradients.truth import Truth, captured_scores, random_direction, tolerance, total_scores
+from ggda_ext.gradients.truth import (
+    FAILS,
+    Truth,
+    captured_scores,
+    check_batch,
+    check_same_losses,
+    first_line,
+    random_direction,
+    tolerance,
+    total_scores,
+    truth_alone,
+)
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model_state import Buffers
+from ggda_ext.model import ParameterSpace, SavedState
 
 LARGEST_BATCH = 16_384
 CACHED_BYTES = 13 * 2**20  # a batch whose activations stay near the cache; more makes small models slower
@@ -74,8 +80,7 @@ class Probe:
             remember(self._found, space, loss, data, settings)
         else:
             self._found, self._allowed = found, tolerance(found.precision)
-            buffers = dict(space.model.named_buffers())
-            space.changing = [buffers[name] for name in found.changing]
+            space.changing = found.changing
         self.captured = CapturedLayers(space, self._found, loss, self._allowed)
         self._compare(strategy, fresh=found is None)
         copied = sum(space.parameters[name].numel() for name in self._found.copied) * space.dtype.itemsize
@@ -115,14 +120,13 @@ class Probe:
     def _look(self, members: Members, at_once: int) -> None:
         """Compare the layers, and what makes up the loss of a batch, with autograd on examples of the data."""
         space, nothing = self._space, Truth.of_nothing(len(self._space.parameters))
-        kept = Buffers(space.model)
+        saved = SavedState(space.model, [name for name, _ in space.model.named_buffers()])
         try:
             sample = Sample(space, self._loss, self._data, members, at_once)
-            changing = kept.changed()
-            space.changing = list(changing.values())
+            space.changing = saved.changed()
         finally:
-            kept.restore()
-        self._found = Findings([], nothing, sample.precision, sample.bytes_per_example, list(changing))
+            saved.restore()
+        self._found = Findings([], nothing, sample.precision, sample.bytes_per_example, space.changing)
         self._allowed = tolerance(sample.precision)
         for batch, alone in sample.chosen():
             self._add(batch, alone)
@@ -210,7 +214,7 @@ class Probe:
     def _counted_work(self) -> float:
         """Multiplications of a forward pass over one example, where the layers do not tell: as PyTorch counts them."""
         batch = self._found.batches[0]
-        with self._space.gradients(enabled=False), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with self._space.require_gradients(of_chosen=False), torch.no_grad(), FlopCounterMode(display=False) as counter:
             self._loss.each(self._space.model, batch)
         return max(counter.get_total_flops() / 2 / batch_length(batch), float(self._space.size))
 
@@ -347,3 +351,118 @@ class _Work(Observer):
 def _shared_parameter(layers: list[Layer]) -> str | None:
     seen = [id(value) for layer in layers for value in (layer.weight, layer.bias) if value is not None]
     return "two layers share a parameter" if len(set(seen)) < len(seen) else None
+
+
+EXAMPLES = 8  # compared with autograd
+
+Members = np.ndarray | range
+"""Indices of the points that are in a group."""
+
+
+class Sample:
+    """The first run of some examples: bytes, precision and shapes of activations, and the examples to compare."""
+
+    def __init__(
+        self, space: ParameterSpace, loss: ExampleLoss, data: IndexedData, members: Members, at_once: int
+    ) -> None:
+        self._space, self._loss, self._data, self._device = space, loss, data, space.device
+        self._at_once = at_once
+        self.precision = space.dtype
+        self.output_dims: dict[str, int] = {}
+        self._seen = 0
+        if data.is_stream:
+            batches = [to_device(data.first(at_once), space.device)]
+        else:
+            self._candidates = _spread(members, 2 * EXAMPLES)
+            batches = [to_device(batch, space.device) for batch in data.batches(self._runs(self._candidates))]
+        modules = dict(space.model.named_modules())
+        hidden = any(isinstance(module, torch.jit.ScriptModule) for module in modules.values())
+        leaves = {id(module) for module in modules.values() if next(module.children(), None) is None}
+        handles = [
+            module.register_forward_hook(self._hook(name, id(module) in leaves))
+            for name, module in modules.items()
+            if not isinstance(module, torch.jit.ScriptModule)
+            and (id(module) in leaves or any(True for _ in module.named_parameters(recurse=False)))
+        ]
+        try:
+            losses = [self._each(batch) for batch in batches]
+        finally:
+            for handle in handles:
+                handle.remove()
+        if hidden:
+            self._seen += self._saved_bytes(batches)
+        self._batch, self._first_losses, self._losses = batches[0], losses[0], torch.cat(losses)
+        self.bytes_per_example = max(1, self._seen // len(self._losses))
+
+    def _saved_bytes(self, batches: list[Any]) -> int:
+        """What autograd keeps for a backward pass, for modules that cannot be looked into."""
+        saved = 0
+
+        def count(tensor: Tensor) -> Tensor:
+            nonlocal saved
+            saved += tensor.numel() * tensor.element_size()
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+        with self._space.require_gradients(of_chosen=True), hooks:
+            for batch in batches:
+                self._loss.each(self._space.model, batch)
+        return saved
+
+    def _runs(self, indices: np.ndarray) -> list[np.ndarray]:
+        return runs_of(indices, self._at_once)
+
+    def _each(self, batch: Any) -> Tensor:
+        with self._space.require_gradients(of_chosen=False), torch.no_grad():
+            return self._loss.each(self._space.model, batch)
+
+    def _hook(self, name: str, is_leaf: bool) -> Any:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            first = _first_tensor(output)
+            if first is None:
+                return
+            self.output_dims[name] = first.dim()
+            if is_leaf:
+                self._seen += first.numel() * first.element_size()
+            if first.is_floating_point() and torch.finfo(first.dtype).eps > torch.finfo(self.precision).eps:
+                self.precision = first.dtype
+
+        return look
+
+    def chosen(self) -> list[tuple[Any, list[Any]]]:
+        """The examples to compare, as batches, each with its examples alone: first, last, and those of large loss."""
+        if self._data.is_stream:
+            self._check_same(self._batch)
+            return [(self._batch, [pick(self._batch, [at]) for at in range(batch_length(self._batch))])]
+        ends = [0, len(self._candidates) - 1]
+        large = torch.argsort(self._losses.detach().float().nan_to_num(-1, -1, -1), descending=True).tolist()
+        picked = self._candidates[list(dict.fromkeys([*ends, *large]))[:EXAMPLES]]
+        runs = self._runs(picked)
+        asked: list[Any] = [self._runs(self._candidates)[0], *runs, *[[index] for index in picked]]
+        first, *fetched = (to_device(batch, self._device) for batch in self._data.batches(asked))
+        self._check_same(first)
+        alone = iter(fetched[len(runs) :])
+        return [(batch, [next(alone) for _ in run]) for batch, run in zip(fetched, runs, strict=False)]
+
+    def _check_same(self, batch: Any) -> None:
+        check_same_losses(self._first_losses, self._each(batch), self._data.name)
+
+
+def runs_of(indices: np.ndarray, most: int) -> list[np.ndarray]:
+    """Indices in runs of at most `most`, all about equally long: a batch of one would tell nothing about batches."""
+    return np.array_split(indices, -(-len(indices) // most))
+
+
+def _spread(members: Members, count: int) -> np.ndarray:
+    """The first and the last of the points, and others at random, in order."""
+    if len(members) <= count:
+        return np.asarray(members)
+    inner = np.random.default_rng(0).choice(len(members) - 2, count - 2, replace=False) + 1
+    return np.asarray([members[at] for at in (0, *np.sort(inner).tolist(), len(members) - 1)])
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple | list) else ()
+    return next((value for value in values if isinstance(value, Tensor)), None)

@@ -17,18 +17,30 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData, to_device
-from ggda_ext.distributed import all_reduce_sum, alone, fingerprint, my_share, together, unwrapped, world_size
-from ggda_ext.gradients.captured import Unproven
-from ggda_ext.gradients.checks import check_deterministic_modules, check_finite_rows, check_finite_scores
-from ggda_ext.gradients.cost import STRATEGIES, Plan, choose, named
-from ggda_ext.gradients.hooks import Observer
-from ggda_ext.gradients.parameters import ParameterChoice, ParameterSpace
+from ggda_ext.distributed import all_reduce_sum, alone, fingerprint, my_share, together, world_size
+from ggda_ext.gradients.layers import Observer
+from ggda_ext.gradients.plan import (
+    STRATEGIES,
+    Plan,
+    PointGradients,
+    Request,
+    check_finite_rows,
+    check_finite_scores,
+    choose,
+    named,
+)
 from ggda_ext.gradients.probe import Probe
-from ggda_ext.gradients.request import PointGradients, Request
+from ggda_ext.gradients.proof import Unproven
 from ggda_ext.gradients.strategies import backward, directional, forward, ghost, norms, persample, segmented
 from ggda_ext.groups.partition import GroupBatch, Groups, GroupsLike
 from ggda_ext.losses import as_example_loss
-from ggda_ext.model_lock import locks_model, locks_model_while_iterated, only_thread
+from ggda_ext.model import (
+    ParameterChoice,
+    ParameterSpace,
+    check_deterministic_modules,
+    only_thread,
+    unwrapped,
+)
 from ggda_ext.tables import aligned
 
 Directions = Tensor | PointGradients
@@ -110,6 +122,11 @@ class GroupGradients:
         """Number of chosen parameters: the length of a row."""
         return self.space.size
 
+    @property
+    def batch_size(self) -> int:
+        """Points that are run at once."""
+        return self._probe.facts.batch_size
+
     def on(self, data: DataLike, groups: GroupsLike | None = None) -> GroupGradients:
         """The same gradients on more data of the same kind; what was found out about the model is kept."""
         other = copy.copy(self)
@@ -125,20 +142,20 @@ class GroupGradients:
             return Groups.singletons(self.data.n or 0)
         return Groups.of(aligned(groups, self.data.index, "groups", self.data.name), self.data.n)
 
-    @locks_model
     def plan(self, directions: int | Directions | None = 1) -> Plan:
         """What will be done for a number of directions, for test points, or (None) for gradient rows."""
-        rows, points = directions is None, isinstance(directions, PointGradients)
-        if isinstance(directions, PointGradients):
-            m = directions.n
-        else:
-            m = len(directions) if isinstance(directions, Tensor) else directions or 0
-        facts = self._probe.facts
-        if isinstance(directions, PointGradients) and facts.not_ghost is None and not facts.uncovered:
-            facts = replace(facts, not_ghost=self._tests(directions)._not_ghost())
-        if self.strategy == "auto":
-            return choose(facts, m, rows=rows, points=points)
-        return named(self.strategy, facts, m, rows=rows, points=points)
+        with only_thread(self.model):
+            rows, points = directions is None, isinstance(directions, PointGradients)
+            if isinstance(directions, PointGradients):
+                m = directions.n
+            else:
+                m = len(directions) if isinstance(directions, Tensor) else directions or 0
+            facts = self._probe.facts
+            if isinstance(directions, PointGradients) and facts.not_ghost is None and not facts.uncovered:
+                facts = replace(facts, not_ghost=self._tests(directions)._not_ghost())
+            if self.strategy == "auto":
+                return choose(facts, m, rows=rows, points=points)
+            return named(self.strategy, facts, m, rows=rows, points=points)
 
     def _not_ghost(self) -> str | None:
         """Why `ghost` cannot serve with these as test points, or None."""
@@ -159,7 +176,6 @@ class GroupGradients:
             self._last_tests = points, provider
         return self._last_tests[1]
 
-    @locks_model
     def scores(self, directions: Directions) -> Tensor:
         """Inner products of directions with every group's summed gradient.
 
@@ -169,13 +185,14 @@ class GroupGradients:
         Returns:
             Scores `[m, k]`, on the model's device, in its dtype (float32 for a model of half precision).
         """
-        check_deterministic_modules(self.model)
-        plan = self.plan(directions)
-        if isinstance(directions, PointGradients) and plan.strategy != "ghost":
-            return self._scores_by_rows(directions)
-        with together(self._same(directions)), torch.inference_mode(False):
-            scores = self._proven_scores(directions)
-        return self._summed(scores)
+        with only_thread(self.model):
+            check_deterministic_modules(self.model)
+            plan = self.plan(directions)
+            if isinstance(directions, PointGradients) and plan.strategy != "ghost":
+                return self._scores_by_rows(directions)
+            with together(self._same(directions)), torch.inference_mode(False):
+                scores = self._proven_scores(directions)
+            return self._summed(scores)
 
     def _proven_scores(self, directions: Directions) -> Tensor:
         """This rank's part of the scores, by another strategy if a pass finds what was not proven."""
@@ -229,47 +246,47 @@ class GroupGradients:
                     rows[(some - low).to(rows.device)] = block
             yield ids, all_reduce_sum(rows)
 
-    @locks_model_while_iterated
     def _blocks(
         self, max_rows: int | None, ids: range, weights: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        check_deterministic_modules(self.model)
-        within = self._share(ids)
-        while True:
-            plan = self.plan(None)
-            request = replace(self._request(plan, within=within), weights=weights)
-            try:
-                for some, rows in _BLOCKS[plan.strategy](request, max_rows or request.rows_in_budget):
-                    check_finite_rows(rows, some, self.groups)
-                    yield some, rows
-                    within = int(self.groups.offsets[int(some[-1]) + 1]), within[1]
-                return
-            except Unproven as error:
-                self._give_up(plan, error)
+        with only_thread(self.model):
+            check_deterministic_modules(self.model)
+            within = self._share(ids)
+            while True:
+                plan = self.plan(None)
+                request = replace(self._request(plan, within=within), weights=weights)
+                try:
+                    for some, rows in _BLOCKS[plan.strategy](request, max_rows or request.rows_in_budget):
+                        check_finite_rows(rows, some, self.groups)
+                        yield some, rows
+                        within = int(self.groups.offsets[int(some[-1]) + 1]), within[1]
+                    return
+                except Unproven as error:
+                    self._give_up(plan, error)
 
-    @locks_model
     def rows(self) -> Tensor:
         """All group-summed gradients at once `[k, p]`: only for k and p that fit into memory."""
-        rows = torch.zeros(len(self.groups), self.p, dtype=self.space.dtype, device=self.space.device)
-        with together(self._same(None)):
-            for ids, block in self.small_blocks():
-                rows[ids.to(rows.device)] = block
-        return all_reduce_sum(rows)
+        with only_thread(self.model):
+            rows = torch.zeros(len(self.groups), self.p, dtype=self.space.dtype, device=self.space.device)
+            with together(self._same(None)):
+                for ids, block in self.small_blocks():
+                    rows[ids.to(rows.device)] = block
+            return all_reduce_sum(rows)
 
-    @locks_model
     def squared_norms(self) -> Tensor:
         """Squared norm of every group's summed gradient `[k]`: without forming it if all layers are Linear, one token.
 
         Otherwise from `blocks()`: in bounded memory, at the price of a gradient row per group.
         """
-        check_deterministic_modules(self.model)
-        with together(self._same(None)):
-            result = self._factored_norms()
-            if result is None:
-                result = torch.zeros(len(self.groups), dtype=self._score_dtype, device=self.space.device)
-                for ids, rows in self.small_blocks():
-                    result[ids.to(result.device)] = rows.to(result).square().sum(1)
-        return self._summed(result[None])[0]
+        with only_thread(self.model):
+            check_deterministic_modules(self.model)
+            with together(self._same(None)):
+                result = self._factored_norms()
+                if result is None:
+                    result = torch.zeros(len(self.groups), dtype=self._score_dtype, device=self.space.device)
+                    for ids, rows in self.small_blocks():
+                        result[ids.to(result.device)] = rows.to(result).square().sum(1)
+            return self._summed(result[None])[0]
 
     def _factored_norms(self) -> Tensor | None:
         """Squared norms from layer inputs and output gradients; None where they do not tell."""
@@ -284,18 +301,18 @@ class GroupGradients:
             self._give_up(plan, error)
             return None
 
-    @locks_model_while_iterated
     def observe(self, watch: Callable[[GroupBatch], Observer]) -> Iterator[GroupBatch]:
         """Batches of whole groups, each run forward and backward under the observer that `watch` gives for it.
 
         Under several ranks, of this rank's groups, as in `blocks`.
         """
-        check_deterministic_modules(self.model)
-        plan = named("segmented", self._probe.facts, 0, rows=True, points=False)
-        request = self._request(plan, range(len(self.groups)))
-        for groups, batch in request.grouped_batches():
-            request.observe(batch, watch(groups))
-            yield groups
+        with only_thread(self.model):
+            check_deterministic_modules(self.model)
+            plan = named("segmented", self._probe.facts, 0, rows=True, points=False)
+            request = self._request(plan, range(len(self.groups)))
+            for groups, batch in request.grouped_batches():
+                request.observe(batch, watch(groups))
+                yield groups
 
     def _scores_by_rows(self, points: PointGradients) -> Tensor:
         """Scores of test points by their gradient rows, added up over ranks block by block."""

@@ -19,10 +19,10 @@ from ggda_ext.losses import ExampleLoss
 
 
 class WeightedData(IndexedData):
-    """The points of `data`, each with a weight: batches are ``(batch, weights [b])``."""
+    """The points of `data`, each with a weight, or a row of weights: batches are ``(batch, weights [b, …])``."""
 
     def __init__(self, data: IndexedData, weights: Tensor) -> None:
-        if data.n is None or weights.shape != (data.n,):
+        if data.n is None or weights.shape[:1] != (data.n,):
             raise ValueError(f"weights has shape {list(weights.shape)}: pass one for each of the {data.n} points.")
         self.data, self.weights = data, weights.detach()
         self.name, self.n, self.is_stream = data.name, data.n, False

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ggda_ext.data import DataLike, IndexedData, batch_length, to_device
-from ggda_ext.distributed import gather_rows, inner_name, together, unwrapped, world_size
-from ggda_ext.gradients.checks import check_deterministic_modules
+from ggda_ext.distributed import gather_rows, together, world_size
 from ggda_ext.losses import OutputLoss, as_example_loss
+from ggda_ext.model import check_deterministic_modules, inner_name, unwrapped
 
 Layer = str | nn.Module | None
 """A layer by name (as in `model.named_modules()`) or itself; None for the last linear layer that runs."""

@@ -25,8 +25,8 @@ from ggda_ext.groups.naming import Share, id_of, labels_of_some, names_at, sprea
 
 if TYPE_CHECKING:
     from ggda_ext.data import DataLike
-    from ggda_ext.gradients.parameters import ParameterChoice
     from ggda_ext.grouping.diagnostics import Summary
+    from ggda_ext.model import ParameterChoice
     from ggda_ext.properties import Property
 
 Rest = Literal["error", "drop", "group"]

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData, SomePoints, to_device
 from ggda_ext.gradients import GroupGradients, PointGradients
-from ggda_ext.gradients.parameters import ParameterChoice
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.label_issues.issues import LabelIssues, RankedBy
-from ggda_ext.model_lock import only_thread
+from ggda_ext.model import ParameterChoice, only_thread
 
 _BATCH = 256
 RankBy = Literal["auto", "loss", "self_influence", "influence", "loss and influence"]

@@ -25,11 +25,12 @@ from ggda_ext.properties.classes import (
     MeanProperty,
     OutputsProperty,
     PointProperty,
+    Property,
+    property_gradient,
     stack,
     weighted_sum,
 )
 from ggda_ext.properties.described import named
-from ggda_ext.properties.gradient import Property, property_gradient
 from ggda_ext.properties.library import (
     attacked_loss,
     class_probabilities,

@@ -11,8 +11,7 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
-from ggda_ext.properties.classes import LinearProperty, PointProperty, ReadyProperty
-from ggda_ext.properties.gradient import Property
+from ggda_ext.properties.classes import LinearProperty, PointProperty, Property, ReadyProperty
 
 Direction = bool | None
 

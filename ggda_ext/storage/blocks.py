@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.data import SomePoints
+from ggda_ext.data import SomePoints, progress
 from ggda_ext.distributed import alone, from_first_rank, gather_rows, rank, together, world_size
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.gradients.checks import NonFinite
+from ggda_ext.gradients.plan import NonFinite
 from ggda_ext.groups.partition import Groups
-from ggda_ext.progress import progress
 from ggda_ext.storage.folder import Store
 
 BATCHES_PER_BLOCK = 32

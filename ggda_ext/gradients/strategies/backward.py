@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ggda_ext.gradients.request import Request, merge_pieces
+from ggda_ext.gradients.plan import Request, merge_pieces
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
         parameters = list(request.space.parameters.values())
         for groups, batch in request.grouped_batches(most_groups=1):
             weights = request.weights_of(groups)
-            with request.space.gradients(enabled=True):
+            with request.space.require_gradients(of_chosen=True):
                 if weights is None:
                     totals = [request.loss.total(request.space.model, batch)]
                 else:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ggda_ext.gradients.hooks import Layer, Observer
-from ggda_ext.gradients.request import Request
+from ggda_ext.gradients.layers import Layer, Observer
+from ggda_ext.gradients.plan import Request
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from ggda_ext.gradients.parameters import ParameterSpace
-from ggda_ext.gradients.request import Request
+from ggda_ext.gradients.plan import Request
+from ggda_ext.model import ParameterSpace
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def tangents(space: ParameterSpace, directions: Tensor) -> list[dict[str, Tensor
 def point_scores(loss_module: nn.Module, space: ParameterSpace, tangent: dict[str, Tensor], batch: Any) -> Tensor:
     """Derivative of every example's loss along one direction `[b]`."""
     unfused = sdpa_kernel(SDPBackend.MATH), _WeightNormWrittenOut()
-    with space.gradients(enabled=False), torch.no_grad(), forward_ad.dual_level(), unfused[0], unfused[1]:
+    with space.require_gradients(of_chosen=False), torch.no_grad(), forward_ad.dual_level(), unfused[0], unfused[1]:
         duals = {
             f"model.{name}": forward_ad.make_dual(value.detach(), tangent[name])
             for name, value in space.parameters.items()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ggda_ext.data import batch_length, to_device
-from ggda_ext.gradients.hooks import Layer, Observer
-from ggda_ext.gradients.request import Request
+from ggda_ext.gradients.layers import Layer, Observer
+from ggda_ext.gradients.plan import Request
 
 Factors = dict[str, list[tuple[Tensor, Tensor]]]
 """Per layer, one (a, d) for each time it is called."""

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.gradients.hooks import Layer
-from ggda_ext.gradients.request import Request
+from ggda_ext.gradients.layers import Layer
+from ggda_ext.gradients.plan import Request
 from ggda_ext.gradients.strategies.ghost import Factors, collect
 
 PAIRED = 64  # points whose pairs are all formed; for a larger group the sum of products is cheaper

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from ggda_ext.data import as_batch_of_one
-from ggda_ext.gradients.layer_rules import segment_sum
-from ggda_ext.gradients.parameters import ParameterSpace
-from ggda_ext.gradients.request import Request, merge_pieces
+from ggda_ext.gradients.layers import segment_sum
+from ggda_ext.gradients.plan import Request, merge_pieces
+from ggda_ext.model import ParameterSpace
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
@@ -41,6 +41,6 @@ def point_gradients(loss_module: nn.Module, space: ParameterSpace, batch: Any) -
     def loss_of_one(values: dict[str, Tensor], example: Any) -> Tensor:
         return functional_call(loss_module, values, (as_batch_of_one(example),)).sum()
 
-    with space.gradients(enabled=False):
+    with space.require_gradients(of_chosen=False):
         gradients = vmap(grad(loss_of_one), in_dims=(None, 0))(parameters, batch)
     return torch.cat([gradients[name].reshape(len(gradients[name]), -1) for name in parameters], 1)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.gradients.hooks import Layer, Observer
-from ggda_ext.gradients.request import Request, merge_pieces
+from ggda_ext.gradients.layers import Layer, Observer
+from ggda_ext.gradients.plan import Request, merge_pieces
 
 BUFFER_BYTES = 8 * 2**20
 

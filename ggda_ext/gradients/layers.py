@@ -1,27 +1,234 @@
-"""One forward pass and an activation-only backward pass, observed layer by layer.
+"""Layers that are linear in their parameters: a rule for each kind, and a pass that observes them.
 
-Hooks hand the input a of every known layer to an observer on the way forward, and the gradient d of the
-loss at its output on the way back. No parameter requires a gradient meanwhile, so the backward pass
-costs half of an ordinary one. Hooks on tensors see the gradient at the value the layer returned, also
-when an in-place activation overwrites it afterwards. A parameter outside any known layer (a scale, a class token)
-may be given to the model as one copy per example; then the gradient at the copies is what is observed.
+With a the input of a layer, d the gradient of the loss at its output, and θ = (weight, bias):
+
+* along a direction v the score of example i is ⟨layer(a_i; v), d_i⟩, because layer(a; θ) is linear in θ;
+* the gradient of a group is a sum over its segment, for a Linear layer Σ_i d_i a_iᵀ.
+
+A rule states both for one kind of layer; add one to `_RULES`. It takes examples along dim 0; a segment is given by its
+bounds in `starts`.
+
+`observe` runs one forward pass and an activation-only backward pass. Hooks hand the input a of every known layer to an
+observer on the way forward, and the gradient d at its output on the way back. No parameter requires a gradient
+meanwhile, so the backward pass costs half of an ordinary one. Hooks on tensors see the gradient at the value the layer
+returned, also when an in-place activation overwrites it afterwards. A parameter outside any known layer (a scale, a
+class token) may be given to the model as one copy per example; then the gradient at the copies is what is observed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from ggda_ext.data import batch_length
-from ggda_ext.gradients.layer_rules import COPIES, LayerRule, rule_for
-from ggda_ext.gradients.parameters import ParameterSpace
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model_state import full_precision
+from ggda_ext.model import ParameterSpace, full_precision
+
+Starts = list[int]
+
+
+class LayerRule:
+    """How one kind of layer acts on its input with given parameters, and its segment-summed gradients."""
+
+    rank: int | None = None
+    """Number of dimensions of a batched input, if only that many will do."""
+
+    def apply(self, layer: Any, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """layer(a; weight, bias), linear in (weight, bias)."""
+        raise NotImplementedError
+
+    def weight_rows(self, layer: Any, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
+        """Write the weight's gradient of every segment to `out` `[s, *weight.shape]`."""
+        raise NotImplementedError
+
+    def bias_rows(self, layer: Any, d: Tensor, starts: Starts) -> Tensor:
+        """The bias's gradient of every segment `[s, *bias.shape]`."""
+        return segment_sum(d.flatten(2).sum(2) if d.dim() > 2 else d, starts)
+
+
+class _Linear(LayerRule):
+    def apply(self, layer: nn.Linear, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(a, weight, bias)
+
+    def weight_rows(self, layer: nn.Linear, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
+        _outer_products(d, a, starts, out)
+
+    def bias_rows(self, layer: nn.Linear, d: Tensor, starts: Starts) -> Tensor:
+        return segment_sum(d.flatten(1, -2).sum(1) if d.dim() > 2 else d, starts)
+
+
+class _TransposedLinear(_Linear):
+    """The `Conv1D` of Hugging Face's GPT-2: a Linear layer with its weight stored [in, out]."""
+
+    def apply(self, layer: nn.Module, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(a, weight.T, bias)
+
+    def weight_rows(self, layer: nn.Module, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
+        _outer_products(a, d, starts, out)
+
+
+class _Conv(LayerRule):
+    def __init__(self, space_dims: int) -> None:
+        self.rank = space_dims + 2
+
+    def apply(self, layer: _ConvNd, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        a, padding = _padded(layer, a)
+        return torch.convolution(
+            a, weight, bias, layer.stride, padding, layer.dilation, False, (0,) * len(padding), layer.groups
+        )
+
+    def weight_rows(self, layer: _ConvNd, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
+        a, padding = _padded(layer, a)
+        for row, (low, high) in enumerate(itertools.pairwise(starts)):
+            _, gradient, _ = torch.ops.aten.convolution_backward(
+                d[low:high], a[low:high], layer.weight, None, layer.stride, padding, layer.dilation,
+                False, (0,) * len(padding), layer.groups, (False, True, False),
+            )  # fmt: skip
+            out[row] = gradient
+
+
+class _Embedding(LayerRule):
+    def apply(self, layer: nn.Embedding, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = F.embedding(a, weight)
+        if layer.padding_idx is None:
+            return rows
+        return rows.masked_fill((a == layer.padding_idx).unsqueeze(-1), 0)
+
+    def weight_rows(self, layer: nn.Embedding, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
+        out.zero_()
+        for row, (low, high) in enumerate(itertools.pairwise(starts)):
+            tokens, gradient = a[low:high].reshape(-1), d[low:high].reshape(-1, d.shape[-1])
+            if layer.padding_idx is not None:
+                kept = tokens != layer.padding_idx
+                tokens, gradient = tokens[kept], gradient[kept]
+            out[row].index_add_(0, tokens, gradient)
+
+
+class _EmbeddingBag(LayerRule):
+    """Sums or means of embeddings, for bags of equal length `[b, l]`."""
+
+    def apply(self, layer: nn.EmbeddingBag, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.embedding_bag(a, weight, mode=layer.mode, padding_idx=layer.padding_idx)
+
+    def weight_rows(self, layer: nn.EmbeddingBag, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
+        counted = torch.ones_like(a, dtype=d.dtype) if layer.padding_idx is None else (a != layer.padding_idx).to(d)
+        if layer.mode == "mean":
+            counted = counted / counted.sum(1, keepdim=True).clamp(min=1)
+        out.zero_()
+        for row, (low, high) in enumerate(itertools.pairwise(starts)):
+            gradient = counted[low:high, :, None] * d[low:high, None]
+            out[row].index_add_(0, a[low:high].reshape(-1), gradient.flatten(0, 1))
+
+
+class _Copies(LayerRule):
+    """A parameter that the module was given as one copy per example: d is its gradient, example by example."""
+
+    def apply(self, layer: nn.Module, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return weight.expand_as(a).clone()
+
+    def weight_rows(self, layer: nn.Module, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
+        out.copy_(segment_sum(d, starts))
+
+
+class _Norm(LayerRule):
+    """Layers that normalise, then scale and shift: their parameters act on the normalised input."""
+
+    def __init__(self, normalise: Callable[..., Tensor], channels_last: bool) -> None:
+        self.normalise, self.channels_last = normalise, channels_last
+
+    def apply(self, layer: Any, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.normalise(layer, a, weight, bias)
+
+    def weight_rows(self, layer: Any, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
+        out.copy_(self.bias_rows(layer, self.normalise(layer, a, None, None) * d, starts))
+
+    def bias_rows(self, layer: Any, d: Tensor, starts: Starts) -> Tensor:
+        if not self.channels_last:
+            return super().bias_rows(layer, d, starts)
+        own = layer.weight.dim()
+        return segment_sum(d.flatten(1, d.dim() - own - 1).sum(1) if d.dim() > own + 1 else d, starts)
+
+
+def _batch_norm(layer: _BatchNorm, a: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.batch_norm(a, layer.running_mean, layer.running_var, weight, bias, False, 0.0, layer.eps)
+
+
+_RULES: list[tuple[type[nn.Module], LayerRule]] = [
+    (nn.Linear, _Linear()),
+    (nn.Conv1d, _Conv(1)),
+    (nn.Conv2d, _Conv(2)),
+    (nn.Conv3d, _Conv(3)),
+    (nn.Embedding, _Embedding()),
+    (nn.EmbeddingBag, _EmbeddingBag()),
+    (nn.LayerNorm, _Norm(lambda m, a, w, b: F.layer_norm(a, m.normalized_shape, w, b, m.eps), True)),
+    (nn.RMSNorm, _Norm(lambda m, a, w, b: F.rms_norm(a, m.normalized_shape, w, m.eps), True)),
+    (nn.GroupNorm, _Norm(lambda m, a, w, b: F.group_norm(a, m.num_groups, w, b, m.eps), False)),
+    (nn.BatchNorm1d, _Norm(_batch_norm, False)),
+    (nn.BatchNorm2d, _Norm(_batch_norm, False)),
+    (nn.BatchNorm3d, _Norm(_batch_norm, False)),
+]
+
+COPIES: LayerRule = _Copies()
+
+
+def rule_for(layer: nn.Module) -> LayerRule | None:
+    """The rule of a layer, or None for a kind of layer (or a use of it) that is not known to be linear."""
+    embeds = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+    if embeds and (layer.max_norm is not None or layer.scale_grad_by_freq):
+        return None
+    if isinstance(layer, nn.EmbeddingBag) and layer.mode == "max":
+        return None
+    if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+        return None
+    if type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils":
+        return _TransposedLinear()
+    for kind, rule in _RULES:
+        if isinstance(layer, kind) and type(layer).forward is kind.forward:  # not a subclass with its own maths
+            return rule
+    return None
+
+
+def segment_sum(values: Tensor, starts: Starts) -> Tensor:
+    """Sum rows `[b, …]` over segments `[s, …]`."""
+    segments = len(starts) - 1
+    if segments == len(values):
+        return values
+    if segments == 1:
+        return values.sum(0, keepdim=True)
+    lengths = [high - low for low, high in itertools.pairwise(starts)]
+    ids = torch.repeat_interleave(torch.tensor(lengths, device=values.device))
+    return values.new_zeros(segments, *values.shape[1:]).index_add_(0, ids, values)
+
+
+def _outer_products(left: Tensor, right: Tensor, starts: Starts, out: Tensor) -> None:
+    """Σ leftᵀ right over every segment, written to `out` `[s, l, r]`; tokens count as examples."""
+    tokens = left[0].numel() // left.shape[-1]
+    left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+    length = starts[1] - starts[0]
+    if starts[-1] == length * (len(starts) - 1) and starts == list(range(0, starts[-1] + 1, length)):
+        shape = (len(starts) - 1, length * tokens, -1)
+        torch.bmm(left.view(shape).transpose(1, 2), right.view(shape), out=out)
+        return
+    for row, (low, high) in enumerate(itertools.pairwise(starts)):
+        torch.mm(left[low * tokens : high * tokens].T, right[low * tokens : high * tokens], out=out[row])
+
+
+def _padded(layer: _ConvNd, a: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Input and numeric padding of a convolution: other paddings than zeros are carried out here."""
+    if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
+        return a, layer.padding
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return F.pad(a, layer._reversed_padding_repeated_twice, mode=mode), (0,) * len(layer.stride)
+
 
 MOST_COPIED = 2**18  # numbers in a parameter that is copied for every example
 
@@ -171,7 +378,7 @@ def observe(
 
         return on_forward
 
-    with space.gradients(enabled=False, also=unseen), _copies(layers, size) as copied:
+    with space.require_gradients(of_chosen=False, also=unseen), _copies(layers, size) as copied:
         for layer, copies in copied:
             leaves.append(copies)
             kept = observer.forward(layer, copies.detach().view(size, *_of(layer.weight).shape))

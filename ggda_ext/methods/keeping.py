@@ -1,4 +1,4 @@
-"""Where scores go: nowhere but to the caller, or into a folder (`ggda_ext.storage.scores`) that has the same methods.
+"""Where scores go: to the caller, or into a folder (`ggda_ext.storage.scores`) that has the same methods.
 
 This is the one place where the in-memory path knows that scores can be stored.
 """

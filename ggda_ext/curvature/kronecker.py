@@ -1,0 +1,235 @@
+"""EK-FAC: the Gauss–Newton matrix layer by layer, in the basis where a Kronecker product is diagonal.
+
+With a the input of a Linear or Conv layer and d the gradient at its output for a random cotangent (so that d dᵀ is, on
+average, the Gauss–Newton matrix of that output), the basis of a layer are the eigenvectors of E a aᵀ and of E d dᵀ; the
+curvature in it is diagonal, E (U_dᵀ d aᵀ U_a)², the mean squared gradient of a point. Other layers (norms, embeddings)
+have a diagonal curvature of their own. One pass over a sample for the bases, one for the diagonals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ggda_ext.data import IndexedData, to_device
+from ggda_ext.distributed import all_reduce_sum
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.gradients.layers import Layer, Observer
+from ggda_ext.gradients.weighting import WeightedData
+from ggda_ext.groups.partition import Groups
+from ggda_ext.losses import BatchLoss, OutputLoss, model_output
+
+
+@dataclass
+class _Factors:
+    """Sums over points for the parameters of one layer.
+
+    Attributes:
+        left: Σ d dᵀ `[out, out]`, then its eigenvectors.
+        right: Σ a aᵀ `[in, in]`, then its eigenvectors.
+        squares: Σ (gradient in the basis)² `[out, in]`.
+    """
+
+    left: Tensor
+    right: Tensor
+    squares: Tensor
+
+
+class Kronecker:
+    """The curvature of the mean training loss on a sample, diagonal in a basis for each layer.
+
+    Args:
+        provider: the model, its loss and the training data.
+        sample: the points to look at.
+        seed: of the random cotangents.
+    """
+
+    def __init__(self, provider: GroupGradients, sample: IndexedData, seed: int) -> None:
+        self.space, self.n = provider.space, sample.n or 0
+        self.empirical, source = _with_cotangents(provider, sample, seed)
+        self.matrices: dict[str, tuple[Layer, _Factors]] = {}
+        self.diagonals: dict[int, Tensor] = {}
+        for batch in source.observe(lambda _: _Each(self._add_factors)):
+            del batch
+        for _, found in self.matrices.values():
+            found.left, found.right = (_eigenvectors(part) for part in (found.left, found.right))
+            found.squares = found.left.new_zeros(len(found.left), len(found.right))
+        for batch in source.observe(lambda batch: _Each(self._add_squares, len(batch))):
+            del batch
+        for _, found in self.matrices.values():
+            found.squares = all_reduce_sum(found.squares) / self.n
+        self.diagonals = {key: all_reduce_sum(value) / self.n for key, value in self.diagonals.items()}
+
+    def scale(self) -> float:
+        """tr H² / tr H."""
+        parts = [found.squares for _, found in self.matrices.values()] + list(self.diagonals.values())
+        total = sum(float(part.sum()) for part in parts)
+        return sum(float(part.square().sum()) for part in parts) / total if total > 0 else 0.0
+
+    def solve(self, vectors: Tensor, damping: float) -> Tensor:
+        """(H + damping)⁻¹ of `vectors [m, p]`."""
+        result = vectors.double() / damping if damping else vectors.double()
+        for parameter in self.space.parameters.values():
+            if id(parameter) in self.diagonals:
+                part = self.space.part(vectors, parameter).double()
+                self.space.part(result, parameter).copy_(part / (self.diagonals[id(parameter)] + damping))
+        for layer, found in self.matrices.values():
+            turned = torch.einsum("oa,moi,ib->mab", found.left, self._matrix(vectors, layer), found.right)
+            solved = torch.einsum("oa,mab,ib->moi", found.left, turned / (found.squares + damping), found.right)
+            self._write(result, layer, solved)
+        return result.to(vectors)
+
+    def _matrix(self, rows: Tensor, layer: Layer) -> Tensor:
+        """The columns of rows that belong to a layer, weight and bias side by side `[m, out, in (+ 1)]`."""
+        parts = []
+        if layer.weight is not None:
+            weight = self.space.part(rows, layer.weight).double()
+            parts.append(weight.mT if _transposed(layer) else weight.flatten(2))
+        if layer.bias is not None:
+            parts.append(self.space.part(rows, layer.bias).double()[..., None])
+        return torch.cat(parts, 2)
+
+    def _write(self, rows: Tensor, layer: Layer, matrix: Tensor) -> None:
+        if layer.weight is not None:
+            part = self.space.part(rows, layer.weight)
+            wide = (
+                matrix[..., : layer.weight[0].numel()] if not _transposed(layer) else matrix[..., : len(layer.weight)]
+            )
+            part.copy_((wide.mT if _transposed(layer) else wide).reshape(part.shape))
+        if layer.bias is not None:
+            self.space.part(rows, layer.bias).copy_(matrix[..., -1])
+
+    def _add_factors(self, layer: Layer, a: Tensor, d: Tensor, size: int) -> None:
+        if not _is_matrix(layer):
+            return
+        left, right = (part.flatten(0, 1).double() for part in _tokens(layer, a, d, 1))
+        if layer.name not in self.matrices:
+            empty = left.new_zeros(left.shape[1], right.shape[1])
+            self.matrices[layer.name] = layer, _Factors(empty @ empty.T, empty.T @ empty, empty)
+        found = self.matrices[layer.name][1]
+        found.left += left.T @ left
+        found.right += right.T @ right
+
+    def _add_squares(self, layer: Layer, a: Tensor, d: Tensor, size: int) -> None:
+        if not _is_matrix(layer):
+            self._add_diagonals(layer, a, d, size)
+            return
+        found = self.matrices[layer.name][1]
+        left, right = _tokens(layer, a, d, size)
+        left, right = left.double() @ found.left, right.double() @ found.right
+        if left.shape[1] == 1:
+            found.squares += left[:, 0].square().T @ right[:, 0].square()
+            return
+        for one, other in zip(left.split(16), right.split(16), strict=True):
+            found.squares += torch.bmm(one.mT, other).square().sum(0)
+
+    def _add_diagonals(self, layer: Layer, a: Tensor, d: Tensor, size: int) -> None:
+        starts = list(range(0, len(d) + 1, len(d) // size))
+        for parameter, rows in _own_rows(layer, a, d, starts):
+            squares = rows.double().square().sum(0).reshape(parameter.shape)
+            before = self.diagonals.get(id(parameter))
+            self.diagonals[id(parameter)] = squares if before is None else before + squares
+
+
+class _Each(Observer):
+    """Gives a and d of every layer call to a function."""
+
+    def __init__(self, tell: Callable[[Layer, Tensor, Tensor, int], None], size: int = 1) -> None:
+        self.tell, self.size = tell, size
+
+    def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
+        self.tell(layer, kept, d, self.size)
+
+
+def _is_matrix(layer: Layer) -> bool:
+    """Whether a layer multiplies with a matrix, token by token or patch by patch."""
+    module = layer.module
+    return isinstance(module, nn.Linear) or _transposed(layer) or (isinstance(module, nn.Conv2d) and module.groups == 1)
+
+
+def _transposed(layer: Layer) -> bool:
+    return type(layer.module).__name__ == "Conv1D"
+
+
+def _tokens(layer: Layer, a: Tensor, d: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Output gradients and inputs `[size, t, …]`, patches of an image as tokens, with a one for the bias."""
+    module = layer.module
+    if isinstance(module, nn.Conv2d):
+        padded = F.pad(a, module._reversed_padding_repeated_twice, mode=_padding(module))
+        a = F.unfold(padded, module.kernel_size, module.dilation, 0, module.stride).mT
+        d = d.flatten(2).mT
+    left, right = d.reshape(size, -1, d.shape[-1]), a.reshape(size, -1, a.shape[-1])
+    if layer.weight is None:
+        right = right[..., :0]
+    if layer.bias is not None:
+        right = torch.cat([right, right.new_ones(*left.shape[:2], 1)], 2)
+    return left, right
+
+
+def _padding(module: nn.Conv2d) -> str:
+    return "constant" if module.padding_mode == "zeros" else module.padding_mode
+
+
+def _own_rows(layer: Layer, a: Tensor, d: Tensor, starts: list[int]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The gradient of every point by the parameters of any layer `[b, …]`."""
+    if layer.bias is not None:
+        yield layer.bias, layer.rule.bias_rows(layer.module, d, starts)
+    if layer.weight is not None:
+        step = max(1, 2**22 // layer.weight.numel())
+        for low in range(0, len(starts) - 1, step):
+            some = starts[low : low + step + 1]
+            rows = d.new_empty(len(some) - 1, *layer.weight.shape)
+            cut = slice(some[0], some[-1])
+            layer.rule.weight_rows(layer.module, a[cut], d[cut], [at - some[0] for at in some], rows)
+            yield layer.weight, rows
+
+
+def _eigenvectors(matrix: Tensor) -> Tensor:
+    return torch.linalg.eigh(all_reduce_sum(matrix))[1]
+
+
+def _with_cotangents(provider: GroupGradients, sample: IndexedData, seed: int) -> tuple[bool, GroupGradients]:
+    """Gradients of ⟨output, random cotangent⟩ of single points; or of the loss itself, and True."""
+    singles = Groups.singletons(sample.n or 0)
+    loss_fn = provider.loss.loss_fn if isinstance(provider.loss, OutputLoss) else None
+    generator, parts = torch.Generator().manual_seed(seed), []
+    if loss_fn is not None:
+        with torch.no_grad():
+            for _, batch in sample.sequential(provider.batch_size):
+                outputs, _ = model_output(provider.model, to_device(batch, provider.space.device))
+                found = _cotangents(loss_fn, outputs.cpu(), generator)
+                if found is None:
+                    break
+                parts.append(found)
+    if not parts:
+        return True, provider.on(sample, singles)
+
+    def product(model: nn.Module, batch: Any) -> Tensor:
+        examples, cotangents = batch
+        outputs, _ = model_output(model, examples)
+        return (outputs * cotangents.to(outputs)).flatten(1).sum(1)
+
+    return False, GroupGradients(
+        provider.model, BatchLoss(product), WeightedData(sample, torch.cat(parts)), singles,
+        parameters=provider.space.parameters.values(), memory_budget=provider.memory_budget,
+        batch_size=provider.batch_size, show_progress=provider.show_progress,
+    )  # fmt: skip
+
+
+def _cotangents(loss_fn: Any, z: Tensor, random: torch.Generator) -> Tensor | None:
+    """Random cotangents of outputs z whose covariance is the second derivative of the loss; None if not known."""
+    plain = getattr(loss_fn, "weight", None) is None and getattr(loss_fn, "label_smoothing", 0.0) == 0.0
+    if type(loss_fn) is nn.CrossEntropyLoss and plain and z.dim() == 2:
+        p = z.softmax(1)
+        return p - F.one_hot(torch.multinomial(p, 1, generator=random)[:, 0], p.shape[1])
+    of_one = max(1, z[0].numel()) if getattr(loss_fn, "reduction", "") == "mean" else 1  # outputs that share a mean
+    if type(loss_fn) is nn.BCEWithLogitsLoss and plain and loss_fn.pos_weight is None:
+        return (z.sigmoid() - torch.bernoulli(z.sigmoid(), generator=random)) / of_one**0.5
+    if type(loss_fn) is nn.MSELoss:
+        return (torch.randint(0, 2, z.shape, generator=random) * 2 - 1).to(z) * (2 / of_one) ** 0.5
+    return None

@@ -1,0 +1,180 @@
+"""Curvature of the mean training loss on a sample of the data, as products with vectors.
+
+Three kinds, of which all but the Hessian have no negative eigenvalues:
+
+* ``"gauss-newton"``  1/N Σ Jᵢᵀ (∂²ℓᵢ/∂z²) Jᵢ, for losses that are convex functions of the model's outputs z;
+* ``"hessian"``       1/N Σ ∇²ℓᵢ;
+* ``"fisher"``        1/N Σ ∇ℓᵢ ∇ℓᵢᵀ, the empirical Fisher, for any loss at all.
+
+A few thousand points tell the curvature well enough; the error this leaves is measured on other points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.curvature.gauss_newton import GaussNewton, NoCurvature
+from ggda_ext.curvature.hessian import Hessian
+from ggda_ext.data import IndexedData, SomePoints, pick
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
+from ggda_ext.groups.partition import Groups
+from ggda_ext.losses import OwnLoss
+
+CurvatureKind = Literal["auto", "gauss-newton", "hessian", "fisher"]
+KINDS: tuple[str, ...] = get_args(CurvatureKind)
+
+
+def checked_kind(kind: str) -> str:
+    """A kind of curvature, or an error that names them."""
+    if kind not in KINDS:
+        raise ValueError(f"curvature={kind!r} is not one of {', '.join(map(repr, KINDS))}.")
+    return kind
+
+
+class SampledCurvature:
+    """Products with the curvature of the mean training loss on some of the points.
+
+    Args:
+        provider: the model, its loss and the training data.
+        kind: which curvature; ``"auto"`` is Gauss–Newton, or the empirical Fisher where the loss is no function of
+            outputs that could be had (a model that returns its own loss).
+        points: most points to look at, drawn at random.
+        seed: of the draw.
+    """
+
+    def __init__(self, provider: GroupGradients, kind: str, points: int, seed: int) -> None:
+        self.provider, self.kind = provider, checked_kind(kind)
+        self.sample, self.total = sample_of(provider, points, seed)
+        self.points, self.seed = self.sample.n or 0, seed
+        self.note = ""
+        if kind == "auto":
+            why = self._no_gauss_newton()
+            self.kind = "gauss-newton" if why is None else "fisher"
+            self.note = "" if why is None else f"The curvature is the empirical Fisher, because {why}"
+
+    @property
+    def whole(self) -> bool:
+        """Whether all training points are looked at."""
+        return self.points == self.total
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        """Products `[m, p]` of vectors `[m, p]` with the curvature on the sample."""
+        return self.on(self.sample, vectors)
+
+    def elsewhere(self, vectors: Tensor) -> Tensor:
+        """The same on as many points of which few are in the sample; the sample itself where that is all there is."""
+        return self.on(_draw(self.provider.data, self.points, self.seed + 1, instead=True), vectors)
+
+    def on(self, data: IndexedData, vectors: Tensor) -> Tensor:
+        """Products with the curvature on some data."""
+        if self.kind == "fisher":
+            return _fisher_product(self.provider, data, vectors)
+        cast = vectors.to(self.provider.space.dtype)
+        return (self._operator(data) @ cast).to(vectors) / (data.n or 1)
+
+    def _operator(self, data: IndexedData) -> Hessian:
+        kind = GaussNewton if self.kind == "gauss-newton" else Hessian
+        loss = self.provider.loss
+
+        def total(model: nn.Module, batch: Any) -> Tensor:
+            return loss.total(model, batch)
+
+        return kind(self.provider.space, total, data, self.provider.batch_size, reduction="sum")
+
+    def _no_gauss_newton(self) -> str | None:
+        """Why this loss has no Gauss–Newton matrix that could be had, or None."""
+        if isinstance(self.provider.loss, OwnLoss):
+            return "the model returns its own loss."
+        if self.provider.loss.vectorized:
+            return "the loss is written for one example in the manner of torch.func."
+        space = self.provider.space
+        vector = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
+        try:
+            self._operator(SomePoints(self.sample, np.arange(1))) @ vector
+        except NoCurvature as error:
+            return str(error)
+        except RuntimeError as error:
+            if "derivative" not in str(error) and "double backward" not in str(error):
+                raise
+            return f"a layer cannot be differentiated twice ({error})."
+        return None
+
+
+def sample_of(provider: GroupGradients, points: int, seed: int) -> tuple[IndexedData, int]:
+    """Points to take the curvature on, and how many there are in all."""
+    total = provider.data.n if provider.data.n is not None else provider.groups.n
+    return _draw(provider.data, min(points, total), seed), total
+
+
+def _draw(data: IndexedData, points: int, seed: int, *, instead: bool = False) -> IndexedData:
+    """Some points of the data, in their order; of a stream, its first ones.
+
+    Args:
+        data: all points.
+        points: how many.
+        seed: of the draw.
+        instead: whether to take others than the draw with `seed` − 1 took, as far as there are any.
+    """
+    if data.is_stream:
+        return _beginning(data, points)
+    n = data.n or 0
+    order = np.random.default_rng(seed - instead).permutation(n)
+    chosen = order[points : 2 * points] if instead else order[:points]
+    if len(chosen) < points:
+        chosen = np.concatenate([chosen, order[: points - len(chosen)]])
+    return SomePoints(data, np.sort(chosen))
+
+
+def _beginning(data: IndexedData, points: int) -> IndexedData:
+    """The first points of a stream, kept in memory."""
+    kept: list[Any] = []
+    for indices, batch in data.sequential(points):
+        kept += [pick(batch, [at]) for at in range(len(indices))]
+        if len(kept) >= points:
+            break
+    return _Kept(kept[:points], data.name)
+
+
+class _Kept(IndexedData):
+    """Examples in memory, each as a batch of one."""
+
+    def __init__(self, examples: list[Any], name: str) -> None:
+        self.examples, self.name, self.n, self.is_stream = examples, name, len(examples), False
+
+    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
+        """One batch for every sequence of indices, in that order."""
+        for indices in index_batches:
+            yield _joined([self.examples[int(at)] for at in indices])
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Batches one after the other, as one."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts)) if first.dim() else first
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple | list) and any(isinstance(value, Tensor | Mapping | tuple | list) for value in first):
+        return type(first)(_joined(values) for values in zip(*parts, strict=True))
+    return [value for part in parts for value in part] if isinstance(first, tuple | list) else first
+
+
+def _fisher_product(provider: GroupGradients, data: IndexedData, vectors: Tensor) -> Tensor:
+    """1/N Σ g_i ⟨g_i, v⟩ for vectors `[m, p]`: a pass for the inner products and one for every weighted sum."""
+    n = data.n or 0
+    points = provider.on(data, Groups.singletons(n))
+    inner = points.scores(vectors.to(provider.space.dtype)) / n
+    rows = []
+    for weights in inner:
+        weighted = GroupGradients(
+            provider.model, WeightedLoss(provider.loss), WeightedData(data, weights), np.zeros(n, np.int64),
+            parameters=provider.space.parameters.values(), memory_budget=provider.memory_budget, show_progress=False,
+        )  # fmt: skip
+        rows.append(weighted.rows()[0])
+    return torch.stack(rows).to(vectors)

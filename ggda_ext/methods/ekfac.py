@@ -1,0 +1,59 @@
+"""EK-FAC influence: the Gauss–Newton matrix layer by layer, solved in closed form for any number of test points."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ggda_ext.curvature.damping import SHARE, Training, mean_damping
+from ggda_ext.curvature.kronecker import Kronecker
+from ggda_ext.curvature.sampled import sample_of
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.methods.method import Method, Preconditioned, check_numbers
+from ggda_ext.results.method import Unit
+
+_PASSES = 2.5
+"""Passes over the sample: outputs, bases, diagonals."""
+
+
+@dataclass(frozen=True)
+class EKFAC(Method):
+    """Influence with the curvature of each layer in its Kronecker eigenbasis; what ties layers together is left out.
+
+    Attributes:
+        damping: λ in (H + λ)⁻¹; by default from the recipe, else from the curvature itself.
+        recipe: how the model was trained: a `ggda_ext.training.Recipe` or `TrainingSteps`.
+        points: most training points that the curvature is taken on.
+        seed: of the draw of points and cotangents.
+    """
+
+    damping: float | None = None
+    recipe: Training | None = None
+    points: int = 8192
+    seed: int = 0
+
+    name: ClassVar[str] = "ekfac"
+    unit: ClassVar[Unit] = "property"
+
+    def __post_init__(self) -> None:
+        check_numbers(damping=self.damping, points=self.points)
+
+    def precondition(self, provider: GroupGradients, directions: Tensor) -> Preconditioned:
+        """1/n (H + λ)⁻¹ `directions [m, p]`."""
+        sample, total = sample_of(provider, self.points, self.seed)
+        curvature = Kronecker(provider, sample, self.seed)
+        source, damping = "given", self.damping
+        if damping is None and self.recipe is not None:
+            source, damping = mean_damping(provider, sample, total, self.recipe)
+        elif damping is None:
+            source, damping = "the curvature's own scale", SHARE * curvature.scale()
+        points = sample.n or 0
+        note = ("The curvature is that of the empirical Fisher: what the loss is of the outputs is not known.",)
+        return Preconditioned(
+            curvature.solve(directions, damping) / total,
+            {"damping": damping, "damping from": source, "points for the curvature": points},
+            _PASSES * points / total,
+            note if curvature.empirical else (),
+        )

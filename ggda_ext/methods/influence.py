@@ -1,0 +1,102 @@
+"""Influence functions: what the property would be had the training ended without the group.
+
+With L = 1/n Σ ℓ_i the mean training loss, H its curvature and λ its damping, removing group G moves the parameters by
+1/n (H + λ)⁻¹ Σ_{i∈G} ∇ℓ_i, so the property is predicted to rise by
+
+    τ_G = 1/n ⟨(H + λ)⁻¹ ∇g, Σ_{i∈G} ∇ℓ_i⟩
+
+One solve for all components of the property, on a sample of the training data (`ggda_ext.curvature.krylov`), then one
+pass over all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ggda_ext.curvature.damping import Damped, Training, damped
+from ggda_ext.curvature.krylov import Solution, krylov_solve
+from ggda_ext.curvature.sampled import SampledCurvature, checked_kind
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.methods.method import Method, Preconditioned, check_numbers
+from ggda_ext.results.method import Setting, Unit
+
+_PASSES = {"gauss-newton": 2.0, "hessian": 2.5, "fisher": 2.0}
+"""Passes over the sample that a product with one vector takes, as measured."""
+
+
+@dataclass(frozen=True)
+class Influence(Method):
+    """Influence by a damped solve.
+
+    Attributes:
+        curvature: ``"gauss-newton"``, ``"hessian"``, or ``"fisher"`` for the empirical Fisher; ``"auto"`` is
+            Gauss–Newton, and the Fisher for a model that returns its own loss.
+        damping: λ in (H + λ)⁻¹; by default from the recipe, else from the curvature itself (see
+            `ggda_ext.curvature.damping`).
+        recipe: how the model was trained: a `ggda_ext.training.Recipe` or a `Training`.
+        points: most training points that the curvature is taken on.
+        steps: most products of the solve.
+        tolerance: residual, relative to the right-hand side, at which the solve is done.
+        seed: of the draw of points.
+    """
+
+    curvature: str = "auto"
+    damping: float | None = None
+    recipe: Training | None = None
+    points: int = 4096
+    steps: int = 30
+    tolerance: float = 1e-2
+    seed: int = 0
+
+    name: ClassVar[str] = "influence"
+    unit: ClassVar[Unit] = "property"
+
+    def __post_init__(self) -> None:
+        checked_kind(self.curvature)
+        check_numbers(damping=self.damping, points=self.points, steps=self.steps)
+        if not self.tolerance > 0:
+            raise ValueError(f"tolerance={self.tolerance}: pass a positive number.")
+
+    def precondition(self, provider: GroupGradients, directions: Tensor) -> Preconditioned:
+        """1/n (H + λ)⁻¹ `directions [m, p]`."""
+        curvature = SampledCurvature(provider, self.curvature, self.points, self.seed)
+        dtype = torch.promote_types(directions.dtype, torch.float32)
+        scaled = damped(curvature, self.damping, self.recipe)
+        wanted = scaled.inwards(directions.to(dtype))
+        found = krylov_solve(
+            scaled.product, wanted, scaled.choose, max_steps=self.steps, tolerance=self.tolerance
+        )  # fmt: skip
+        rows = scaled.outwards(found.rows) / curvature.total
+        error = 0.0 if curvature.whole else _error_elsewhere(scaled, found, wanted)
+        products = (found.steps + (not curvature.whole)) * len(directions)
+        passes = products * _PASSES[curvature.kind] * curvature.points / curvature.total + scaled.passes
+        return Preconditioned(
+            rows.to(directions.dtype),
+            self._settings(curvature, scaled, found, error),
+            passes,
+            (*((curvature.note,) if curvature.note else ()), *scaled.notes(found)),
+        )
+
+    def _settings(
+        self, curvature: SampledCurvature, scaled: Damped, found: Solution, error: float
+    ) -> dict[str, Setting]:
+        settings: dict[str, Setting] = {
+            "curvature": curvature.kind,
+            "damping": scaled.reported(found.damping),
+            "damping from": scaled.source,
+            "steps": found.steps,
+            "residual": found.residual,
+            "points for the curvature": curvature.points,
+        }
+        return settings | ({} if curvature.whole else {"error from taking some points": error})
+
+
+def _error_elsewhere(scaled: Damped, found: Solution, wanted: Tensor) -> float:
+    """How much the solutions' own quadratic form vᵀx changes if the curvature is that of other points, relatively."""
+    again = scaled.product(found.rows, elsewhere=True) + found.damping * found.rows
+    left = ((wanted - again) * found.rows).sum(1).abs() / (wanted * found.rows).sum(1).abs().clamp_min(1e-30)
+    return float(left.max())

@@ -1,0 +1,334 @@
+"""The user's model while we work with it: its chosen parameters as one flat vector, and the care it is treated with.
+
+* One thread at a time works with a model, because hooks, frozen parameters and loaded checkpoints are the model's own.
+* It runs with the kernels that training uses, also where nothing requires a gradient.
+* It is left as it was: values, modes, `requires_grad`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+T = TypeVar("T")
+ParameterChoice = Iterable[str | nn.Module | nn.Parameter] | None
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_PATIENCE = 1.0  # seconds until a thread that waits says so
+_logger = logging.getLogger(__name__)
+
+
+# the model inside of a wrapper
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of a DistributedDataParallel or DataParallel, whose parameters have names of their own."""
+    while isinstance(model, _WRAPPERS):
+        model = model.module
+    return model
+
+
+def inner_name(name: str, model: nn.Module) -> str:
+    """The name of a parameter, buffer or module inside of a model, from its name in the wrapped model."""
+    inner = unwrapped(model)
+    return name if hasattr(inner, "module") else name.removeprefix("module.")
+
+
+def inner_names(named: Mapping[str, T], model: nn.Module) -> dict[str, T]:
+    """A state dict that may come from a wrapped model, by the names of the model inside."""
+    return {inner_name(name, model): value for name, value in named.items()}
+
+
+# one thread at a time
+
+
+class _Lock:
+    """A lock that its thread may take again, and any thread may give back (a generator may be closed elsewhere)."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+        self._count = 0
+
+    def take(self, name: str) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._owner in (None, me), _PATIENCE):
+                _logger.warning("waiting: the model (%s) is in use by another thread.", name)
+                self._changed.wait_for(lambda: self._owner in (None, me))
+            self._owner, self._count = me, self._count + 1
+
+    def give_back(self) -> None:
+        with self._changed:
+            self._count -= 1
+            if self._count == 0:
+                self._owner = None
+                self._changed.notify_all()
+
+
+_locks: weakref.WeakKeyDictionary[nn.Module, _Lock] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+@contextmanager
+def only_thread(model: nn.Module) -> Iterator[None]:
+    """Hold the lock of a model; a second thread waits until the first has finished."""
+    inner = unwrapped(model)
+    with _making:
+        lock = _locks.setdefault(inner, _Lock())
+    lock.take(type(inner).__name__)
+    try:
+        yield
+    finally:
+        lock.give_back()
+
+
+# how it is run, and left as it was
+
+
+def check_deterministic_modules(model: nn.Module) -> None:
+    """Refuse a model with active dropout or batch statistics, naming the module and the fix."""
+    for name, module in model.named_modules():
+        mixes = isinstance(module, _BatchNorm)
+        random = isinstance(module, _DropoutNd) and module.p > 0
+        if module.training and (mixes or random):
+            what = "mixes the examples of a batch" if mixes else "is random"
+            raise ValueError(
+                f"the model is in train mode, where {type(module).__name__} {name!r} {what}, so the gradient of "
+                "a group has no fixed value: call model.eval() first."
+            )
+
+
+_fast_path_lock = threading.Lock()
+_fast_path_users = 0
+_fast_path = True
+
+
+@contextmanager
+def training_kernels() -> Iterator[None]:
+    """Run models with the kernels that training uses, and out of inference mode.
+
+    PyTorch switches to other kernels when nothing requires a gradient: `nn.TransformerEncoder` in eval mode then takes
+    a fused path that zeroes padded outputs. A loss must not depend on what is frozen, so this path is off in here.
+    """
+    global _fast_path_users, _fast_path
+    with _fast_path_lock:
+        if _fast_path_users == 0:
+            _fast_path = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _fast_path_users += 1
+    try:
+        with torch.inference_mode(False):
+            yield
+    finally:
+        with _fast_path_lock:
+            _fast_path_users -= 1
+            if _fast_path_users == 0:
+                torch.backends.mha.set_fastpath_enabled(_fast_path)
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """For our own arithmetic, which autocast is not to round, wherever it is called from."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
+def sums_on(device: torch.device) -> torch.device:
+    """Where sums in double precision can be kept for a model on a device."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+class SavedState:
+    """A model as it is now: the modes of its modules, which parameters require a gradient, and copies of values.
+
+    Values are found again by name, so a parameter that was replaced is restored, too.
+
+    Args:
+        model: the model.
+        names: of the parameters and buffers whose values are copied; all by default.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
+        self.model = model
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        now = _named_values(model)
+        self._values = {name: now[name].detach().clone() for name in (now if names is None else names)}
+
+    def changed(self) -> list[str]:
+        """Names of the copied values that are not as they were."""
+        now = _named_values(self.model)
+        return [
+            name
+            for name, before in self._values.items()
+            if not torch.equal(now[name].nan_to_num(), before.nan_to_num())
+        ]
+
+    def restore(self) -> None:
+        """Give the model everything back."""
+        now = _named_values(self.model)
+        with torch.no_grad():
+            for name, before in self._values.items():
+                now[name].copy_(before)
+        for module, training in self._modes:
+            module.training = training
+        for name, required in self._required.items():
+            now[name].requires_grad_(required)
+
+
+def _named_values(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@contextmanager
+def left_as_it_was(
+    model: nn.Module, names: Iterable[str] | None = None, *, only_on_failure: bool = False
+) -> Iterator[None]:
+    """Hold the model's lock, and restore its `SavedState` at the end, or only after an exception.
+
+    Args:
+        model: the model.
+        names: of the parameters and buffers whose values are restored; all by default.
+        only_on_failure: whether to keep what was changed if all goes well.
+    """
+    with only_thread(model):
+        saved, restore = SavedState(model, names), True
+        try:
+            yield
+            restore = not only_on_failure
+        finally:
+            if restore:
+                saved.restore()
+
+
+# the parameters that count
+
+
+class ParameterSpace:
+    """The chosen parameters of a model as one flat vector, in the model's own order.
+
+    Args:
+        model: the model; one in a DistributedDataParallel is unwrapped, so its names have no ``module.`` in front.
+        chosen: names of parameters or modules, modules, or parameters; by default every parameter that
+            requires a gradient. Chosen by name, a frozen parameter counts too.
+    """
+
+    def __init__(self, model: nn.Module, chosen: ParameterChoice = None) -> None:
+        self.model = unwrapped(model)
+        self.parameters = _chosen(self.model, chosen)
+        self.spans: dict[int, tuple[int, int]] = {}
+        end = 0
+        for parameter in self.parameters.values():
+            self.spans[id(parameter)] = (end, end + parameter.numel())
+            end += parameter.numel()
+        self.size = end
+        first = next(iter(self.parameters.values()))
+        self.dtype, self.device = first.dtype, first.device
+        self.changing: list[str] = []
+        """Names of buffers that the model's `forward` changes; `require_gradients` puts them back."""
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self.spans
+
+    def part(self, rows: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The columns of rows `[m, p]` that belong to one parameter, `[m, *shape]`, as a view."""
+        low, high = self.spans[id(parameter)]
+        return rows[:, low:high].unflatten(1, parameter.shape) if parameter.dim() else rows[:, low]
+
+    def split(self, row: Tensor) -> dict[str, Tensor]:
+        """A flat row `[p]` as one tensor per parameter."""
+        return {name: self.part(row[None], value)[0] for name, value in self.parameters.items()}
+
+    def flatten(self, tensors: Sequence[Tensor | None], row: Tensor) -> Tensor:
+        """Write one tensor per parameter (None for zeros) into a flat row `[p]`."""
+        for tensor, (low, high) in zip(tensors, self.spans.values(), strict=True):
+            if tensor is not None and tensor.is_sparse:  # of an Embedding(sparse=True)
+                tensor = tensor.to_dense()
+            row[low:high] = 0 if tensor is None else tensor.reshape(-1)
+        return row
+
+    @contextmanager
+    def require_gradients(self, of_chosen: bool, also: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+        """Let the chosen parameters alone require gradients, or (``of_chosen=False``) none at all but `also`."""
+        before = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+        wanted = self.spans.keys() if of_chosen else {id(parameter) for parameter in also}
+        saved = SavedState(self.model, self.changing) if self.changing else None
+        try:
+            for parameter, _ in before:
+                parameter.requires_grad_(id(parameter) in wanted)
+            with training_kernels(), torch.enable_grad():
+                yield
+        finally:
+            for parameter, required in before:
+                parameter.requires_grad_(required)
+            if saved is not None:
+                saved.restore()
+
+
+def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter]:
+    named = dict(model.named_parameters())
+    if chosen is None:
+        parameters = {name: value for name, value in named.items() if value.requires_grad}
+        if not parameters:
+            raise ValueError(
+                f"the model has {len(named)} parameters, none of which requires a gradient: "
+                "choose some with parameters=, or unfreeze the model."
+            )
+    else:
+        wanted = {id(value) for item in _as_list(chosen) for value in _members(model, item)}
+        parameters = {name: value for name, value in named.items() if id(value) in wanted}
+        if not parameters:
+            raise ValueError("parameters= chooses no parameter of the model.")
+    for name, value in parameters.items():
+        if value.is_complex():
+            raise TypeError(
+                f"parameter {name!r} is complex ({value.dtype}), so an inner product of gradients has no order: leave "
+                "it out with parameters=, or store its real and imaginary part (torch.view_as_real)."
+            )
+        if value.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and holds no numbers: load the model first.")
+        if value.is_inference():
+            raise ValueError(
+                f"parameter {name!r} was made in torch.inference_mode and cannot have a gradient: make the model "
+                "outside of it."
+            )
+    kinds = {(value.dtype, value.device) for value in parameters.values()}
+    if len(kinds) > 1:
+        raise ValueError(f"the chosen parameters differ in dtype or device: {sorted(map(str, kinds))}.")
+    return parameters
+
+
+def _as_list(chosen: ParameterChoice) -> list[str | nn.Module | nn.Parameter]:
+    return [chosen] if isinstance(chosen, str | nn.Module | nn.Parameter) else list(chosen or [])
+
+
+def _members(model: nn.Module, item: str | nn.Module | nn.Parameter) -> list[nn.Parameter]:
+    if isinstance(item, nn.Parameter):
+        return [item]
+    if isinstance(item, nn.Module):
+        return list(item.parameters())
+    every = dict(model.named_parameters(remove_duplicate=False))
+    item = inner_name(item, model)
+    if item in every:
+        return [every[item]]
+    modules = dict(model.named_modules())
+    if item in modules:
+        return list(modules[item].parameters())
+    known = ", ".join(list(every)[:8]) + (", …" if len(every) > 8 else "")
+    raise ValueError(f"parameters= names {item!r}, which is no parameter or module of the model; it has {known}.")

@@ -1,0 +1,346 @@
+"""Laws of `method=`: influence is what retraining to the optimum does, to first order, and nothing else changes it."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.data import IterableDataset
+
+from ggda_ext import BatchLoss, attribute, properties
+from ggda_ext.curvature.damping import ADAM, TrainingSteps
+from ggda_ext.methods import EKFAC, METHODS, Influence, TracIn
+from ggda_ext.training import Recipe
+
+CE = nn.CrossEntropyLoss()
+N, K = 60, 6
+GROUPS = np.arange(N) % K
+
+
+def data(seed=0, features=4, n=N):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, features, generator=generator, dtype=torch.float64)
+    noisy = x[:, 0] + 0.7 * torch.randn(n, generator=generator, dtype=torch.float64)
+    return x, (noisy > 0).long()
+
+
+def linear(seed=0):
+    torch.manual_seed(seed)
+    return nn.Linear(4, 2).double()
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def members(j):
+    return torch.from_numpy(np.equal(GROUPS, j))
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def loss_at(model, vector, x, y, loss=CE):
+    pieces, at = {}, 0
+    for name, p in model.named_parameters():
+        pieces[name] = vector[at : at + p.numel()].reshape(p.shape)
+        at += p.numel()
+    return loss(functional_call(model, pieces, (x,)), y)
+
+
+def hessian_of(model, x, y, loss=CE):
+    return torch.autograd.functional.hessian(lambda v: loss_at(model, v, x, y, loss), flat(model))
+
+
+def gradients_of(model, x, y, loss=CE):
+    return torch.stack(
+        [
+            torch.autograd.functional.jacobian(
+                lambda v, i=i: loss_at(model, v, x[i : i + 1], y[i : i + 1], loss), flat(model)
+            )
+            for i in range(len(x))
+        ]
+    )
+
+
+def expected(model, x, y, test, matrix, damping):
+    """1/n ⟨(H + λ)⁻¹ ∇g, Σ ∇ℓ⟩ by a dense solve."""
+    goal = torch.autograd.functional.jacobian(lambda v: loss_at(model, v, *test), flat(model))
+    solved = torch.linalg.solve(matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype), goal)
+    each = gradients_of(model, x, y) @ solved / len(x)
+    return torch.stack([each[members(j)].sum() for j in range(K)])
+
+
+EXACT = {"damping": 0.1, "steps": 100, "tolerance": 1e-12}
+
+
+@pytest.mark.parametrize("curvature", ["gauss-newton", "hessian", "fisher", "auto"])
+def test_influence_of_logistic_regression_is_the_closed_form(curvature):
+    (x, y), test, model = data(), data(1), linear()
+    found = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=Influence(curvature, **EXACT))
+    rows = gradients_of(model, x, y)
+    matrix = rows.T @ rows / N if curvature == "fisher" else hessian_of(model, x, y)
+    torch.testing.assert_close(found.scores[0], expected(model, x, y, test, matrix, 0.1), rtol=1e-8, atol=1e-12)
+
+
+def test_influence_of_a_network_by_the_hessian_is_the_closed_form():
+    (x, y), test, model = data(), data(1), network()
+    matrix = hessian_of(model, x, y)
+    damping = 2 * float(-torch.linalg.eigvalsh(matrix)[0].clamp(max=-0.01))
+    method = Influence("hessian", damping=damping, steps=100, tolerance=1e-12)
+    found = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=method)
+    torch.testing.assert_close(found.scores[0], expected(model, x, y, test, matrix, damping), rtol=1e-7, atol=1e-11)
+
+
+def test_gauss_newton_of_a_network_is_that_of_its_linearisation():
+    (x, y), test, model = data(), data(1), network()
+    start = flat(model)
+    slopes = torch.func.jacrev(lambda v: outputs_at(model, v, x))(start)
+
+    def linearised(v):
+        return CE(outputs_at(model, start, x) + slopes @ (v - start), y)
+
+    matrix = torch.autograd.functional.hessian(linearised, start)
+    found = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=Influence(**EXACT))
+    torch.testing.assert_close(found.scores[0], expected(model, x, y, test, matrix, 0.1), rtol=1e-7, atol=1e-11)
+
+
+def outputs_at(model, vector, x):
+    pieces, at = {}, 0
+    for name, p in model.named_parameters():
+        pieces[name] = vector[at : at + p.numel()].reshape(p.shape)
+        at += p.numel()
+    return functional_call(model, pieces, (x,))
+
+
+def optimum(model, x, y, weights, penalty):
+    """Newton's method on the weighted mean loss with an L2 penalty, to the end."""
+    vector = flat(model)
+
+    def total(v):
+        each = nn.functional.cross_entropy(outputs_at(model, v, x), y, reduction="none")
+        return (weights * each).sum() / len(x) + penalty / 2 * v.square().sum()
+
+    for _ in range(30):
+        slope = torch.autograd.functional.jacobian(total, vector)
+        vector = vector - torch.linalg.solve(torch.autograd.functional.hessian(total, vector), slope)
+    return vector
+
+
+def test_influence_is_the_slope_of_retraining_to_the_optimum():
+    (x, y), test, model, penalty, little = data(), data(1), linear(), 0.05, 1e-4
+    best = optimum(model, x, y, torch.ones(N, dtype=torch.float64), penalty)
+    torch.nn.utils.vector_to_parameters(best, model.parameters())
+    method = Influence(damping=penalty, steps=100, tolerance=1e-12)
+    found = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=method)
+    before = loss_at(model, best, *test)
+    for j in range(K):
+        weights = 1 - little * members(j).double()
+        rise = (loss_at(model, optimum(model, x, y, weights, penalty), *test) - before) / little
+        torch.testing.assert_close(found.scores[0, j], rise, rtol=1e-2, atol=1e-6)
+
+
+METHOD_NAMES = sorted(METHODS)
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+def test_merging_groups_adds_their_scores_and_order_changes_nothing(name):
+    (x, y), model = data(), network()
+    goal = properties.mean_loss(data(1), CE)
+    fine = attribute(model, CE, (x, y), GROUPS, goal, method=name).scores
+    coarse = attribute(model, CE, (x, y), GROUPS // 2, goal, method=name).scores
+    torch.testing.assert_close(coarse[0], fine[0].reshape(-1, 2).sum(1), rtol=1e-6, atol=1e-12)
+    turned = attribute(model, CE, (x, y), K - 1 - GROUPS, goal, method=name).scores
+    torch.testing.assert_close(turned.flip(1), fine, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+def test_batch_size_and_strategy_do_not_change_scores(name):
+    (x, y), model = data(), network()
+    goal = properties.mean_loss(data(1), CE)
+    scores = [
+        attribute(model, CE, (x, y), GROUPS, goal, method=name, **options).scores
+        for options in ({}, {"batch_size": 7}, {"strategy": "backward"}, {"strategy": "persample"})
+    ]
+    for other in scores[1:]:
+        torch.testing.assert_close(other, scores[0], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+def test_a_property_of_points_gives_each_points_scores_and_their_mean(name):
+    (x, y), model, test = data(), network(), data(1, n=5)
+    settings = {} if name == "tracin" else {"damping": 0.2}
+    if name in ("influence", "fisher"):
+        settings |= {"steps": 60, "tolerance": 1e-12}
+    method = METHODS[name](**settings)
+    each = attribute(model, CE, (x, y), GROUPS, properties.point_losses(test, CE), method=method).scores
+    whole = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=method).scores
+    torch.testing.assert_close(each.mean(0), whole[0], rtol=1e-7, atol=1e-12)
+    alone = properties.mean_loss((test[0][2:3], test[1][2:3]), CE)
+    torch.testing.assert_close(
+        attribute(model, CE, (x, y), GROUPS, alone, method=method).scores[0], each[2], rtol=1e-7, atol=1e-12
+    )
+
+
+def test_ekfac_of_linear_regression_is_the_closed_form():
+    torch.manual_seed(0)
+    x, model, loss = torch.randn(N, 4).double(), nn.Linear(4, 1).double(), nn.MSELoss()
+    y, test = x @ torch.randn(4, 1).double() + 1, (torch.randn(9, 4).double(), torch.randn(9, 1).double())
+    found = attribute(model, loss, (x, y), GROUPS, properties.mean_loss(test, loss), method=EKFAC(damping=0.1))
+    exact = attribute(model, loss, (x, y), GROUPS, properties.mean_loss(test, loss), method=Influence(**EXACT))
+    torch.testing.assert_close(found.scores, exact.scores, rtol=1e-8, atol=1e-12)
+
+
+def test_scores_in_the_propertys_unit_are_averaged_over_checkpoints_and_tracin_is_summed():
+    (x, y), model, goal = data(), network(), properties.mean_loss(data(1), CE)
+    states = [network(seed).state_dict() for seed in (1, 2)]
+    for name, share in (("influence", 0.5), ("ekfac", 0.5), ("tracin", 1.0)):
+        together = attribute(model, CE, (x, y), GROUPS, goal, method=name, checkpoints=states).scores
+        each = [attribute(model, CE, (x, y), GROUPS, goal, method=name, checkpoints=s).scores for s in states]
+        torch.testing.assert_close(together, share * (each[0] + each[1]))
+    weighted = attribute(model, CE, (x, y), GROUPS, goal, method="influence", checkpoints=states, weights=[1, 3])
+    first, second = (attribute(model, CE, (x, y), GROUPS, goal, method="influence", checkpoints=s) for s in states)
+    torch.testing.assert_close(weighted.scores, first.scores / 4 + second.scores * 3 / 4)
+
+
+@pytest.mark.parametrize("name", ["influence", "ekfac", "fisher"])
+def test_a_folder_keeps_the_solve_and_its_facts(tmp_path, name, monkeypatch):
+    (x, y), model, goal = data(), network(), properties.mean_loss(data(1), CE)
+    plain = attribute(model, CE, (x, y), GROUPS, goal, method=name)
+    kept = attribute(model, CE, (x, y), GROUPS, goal, method=name, save_dir=tmp_path)
+    assert torch.equal(kept.scores, plain.scores)
+
+    def again(*_):
+        raise AssertionError("solved a second time")
+
+    monkeypatch.setattr(METHODS[name], "precondition", again)
+    found = attribute(model, CE, (x, y), GROUPS, goal, method=name, save_dir=tmp_path)
+    assert torch.equal(found.scores, kept.scores)
+    assert found.method.settings == kept.method.settings == plain.method.settings
+
+
+def test_facts_say_what_was_done():
+    (x, y), model, goal = data(), network(), properties.mean_loss(data(1), CE)
+    facts = attribute(model, CE, (x, y), GROUPS, goal, method=Influence(points=20)).method
+    assert (facts.name, facts.unit) == ("influence", "property")
+    assert facts.settings["curvature"] == "gauss-newton"
+    assert facts.settings["points for the curvature"] == 20
+    assert 0 < facts.settings["residual"] <= 1e-2
+    assert min(facts.settings["damping"], facts.settings["error from taking some points"], facts.seconds) > 0
+    assert facts.passes > 1
+    assert attribute(model, CE, (x, y), GROUPS, goal, method="fisher").method.unit == "rank"
+    assert attribute(model, CE, (x, y), GROUPS, goal, method="tracin").method.unit == "rank"
+
+
+def test_negative_curvature_is_refused_with_a_given_damping_and_told_otherwise():
+    (x, y), model, goal = data(), network(3), properties.mean_loss(data(1), CE)
+    lowest = float(torch.linalg.eigvalsh(hessian_of(model, x, y))[0])
+    assert lowest < -1e-4  # an untrained network: the case in question
+    with pytest.raises(ValueError, match=r"damping=0.*curvature='gauss-newton'"):
+        attribute(model, CE, (x, y), GROUPS, goal, method=Influence("hessian", damping=0.0, steps=100))
+    told = attribute(model, CE, (x, y), GROUPS, goal, method=Influence("hessian", recipe=TrainingSteps(1e9), steps=100))
+    assert any("damping was raised" in note for note in told.notes)
+    assert told.method.settings["damping"] > -lowest
+
+
+def test_damping_of_a_recipe():
+    (x, y), model, goal = data(), network(), properties.mean_loss(data(1), CE)
+    sgd = TrainingSteps([0.1] * 50, momentum=0.5, weight_decay=0.01)
+    found = attribute(model, CE, (x, y), GROUPS, goal, method="influence", recipe=sgd)
+    assert found.method.settings["damping"] == pytest.approx(1 / (5 / 0.5) + 0.01)
+    same = attribute(model, CE, (x, y), GROUPS, goal, method="influence", damping=0.11)
+    torch.testing.assert_close(found.scores, same.scores)
+
+
+def test_adams_damping_is_that_of_every_parameter():
+    (x, y), test, model = data(), data(1), linear()
+    recipe = Recipe(epochs=3, learning_rate=0.1, batch_size=10, weight_decay=0.02, schedule="constant")
+    method = Influence(recipe=recipe, steps=100, tolerance=1e-12)
+    found = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=method)
+    rows = gradients_of(model, x, y)
+    moments = rows.square().mean(0) / 10 + rows.mean(0).square()
+    own = ADAM * (moments.sqrt() + 1e-8) / (0.1 * 3 * 6) + 0.02
+    matrix = hessian_of(model, x, y) + torch.diag(own)
+    torch.testing.assert_close(found.scores[0], expected(model, x, y, test, matrix, 0.0), rtol=1e-8, atol=1e-12)
+
+
+class Output(dict):
+    """As the outputs of Hugging Face are: a mapping with attributes."""
+
+    __getattr__ = dict.get
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x, labels=None):
+        logits = self.inner(x)
+        return Output(logits=logits) if labels is None else Output(loss=CE(logits, labels), logits=logits)
+
+
+def test_dicts_batch_losses_and_few_parameters_are_the_same_model():
+    (x, y), goal = data(), properties.mean_loss(data(1), CE)
+    test = {"x": data(1)[0], "labels": data(1)[1]}
+    options = {"method": Influence(damping=0.1), "parameters": None}
+    for chosen in (None, ["2"]):
+        options["parameters"] = chosen
+        plain = attribute(network(), CE, (x, y), GROUPS, goal, **options)
+        own = BatchLoss(lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"))
+        batch = attribute(network(), own, (x, y), GROUPS, goal, **options)
+        options["parameters"] = None if chosen is None else ["inner.2"]
+        named = attribute(Wrapped(), CE, {"x": x, "labels": y}, GROUPS, properties.mean_loss(test, CE), **options)
+        torch.testing.assert_close(batch.scores, plain.scores)
+        torch.testing.assert_close(named.scores, plain.scores)
+        assert named.method.settings["curvature"] == "gauss-newton"
+
+
+def test_a_model_with_its_own_loss_gets_the_fisher_and_says_so():
+    (x, y), (x_test, y_test) = data(), data(1)
+    goal = properties.mean_loss({"x": x_test, "labels": y_test}, CE)
+    found = attribute(Wrapped(), None, {"x": x, "labels": y}, GROUPS, goal, method=Influence(damping=0.1))
+    assert any("empirical Fisher" in note for note in found.notes)
+    plain = attribute(
+        network(), CE, (x, y), GROUPS, properties.mean_loss(data(1), CE), method=Influence("fisher", damping=0.1)
+    )
+    torch.testing.assert_close(found.scores, plain.scores)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return zip(*data(), strict=True)
+
+
+def test_a_stream_lends_its_beginning_to_the_curvature():
+    (x, y), model, goal = data(), network(), properties.mean_loss(data(1), CE)
+    found = attribute(model, CE, Stream(), GROUPS, goal, method=Influence(damping=0.1))
+    known = attribute(model, CE, (x, y), GROUPS, goal, method=Influence(damping=0.1))
+    torch.testing.assert_close(found.scores, known.scores)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "influense"}, "method='influense' is not one of"),
+        ({"method": "tracin", "damping": 0.1}, "method='tracin' does not use"),
+        ({"method": "influence", "damping": -1.0}, "damping=-1.0: pass a number"),
+        ({"method": Influence(), "damping": 0.1}, "pass it there"),
+        ({"method": "influence", "damping": 0.1, "recipe": TrainingSteps(1.0)}, "both given"),
+        ({"method": "influence", "recipe": "adam"}, "recipe is a str"),
+    ],
+)
+def test_wrong_methods_and_settings_are_refused(options, message):
+    (x, y), model, goal = data(), network(), properties.mean_loss(data(1), CE)
+    with pytest.raises((ValueError, TypeError), match=message):
+        attribute(model, CE, (x, y), GROUPS, goal, **options)
+
+
+def test_tracin_is_the_inner_product():
+    (x, y), test, model = data(), data(1), network()
+    found = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=TracIn())
+    wanted = torch.autograd.functional.jacobian(lambda v: loss_at(model, v, *test), flat(model))
+    each = gradients_of(model, x, y) @ wanted
+    torch.testing.assert_close(found.scores[0], torch.stack([each[members(j)].sum() for j in range(K)]))
