@@ -35,37 +35,67 @@ from ggda_ext.storage.folder import StoreDamaged, StoreMismatch, check_folder, c
 
 __all__ = ["AbstractSaver", "MmapSaver", "ModelIDException"]
 
-SETTINGS, CHECKPOINT, FEATURES = "ggda.json", "ggda_checkpoint.json", "damping.json"
+SETTINGS, CHECKPOINT = "ggda.json", "ggda_checkpoint.json"
 _METADATA = "metadata.json"
 _NEW = {"is_featurized": 0, "is_finalized": 0}
+_ROWS, _FINISHED = ("grads", "out_to_loss"), ("features", "out_to_loss")
 
 
 class CheckedSaver(MmapSaver):
     """`trak.savers.MmapSaver` with checked files.
 
     A record of TRAK's that is damaged, or half written when TRAK was killed, is made anew: a checkpoint then counts as
-    not finalized, and its sums say what is in them; an experiment counts as not begun.
+    not finalized, and its rows say what is in them; an experiment counts as not begun.
+
+    Attributes:
+        seals_rows: whether rows are single points, written by TRAK's own code, and get their checksums here.
+        notes: model id → what is kept in its record beside TRAK's entries.
     """
 
     def __init__(self, save_dir: Path, metadata: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        self.seals_rows, self.notes, self._seen = False, dict[int, dict[str, Any]](), set[int]()
         folder = Path(save_dir).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         if kwargs.get("load_from_save_dir", True):
             _mend(folder, metadata)
         super().__init__(save_dir, metadata, *args, **kwargs)
-        for record in (*self.model_ids.values(), *self.experiments.values()):
-            record.pop("xxh3", None)
+        for model_id, record in self.model_ids.items():
+            self.notes[model_id] = {name: record.pop(name) for name in set(record) - set(_NEW)}
         if not self.experiments_file.exists():
             write_json(self.experiments_file, {}, sync=False)
         for name, record in self.experiments.items():
-            self._check_scores(name, record)
+            del record["xxh3"]
+            path = self._scores_file(name)
+            if record["scores_finalized"] and path.exists() and checksum_of(path) != record.get("scores_xxh3"):
+                raise StoreDamaged(
+                    f"{path} is damaged: it is not what finalize_scores wrote. Delete it, and call that again."
+                )
 
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
-        """As TRAK's, with a checksum."""
+        """As TRAK's, with checksums: of new rows, of finished features, and of the record itself."""
+        if self.seals_rows:
+            self._seal_rows()
         super().serialize_current_model_id_metadata(already_exists)
-        record = self.model_ids[self.current_model_id]
+        model_id = self.current_model_id
+        record, notes = self.model_ids[model_id], self.notes.setdefault(model_id, {})
+        if record["is_finalized"]:
+            notes |= {f"{name}_xxh3": self._hash_of(name) for name in _FINISHED}
         if record["is_featurized"] == 1 or not already_exists:
-            _write_records(self.save_dir / f"id_{self.current_model_id}.json", {str(self.current_model_id): record})
+            _write_records(self.save_dir / f"id_{model_id}.json", {str(model_id): record | notes})
+
+    def load_current_store(self, model_id: int, exp_name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """As TRAK's; rows and features that are not what was written are refused, once for every checkpoint."""
+        super().load_current_store(model_id, exp_name, *args, **kwargs)
+        if exp_name is not None:
+            return
+        if self.seals_rows:
+            path = self._folder / "_row_hashes.mmap"
+            mode = "r+" if path.exists() and model_id in self.notes else "w+"
+            self.current_store["row_hashes"] = self._load(path, (self.train_set_size, 2), mode, np.uint64)
+        if model_id not in self._seen and model_id in self.notes:
+            self._check(model_id)
+        self.notes.setdefault(model_id, {})
+        self._seen.add(model_id)
 
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
         """As TRAK's, with a checksum; targets whose files are not whole are begun anew."""
@@ -88,15 +118,47 @@ class CheckedSaver(MmapSaver):
         self.experiments[exp_name]["scores_xxh3"] = checksum_of(self._scores_file(exp_name))
         _write_records(self.experiments_file, self.experiments)
 
+    @property
+    def _folder(self) -> Path:
+        return self.save_dir / str(self.current_model_id)
+
     def _scores_file(self, exp_name: str) -> Path:
         return self.save_dir / "scores" / f"{exp_name}.mmap"
 
-    def _check_scores(self, exp_name: str, record: dict[str, Any]) -> None:
-        path = self._scores_file(exp_name)
-        if record["scores_finalized"] and path.exists() and checksum_of(path) != record.get("scores_xxh3"):
-            raise StoreDamaged(
-                f"{path} is damaged: it is not what finalize_scores wrote. Delete it and call finalize_scores again."
-            )
+    def _hash_of(self, name: str) -> str | None:
+        values = self.current_store[name]
+        return None if values is None else f"{hash_of(values):016x}"
+
+    def _hashes_of(self, name: str, indices: np.ndarray) -> np.ndarray:
+        """Checksums of rows of single points, never 0."""
+        return np.maximum(row_hashes(self.current_store[name][indices]), np.uint64(1))
+
+    def _seal_rows(self) -> None:
+        done, known = self.current_store["is_featurized"][:, 0] == 1, self.current_store["row_hashes"]
+        new = np.flatnonzero(done & (known[:, 1] == 0))
+        for column, name in enumerate(_ROWS):
+            known[new, column] = self._hashes_of(name, new)
+
+    def _check(self, model_id: int) -> None:
+        """Compare rows of points and features with their checksums; a point without one is to be done again."""
+        if self.seals_rows and self.current_store["grads"] is not None:
+            known = self.current_store["row_hashes"]
+            at = np.flatnonzero(known[:, 1])
+            self.current_store["is_featurized"][:, 0] = known[:, 1] != 0
+            for column, name in enumerate(_ROWS):
+                wrong = at[self._hashes_of(name, at) != known[at, column]]
+                if len(wrong):
+                    raise StoreDamaged(
+                        f"{self._folder / f'{name}.mmap'} is damaged: {len(wrong)} rows, first {wrong[0]}, are not "
+                        f"those that were written (or _row_hashes.mmap is). {_delete(self._folder)}"
+                    )
+        for name in _FINISHED:
+            expected = self.notes[model_id].get(f"{name}_xxh3")
+            if expected is not None and self._hash_of(name) != expected:
+                raise StoreDamaged(
+                    f"{self._folder / f'{name}.mmap'} is damaged: it is not what finalize_features wrote. "
+                    f"{_delete(self._folder)}"
+                )
 
     def _load(self, fname: Path, shape: tuple[int, ...], mode: str, dtype: Any = None) -> np.ndarray | None:
         path, kind = Path(fname), np.dtype(dtype or (np.float16 if self.use_half_precision else np.float32))
@@ -165,7 +227,11 @@ def damage_named(folder: Path) -> Iterator[None]:
     try:
         yield
     except DamagedFile as error:
-        raise StoreDamaged(f"{error} Delete {str(folder)!r} and its id_*.json, or pass another save_dir.") from None
+        raise StoreDamaged(f"{error} {_delete(folder)}") from None
+
+
+def _delete(folder: Path) -> str:
+    return f"Delete {str(folder)!r} and its id_*.json, or pass another save_dir."
 
 
 def check_save_dir(folder: Path, *, load: bool) -> None:
@@ -226,32 +292,6 @@ def keep_checkpoint(folder: Path, model: nn.Module, *, new: bool) -> None:
         raise StoreMismatch(f"save_dir, in {str(folder)!r}, {differing}")
 
 
-def keep_features(folder: Path, damping: float, arrays: Mapping[str, np.ndarray]) -> None:
-    """Record the ridge of a finalized checkpoint, and a checksum of its features and of TRAK's weights."""
-    hashes = {name: f"{hash_of(arrays[name]):016x}" for name in ("features", "out_to_loss")}
-    write_sealed_json(folder / FEATURES, {"damping": damping, **hashes})
-
-
-def kept_damping(folder: Path) -> float | None:
-    """The ridge of a finalized checkpoint; None if it is not finalized."""
-    try:
-        return float(_read_ours(folder / FEATURES)["damping"])
-    except FileNotFoundError:
-        return None
-
-
-def check_features(folder: Path, arrays: Mapping[str, np.ndarray | None]) -> None:
-    """Refuse features that are not those of `finalize_features`."""
-    known = _read_ours(folder / FEATURES) if (folder / FEATURES).exists() else {}
-    for name in ("features", "out_to_loss"):
-        values = arrays[name]
-        if values is None or known.get(name) != f"{hash_of(values):016x}":
-            raise StoreDamaged(
-                f"{folder / f'{name}.mmap'} is damaged: it is not what finalize_features wrote. Delete "
-                f"{str(folder)!r} and its id_*.json, or pass another save_dir."
-            )
-
-
 def keep_targets(folder: Path, experiment: str, rows: np.ndarray, indices: np.ndarray) -> None:
     """Record checksums of the targets `indices` that were just scored."""
     path = folder / f"{experiment}_targets.npz"
@@ -281,6 +321,8 @@ def _target_hashes(path: Path, count: int) -> np.ndarray:
 
 def row_hashes(rows: np.ndarray) -> np.ndarray:
     """A checksum of every row `[b]`; 0 for a row of zeros."""
+    if not len(rows):
+        return np.empty(0, np.uint64)
     plain = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
     found = np.fromiter((xxhash.xxh3_64_intdigest(row.data) for row in plain), np.uint64, len(plain))
     return np.where(plain.any(1), found, np.uint64(0))

@@ -40,14 +40,11 @@ from ggda_trak.options import MEMORY_BUDGET, GroupOptions
 from ggda_trak.projection import Projection, check_dimension, describe, release
 from ggda_trak.savers import (
     CheckedSaver,
-    check_features,
     check_save_dir,
     check_targets,
     keep_checkpoint,
-    keep_features,
     keep_settings,
     keep_targets,
-    kept_damping,
 )
 from ggda_trak.store import GroupStore, PointMeans
 from ggda_trak.targets import point_rows, property_rows
@@ -110,6 +107,7 @@ class TRAKer(trak.TRAKer):
         self._sums: GroupSums | None = None
         self._provider: GroupGradients | None = None
         self._grouped, self.chosen_damping = False, dict[int, float]()
+        self._last_ind_target = 0
         self._options = GroupOptions(
             fisher, damping, strategy, checkpoints, parameters, batch_size, memory_budget, show_progress, tag
         )
@@ -130,8 +128,10 @@ class TRAKer(trak.TRAKer):
         if self._grouped:
             ranks.follow_first_rank(self.saver.model_ids)
             self.lambda_reg = ridge
-        damping_of = {model_id: kept_damping(self._folder(model_id)) for model_id in self.saver.model_ids}
-        self.chosen_damping |= {model_id: found for model_id, found in damping_of.items() if found is not None}
+        if isinstance(self.saver, CheckedSaver):
+            self.saver.seals_rows = not self._grouped
+            notes = self.saver.notes.items()
+            self.chosen_damping |= {model_id: kept["damping"] for model_id, kept in notes if "damping" in kept}
 
     def _for_trak(self, given: dict[str, Any]) -> dict[str, Any]:
         """TRAK's own arguments, as they have to be for its code to work with groups."""
@@ -305,7 +305,8 @@ class TRAKer(trak.TRAKer):
         features = self.score_computer.get_x_xtx_inv(numerators, fisher)
         current["features"][:] = features.to(self.dtype).cpu().numpy()
         current["out_to_loss"][:] = 1  # Q is in the numerators
-        keep_features(self._folder(model_id), ridge, current)
+        if isinstance(self.saver, CheckedSaver):
+            self.saver.notes[model_id]["damping"] = ridge
         return ridge
 
     def start_scoring_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -346,23 +347,29 @@ class TRAKer(trak.TRAKer):
         model_id, experiment = self.saver.current_model_id, self.saver.current_experiment_name
         if self.saver.model_ids[model_id]["is_finalized"] == 0:
             raise ModelIDException(f"model id {model_id} is not finalized: call finalize_features before score.")
-        if batch is not None and not self._grouped:
-            super().score(batch, None if inds is None else np.asarray(inds), num_samples)
-            return
+        targets, start = self.saver.current_store[f"{experiment}_grads"], self._last_ind_target
         if batch is not None:
             batch = check_batch(batch)
-            rows = point_rows(self._gradients(batch).on(batch), self._projection, model_id)
+            indices = given_indices(inds, num_samples, start, len(batch[0]), len(targets), "targets")
+        if batch is not None and not self._grouped:
+            super().score(batch, indices)
         else:
-            assert property is not None
-            rows = property_rows(self.model, property, self._projection, model_id)
-            num_samples = len(rows) if num_samples is None and inds is None else num_samples
-        targets = self.saver.current_store[f"{experiment}_grads"]
-        indices = given_indices(inds, num_samples, self._last_ind_target, len(rows), len(targets), "targets")
-        self._last_ind_target += num_samples or 0
-        if rank() == 0:
-            targets[indices] = rows.to(self.dtype).cpu().numpy()
-            if self._grouped:
-                keep_targets(self._folder(model_id), experiment, targets, indices)
+            rows = self._target_rows(batch, property, model_id)
+            if batch is None:
+                num_samples = len(rows) if num_samples is None and inds is None else num_samples
+                indices = given_indices(inds, num_samples, start, len(rows), len(targets), "targets")
+            if rank() == 0 or not self._grouped:
+                targets[indices] = rows.to(self.dtype).cpu().numpy()
+        self._last_ind_target = start + (num_samples or 0)
+        if self.groups is not None and (rank() == 0 or not self._grouped):
+            keep_targets(self._folder(model_id), experiment, targets, indices)
+
+    def _target_rows(self, batch: tuple[Tensor, ...] | None, property: Property | None, model_id: int) -> Tensor:
+        """Projected gradients of targets `[m, dim]`."""
+        if batch is not None:
+            return point_rows(self._gradients(batch).on(batch), self._projection, model_id)
+        assert property is not None
+        return property_rows(self.model, property, self._projection, model_id)
 
     def finalize_scores(self, exp_name: str, model_ids: Iterable[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRAK's scores, `[groups, targets]` with groups; positive where the group raises the target."""
@@ -381,8 +388,7 @@ class TRAKer(trak.TRAKer):
 
     def _finalize_scores(self, exp_name: str, model_ids: list[int], finalize: Any) -> np.ndarray:
         """TRAK's scores of targets that are what was written, in group order, with a checksum."""
-        if self._grouped:
-            self._check_parts(exp_name, model_ids)
+        self._check_targets(exp_name, model_ids)
         checked = self.saver if isinstance(self.saver, CheckedSaver) else None
         if checked is not None:
             checked.begin_scores(exp_name)
@@ -395,13 +401,11 @@ class TRAKer(trak.TRAKer):
             checked.end_scores(exp_name)
         return scores
 
-    def _check_parts(self, experiment: str, model_ids: Iterable[int]) -> None:
-        """Refuse features and targets that are not what was written."""
+    def _check_targets(self, experiment: str, model_ids: Iterable[int]) -> None:
+        """Refuse targets that are not what was written."""
         known = self.saver.experiments.get(experiment)
         for model_id in model_ids if known is not None else ():
-            self.saver.load_current_store(model_id)
             self.saver.load_current_store(model_id, experiment, known["num_targets"])
-            check_features(self._folder(model_id), self.saver.current_store)
             targets = self.saver.current_store[f"{experiment}_grads"]
             if targets is not None:
                 check_targets(self._folder(model_id), experiment, targets)
