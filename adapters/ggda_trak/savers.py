@@ -61,6 +61,7 @@ class CheckedSaver(MmapSaver):
         super().__init__(save_dir, metadata, *args, **kwargs)
         for model_id, record in self.model_ids.items():
             self.notes[model_id] = {name: record.pop(name) for name in set(record) - set(_NEW)}
+            del self.notes[model_id]["xxh3"]
         if not self.experiments_file.exists():
             write_json(self.experiments_file, {}, sync=False)
         for name, record in self.experiments.items():
