@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks import models
 from benchmarks.data import DataSet, bert
 from benchmarks.model_files import ModelFiles
-from benchmarks.scales import Scale
+from benchmarks.sizes import Scale
 from ggda_ext.storage.folder import digest
 from ggda_ext.training import Recipe, Trained, initial_model, train_many, train_one
 from ggda_ext.training.many import layout_of
@@ -232,7 +232,7 @@ def task(
     share = len(dataset.train[0]) / paper.train
     batch = min(paper.recipe.batch_size, max(SMALLEST_BATCH, _power_of_two(paper.recipe.batch_size * share)))
     recipe = replace(paper.recipe, epochs=scale.epochs[name], batch_size=batch)
-    size = scale.experiments[name]
+    methods = scale.experiments[name].methods
     title, weights, stand_in = paper.title, "", dataset.stand_in
     make_model: Callable[[], nn.Module]
     if name == "qnli-bert":
@@ -248,7 +248,7 @@ def task(
         make_model = SMALL_MODELS[name]
     return Task(
         name, title, _on(dataset, torch.device(device)), make_model, recipe, paper.projection_dim,
-        Lissa(repeats=size.lissa_repeats, depth=size.lissa_depth), weights, stand_in,
+        Lissa(repeats=methods.lissa_repeats, depth=methods.lissa_depth), weights, stand_in,
     )  # fmt: skip
 
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 from benchmarks import check
 from benchmarks.results import ResultFolder
-from benchmarks.scales import Scale
+from benchmarks.sizes import Scale
 
 EXPERIMENTS = ("lds", "noisy", "pruning", "retraining")
-MORE = ("what-if",)
-"""Experiments that run only if they are named."""
 EXPERIMENT_TASKS = ("heloc-lr",)
 """Experiments retrain many models: the tour does so for the smallest ones, `run` for any."""
 

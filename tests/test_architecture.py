@@ -13,15 +13,15 @@ import ggda_ext
 
 ROOT = Path(ggda_ext.__file__).parent
 LAYERS = [
-    {"distributed", "model", "groups", "tables"},
-    {"data", "losses", "checkpoints"},
+    {"distributed", "model", "groups", "tables", "row_reductions"},
+    {"data", "losses", "own_loss", "checkpoints"},
     {"training", "gradients"},
     {"properties"},
     {"curvature", "estimation"},
     {"results"},
     {"methods"},
     {"attribution"},
-    {"storage", "grouping", "evaluation", "label_issues"},
+    {"storage", "grouping", "evaluation", "label_issues", "drop_in"},
     {"counterfactual"},
 ]
 """Rooms from the ground up: a module imports from its own layer and those below, at its top level."""

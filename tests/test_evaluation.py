@@ -13,6 +13,7 @@ from ggda_ext.evaluation import (
     Retrainer,
     additive_ceiling,
     aggregated,
+    agreement,
     group_lds,
     leave_group_out_correlation,
     noisy_label_detection,
@@ -228,3 +229,22 @@ def test_subsets_of_equal_points_are_nearest_to_the_share_and_different():
     assert off[0].mean() < off[1].mean()
     assert len(np.unique(kept, axis=0)) == 10
     assert (kept.sum(1) == 4).all()
+
+
+def test_agreement_is_that_of_scipy_column_by_column():
+    from scipy.stats import linregress, pearsonr, spearmanr
+
+    draw = np.random.default_rng(0)
+    predicted = draw.normal(size=(20, 3))
+    real = predicted * [2.0, 0.5, -1.0] + draw.normal(size=(20, 3))
+    found = agreement(predicted, real)
+    columns = list(zip(predicted.T, real.T, strict=True))
+    np.testing.assert_allclose(found.spearman.columns, [spearmanr(x, y).statistic for x, y in columns])
+    np.testing.assert_allclose(found.pearson.columns, [pearsonr(x, y).statistic for x, y in columns])
+    np.testing.assert_allclose(found.slope, np.mean([linregress(x, y).slope for x, y in columns]))
+    one = agreement(predicted[:, 0], real[:, 0])
+    np.testing.assert_allclose(one.spearman.value, found.spearman.columns[0])
+    assert one.pearson.interval[0] <= one.pearson.value <= one.pearson.interval[1]
+    assert np.isnan(agreement(np.ones(20), real[:, 0]).slope)
+    with pytest.raises(ValueError, match=r"predicted has shape \[20\], real \[20, 3\]"):
+        agreement(predicted[:, 0], real)

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from benchmarks.check import table
 from benchmarks.results import ResultFolder
-from benchmarks.scales import Scale
+from benchmarks.sizes import Scale
 
 if TYPE_CHECKING:
     from benchmarks.check.case import Case, Method

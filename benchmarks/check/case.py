@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.scales import CheckScale
+from benchmarks.sizes import CheckScale
 from ggda_ext import Groups
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData

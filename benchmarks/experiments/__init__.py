@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import data
-from benchmarks.experiments import lds, noisy, pruning, retraining, what_if
+from benchmarks.experiments import lds, noisy, pruning, retraining
 from benchmarks.experiments.bench import Bench
 from benchmarks.results import ResultFolder
-from benchmarks.scales import Scale
+from benchmarks.sizes import Scale
 from benchmarks.tasks import PAPER, Task, task
 
 EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
@@ -22,7 +22,6 @@ EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
     lds.NAME: lds.run,
     pruning.NAME: pruning.run,
     retraining.NAME: retraining.run,
-    what_if.NAME: what_if.run,
 }
 
 
@@ -53,7 +52,7 @@ def experiment_task(name: str, scale: Scale, data_dir: Path | None = None) -> Ta
     """A task at the size of the experiments."""
     size, whole = scale.experiments[name], scale.data[PAPER[name].data]
     loaded = data.load(
-        PAPER[name].data, data_dir, train=size.train or whole.train, test=size.test or whole.test,
+        PAPER[name].data, data_dir, train=size.data.train or whole.train, test=size.data.test or whole.test,
         text_length=scale.text_length,
     )  # fmt: skip
     return task(name, loaded, scale, folder=data_dir)

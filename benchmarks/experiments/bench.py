@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from benchmarks.data import TITLES
 from benchmarks.experiments.groupings import OF_MODEL, grouped
 from benchmarks.experiments.methods import METHODS, Attribution, attributed
 from benchmarks.experiments.subject import Subject, Timed
-from benchmarks.names import CG, GRAD_K_MEANS, PAPER_METHODS, RATES, SINGLE_POINTS, TRACIN
+from benchmarks.names import CG, GRAD_K_MEANS, PAPER_METHODS, RATES, REFITS, SINGLE_POINTS, TRACIN
 from benchmarks.results import ResultFolder
-from benchmarks.scales import ExperimentScale, Scale
+from benchmarks.sizes import CellScale, ExperimentScale, Scale
 from benchmarks.tasks import Task
 from ggda_ext import Groups
 from ggda_ext.evaluation import Aggregation, aggregated, standard_error
@@ -68,14 +68,9 @@ class Bench:
         """Where trained models are kept."""
         return self.folder.path / "models"
 
-    @property
-    def seeds(self) -> range:
-        """Seeds of models, trained or retrained."""
-        return range(self.size.model_seeds)
-
     def another_subject(self, seed: int, labels: Tensor | None = None) -> Subject:
         """The model of another seed, or trained on other labels."""
-        return Subject(self.task, self.size, seed, labels, self.models)
+        return Subject(self.task, self.size.methods, seed, labels, self.models)
 
     def groups(self, cell: Cell, subject: Subject | None = None) -> Groups:
         """The groups of a cell."""
@@ -102,34 +97,31 @@ class Bench:
             seconds={"grouping": groups.seconds} | found.seconds,
         )
 
-    def cells(
-        self, groupings: Sequence[str] | None = None, methods: Sequence[str] | None = None, *, retrained: bool = True
-    ) -> Iterator[Cell]:
-        """Every method on every grouping and size; single points first.
+    def cells(self, size: CellScale) -> Iterator[Cell]:
+        """Every method on every grouping and size of an experiment; single points first.
 
-        Learning-rate weights go with the paper's best grouping only, and more grouping seeds with TracIn only.
-
-        Args:
-            groupings: instead of those of the scale.
-            methods: likewise.
-            retrained: whether models are retrained for the cells, which a scale may limit to fewer of them.
+        Learning-rate weights go with the paper's best grouping only, more grouping seeds with TracIn only, and what
+        trains or refits a model for every group with few groups only.
         """
-        size = self.size
-        own_methods, sizes, own_groupings = size.methods, size.group_sizes, size.groupings
-        if retrained:
-            own_methods, sizes = size.retrained_methods or own_methods, size.retrained_sizes or sizes
-            own_groupings = size.retrained_groupings or own_groupings
-        methods = methods or own_methods
-        if 1 in sizes:
-            yield from (Cell(method) for method in METHODS if method in methods)
-        for grouping in groupings or own_groupings:
-            for group_size in sizes:
-                if group_size == 1 or group_size * 2 > len(self.task.data.train[0]):
-                    continue
-                for method in (*PAPER_METHODS, CG, *([RATES] if grouping == GRAD_K_MEANS else [])):
+        if SINGLE_POINTS in size.groups:
+            yield from (Cell(method) for method in METHODS if method in size.methods and method not in REFITS)
+        for grouping, group_size in self.groupings(size):
+            for method in (*PAPER_METHODS, CG, RATES, *REFITS):
+                few = self.is_refitted(size, group_size) or method not in REFITS
+                if method in size.methods and few and (method != RATES or grouping == GRAD_K_MEANS):
                     for seed in range(size.grouping_seeds if method == TRACIN else 1):
-                        if method in methods:
-                            yield Cell(method, grouping, group_size, seed)
+                        yield Cell(method, grouping, group_size, seed)
+
+    def groupings(self, size: CellScale) -> Iterator[tuple[str, int]]:
+        """Groupings with their sizes, single points apart, that leave at least two groups."""
+        for grouping, sizes in size.groups.items():
+            for group_size in sizes:
+                if grouping != SINGLE_POINTS and group_size * 2 <= len(self.task.data.train[0]):
+                    yield grouping, group_size
+
+    def is_refitted(self, size: CellScale, group_size: int) -> bool:
+        """Whether groups of this size are few enough for a refit without each of them."""
+        return len(self.task.data.train[0]) / group_size <= size.refitted_groups
 
     def key(self, experiment: str, cell: Cell | str, *more: object) -> str:
         """The unique name of a row."""

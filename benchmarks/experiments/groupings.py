@@ -8,7 +8,11 @@ from benchmarks.tasks import LOSS
 from ggda_ext import Groups
 from ggda_ext.grouping import GradKMeansGroups, KMeansGroups, ReprKMeansGroups, random_groups
 
-OF_MODEL = (names.REPR_K_MEANS, names.GRAD_K_MEANS)  # the others group the same inputs in the same way
+OF_MODEL = (
+    names.REPR_K_MEANS,
+    names.GRAD_K_MEANS,
+    names.EQUAL_GRAD_K_MEANS,
+)  # the others group the same inputs in the same way
 
 
 def grouped(subject: Subject, name: str, size: int, seed: int) -> Timed[Groups]:
@@ -16,7 +20,7 @@ def grouped(subject: Subject, name: str, size: int, seed: int) -> Timed[Groups]:
 
     Args:
         subject: the data, and the model whose representations and gradients are clustered.
-        name: one of `names.GROUPINGS`, or `names.SINGLE_POINTS` for groups of one.
+        name: one of `names.GROUPINGS` or `names.EQUAL_GROUPINGS`, or `names.SINGLE_POINTS` for groups of one.
         size: mean size of a group.
         seed: of the grouping.
     """
@@ -26,12 +30,15 @@ def grouped(subject: Subject, name: str, size: int, seed: int) -> Timed[Groups]:
             return Timed(Groups.singletons(n), 0.0)
         case names.RANDOM:
             return timed(random_groups, n, size, random_state=seed)
-        case names.K_MEANS:
-            return timed(KMeansGroups(size, random_state=seed).fit_groups, subject.train[0])
+        case names.K_MEANS | names.EQUAL_K_MEANS:
+            equal = name == names.EQUAL_K_MEANS
+            return timed(KMeansGroups(size, balanced=equal, random_state=seed).fit_groups, subject.train[0])
         case names.REPR_K_MEANS:
             builder = ReprKMeansGroups(subject.model, group_size=size, random_state=seed)
             return timed(builder.fit_groups, subject.train)
-        case names.GRAD_K_MEANS:
-            builder = GradKMeansGroups(subject.model, LOSS, group_size=size, random_state=seed)
+        case names.GRAD_K_MEANS | names.EQUAL_GRAD_K_MEANS:
+            equal = name == names.EQUAL_GRAD_K_MEANS
+            builder = GradKMeansGroups(subject.model, LOSS, group_size=size, balanced=equal, random_state=seed)
             return timed(builder.fit_groups, subject.train)
-    raise ValueError(f"grouping {name!r} is not one of {', '.join((names.SINGLE_POINTS, *names.GROUPINGS))}.")
+    known = (names.SINGLE_POINTS, *names.GROUPINGS, *names.EQUAL_GROUPINGS)
+    raise ValueError(f"grouping {name!r} is not one of {', '.join(known)}.")

@@ -1,118 +1,165 @@
-"""Fidelity against real retraining: group LDS, and the correlation with leaving out one group at a time.
+"""Fidelity to real retraining: predicted test losses against those of models that saw only some of the groups.
 
-The first takes models trained on random halves of the groups; the second, for few groups, one model without each. Its
-rises of the test loss are an attribution method of their own, and get rows as well. Noise of training puts a ceiling
-on both: `ceiling` is what perfect scores of one set of seeds would reach with another.
+Protocols, never mixed: models on random *halves* of the groups, models that *keep 80 %* of them, each with about the
+same number of points, and models that *leave one out*. Truth is the mean over models of other seeds than the one
+explained. A method counts for what it has beyond two trivial rows: the number of points kept, and how far the classes
+of the kept points are from those of all. Two ceilings stand beside it: `ceiling` is what models of other seeds reach,
+`additive_ceiling` what the best additive score could reach, one fitted to the retrainings themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import groupby
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from benchmarks.experiments.bench import Bench, Cell
+from benchmarks.experiments.predictions import RETRAINED, Prediction, Predictor, Truth
 from benchmarks.experiments.retrainings import Retrainings, Wanted
-from benchmarks.names import LEAVE_GROUP_OUT, SINGLE_POINTS
+from benchmarks.names import (
+    AVERAGED,
+    CG,
+    GRAD_K_MEANS,
+    HALVES,
+    KEEP_80,
+    LEAVE_GROUP_OUT,
+    LEAVE_ONE_OUT,
+    PAPER_METHODS,
+    PER_POINT,
+    RATES,
+    REFITS,
+    SINGLE_POINTS,
+    TRIVIAL,
+    WHAT_IF_3,
+)
+from benchmarks.sizes import LdsScale
 from ggda_ext import Groups
-from ggda_ext.evaluation import Correlation, group_lds, leave_group_out_correlation, points_of, random_subsets
+from ggda_ext.evaluation import additive_ceiling, agreement, points_of, random_subsets
 
 NAME = "lds"
-SUBSET_SEED = 100
+SUBSET_SEED = 200
+FRACTIONS = {HALVES: 0.5, KEEP_80: 0.8}
+FEWEST_GROUPS = 6  # for protocols other than halves
+FEWEST_FITTED = 15  # subsets an additive score is fitted to
+_ORDER = (*PAPER_METHODS, CG, RATES, PER_POINT, *AVERAGED, *REFITS, *TRIVIAL)
 
 
 def run(bench: Bench) -> None:
     """Write the rows that are not there yet."""
-    size = bench.size
-    if not size.lds_subsets:
+    size = bench.size.lds
+    if size is None:
         return
-    all_methods = bench.cells(methods=size.methods)  # they share the retrained models
-    cells = [cell for cell in all_methods if cell.grouping_seed < size.lds_grouping_seeds]
-    cells += [replace(cell, method=LEAVE_GROUP_OUT) for cell in _one_per_grouping(cells) if _leaves_out(bench, cell)]
-    cells.sort(key=_grouping)  # stable: methods stay in their order
-    open_cells = [cell for cell in cells if not bench.folder.done(bench.key(NAME, cell))]
     with Retrainings(bench.task, bench.folder.path / "retrainings") as retrainings:
-        by_grouping = [(key, list(some)) for key, some in groupby(open_cells, key=_grouping)]
-        wanted = [models for _, some in by_grouping for models in _models(bench, bench.groups(some[0]), some[0])]
-        training = retrainings.train(model for models in wanted for model in models)
-        for _, some in by_grouping:
-            groups = bench.groups(some[0])
-            needed = [model for models in _models(bench, groups, some[0]) for model in models]
-            while not all(model in retrainings for model in needed):
-                next(training)
-            for cell in some:
-                bench.folder.append(_row(bench, cell, groups, retrainings))
+        for cell in _groupings(bench, size):
+            _write(bench, size, cell, retrainings)
 
 
-def _grouping(cell: Cell) -> tuple[str, int, int]:
-    return cell.grouping, cell.group_size, cell.grouping_seed
+def _groupings(bench: Bench, size: LdsScale) -> Iterator[Cell]:
+    """A cell without a method for every grouping that is drawn."""
+    for grouping, group_size in bench.groupings(size.cells):
+        yield from (Cell("", grouping, group_size, seed) for seed in range(size.cells.grouping_seeds))
+    if SINGLE_POINTS in size.cells.groups:
+        yield Cell("")
 
 
-def _one_per_grouping(cells: list[Cell]) -> Iterator[Cell]:
-    yield from {_grouping(cell): cell for cell in cells}.values()
+def _write(bench: Bench, size: LdsScale, cell: Cell, retrainings: Retrainings) -> None:
+    """The rows of one grouping: protocol by protocol, then real leave-group-out as a method of its own."""
+    groups, protocols = bench.groups(cell), _protocols(bench, size, cell)
+    predictor = Predictor(bench, groups, cell)
+
+    @cache
+    def truth(protocol: str) -> Truth:
+        return _retrained(size, groups, cell, protocol, retrainings)
+
+    wanted = [(protocol, method) for protocol in protocols for method in _methods(bench, size, cell)]
+    if LEAVE_ONE_OUT in protocols:
+        wanted += [(protocol, LEAVE_GROUP_OUT) for protocol in protocols if protocol != LEAVE_ONE_OUT]
+    for protocol, method in wanted:
+        key = bench.key(NAME, _named(cell, method), protocol)
+        if bench.folder.done(key):
+            continue
+        real = truth(protocol)
+        if method == LEAVE_GROUP_OUT:
+            found = Prediction.additive(real.kept, truth(LEAVE_ONE_OUT).losses.mean(1), f"{len(groups)} trainings")
+        else:
+            found = predictor(method, real)
+        about = {**vars(_named(cell, method)), "protocol": protocol, "groups": len(groups), "key": key}
+        bench.folder.append(bench.common(NAME) | about | _fields(found, real))
 
 
-def _leaves_out(bench: Bench, cell: Cell) -> bool:
-    return cell.grouping != SINGLE_POINTS and len(bench.groups(cell)) <= bench.size.left_out_groups
+def _named(cell: Cell, method: str) -> Cell:
+    return Cell(method, cell.grouping, cell.group_size, cell.grouping_seed)
 
 
-def _kept(bench: Bench, groups: Groups, cell: Cell) -> np.ndarray:
-    return random_subsets(groups, bench.size.lds_subsets, seed=SUBSET_SEED + cell.grouping_seed)
+def _protocols(bench: Bench, size: LdsScale, cell: Cell) -> list[str]:
+    k = len(bench.groups(cell))
+    few = k >= FEWEST_GROUPS and bench.is_refitted(size.cells, cell.group_size)
+    found = [protocol for protocol in size.protocols if protocol == HALVES or few]
+    return [protocol for protocol in found if protocol != LEAVE_ONE_OUT or k <= size.left_out_groups]
 
 
-def _halves(bench: Bench, groups: Groups, cell: Cell) -> list[list[Wanted]]:
-    return [_with_seeds(bench, points) for points in points_of(groups, _kept(bench, groups, cell))]
+def _methods(bench: Bench, size: LdsScale, cell: Cell) -> Iterator[str]:
+    """Methods in the order of tables; learning rates with the paper's best grouping, refits with few groups."""
+    single = cell.grouping == SINGLE_POINTS
+    for method in _ORDER:
+        if method not in (*size.cells.methods, *TRIVIAL):
+            continue
+        if method in (*REFITS, WHAT_IF_3) and (single or not bench.is_refitted(size.cells, cell.group_size)):
+            continue
+        if (method != PER_POINT or single) and (method != RATES or single or cell.grouping == GRAD_K_MEANS):
+            yield method
 
 
-def _left_out(bench: Bench, groups: Groups) -> list[list[Wanted]]:
-    """Models on all points, then models without each group."""
-    everything = np.arange(groups.n)
-    return [_with_seeds(bench, everything), *(_with_seeds(bench, np.setdiff1d(everything, group)) for group in groups)]
-
-
-def _with_seeds(bench: Bench, points: np.ndarray) -> list[Wanted]:
-    return [Wanted(points, seed) for seed in range(bench.size.lds_seeds)]
-
-
-def _models(bench: Bench, groups: Groups, cell: Cell) -> list[list[Wanted]]:
-    return _halves(bench, groups, cell) + (_left_out(bench, groups) if _leaves_out(bench, cell) else [])
-
-
-def _losses(retrainings: Retrainings, models: list[list[Wanted]]) -> np.ndarray:
-    """Mean test losses `[subsets, seeds]`."""
-    return np.array([[retrainings[model].loss for model in row] for row in models])
-
-
-def _row(bench: Bench, cell: Cell, groups: Groups, retrainings: Retrainings) -> dict[str, Any]:
-    losses = _losses(retrainings, _halves(bench, groups, cell))
-    rises = None
-    if _leaves_out(bench, cell):
-        without = _losses(retrainings, _left_out(bench, groups))
-        rises = without[1:] - without[0]
-    if cell.method == LEAVE_GROUP_OUT:
-        assert rises is not None
-        importance, about = rises.mean(1), {"groups": len(groups), "settings": f"{len(groups) + 1} trainings per seed"}
-        described = {**vars(cell), **about}
+def _retrained(size: LdsScale, groups: Groups, cell: Cell, protocol: str, retrainings: Retrainings) -> Truth:
+    """Choices of groups, and the losses of the models that saw only these."""
+    if protocol == LEAVE_ONE_OUT:
+        kept = ~np.eye(len(groups), dtype=bool)
     else:
-        attribution = bench.attribution(cell)
-        importance, described = attribution.importance, bench.about(cell, attribution, groups)
-    found = group_lds(importance, _kept(bench, groups, cell), losses.mean(1))
-    fields = {"values": [found.value], "mean": found.value, "interval": list(found.interval)}
-    if rises is not None and cell.method != LEAVE_GROUP_OUT and len(groups) >= 3:
-        left_out = leave_group_out_correlation(importance, rises.mean(1))
-        ranks = leave_group_out_correlation(importance, rises.mean(1), kind="spearman")
-        fields |= {"loo_mean": left_out.value, "loo_interval": list(left_out.interval), "loo_spearman": ranks.value}
+        kept = random_subsets(
+            groups, size.subsets, fraction=FRACTIONS[protocol], equal_points=True,
+            seed=SUBSET_SEED + cell.grouping_seed,
+        )  # fmt: skip
+    models = [[Wanted(points, 1 + seed) for seed in range(size.seeds)] for points in points_of(groups, kept)]
+    for _ in retrainings.train(model for row in models for model in row):
+        pass
+    return Truth(kept, np.array([[retrainings[model].loss for model in row] for row in models]))
+
+
+def _fields(found: Prediction, truth: Truth) -> dict[str, Any]:
+    """How well predictions follow the truth, as fields of a row."""
+    real = truth.losses.mean(1)
+    fields = agreement_fields(found.values, real)
+    if found.calibrated is not None:
+        rest = agreement_fields(found.calibrated[RETRAINED:], real[RETRAINED:])
+        fields |= {f"calibrated_{name}": value for name, value in rest.items()}
+    if len(real) >= FEWEST_FITTED and truth.kept.sum(1).max() < truth.kept.shape[1] - 1:
+        best = additive_ceiling(truth.kept, real)
+        fields |= {"additive_ceiling": best.value, "additive_interval": list(best.interval)}
+    return fields | {
+        "values": [fields["mean"]],
+        "predicted": found.values.tolist(),
+        "real": real.tolist(),
+        "seconds": found.seconds,
+        "settings": found.settings,
+        "subsets": len(real),
+        "ceiling": ceiling(truth.losses),
+        "model_seeds": list(range(1, 1 + truth.losses.shape[1])),
+    }
+
+
+def agreement_fields(predicted: np.ndarray, real: np.ndarray) -> dict[str, Any]:
+    """Rank correlation with its interval (`mean`), Pearson's with its own, and the slope; None for one value only."""
+    if np.ptp(predicted) == 0 or np.ptp(real) == 0:
+        return dict.fromkeys(("mean", "interval", "pearson", "pearson_interval", "slope"))
+    found = agreement(predicted, real)
     return {
-        **bench.common(NAME),
-        **described,
-        **fields,
-        "key": bench.key(NAME, cell),
-        "subsets": len(losses),
-        "ceiling": ceiling(losses),
-        "model_seeds": list(range(bench.size.lds_seeds)),
+        "mean": found.spearman.value,
+        "interval": list(found.spearman.interval),
+        "pearson": found.pearson.value,
+        "pearson_interval": list(found.pearson.interval),
+        "slope": found.slope,
     }
 
 
@@ -121,8 +168,8 @@ def ceiling(losses: np.ndarray) -> float | None:
     seeds = losses.shape[1]
     if seeds < 2:
         return None
-    found: list[Correlation] = []
-    for seed in range(seeds):
-        others = np.delete(losses, seed, axis=1).mean(1)
-        found.append(leave_group_out_correlation(others, losses[:, seed], kind="spearman", resamples=1))
-    return float(np.mean([one.value for one in found]))
+    found = [
+        agreement(np.delete(losses, seed, axis=1).mean(1), losses[:, seed], resamples=1).spearman.value
+        for seed in range(seeds)
+    ]
+    return float(np.mean(found))

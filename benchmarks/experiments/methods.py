@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from trak.projectors import BasicProjector, ProjectionType
 
+from benchmarks.experiments.refits import warm_started, what_if
 from benchmarks.experiments.subject import CG_STEPS, Subject, Timed, timed
-from benchmarks.names import CG, FISHER, LISSA, PER_POINT, RATES, TRACIN, TRAK
+from benchmarks.names import CG, FISHER, LISSA, PER_POINT, RATES, TRACIN, TRAK, WARM_START, WHAT_IF
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups, property_gradient
 from ggda_ext.checkpoints import load_state
 from ggda_ext.curvature.fisher import EmpiricalFisher, FisherKind
+from ggda_ext.evaluation import points_of
 from ggda_ext.model import left_as_it_was
 
 SAMPLED = 8_192  # points up to which groups of one are timed on all of them
@@ -166,6 +168,22 @@ def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     return Scores(found.value, settings, gradients, curvature, found.seconds)
 
 
+def refitted(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+    """What-if without each group in turn."""
+    asked = timed(what_if, [subject], groups)
+    found = timed(asked.value.leave_group_out, subject.property)
+    return Scores(found.value.scores, asked.value.explain(), asked.seconds, scoring=found.seconds)
+
+
+def warm_start(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+    """A few more epochs on all points, and without each group in turn."""
+    everything = np.ones((1, len(groups)), bool)
+    kept = np.concatenate([everything, ~np.eye(len(groups), dtype=bool)])
+    found = timed(warm_started, subject, points_of(groups, kept))
+    rises = torch.from_numpy(found.value[1:] - found.value[0])
+    return Scores(rises, f"{len(groups) + 1} models trained on", found.seconds)
+
+
 _METHODS: dict[str, Callable[[Subject, Groups, bool], Scores]] = {
     TRACIN: tracin,
     FISHER: fisher,
@@ -174,6 +192,8 @@ _METHODS: dict[str, Callable[[Subject, Groups, bool], Scores]] = {
     CG: conjugate_gradients,
     RATES: tracin_with_rates,
     PER_POINT: tracin,
+    WHAT_IF: refitted,
+    WARM_START: warm_start,
 }
 METHODS = tuple(_METHODS)
 SIGNS = {
@@ -183,6 +203,8 @@ SIGNS = {
     FISHER: 1,  # likewise, with the inverse curvature between the gradients
     LISSA: 1,
     CG: 1,
+    WHAT_IF: 1,  # the rise itself
+    WARM_START: 1,
     TRAK: -1,  # how much the group raises the target, here the loss
 }
 

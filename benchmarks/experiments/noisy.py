@@ -39,11 +39,13 @@ def flipped(labels: Tensor, classes: int, share: float, seed: int) -> tuple[Tens
 
 def run(bench: Bench) -> None:
     """Write the rows that are not there yet."""
-    task, share = bench.task, bench.size.noise
-    open_cells = [cell for cell in bench.cells(retrained=False) if _open_rows(bench, cell)]
+    task, size = bench.task, bench.size.noisy
+    if size is None:
+        return
+    open_cells = [cell for cell in bench.cells(size.cells) if _open_rows(bench, cell)]
     subjects: list[tuple[Subject, np.ndarray]] = []
-    for seed in range(bench.size.noisy_seeds if open_cells else 0):
-        labels, wrong = flipped(task.data.train[1], task.data.classes, share, seed)
+    for seed in range(size.seeds if open_cells else 0):
+        labels, wrong = flipped(task.data.train[1], task.data.classes, size.share, seed)
         subjects.append((bench.another_subject(seed, labels), wrong))
     for cell in tqdm(open_cells, f"noisy labels, {task.name}", unit="row"):
         attributions = [bench.attribution(cell, subject) for subject, _ in subjects]
@@ -56,7 +58,7 @@ def run(bench: Bench) -> None:
                     for attribution, (subject, wrong) in zip(attributions, subjects, strict=True)
                 )
             ]
-            bench.folder.append(_row(bench, one, attributions, subjects, found) | more)
+            bench.folder.append(_row(bench, one, attributions, subjects, found) | {"noise": size.share} | more)
 
 
 def _open_rows(bench: Bench, cell: Cell) -> list[Cell]:
@@ -76,7 +78,6 @@ def _row(
         **bench.about(cell, attributions[0], groups),
         "key": bench.key(NAME, cell),
         "seconds": seconds,
-        "noise": bench.size.noise,
         "accuracies": [subject.accuracy for subject, _ in subjects],
         **summary([one.auc for one in found]),
         "roc_values": [one.roc_auc for one in found],

@@ -6,27 +6,32 @@ As in the paper's tables: single points against large groups, at random (the pap
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.removal import write_rows
-from benchmarks.names import GRAD_K_MEANS, RANDOM
+from benchmarks.names import GRAD_K_MEANS, RANDOM, SINGLE_POINTS
+from benchmarks.sizes import RemovalScale
 
 NAME = "pruning"
+PRUNED = (RANDOM, GRAD_K_MEANS)
 LARGE = 2  # how many of the largest group sizes are pruned with
 
 
 def run(bench: Bench) -> None:
     """Write the rows that are not there yet."""
-    write_rows(bench, NAME, _cells(bench), bench.size.pruned, largest_first=False)
+    size = bench.size.removal
+    if size is not None:
+        write_rows(bench, NAME, _cells(bench, size), size.pruned, size.seeds, largest_first=False)
 
 
-def _cells(bench: Bench) -> Iterator[tuple[Cell, Sequence[float]]]:
-    fractions = bench.size.pruned
-    cells = list(bench.cells((RANDOM, GRAD_K_MEANS)))
+def _cells(bench: Bench, size: RemovalScale) -> Iterator[tuple[Cell, Sequence[float]]]:
+    groups = {name: sizes for name, sizes in size.cells.groups.items() if name in (SINGLE_POINTS, *PRUNED)}
+    cells = list(bench.cells(replace(size.cells, groups=groups)))
     large = sorted({cell.group_size for cell in cells})[-LARGE:]
     for cell in cells:
         if cell.group_size not in (1, *large):
             continue
-        yield cell, fractions
+        yield cell, size.pruned
         if cell.is_compared:
-            yield cell.mean, fractions
+            yield cell.mean, size.pruned

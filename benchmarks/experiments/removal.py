@@ -32,6 +32,7 @@ def write_rows(
     experiment: str,
     cells: Iterable[tuple[Cell, Sequence[float]]],
     fractions: Sequence[float],
+    seeds: int,
     *,
     largest_first: bool,
 ) -> None:
@@ -42,11 +43,10 @@ def write_rows(
         experiment: ``"retraining"`` or ``"pruning"``.
         cells: with the fractions each is removed to.
         fractions: of the baselines.
+        seeds: models retrained for every row.
         largest_first: whether the most important points go first, or the least.
     """
-    if not fractions:
-        return
-    rows = list(_baselines(bench, experiment, fractions))
+    rows = list(_baselines(bench, experiment, fractions, seeds))
     for cell, shares in cells:
         open_shares = [share for share in shares if not bench.folder.done(bench.key(experiment, cell, share))]
         if not open_shares:
@@ -56,12 +56,12 @@ def write_rows(
             gone = removal_order(attribution.importance, groups, share, largest_first=largest_first)
             fields = bench.about(cell, attribution, groups) | {"fraction": share}
             kept = _without(groups.n, gone)
-            models = tuple(Wanted(kept, seed) for seed in bench.seeds)
+            models = tuple(Wanted(kept, seed) for seed in range(seeds))
             rows.append(PendingRow({"key": bench.key(experiment, cell, share)} | fields, models))
     _write_when_trained(bench, experiment, rows)
 
 
-def _baselines(bench: Bench, experiment: str, fractions: Sequence[float]) -> Iterable[PendingRow]:
+def _baselines(bench: Bench, experiment: str, fractions: Sequence[float], seeds: int) -> Iterable[PendingRow]:
     """No removal, and removal of random points, others for every seed."""
     n = len(bench.task.data.train[0])
     everyone, equal = Groups.singletons(n), np.zeros(n)
@@ -71,7 +71,7 @@ def _baselines(bench: Bench, experiment: str, fractions: Sequence[float]) -> Ite
             if bench.folder.done(key):
                 continue
             models = tuple(
-                Wanted(_without(n, removal_order(equal, everyone, share, seed=seed)), seed) for seed in bench.seeds
+                Wanted(_without(n, removal_order(equal, everyone, share, seed=seed)), seed) for seed in range(seeds)
             )
             yield PendingRow({"key": key, "method": method, "fraction": share}, models)
 

@@ -10,20 +10,22 @@ from collections.abc import Iterator, Sequence
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.removal import write_rows
 from benchmarks.names import PAPER_METHODS, SINGLE_POINTS
+from benchmarks.sizes import RemovalScale
 
 NAME = "retraining"
 
 
 def run(bench: Bench) -> None:
     """Write the rows that are not there yet."""
-    write_rows(bench, NAME, _cells(bench), bench.size.removed, largest_first=True)
+    size = bench.size.removal
+    if size is not None:
+        write_rows(bench, NAME, _cells(bench, size), size.removed, size.seeds, largest_first=True)
 
 
-def _cells(bench: Bench) -> Iterator[tuple[Cell, Sequence[float]]]:
-    fractions = bench.size.removed
-    largest = (max(fractions),)
-    for cell in bench.cells():
+def _cells(bench: Bench, size: RemovalScale) -> Iterator[tuple[Cell, Sequence[float]]]:
+    largest = (max(size.removed),)
+    for cell in bench.cells(size.cells):
         single = cell.method in PAPER_METHODS and cell.grouping == SINGLE_POINTS
-        yield cell, fractions if single or cell.is_compared else largest
+        yield cell, size.removed if single or cell.is_compared else largest
         if cell.is_compared:
             yield cell.mean, largest

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.scales import ExperimentScale
+from benchmarks.sizes import MethodScale
 from benchmarks.tasks import LOSS, Lissa, Task
 from ggda_ext import GroupGradients, properties
 from ggda_ext.curvature import Hessian, lissa
@@ -54,16 +54,16 @@ class Subject:
 
     Args:
         task: data, model and training.
-        size: how large the experiments are.
+        methods: what methods take.
         seed: of the model.
         labels: training labels in place of the data's `[n]`.
         models: where trained models are kept; the cache if left out.
     """
 
     def __init__(
-        self, task: Task, size: ExperimentScale, seed: int, labels: Tensor | None = None, models: Path | None = None
+        self, task: Task, methods: MethodScale, seed: int, labels: Tensor | None = None, models: Path | None = None
     ) -> None:
-        self.task, self.size, self.seed, self.labels, self.models = task, size, seed, labels, models
+        self.task, self.methods, self.seed, self.labels, self.models = task, methods, seed, labels, models
         x, y = task.data.train
         self.train = (x, y if labels is None else labels)
         self.test = task.data.test
@@ -104,7 +104,7 @@ class Subject:
     @cached_property
     def ensemble(self) -> tuple[dict[str, Tensor], ...]:
         """States of models trained on random halves of the points, for TRAK."""
-        made = self.task.ensemble(self.size.trak_models, seed=self.seed, labels=self.labels, folder=self.models)
+        made = self.task.ensemble(self.methods.trak_models, seed=self.seed, labels=self.labels, folder=self.models)
         return tuple(model.state_dict() for model in made.models)
 
     @cached_property

@@ -8,7 +8,7 @@ import pandas as pd
 
 from benchmarks.check.table import verdict
 from benchmarks.names import CG, GRAD_K_MEANS, PAPER_METHODS, RANDOM, SINGLE_POINTS
-from benchmarks.report.rows import Results, of_sums
+from benchmarks.report.rows import Results, of_protocol, of_sums
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def headlines(results: Results) -> Headlines:
     if checks:
         equality, *others = verdict(checks)
         speed = others[0] if others and others[0].startswith("median") else "median speed-up: no check came out equal"
-    return Headlines(equality, speed, _fidelity(results.of("lds")))
+    return Headlines(equality, speed, _fidelity(of_protocol(results.of("lds"))))
 
 
 def _fidelity(rows: pd.DataFrame) -> str:

@@ -9,26 +9,31 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from benchmarks.names import GROUPINGS, SINGLE_POINTS
-from benchmarks.report.rows import Results, grouping_title, mean_interval, of_sums, ordered, slug, with_ceiling
-from benchmarks.report.style import GREY, OF_GROUPING, Picture, finish, grid, line, save, share_y, size_axis
-
-_KINDS = (
-    ("mean", "interval", "lds", "linear data-modelling score (LDS)", "Spearman correlation"),
-    ("loo_mean", "loo_interval", "leave-group-out", "correlation with leaving groups out", "Pearson correlation"),
+from benchmarks.names import EQUAL_GROUPINGS, GROUPINGS, SINGLE_POINTS
+from benchmarks.report.lds_tables import FIDELITY
+from benchmarks.report.rows import (
+    Results,
+    grouping_title,
+    mean_interval,
+    of_protocol,
+    of_sums,
+    ordered,
+    slug,
+    with_ceiling,
 )
-"""Column of the value, column of its interval, name of the file, what it is, and the axis."""
+from benchmarks.report.style import GREY, OF_GROUPING, Picture, finish, grid, line, save, share_y, size_axis
 
 
 def lds_figures(results: Results, folder: Path) -> Iterator[Picture]:
-    """Per setting: LDS, and the correlation with leaving groups out where it was run, against group size."""
-    for mean, bounds, name, what, axis in _KINDS:
-        for setting, rows in results.of("lds").groupby("setting", sort=False):
-            if mean not in rows:
+    """Per setting and protocol: the correlation with real retraining against group size."""
+    for kind in FIDELITY:
+        for setting, rows in of_protocol(results.of("lds"), kind.protocol).groupby("setting", sort=False):
+            if kind.value not in rows:
                 continue
-            some = of_sums(rows[rows[mean].notna()]).rename(columns={mean: "value", bounds: "bounds"})
-            title = f"{setting}: {what} against group size"
-            yield from _against_size(title, axis, ordered(some), folder, f"{name}-{slug(str(setting))}")
+            some = of_sums(rows[rows[kind.value].notna()])
+            some = some.assign(value=some[kind.value].astype(float), bounds=some[kind.interval])
+            title = f"{setting}: {kind.what} against group size"
+            yield from _against_size(title, kind.axis, ordered(some), folder, f"{kind.name}-{slug(str(setting))}")
 
 
 def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, name: str) -> Iterator[Picture]:
@@ -36,7 +41,7 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
     methods = [str(method) for method, count in counts.items() if count > 1]
     if not methods:
         return
-    groupings = [one for one in (SINGLE_POINTS, *GROUPINGS) if one in set(rows["grouping"])]
+    groupings = [one for one in (SINGLE_POINTS, *GROUPINGS, *EQUAL_GROUPINGS) if one in set(rows["grouping"])]
     sizes = sorted(rows["group_size"].unique())
     known = with_ceiling(rows if name.startswith("lds") else rows[:0])
     ceiling = known.groupby(["grouping", "group_size"])["ceiling"].mean()

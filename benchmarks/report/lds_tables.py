@@ -1,64 +1,103 @@
-"""Tables of fidelity to real retraining: group LDS with its ceiling, and leave-group-out correlation."""
+"""Tables of fidelity to real retraining, one for each protocol: group LDS with its ceilings, leave-group-out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
+from benchmarks.names import HALVES, KEEP_80, LEAVE_ONE_OUT
 from benchmarks.report import paper
 from benchmarks.report.formats import Table, interval, plus_minus, size_names
-from benchmarks.report.rows import grouping_title, mean_interval, of_sums, ordered, with_ceiling
+from benchmarks.report.rows import grouping_title, mean_interval, of_protocol, of_sums, ordered
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What is shown of a protocol.
+
+    Attributes:
+        protocol: one of `names.PROTOCOLS`.
+        value: column of the correlation.
+        interval: column of its interval.
+        name: of the table, and of figures with the setting behind it.
+        what: in words.
+        axis: title of an axis.
+        note: what the numbers are.
+    """
+
+    protocol: str
+    value: str
+    interval: str
+    name: str
+    what: str
+    axis: str
+    note: str
+
+
+_LDS_NOTE = (
+    "Spearman correlation of predicted test losses with those of models retrained on {} of the groups, all with about "
+    "the same number of points; in brackets the 95 % bootstrap interval over models."
+)
+FIDELITY = (
+    Fidelity(
+        HALVES, "mean", "interval", "lds", "linear data-modelling score (LDS)", "Spearman correlation",
+        _LDS_NOTE.format("random halves"),
+    ),
+    Fidelity(
+        KEEP_80, "mean", "interval", "lds-keep-80", "LDS where 80 % of the groups are kept", "Spearman correlation",
+        _LDS_NOTE.format("a random 80 %"),
+    ),
+    Fidelity(
+        LEAVE_ONE_OUT, "pearson", "pearson_interval", "leave-group-out", "correlation with leaving groups out",
+        "Pearson correlation",
+        "Pearson correlation of the predicted with the real test loss without one group; in brackets the 95 % "
+        "bootstrap interval over groups. Where there are few enough groups to leave each one out.",
+    ),
+)  # fmt: skip
+CEILINGS = (("ceiling", "Ceiling"), ("additive_ceiling", "Best additive score"))
+"""Columns of what other seeds reach, and a fitted additive score, with their names in tables."""
+CEILING_NOTE = (
+    "Ceiling: how well retraining with other seeds does. Best additive score: one fitted to the retrainings "
+    "themselves; a lower bound where there are few of them."
+)
 
 
 def lds_tables(rows: pd.DataFrame) -> Iterator[Table]:
-    """LDS by group size, and the correlation with leaving groups out where it was run."""
-    if rows.empty:
-        return
-    for mean, bounds, name, title, note in _FIDELITY:
-        if mean not in rows:
+    """The correlation by group size, for every protocol that was run."""
+    for kind in FIDELITY:
+        some = of_sums(of_protocol(rows, kind.protocol))
+        if kind.value not in some or not some[kind.value].notna().any():
             continue
-        some = ordered(of_sums(rows[rows[mean].notna()]))
+        some = ordered(some)
         sizes = sorted(some["group_size"].unique())
         lines = []
         for (setting, method, grouping), line in some.groupby(["setting", "method", "grouping"], sort=False):
             cells = {
-                size: interval(one[mean].mean(), *mean_interval(one[bounds]))
+                size: interval(one[kind.value].mean(), *mean_interval(one[kind.interval]))
                 for size, one in line.groupby("group_size")
             }
             lines.append([setting, method, grouping_title(grouping), *(cells.get(size, "–") for size in sizes)])
-        if name == "lds":
-            lines += _ceilings(some, sizes)
+        for column, title in CEILINGS if kind.value == "mean" else ():
+            lines += _ceilings(some, sizes, column, title)
         yield Table(
-            name,
-            title,
+            kind.name,
+            f"Fidelity, {kind.protocol}: {kind.what} by group size",
             pd.DataFrame(lines, columns=["Data / model", "Attributor", "Grouping", *size_names(sizes)]),
             keys=3,
-            notes=[f"{note} {paper.LDS_NOTE}"],
+            notes=[f"{kind.note} {CEILING_NOTE} {paper.LDS_NOTE}"],
         )
 
 
-_FIDELITY = (
-    (
-        "mean", "interval", "lds", "Fidelity: group LDS by group size",
-        "Spearman correlation of predicted test losses with those of models retrained on random halves of the groups; "
-        "in brackets the 95 % bootstrap interval over models. Ceiling: how well retraining with other seeds does.",
-    ),
-    (
-        "loo_mean", "loo_interval", "leave-group-out", "Fidelity: correlation with leaving out one group at a time",
-        "Pearson correlation of importance with the real rise of the test loss; in brackets the 95 % bootstrap "
-        "interval over groups. Where there are few enough groups to leave each one out.",
-    ),
-)  # fmt: skip
-"""Column of the value, of its interval, name, title and note of the two tables of fidelity."""
-
-
-def _ceilings(rows: pd.DataFrame, sizes: Sequence[float]) -> list[list[str]]:
-    """What retraining with other seeds reaches, by setting, grouping and size: a line each where it is known."""
-    table = with_ceiling(rows).pivot_table("ceiling", ["setting", "grouping"], "group_size", sort=False)
-    table = table.reindex(columns=list(sizes))
+def _ceilings(rows: pd.DataFrame, sizes: Sequence[float], column: str, title: str) -> list[list[str]]:
+    """A ceiling by setting, grouping and size: a line each where it is known."""
+    if column not in rows:
+        return []
+    known = rows.dropna(subset=column).astype({column: float})
+    table = known.pivot_table(column, ["setting", "grouping"], "group_size", sort=False).reindex(columns=list(sizes))
     return [
-        [setting, "Ceiling", grouping_title(grouping), *(plus_minus(value, np.nan, 2) for value in line)]
+        [setting, title, grouping_title(grouping), *(plus_minus(value, np.nan, 2) for value in line)]
         for (setting, grouping), line in zip(table.index, table.to_numpy(), strict=True)
     ]

@@ -11,7 +11,7 @@ import pandas as pd
 
 from benchmarks.names import BASELINES, GRAD_K_MEANS, PER_POINT, RATES, SINGLE_POINTS, TRACIN
 from benchmarks.report.formats import Table, percent, plus_minus, size_names, three_digits
-from benchmarks.report.rows import KEYS, Results, completed, grouping_title, merged, ordered
+from benchmarks.report.rows import KEYS, Results, completed, grouping_title, merged, of_protocol, ordered
 from benchmarks.report.wording import STDERR
 
 _NO_NUMBERS = "The paper has no such numbers."
@@ -52,6 +52,7 @@ def measures(results: Results) -> pd.DataFrame:
         ("lds", "LDS", "values", "higher"),
     ):
         rows = completed(results.of(experiment))
+        rows = of_protocol(rows[rows["mean"].notna()]) if experiment == "lds" and not rows.empty else rows
         rows = rows[~rows["method"].isin(BASELINES)] if not rows.empty else rows
         if rows.empty:
             continue

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from benchmarks.names import BASELINES, CG, GROUPINGS, PAPER_METHODS, SINGLE_POINTS
+from benchmarks.names import BASELINES, CG, EQUAL_GROUPINGS, GROUPINGS, HALVES, PAPER_METHODS, SINGLE_POINTS
 from benchmarks.results import read_config, read_rows
 
 MODELS = ("LR", "ANN-S", "ANN-M")
@@ -126,7 +126,7 @@ def ordered(frame: pd.DataFrame, by: Sequence[str] = ("setting", "method", "grou
         "data": DATA_SETS,
         "model": MODELS,
         "method": (*BASELINES, *PAPER_METHODS, CG),
-        "grouping": (SINGLE_POINTS, *GROUPINGS),
+        "grouping": (SINGLE_POINTS, *GROUPINGS, *EQUAL_GROUPINGS),
     }
 
     def rank(column: pd.Series) -> pd.Series:
@@ -136,6 +136,11 @@ def ordered(frame: pd.DataFrame, by: Sequence[str] = ("setting", "method", "grou
         return column.map({name: at for at, name in enumerate(names)})
 
     return frame.sort_values([name for name in by if name in frame], key=rank, kind="stable").reset_index(drop=True)
+
+
+def of_protocol(rows: pd.DataFrame, protocol: str = HALVES) -> pd.DataFrame:
+    """The rows of LDS by one protocol; protocols are never mixed."""
+    return rows[rows["protocol"] == protocol] if "protocol" in rows else rows[:0]
 
 
 def of_sums(rows: pd.DataFrame) -> pd.DataFrame:

@@ -22,6 +22,6 @@ def all_tables(results: Results) -> Iterator[Table]:
     yield from pruning_tables(results.of("pruning"))
     yield from noisy_tables(results.of("noisy"))
     yield from lds_tables(results.of("lds"))
-    yield from what_if_tables(results.of("what-if"))
+    yield from what_if_tables(results.of("lds"))
     yield from cost_tables(results)
     yield from review_tables(results)

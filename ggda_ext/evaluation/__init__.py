@@ -5,7 +5,15 @@ groups are positive and harmful ones negative, as `ggda_ext.attribute` scores a 
 a function for them, ``retrain(subsets) -> values [subsets, seeds]``: a `Retrainer`, or your own.
 """
 
-from ggda_ext.evaluation.correlation import Correlation, Rank, additive_ceiling, group_lds, leave_group_out_correlation
+from ggda_ext.evaluation.correlation import (
+    Agreement,
+    Correlation,
+    Rank,
+    additive_ceiling,
+    agreement,
+    group_lds,
+    leave_group_out_correlation,
+)
 from ggda_ext.evaluation.importance import Aggregation, aggregated, removal_order
 from ggda_ext.evaluation.noisy_labels import Detection, noisy_label_detection
 from ggda_ext.evaluation.removal import RemovalCurve, pruning_score, retraining_score, standard_error
@@ -28,6 +36,8 @@ __all__ = [
     "points_of",
     "Rank",
     "Correlation",
+    "Agreement",
+    "agreement",
     "group_lds",
     "additive_ceiling",
     "leave_group_out_correlation",

@@ -27,6 +27,45 @@ class Correlation:
     columns: np.ndarray
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """How predicted values follow real ones.
+
+    Attributes:
+        spearman: correlation of their ranks.
+        pearson: correlation of the values.
+        slope: of real on predicted values, the mean over columns; 1 where changes have their real size.
+    """
+
+    spearman: Correlation
+    pearson: Correlation
+    slope: float
+
+
+def agreement(predicted: Any, real: Any, *, resamples: int = 1000, seed: int = 0) -> Agreement:
+    """How well predictions follow the values of models that were really retrained, additive or not.
+
+    Args:
+        predicted: a value for every retrained model `[s]`, or for several test points or properties `[s, m]`.
+        real: of the retrained models, as `predicted`.
+        resamples: of the bootstrap over models, for the intervals.
+        seed: of the bootstrap.
+
+    >>> found = agreement([1.0, 2.0, 3.0, 4.0], [2.0, 4.0, 6.0, 8.5])
+    >>> found.spearman.value, round(found.slope, 2)
+    (1.0, 2.15)
+    """
+    x, y = checked_numbers(predicted, "predicted"), checked_numbers(real, "real")
+    if x.shape != y.shape or x.ndim not in (1, 2):
+        raise ValueError(f"predicted has shape {list(x.shape)}, real {list(y.shape)}: pass both as [s] or [s, m].")
+    x, y = (side[:, None] if side.ndim == 1 else side for side in (x, y))
+    ranks = _correlation(x, y, "spearman", resamples, seed)
+    values = _correlation(x, y, "pearson", resamples, seed)
+    spread = values.columns * y.std(0)
+    slopes = np.divide(spread, x.std(0), out=np.full(spread.shape, np.nan), where=x.std(0) > 0)
+    return Agreement(ranks, values, float(slopes.mean()))
+
+
 def group_lds(importance: Any, kept: Any, values: Any, *, resamples: int = 1000, seed: int = 0) -> Correlation:
     """Linear data-modelling score: do summed scores rank the test losses of really retrained models?
 

@@ -16,7 +16,8 @@ from benchmarks import check
 from benchmarks.check import measure, table
 from benchmarks.check.case import Case, Method, count_parameters
 from benchmarks.results import ResultFolder
-from benchmarks.scales import SCALES, CheckScale
+from benchmarks.scales import SCALES
+from benchmarks.sizes import CheckScale
 
 SIZE = CheckScale(points=24, dattri_points=12, tests=2, group_size=6, batch=8, curvature_points=8, depth=2)
 

@@ -16,18 +16,35 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import experiments
-from benchmarks.experiments import bench, groupings, methods, noisy, retrainings, what_if
+from benchmarks.experiments import bench, groupings, methods, noisy, retrainings
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.methods import METHODS, attributed
+from benchmarks.experiments.predictions import Predictor, Truth
 from benchmarks.experiments.retrainings import Retrainings, Wanted
 from benchmarks.experiments.subject import LISSA_BATCH, Subject
-from benchmarks.names import FISHER, GRAD_K_MEANS, GROUPINGS, PER_POINT, RATES, TRACIN
+from benchmarks.names import (
+    AVERAGED,
+    CG,
+    EQUAL_GROUPINGS,
+    GRAD_K_MEANS,
+    GROUPINGS,
+    LEAVE_GROUP_OUT,
+    PER_POINT,
+    PROTOCOLS,
+    RATES,
+    REFITS,
+    TRACIN,
+    TRIVIAL,
+    WARM_START,
+    WHAT_IF,
+)
 from benchmarks.report.rows import read
 from benchmarks.report.what_if_tables import what_if_tables
 from benchmarks.results import ResultFolder
-from benchmarks.scales import SCALES, DataScale, Scale
+from benchmarks.scales import SCALES
+from benchmarks.sizes import CellScale, DataScale, Scale
 from ggda_ext import Groups
-from ggda_ext.evaluation import leave_group_out_correlation
+from ggda_ext.evaluation import leave_group_out_correlation, random_subsets
 from ggda_ext.grouping import random_groups
 
 SMOKE = SCALES["smoke"]
@@ -35,18 +52,27 @@ TASK = "heloc-lr"
 
 
 def tiny(**changes: Any) -> Scale:
-    """Few points, few epochs, few of everything."""
-    size = replace(SMOKE.experiments[TASK], **changes)
+    """Few points, few epochs, few of everything; changes are fields of the experiments' sizes."""
+    size = SMOKE.experiments[TASK]
+    for name, fields in changes.items():
+        part = getattr(size, name)
+        size = replace(size, **{name: replace(part, **fields) if isinstance(fields, dict) else fields})
     return replace(
         SMOKE, data={**SMOKE.data, "heloc": DataScale(160, 80)}, epochs={**SMOKE.epochs, TASK: 10},
         experiments={**SMOKE.experiments, TASK: size},
     )  # fmt: skip
 
 
+def cells(*methods: str, **groups: tuple[int, ...]) -> CellScale:
+    """Methods on groupings: `none`, `Random`, `Grad` for Grad-K-Means."""
+    return CellScale(methods, {GRAD_K_MEANS if name == "Grad" else name: sizes for name, sizes in groups.items()})
+
+
 @pytest.fixture
 def subject(tmp_path: Path) -> Subject:
-    scale = tiny(trak_models=2)
-    return Subject(experiments.experiment_task(TASK, scale), scale.experiments[TASK], 0, models=tmp_path / "models")
+    scale = tiny(methods={"trak_models": 2})
+    methods = scale.experiments[TASK].methods
+    return Subject(experiments.experiment_task(TASK, scale), methods, 0, models=tmp_path / "models")
 
 
 @pytest.fixture
@@ -67,9 +93,10 @@ def test_every_method_predicts_the_rise_of_the_loss_when_a_group_is_left_out(sub
     with Retrainings(task, tmp_path / "retrainings", show_progress=False) as results:
         list(results.train(wanted))
         losses = np.array([results[one].loss for one in wanted])
-    explained = Subject(task, subject.size, 0, models=tmp_path / "models")
+    explained = Subject(task, subject.methods, 0, models=tmp_path / "models")
     for method in METHODS:
         importance = attributed(method, explained, groups).importance
+        assert importance.shape == (16,), method
         assert leave_group_out_correlation(importance, losses[1:] - losses[0]).value > 0.4, method
         assert importance[harmful].mean() < importance[~harmful].mean(), method
 
@@ -84,7 +111,7 @@ def test_groups_have_the_sums_of_single_points(subject: Subject) -> None:
     np.testing.assert_allclose(ours, captum, rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != PER_POINT])
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in (PER_POINT, *REFITS)])
 def test_timing_on_a_sample_changes_no_score(subject: Subject, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     single = Groups.singletons(160)
     whole = attributed(method, subject, single)
@@ -114,7 +141,7 @@ def test_lissa_is_that_of_dattri_with_the_same_settings(subject: Subject) -> Non
 
 def test_lissa_that_diverges_gets_a_larger_scale(subject: Subject) -> None:
     task = replace(subject.task, lissa=replace(subject.task.lissa, scale=0.5, depth=40))
-    _, used = Subject(task, subject.size, 0, models=subject.models).solved
+    _, used = Subject(task, subject.methods, 0, models=subject.models).solved
     assert used.scale > 0.5
 
 
@@ -129,10 +156,11 @@ def test_noise_flips_the_share_it_says_to_other_classes() -> None:
 
 
 def test_groupings_have_the_size_they_are_asked_for(subject: Subject) -> None:
-    for name in GROUPINGS:
+    for name in (*GROUPINGS, *EQUAL_GROUPINGS):
         groups = groupings.grouped(subject, name, 16, seed=0).value
         assert len(groups) == 10
         assert groups.n == 160
+        assert set(groups.sizes) == {16} or name not in EQUAL_GROUPINGS
     assert groupings.grouped(subject, "none", 1, seed=0).value.are_singletons
     with pytest.raises(ValueError, match="grouping 'By-Hand' is not one of none, Random"):
         groupings.grouped(subject, "By-Hand", 16, seed=0)
@@ -167,18 +195,19 @@ def test_retrainings_are_made_once_and_survive_damage(
 
 
 def test_a_run_writes_all_rows_and_goes_on_where_it_was_stopped(folder: ResultFolder, tmp_path: Path) -> None:
-    scale = tiny(left_out_groups=10)
+    scale = tiny(lds={"left_out_groups": 10})
     names = ["noisy", "lds", "pruning", "retraining"]
     experiments.run(names, [TASK], scale, folder)
     rows = folder.rows
     assert {row["experiment"] for row in rows} == set(names)
-    assert {row["method"] for row in rows} == {*METHODS, "No removal", "Random removal", "Leave-group-out"}
+    predictors = {*METHODS, *AVERAGED, *TRIVIAL, LEAVE_GROUP_OUT}
+    assert {row["method"] for row in rows} == {*predictors, "No removal", "Random removal"}
     for row in rows:
         assert row["data"] == "HELOC"
         assert row["stand_in"]
         assert row["train_points"] == 160
         assert len(row["values"]) == len(row["model_seeds"]) or row["experiment"] == "lds"
-        assert row["mean"] == pytest.approx(np.mean(row["values"]))
+        assert row["mean"] == row["values"][0] or row["mean"] == pytest.approx(np.mean(row["values"]))
     by = {row["key"]: row for row in rows}
     directional, captum = (by[f"retraining/{TASK}/{name}/none/1/0/sum/0.2"] for name in (PER_POINT, TRACIN))
     assert directional["values"] == captum["values"]
@@ -186,9 +215,12 @@ def test_a_run_writes_all_rows_and_goes_on_where_it_was_stopped(folder: ResultFo
     assert set(found["seconds"]) == {"grouping", "gradients", "curvature", "scoring"}
     assert found["curve"][0] == [0, 0]
     assert found["curve"][-1] == [1, 1]
-    fidelity = by[f"lds/{TASK}/{TRACIN}/Random/16/0/sum"]
-    assert fidelity["interval"][0] <= fidelity["mean"] <= fidelity["interval"][1]
-    assert -1 <= fidelity["loo_mean"] <= 1
+    for protocol in PROTOCOLS:
+        fidelity = by[f"lds/{TASK}/{TRACIN}/Random/16/0/sum/{protocol}"]
+        assert fidelity["interval"][0] <= fidelity["mean"] <= fidelity["interval"][1]
+        assert -1 <= fidelity["pearson"] <= 1
+    for method in REFITS:
+        assert {row["experiment"] for row in rows if row["method"] == method} == set(names)
 
     lines = (folder.path / "rows.jsonl").read_text().splitlines(keepends=True)
     half = len(lines) // 2
@@ -204,34 +236,71 @@ def test_a_run_writes_all_rows_and_goes_on_where_it_was_stopped(folder: ResultFo
     assert len(again.rows) == len(rows)
 
 
-def test_a_scale_may_leave_out_retraining(folder: ResultFolder) -> None:
-    scale = tiny(removed=(), pruned=(), lds_subsets=0, methods=("TracIn",))
-    experiments.run(["retraining", "pruning", "lds"], [TASK], scale, folder)
+def test_a_scale_may_leave_out_experiments(folder: ResultFolder) -> None:
+    scale = tiny(noisy=None, removal=None, lds=None)
+    experiments.run(["retraining", "pruning", "lds", "noisy"], [TASK], scale, folder)
     assert folder.rows == []
 
 
 def test_cells_are_those_of_the_scale(folder: ResultFolder) -> None:
-    scale = tiny(grouping_seeds=2, group_sizes=(1, 16, 1024), retrained_methods=("TracIn",), retrained_sizes=(16,))
+    scale = tiny()
     made = Bench(experiments.experiment_task(TASK, scale), scale, folder)
-    assert list(made.cells()) == [Cell(TRACIN, name, 16, seed) for name in ("Random", GRAD_K_MEANS) for seed in (0, 1)]
-    cells = list(made.cells(retrained=False))
-    assert cells[: len(METHODS)] == [Cell(method) for method in METHODS]
-    assert {cell.group_size for cell in cells} == {1, 16}  # 1024 is more than half of the points
+    size = cells(TRACIN, Random=(16,), Grad=(16, 1024))  # 1024 is more than half of the points
+    assert list(made.cells(replace(size, grouping_seeds=2))) == [
+        Cell(TRACIN, name, 16, seed) for name in ("Random", GRAD_K_MEANS) for seed in (0, 1)
+    ]
+    every = list(made.cells(cells(*METHODS, none=(1,), Random=(16,), Grad=(16,))))
+    single = [method for method in METHODS if method not in REFITS]
+    assert every[: len(single)] == [Cell(method) for method in single]
+    assert [cell.grouping for cell in every if cell.method == RATES] == ["none", GRAD_K_MEANS]
+    few = replace(cells(WHAT_IF, Random=(16, 32)), refitted_groups=5)
+    assert list(made.cells(few)) == [Cell(WHAT_IF, "Random", 32)]
 
 
-def test_a_scale_may_retrain_for_fewer_groupings(folder: ResultFolder) -> None:
-    scale = tiny(grouping_seeds=2, methods=(TRACIN,), retrained_groupings=("Random",), lds_grouping_seeds=1)
+def test_pruning_takes_two_groupings_of_the_scale(folder: ResultFolder) -> None:
+    size = cells(TRACIN, Random=(4, 8, 16))
+    experiments.run(["pruning"], [TASK], tiny(removal={"cells": size, "seeds": 1}), folder)
+    found = {(row["grouping"], row["group_size"]) for row in folder.rows if row["method"] == TRACIN}
+    assert found == {("Random", 8), ("Random", 16)}
+
+
+def test_lds_has_a_row_for_every_method_protocol_and_grouping_seed(folder: ResultFolder) -> None:
+    """With eight retrainings for the calibration and some left to compare with; groups of equal size do not differ."""
+    size = replace(cells(CG, WHAT_IF, WARM_START, Random=(16,), none=(1,)), grouping_seeds=2)
+    scale = tiny(lds={"cells": size, "subsets": 16, "left_out_groups": 10, "seeds": 2})
+    experiments.run(["lds"], [TASK], scale, folder)
+    rows = {(row["grouping"], row["grouping_seed"], row["protocol"], row["method"]): row for row in folder.rows}
+    methods = {CG, WHAT_IF, WARM_START, *TRIVIAL}
+    for seed in (0, 1):
+        for protocol in PROTOCOLS:
+            found = {name for *where, name in rows if where == ["Random", seed, protocol]}
+            assert found == methods | (set() if protocol == "leave one out" else {LEAVE_GROUP_OUT})
+    assert {name for grouping, _, _, name in rows if grouping == "none"} == {CG, *TRIVIAL}
+    row = rows["Random", 0, "halves", WHAT_IF]
+    assert row["mean"] > 0.2  # far from exact: ten epochs on 160 points do not end near an optimum
+    assert {"pearson", "slope", "calibrated_slope", "ceiling", "additive_ceiling"} <= set(row)
+    assert "additive_ceiling" not in rows["Random", 0, "leave one out", WHAT_IF]
+    assert "calibrated_slope" not in rows["Random", 0, "leave one out", WHAT_IF]  # two of ten would be left
+    assert len(row["predicted"]) == len(row["real"]) == row["subsets"] == 16
+    assert rows["Random", 0, "halves", "Kept points"]["mean"] is None
+    assert row["real"] != rows["Random", 1, "halves", WHAT_IF]["real"]
+    (table,) = what_if_tables(read([folder.path]).of("lds"))
+    assert {CG, WHAT_IF, WARM_START, *TRIVIAL, "Ceiling", "Best additive score"} == set(table.frame["Predictor"])
+    assert set(table.frame["Protocol"]) == set(PROTOCOLS)
+    experiments.run(["lds"], [TASK], scale, folder)
+    assert len(folder.rows) == len(rows)
+
+
+def test_a_calibration_leaves_the_refit_as_it_was(folder: ResultFolder) -> None:
+    scale = tiny(lds={"cells": cells(WHAT_IF, Random=(16,)), "subsets": 16})
     made = Bench(experiments.experiment_task(TASK, scale), scale, folder)
-    assert list(made.cells()) == [Cell(TRACIN), Cell(TRACIN, "Random", 16, 0), Cell(TRACIN, "Random", 16, 1)]
-    assert {cell.grouping for cell in made.cells(retrained=False)} == {"none", "Random", GRAD_K_MEANS}
-    experiments.run(["lds"], [TASK], scale, folder)
-    assert {(row["grouping"], row["grouping_seed"]) for row in folder.rows} == {("none", 0), ("Random", 0)}
-
-
-def test_lds_scores_all_methods_on_the_same_models(folder: ResultFolder) -> None:
-    scale = tiny(methods=(TRACIN, FISHER), retrained_methods=(TRACIN,), left_out_groups=0)
-    experiments.run(["lds"], [TASK], scale, folder)
-    assert {row["method"] for row in folder.rows} == {TRACIN, FISHER}
+    predictor = Predictor(made, made.groups(Cell("", "Random", 16)), Cell("", "Random", 16))
+    kept = random_subsets(predictor.groups, 16, seed=3)
+    losses = np.random.default_rng(0).normal(size=(16, 2))
+    first, again = (predictor(WHAT_IF, Truth(kept, losses)) for _ in range(2))
+    np.testing.assert_array_equal(first.values, again.values)
+    assert first.calibrated is not None
+    np.testing.assert_array_equal(first.calibrated, again.calibrated)
 
 
 def test_groupings_of_inputs_are_made_once_for_all_models(
@@ -240,27 +309,9 @@ def test_groupings_of_inputs_are_made_once_for_all_models(
     made: list[str] = []
     grouped = groupings.grouped
     monkeypatch.setattr(bench, "grouped", lambda *args: made.append(args[1]) or grouped(*args))
-    scale = tiny(methods=(TRACIN,), groupings=GROUPINGS, noisy_seeds=2)
+    scale = tiny(noisy={"cells": CellScale((TRACIN,), dict.fromkeys(GROUPINGS, (16,))), "seeds": 2})
     experiments.run(["noisy"], [TASK], scale, folder)
     assert {name: made.count(name) for name in GROUPINGS} == dict(zip(GROUPINGS, (1, 1, 2, 2), strict=True))
-
-
-def test_what_if_has_a_row_for_every_predictor_and_protocol(folder: ResultFolder) -> None:
-    """With eight retrainings for the calibration and some left to compare with; groups of equal size do not differ."""
-    scale = tiny(methods=("Inf. (CG)",), lds_subsets=16, lds_grouping_seeds=1, left_out_groups=10, lds_seeds=2)
-    experiments.run(["what-if"], [TASK], scale, folder)
-    rows = {(row["grouping"], row["protocol"], row["method"]): row for row in folder.rows}
-    assert {name for _, _, name in rows} == set(what_if.METHODS)
-    assert {protocol for _, protocol, _ in rows} == {"halves", "keep 80 %", "leave one out"}
-    row = rows["Random", "halves", "What-if"]
-    assert row["mean"] > 0.2  # far from exact: ten epochs on 160 points do not end near an optimum
-    assert {"pearson", "slope", "calibrated_slope", "ceiling", "additive_ceiling"} <= set(row)
-    assert len(row["predicted"]) == len(row["real"]) == row["subsets"] == 16
-    assert rows["Random", "halves", "Kept points"]["mean"] is None
-    (table,) = what_if_tables(read([folder.path]).of("what-if"))
-    assert {*what_if.METHODS, "Ceiling", "Best additive score"} == set(table.frame["Predictor"])
-    experiments.run(["what-if"], [TASK], scale, folder)
-    assert len(folder.rows) == len(rows)
 
 
 def test_unknown_experiments_are_refused_before_any_work(folder: ResultFolder) -> None:

@@ -97,13 +97,12 @@ class MadeRows:
         rows = []
         for method, grouping, size in self._attributed():
             mean = 0.7 - 0.03 * np.log2(size) + self.draw.normal(0, 0.02)
-            rows.append(
-                self._attribution("lds", method, grouping, size)
-                | {
-                    "values": [mean, mean + 0.01], "mean": mean, "interval": [mean - 0.08, mean + 0.07],
-                    "ceiling": 0.95, "loo_mean": mean - 0.1, "loo_interval": [mean - 0.25, mean + 0.02],
-                }
-            )  # fmt: skip
+            row = self._attribution("lds", method, grouping, size) | {
+                "protocol": "halves", "values": [mean, mean + 0.01], "mean": mean, "ceiling": 0.95,
+                "interval": [mean - 0.08, mean + 0.07], "additive_ceiling": 0.8,
+            }  # fmt: skip
+            left_out = {"pearson": mean - 0.1, "pearson_interval": [mean - 0.25, mean + 0.02], "mean": 0.1}
+            rows += [row, row | {"key": f"{row['key']}/left out", "protocol": "leave one out", **left_out}]
         return rows
 
     def every(self) -> list[Row]:
@@ -398,9 +397,10 @@ def test_reviewers_tables_hold_both_variants(tmp_path: Path) -> None:
 
 def test_the_ceiling_of_lds_has_a_line_for_every_grouping(tmp_path: Path) -> None:
     table = next(all_tables(read([folder_of(tmp_path / "run", MadeRows().lds())])))
-    single, *grouped = table.frame.iloc[-1 - len(GROUPINGS) :].to_numpy().tolist()
-    assert single == ["HELOC / ANN-S", "Ceiling", "single points", "0.95", *["–"] * (len(SIZES) - 1)]
-    assert grouped == [["HELOC / ANN-S", "Ceiling", name, "–", *["0.95"] * (len(SIZES) - 1)] for name in GROUPINGS]
+    for name, value in (("Ceiling", "0.95"), ("Best additive score", "0.80")):
+        single, *grouped = table.frame[table.frame["Attributor"] == name].to_numpy().tolist()
+        assert single == ["HELOC / ANN-S", name, "single points", value, *["–"] * (len(SIZES) - 1)]
+        assert grouped == [["HELOC / ANN-S", name, one, "–", *[value] * (len(SIZES) - 1)] for one in GROUPINGS]
 
 
 def test_lds_of_one_seed_has_no_ceiling(tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""What every method predicts for a choice of groups: the mean test loss of a model that has seen only these.
+
+Additive methods sum importance over the groups that are kept; what-if and warm starts answer for each choice by
+itself; two trivial rows know only how many points are kept and of which classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from benchmarks import names
+from benchmarks.experiments.bench import Bench, Cell
+from benchmarks.experiments.methods import attributed
+from benchmarks.experiments.refits import class_shift, warm_started, what_if
+from benchmarks.experiments.subject import Subject, Timed, timed
+from ggda_ext import Groups, WhatIf
+from ggda_ext.evaluation import points_of
+
+RETRAINED = 8
+"""Retrainings that calibrate what-if; its calibrated values are compared on the others."""
+OTHER_SEEDS = (501, 502)
+"""Models explained beside the one of seed 0; none of them is among those retrained."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Retrained models: which groups they saw `[s, k]`, and their mean test losses `[s, seeds]`."""
+
+    kept: np.ndarray
+    losses: np.ndarray
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted losses `[s]`, up to level and scale where a method does not know them.
+
+    Attributes:
+        values: the predictions.
+        settings: how they were made, in words.
+        seconds: CPU seconds by part, for all of them together.
+        calibrated: by eight of the retrained models `[s]`; None for methods that cannot be.
+    """
+
+    values: np.ndarray
+    settings: str = ""
+    seconds: dict[str, float] | None = None
+    calibrated: np.ndarray | None = None
+
+    @classmethod
+    def additive(
+        cls, kept: np.ndarray, importance: np.ndarray, settings: str, seconds: dict[str, float] | None = None
+    ) -> Prediction:
+        """The loss falls by the importance of every group that is kept."""
+        return cls(-kept.astype(float) @ importance, settings, seconds)
+
+
+class Predictor:
+    """Predictions of all methods for one grouping; refits are set up once for all its protocols.
+
+    Args:
+        bench: the task.
+        groups: the groups.
+        cell: where they come from; its method does not count.
+    """
+
+    def __init__(self, bench: Bench, groups: Groups, cell: Cell) -> None:
+        self.bench, self.groups, self.cell = bench, groups, cell
+
+    def __call__(self, method: str, truth: Truth) -> Prediction:
+        """One method's predictions of the losses of retrained models; only what-if looks at some of them, after."""
+        subsets, subject = points_of(self.groups, truth.kept), self.bench.subject
+        match method:
+            case names.WHAT_IF:
+                return _refitted(self._one, truth, self.bench)
+            case names.WHAT_IF_3:
+                return _refitted(self._three, truth, self.bench)
+            case names.WARM_START:
+                found = timed(warm_started, subject, subsets)
+                return Prediction(found.value, "a few epochs on what is kept", {"scoring": found.seconds})
+            case names.KEPT_POINTS:
+                return Prediction(-np.array([len(points) for points in subsets], float))
+            case names.CLASS_BALANCE:
+                return Prediction(class_shift(subject, subsets))
+        return self._additive(method, truth.kept)
+
+    def _additive(self, method: str, kept: np.ndarray) -> Prediction:
+        cell = replace(self.cell, method=names.AVERAGED.get(method, method))
+        first = self.bench.attribution(cell)
+        if method not in names.AVERAGED:
+            return Prediction.additive(kept, first.importance, first.settings, first.seconds)
+        others = [attributed(cell.method, subject, self.groups) for subject in self._others]
+        seconds = {
+            part: first.seconds[part] + sum(one.seconds.get(part, 0) for one in others) for part in first.seconds
+        }
+        importance = np.mean([first.importance, *(one.importance for one in others)], axis=0)
+        return Prediction.additive(kept, importance, f"{first.settings}; three models", seconds)
+
+    @cached_property
+    def _others(self) -> list[Subject]:
+        return [self.bench.another_subject(seed) for seed in OTHER_SEEDS]
+
+    @cached_property
+    def _one(self) -> Timed[WhatIf]:
+        return timed(what_if, [self.bench.subject], self.groups)
+
+    @cached_property
+    def _three(self) -> Timed[WhatIf]:
+        return timed(what_if, [self.bench.subject, *self._others], self.groups)
+
+
+def _refitted(asked: Timed[WhatIf], truth: Truth, bench: Bench) -> Prediction:
+    """What-if's predictions, and those after `verify` with the first few retrained models."""
+    refit, measure = asked.value, bench.subject.property
+    found = timed(refit.subsets, truth.kept, measure)
+    calibrated = None
+    if len(truth.kept) - RETRAINED >= 3:
+        calibrated = _verified(refit, truth, bench)
+    seconds = {"gradients": asked.seconds, "scoring": found.seconds}
+    return Prediction(found.value.numpy(), refit.explain(), seconds, calibrated)
+
+
+def _verified(refit: WhatIf, truth: Truth, bench: Bench) -> np.ndarray:
+    """Calibrated predictions; the refit is left as it was, for the other protocols."""
+    measure, ridges = bench.subject.property, [model.ridge for model in refit.models]
+    try:
+        refit.verify(lambda subsets: truth.losses[:RETRAINED], measure, truth.kept[:RETRAINED])
+        return refit.subsets(truth.kept, measure).numpy()
+    finally:
+        refit.calibrations.clear()
+        for model, ridge in zip(refit.models, ridges, strict=True):
+            model.ridge = ridge

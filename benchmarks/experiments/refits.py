@@ -1,0 +1,47 @@
+"""Predictions that do not add up: what-if, warm starts, and how far classes shift, for any choice of groups."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.experiments.subject import Subject
+from benchmarks.tasks import LOSS
+from ggda_ext import Groups, WhatIf
+from ggda_ext.training import train_many
+
+WARM_EPOCHS, SLOWER = 3, 10.0  # of a warm start, with a tenth of the learning rate
+
+
+def what_if(subjects: Sequence[Subject], groups: Groups) -> WhatIf:
+    """The refit of one model, or of several whose answers are averaged."""
+    first, *others = subjects
+    return WhatIf(
+        first.model, LOSS, first.train, groups, recipe=first.task.recipe, models=[other.model for other in others]
+    )
+
+
+def warm_started(subject: Subject, subsets: Sequence[np.ndarray]) -> np.ndarray:
+    """Test losses `[s]` of the model itself, trained on for a few epochs on the points that are kept."""
+    recipe = subject.task.recipe
+    slower = replace(
+        recipe, epochs=WARM_EPOCHS, learning_rate=recipe.learning_rate / SLOWER, schedule="constant"
+    )  # fmt: skip
+    model, (x, y) = subject.model, subject.test
+    models = train_many(
+        lambda: copy.deepcopy(model), LOSS, subject.train, slower, seeds=[0] * len(subsets), subsets=subsets
+    )
+    return np.array([float(LOSS(outputs, y)) for outputs in models.outputs(x)])
+
+
+def class_shift(subject: Subject, subsets: Sequence[np.ndarray]) -> np.ndarray:
+    """How far the classes of the kept points are from those of all points `[s]`: summed differences of shares."""
+    labels, classes = subject.train[1].cpu().numpy(), subject.task.data.classes
+
+    def shares(some: np.ndarray) -> np.ndarray:
+        return np.bincount(some, minlength=classes) / len(some)
+
+    return np.array([np.abs(shares(labels[points]) - shares(labels)).sum() for points in subsets])

@@ -1,0 +1,177 @@
+"""What is said about the size of a run, one dataclass for every experiment; the numbers are in `benchmarks.scales`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from benchmarks.names import PROTOCOLS
+
+
+@dataclass(frozen=True)
+class DataScale:
+    """Size of a data set.
+
+    Attributes:
+        train: training points; None for all there are.
+        test: test points; None for all there are.
+    """
+
+    train: int | None = None
+    test: int | None = None
+
+
+@dataclass(frozen=True)
+class CheckScale:
+    """Size of the check of one task against the original toolkits.
+
+    Attributes:
+        points: training points the original scores one by one; the group version gets the same.
+        dattri_points: the same for dattri, whose time for a point is many times that of the others.
+        tests: test points.
+        group_size: mean size of the (uneven) groups.
+        batch: training points in a batch of the original, which holds that many gradients at once.
+        curvature_points: training points the Hessian is taken over.
+        depth: steps of LiSSA; vectors of Arnoldi's Krylov space.
+        last_parameters: at most that many parameters, the last ones, where a row of all of them is formed for every
+            point (dattri, TRAK, Fisher); None for all.
+    """
+
+    points: int
+    dattri_points: int
+    tests: int
+    group_size: int
+    batch: int
+    curvature_points: int
+    depth: int
+    last_parameters: int | None = None
+
+
+@dataclass(frozen=True)
+class MethodScale:
+    """What attribution methods take.
+
+    Attributes:
+        trak_models: models of the TRAK ensemble.
+        lissa_depth: steps of LiSSA.
+        lissa_repeats: LiSSA runs averaged.
+    """
+
+    trak_models: int = 10
+    lissa_depth: int = 200
+    lissa_repeats: int = 20
+
+
+@dataclass(frozen=True)
+class CellScale:
+    """Which methods an experiment tries on which groups.
+
+    Attributes:
+        methods: which attribution methods.
+        groups: grouping → mean group sizes; single points are a grouping of size 1.
+        grouping_seeds: groupings drawn: for every method in LDS, for TracIn only elsewhere.
+        refitted_groups: what-if and warm starts take at most that many groups.
+    """
+
+    methods: tuple[str, ...]
+    groups: Mapping[str, tuple[int, ...]]
+    grouping_seeds: int = 1
+    refitted_groups: int = 130
+
+
+@dataclass(frozen=True)
+class NoisyScale:
+    """Noisy labels.
+
+    Attributes:
+        cells: methods and groups.
+        seeds: noises, each with a model trained on it.
+        share: of the labels that are flipped.
+    """
+
+    cells: CellScale
+    seeds: int = 10
+    share: float = 0.2
+
+
+@dataclass(frozen=True)
+class RemovalScale:
+    """Retraining score and pruning.
+
+    Attributes:
+        cells: methods and groups; pruning takes the two largest sizes of random and Grad-K-Means groups among them.
+        seeds: retrained models behind every accuracy.
+        removed: shares of the most important points removed for the retraining score.
+        pruned: shares of the least important points removed for pruning.
+    """
+
+    cells: CellScale
+    seeds: int = 10
+    removed: tuple[float, ...] = (0.01, 0.05, 0.1, 0.2)
+    pruned: tuple[float, ...] = (0.25, 0.5, 0.75)
+
+
+@dataclass(frozen=True)
+class LdsScale:
+    """Fidelity to real retraining.
+
+    Attributes:
+        cells: methods and groups.
+        subsets: choices of groups that models are retrained on, for every grouping and protocol.
+        seeds: models retrained on every choice.
+        protocols: which of `names.PROTOCOLS`; others than halves take at most `cells.refitted_groups` groups.
+        left_out_groups: at most that many groups are left out one by one.
+    """
+
+    cells: CellScale
+    subsets: int = 64
+    seeds: int = 2
+    protocols: tuple[str, ...] = PROTOCOLS
+    left_out_groups: int = 32
+
+
+@dataclass(frozen=True)
+class ExperimentScale:
+    """Size of the experiments on one task; one that is None is not run.
+
+    Attributes:
+        noisy: noisy labels.
+        removal: retraining score and pruning.
+        lds: fidelity to real retraining.
+        methods: what attribution methods take, in all of them.
+        data: points, where they are fewer than the data set's own at this scale.
+        epochs: of models that are retrained, and of the model whose scores decide on what; None for the task's epochs,
+            which noisy labels are always trained with.
+    """
+
+    noisy: NoisyScale | None
+    removal: RemovalScale | None = None
+    lds: LdsScale | None = None
+    methods: MethodScale = field(default_factory=MethodScale)
+    data: DataScale = field(default_factory=DataScale)
+    epochs: int | None = None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """All numbers of a run.
+
+    Attributes:
+        name: ``"smoke"``, ``"quick"``, ``"laptop"`` or ``"paper"``.
+        about: one line for `--help`.
+        data: data set → its size.
+        epochs: task → epochs of training.
+        resnet_width: channels of ResNet-18's first stage (64 in the paper).
+        text_length: tokens per question and sentence.
+        check: task → size of the check.
+        experiments: task → size of the experiments.
+    """
+
+    name: str
+    about: str
+    data: Mapping[str, DataScale]
+    epochs: Mapping[str, int]
+    resnet_width: int
+    text_length: int
+    check: Mapping[str, CheckScale]
+    experiments: Mapping[str, ExperimentScale]
