@@ -11,13 +11,14 @@ from pathlib import Path
 from benchmarks.report.advice import advice_table
 from benchmarks.report.charts import charts
 from benchmarks.report.check_tables import source_table, what_is_real
-from benchmarks.report.document import refresh
+from benchmarks.report.document import refresh, refresh_timings
 from benchmarks.report.figures import draw_all
 from benchmarks.report.headlines import Headlines, headlines
 from benchmarks.report.page import Content, html, markdown
 from benchmarks.report.rows import read
 from benchmarks.report.tables import all_tables
 from benchmarks.report.takeaways import OF_SECTION
+from benchmarks.report.timing_tables import FILE, timing_tables
 
 __all__ = ["Headlines", "command", "write"]
 
@@ -52,12 +53,23 @@ def write(folders: Sequence[Path], out: Path, document: Path | None = None, show
 
 
 def command(folders: Sequence[Path], out: Path | None = None, document: Path | None = None) -> int:
-    """Run `report` as the command line asks, and print the headlines and where the page is."""
-    out = out or folders[-1] / "report"
+    """Run `report` as the command line asks, and print the headlines and where the page is.
+
+    Folders of `speed` have no rows for the page; their tables go into the document.
+    """
+    timings = [folder for folder in folders if (folder / FILE).exists()]
+    runs = [folder for folder in folders if folder not in timings]
     try:
-        found = write(folders, out, document)
+        if timings:
+            if document is None:
+                raise ValueError(
+                    f"{timings[0]} is of `speed`, whose tables go into a document: name one by --document."
+                )
+            refresh_timings(document, timing_tables(timings))
+        if runs:
+            out = out or runs[-1] / "report"
+            print(write(runs, out, document))
+            print(f"The page: {(out / 'report.html').resolve()}")
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from None
-    print(found)
-    print(f"report: {out / 'report.html'}")
     return 0

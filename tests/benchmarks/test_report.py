@@ -27,10 +27,11 @@ from benchmarks.report.page import run_lines
 from benchmarks.report.rows import Run, merged, of_sums, read, slug
 from benchmarks.report.tables import all_tables
 from benchmarks.report.takeaways import OF_SECTION
+from benchmarks.speed import write as write_timings
+from benchmarks.speed.timing import Row
 
 METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
 SIZES = (1, 4, 16, 64, 256, 1024)
-Row = dict[str, Any]
 
 
 class MadeRows:
@@ -47,7 +48,7 @@ class MadeRows:
             "train_points": 7896, "test_points": 1975,
         }  # fmt: skip
 
-    def check(self) -> list[Row]:
+    def check(self) -> list[dict[str, Any]]:
         rows = []
         methods = [("Captum", "TracInCP"), ("Captum", "SimilarityInfluence"), ("dattri", "IFAttributorLiSSA")]
         for toolkit, method in [*methods, ("TRAK", "TRAKer"), ("core", "batched Fisher")]:
@@ -61,7 +62,7 @@ class MadeRows:
             rows.append(row | {"status": "equal", "error": 3.1e-7, "peak_original": 2**28, "peak_groups": 2**25})
         return rows
 
-    def speed(self) -> list[Row]:
+    def speed(self) -> list[dict[str, Any]]:
         rows = []
         for toolkit, method in (("Captum", "TracInCP"), ("TRAK", "TRAKer")):
             for question in ("one property", "test points"):
@@ -85,7 +86,7 @@ class MadeRows:
                 )  # fmt: skip
         return rows
 
-    def removal(self, experiment: str, fractions: tuple[float, ...], seeds: int = 10) -> list[Row]:
+    def removal(self, experiment: str, fractions: tuple[float, ...], seeds: int = 10) -> list[dict[str, Any]]:
         rows = [self._accuracy(experiment, NO_REMOVAL, "none", 1, 0.0, seeds, 0.74)]
         for fraction in fractions:
             rows.append(self._accuracy(experiment, RANDOM_REMOVAL, "none", 1, fraction, seeds, 0.74 - fraction / 30))
@@ -94,7 +95,7 @@ class MadeRows:
                 rows.append(self._accuracy(experiment, method, grouping, size, fraction, seeds, 0.74 - drop))
         return rows
 
-    def noisy(self) -> list[Row]:
+    def noisy(self) -> list[dict[str, Any]]:
         rows = []
         every = self._attributed()
         rates = [("TracIn (learning rates)", *rest) for method, *rest in every if method == "TracIn"]
@@ -115,7 +116,7 @@ class MadeRows:
             rows += [row, row | by_mean] if size > 1 else [row]
         return rows
 
-    def lds(self) -> list[Row]:
+    def lds(self) -> list[dict[str, Any]]:
         rows = []
         for method, grouping, size in self._attributed():
             mean = 0.7 - 0.03 * np.log2(size) + self.draw.normal(0, 0.02)
@@ -127,7 +128,7 @@ class MadeRows:
             rows += [row, row | {"key": f"{row['key']}/left out", "protocol": "leave one out", **left_out}]
         return rows
 
-    def every(self) -> list[Row]:
+    def every(self) -> list[dict[str, Any]]:
         removed = self.removal("retraining", (0.01, 0.05, 0.1, 0.2))
         pruned = self.removal("pruning", (0.25, 0.5, 0.75))
         return [*self.check(), *self.speed(), *removed, *pruned, *self.noisy(), *self.lds()]
@@ -140,7 +141,7 @@ class MadeRows:
             for grouping in (("none",) if size == 1 else self.groupings)
         ]
 
-    def _attribution(self, experiment: str, method: str, grouping: str, size: int) -> Row:
+    def _attribution(self, experiment: str, method: str, grouping: str, size: int) -> dict[str, Any]:
         lissa = method == "Inf. (LiSSA)"
         seconds = {
             "grouping": 0.0 if size == 1 else 0.02 if grouping == "Random" else 0.2,
@@ -155,7 +156,7 @@ class MadeRows:
         }  # fmt: skip
 
     def _accuracy(self, experiment: str, method: str, grouping: str, size: int, fraction: float, seeds: int,
-                  expected: float) -> Row:  # fmt: skip
+                  expected: float) -> dict[str, Any]:  # fmt: skip
         values = self.draw.normal(expected, 0.004, seeds)
         row = self._attribution(experiment, method, grouping, size)
         if method in (NO_REMOVAL, RANDOM_REMOVAL):
@@ -167,7 +168,7 @@ class MadeRows:
         }  # fmt: skip
 
 
-def folder_of(path: Path, rows: list[Row], **config: Any) -> Path:
+def folder_of(path: Path, rows: list[dict[str, Any]], **config: Any) -> Path:
     path.mkdir(parents=True)
     machine = {"processor": "a <fast> one", "cores": 2}
     about = {"command": "run all", "scale": "laptop", "machine": machine, "versions": {"torch": "2.13"}} | config
@@ -177,13 +178,13 @@ def folder_of(path: Path, rows: list[Row], **config: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small() -> list[Row]:
+def small() -> list[dict[str, Any]]:
     """One method, two groupings, three sizes: every kind of row there is."""
     return MadeRows(methods=("TracIn",), groupings=("Random", "Grad-K-Means"), sizes=(1, 16, 256)).every()
 
 
 @pytest.fixture(scope="module")
-def written(small: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(small: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole report of made rows."""
     base = tmp_path_factory.mktemp("report")
     document = base / "RESULTS.md"
@@ -274,6 +275,26 @@ def test_a_document_that_asks_for_too_much_stays_as_it_is(tmp_path: Path) -> Non
     assert "old" in document.read_text()
 
 
+def test_tables_of_speed_and_of_rows_are_filled_without_touching_each_other(tmp_path: Path) -> None:
+    timing = Row("core", "LR", "auto, one property", 64, 0.5, "pass", 1.2, "passes", 1.3, "made data")
+    (tmp_path / "speed").mkdir()
+    write_timings([timing], tmp_path / "speed" / "speed.json", 1, True)
+    document = tmp_path / "performance.md"
+    marked = "<!-- table {} -->\nold\n<!-- end -->\n"
+    document.write_text("By hand.\n" + "".join(map(marked.format, ("timing-core", "timing-trak", "speed"))))
+    report.command([tmp_path / "speed"], document=document)
+    text = document.read_text()
+    assert "| LR | auto, one property | 64 | 0.500 | 1.20 passes | ≤ 1.3 | pass |" in text
+    assert text.count("\nold\n") == 2
+    report.command([folder_of(tmp_path / "run", MadeRows().speed())], tmp_path / "out", document)
+    text = document.read_text()
+    assert "1.20 passes" in text
+    assert "Captum · TracInCP" in text
+    assert text.count("\nold\n") == 1  # no row of TRAK's part was timed
+    with pytest.raises(SystemExit, match="name one by --document"):
+        report.command([tmp_path / "speed"])
+
+
 def test_kinds_without_rows_are_left_out_with_a_line_saying_what_to_run(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "run", [*MadeRows().check(), *MadeRows().speed()])
     found = report.write([folder], tmp_path / "out", show_progress=False)
@@ -284,7 +305,7 @@ def test_kinds_without_rows_are_left_out_with_a_line_saying_what_to_run(tmp_path
     assert found.fidelity == "Faithful? Not measured here; run `python -m benchmarks run lds`."
 
 
-def test_a_run_that_has_just_begun_can_be_reported(tmp_path: Path, small: list[Row]) -> None:
+def test_a_run_that_has_just_begun_can_be_reported(tmp_path: Path, small: list[dict[str, Any]]) -> None:
     first = list({row["experiment"]: row for row in reversed(small)}.values())
     report.write([folder_of(tmp_path / "run", first)], tmp_path / "out", show_progress=False)
     names = {path.stem for path in (tmp_path / "out" / "figures").glob("*.svg")}
