@@ -6,9 +6,9 @@ So real changes are regressed on predicted ones and on the share of points left 
     real change ≈ slope · predicted change + level · share left out,
 
 both zero where nothing is left out. The ridge is chosen on the way, if another one predicts clearly better. Eight
-retrainings tell a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many random
-ones, those whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves the
-regression of real on predicted changes unbiased.
+retrainings tell a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many
+random ones, those whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves
+the regression of real on predicted changes unbiased.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The Gauss-Newton matrix of the training loss, GN = 1/n Σ J_iᵀ A_i J_i with A the curvature of the loss in the outputs,
 is sketched in one pass: points are put into m random groups, each point with a random cotangent of covariance A_i, so
 that the group-summed rows R `[m, p]` have RᵀR ≈ GN. Its leading eigenvectors span half of the space. The groups add
-their gradients g_G and, because those of points that are learned are nearly zero, what they have *taught*: the gradients
-h_G that a model with outputs of zero would get from them, and (GN + λ)⁻¹ h_G, the way to take that back. With the sketch
-the inverse costs no pass (Woodbury).
+their gradients g_G and, because those of points that are learned are nearly zero, what they have *taught*: the
+gradients h_G that a model with outputs of zero would get from them, and (GN + λ)⁻¹ h_G, the way to take that back. With
+the sketch the inverse costs no pass (Woodbury).
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ An additive score has one number per group. Without a half of the groups the sha
     shift_c = √(Σ_G (n_Gc − n_G s_c)²) / n,     n_Gc points of class c in G, s_c = n_c / n
 
 and a loss rises whichever way it moves: by the square of the sum, which no sum of scores can follow. Random groups have
-√(s_c (1 − s_c) / n). Measured on halves: with up to 7 times that (random groups; k-means of inputs on HELOC, of pixels on
-4,000 images of MNIST) additive influence has an LDS of .71 to .79 and the best additive score fitted to retrainings .5 to
-.9; from 9 times on (Grad-K-Means on HELOC and MNIST, any size; k-means on 60,000 images) influence has .47 to .51 with
-changes 3 to 25 times too small, and the best additive score −.3 to .35.
+√(s_c (1 − s_c) / n). Measured on halves: with up to 7 times that (random groups; k-means of inputs on HELOC, of pixels
+on 4,000 images of MNIST) additive influence has an LDS of .71 to .79, and the best additive score fitted to retrainings
+.5 to .9; from 9 times on (Grad-K-Means on HELOC and MNIST, any size; k-means on 60,000 images) influence has .47 to .51
+with changes 3 to 25 times too small, and the best additive score −.3 to .35.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FEWEST_GROUPS = 3
 
 
 def class_shift(groups: GroupsLike, labels: Any) -> tuple[float, float]:
-    """How far the share of a class moves without half of the groups: the largest of all classes, and with random groups.
+    """How far the share of a class moves without half of the groups, at most, and how far with random groups.
 
     Args:
         groups: a `Groups` or anything it accepts.
@@ -64,6 +64,7 @@ def why_not_additive(groups: GroupsLike, labels: Any) -> str | None:
     if not shift > SHIFTED * expected:
         return None
     return (
-        f"Without half of these groups the share of a class moves by about {shift:.3f}, {shift / expected:.0f} times as "
-        "much as with random groups: what several of them do together is not the sum of their scores. Ask ggda_ext.WhatIf."
+        f"Without half of these groups the share of a class moves by about {shift:.3f}, {shift / expected:.0f} times "
+        "as much as with random groups: what several of them do together is not the sum of their scores. Ask "
+        "ggda_ext.WhatIf."
     )

@@ -36,14 +36,15 @@ def find_label_issues(
     parameters: ParameterChoice = None,
     batch_size: int | None = None,
     memory_budget: int = 256 * 2**20,
-    show_progress: bool = False,
+    show_progress: bool | None = None,
 ) -> LabelIssues:
     """Training points whose label looks wrong, most suspicious first.
 
-    Ranked by the loss without clean validation data, and with it by the mean of the ranks of loss and influence. With a
-    fifth of the labels flipped, that was better than the loss where the model had learned labels by heart, and as good
-    (within 0.003 of ROC AUC) where it had not; self-influence added nothing (docs/label_issues.md). The result says
-    what it is ranked by, and how far the signals agree.
+    Ranked by the loss, unless there is clean validation data and it shows that the model has learned labels by heart
+    (its training loss is below that of clean points): then by the mean of the ranks of loss and influence. With a fifth
+    of the labels flipped nothing was better than the loss for models that had not learned them, and for those that had,
+    loss and influence together were; self-influence added nothing (docs/label_issues.md). The result says what it is
+    ranked by, and how far the signals agree.
 
     Args:
         model: the model, trained on `data`, in eval mode if it has dropout or BatchNorm.
@@ -56,7 +57,7 @@ def find_label_issues(
             last layers are much cheaper: a gradient per point is needed unless all layers are Linear.
         batch_size: points per batch; by default as many as fit the budget.
         memory_budget: bytes for a batch's activations, for a block of gradients, and for a block of cosines.
-        show_progress: whether to show a progress bar on passes over the data.
+        show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
 
     >>> from torch import nn
     >>> x = torch.tensor([[-2.0], [-1.5], [1.5], [2.0]])
@@ -96,11 +97,10 @@ def _choice(rank_by: RankBy, loss: float, clean_loss: float | None) -> tuple[Ran
         return rank_by, "as asked for"
     if clean_loss is None:
         return "loss", "without clean validation data nothing was found to be better"
-    heart = ", and this one does" if loss < clean_loss else "; if not, about as good"
-    return "loss and influence", (
-        f"mean training loss {loss:.3g}, of clean points {clean_loss:.3g}; better than the loss alone if the model has "
-        f"learned wrong labels by heart{heart}"
-    )
+    found = f"mean training loss {loss:.3g}, of clean points {clean_loss:.3g}"
+    if loss >= clean_loss:
+        return "loss", f"{found}: labels were not learned by heart, and then nothing was found to be better"
+    return "loss and influence", f"{found}: labels were learned by heart, which hides wrong ones from the loss"
 
 
 def _losses(points: GroupGradients, batch_size: int | None) -> Tensor:
