@@ -1,6 +1,6 @@
 """Which data source helped or hurt a fine-tuning: group attribution for Hugging Face's `Trainer` and PEFT.
 
->>> from ggda_transformers import attribute_trainer
+>>> from ggda_transformers import GroupTracker, attribute_trainer
 """
 
 try:
@@ -11,5 +11,6 @@ except ImportError as error:  # pragma: no cover
 from ggda_transformers.attribution import attribute_trainer
 from ggda_transformers.columns import Binned, Nested
 from ggda_transformers.setup import TrainerSetup
+from ggda_transformers.tracker import GroupTracker
 
-__all__ = ["attribute_trainer", "Binned", "Nested", "TrainerSetup"]
+__all__ = ["attribute_trainer", "GroupTracker", "Binned", "Nested", "TrainerSetup"]
