@@ -88,7 +88,8 @@ def number_rows(loader: Any, expected: int) -> Callable[[], None]:
         inner = inner.base_dataloader
     if not isinstance(inner, DataLoader):
         raise TypeError(f"the Trainer's data loader is a {type(loader).__name__}: GroupTracker needs a DataLoader.")
-    dataset, collator = inner.dataset, inner.collate_fn
+    dataset: Any = inner.dataset
+    collator = inner.collate_fn
     check_rows(dataset, "the Trainer's training data")
     if len(dataset) != expected:
         raise ValueError(

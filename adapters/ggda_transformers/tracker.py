@@ -42,7 +42,7 @@ FILE = "ggda_tracker.json"
 _logger = logging.getLogger(__name__)
 
 
-class GroupTracker(TrainerCallback):  # type: ignore[misc]
+class GroupTracker(TrainerCallback):
     """A callback that adds up group scores during training; its state is k numbers for each property.
 
     Pass it as ``Trainer(callbacks=[tracker])``. Scores are logged with the Trainer's log as ``ggda/<group>``;
