@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from cases import relative_error
-from transformers_cases import collate, examples, gradients, made, own_loss, sources, trainer_of
-
-peft = pytest.importorskip("peft")
-
 from ggda_transformers import GroupTracker, attribute_trainer
+from transformers_cases import collate, examples, gradients, made, own_loss, sources, trainer_of
 
 from ggda_ext import Groups
 
