@@ -7,13 +7,10 @@ import json
 import pytest
 import torch
 from cases import relative_error
-from torch import Tensor, nn
-from transformers_cases import MODELS, collate, examples, gradients, made, own_loss, sources, trainer_of
-
-pytest.importorskip("accelerate")
-
 from ggda_transformers import Binned, Nested, attribute_trainer
+from torch import Tensor, nn
 from transformers import Trainer
+from transformers_cases import MODELS, collate, examples, gradients, made, own_loss, sources, trainer_of
 
 from ggda_ext import Groups
 

@@ -7,12 +7,9 @@ import json
 import pytest
 import torch
 from cases import relative_error
-from transformers_cases import collate, examples, gradients, made, own_loss, sources, trainer_of
-
-pytest.importorskip("accelerate")
-
 from ggda_transformers import GroupTracker
 from transformers import TrainerCallback
+from transformers_cases import collate, examples, gradients, made, own_loss, sources, trainer_of
 
 from ggda_ext import Groups
 
