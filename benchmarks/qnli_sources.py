@@ -64,13 +64,14 @@ def trained(folder: Path, rows: list[Any], tokenizer: Any, seed: int, epochs: in
 
 def measured(trainer: Trainer, tests: list[Any]) -> tuple[float, float]:
     """Loss and accuracy on the tests."""
-    trainer.model.eval()
+    model: Any = trainer.model
+    model.eval()
     losses, right = 0.0, 0
     with torch.no_grad():
         for low in range(0, len(tests), 50):
             rows = [{k: v for k, v in row.items() if k != "source"} for row in tests[low : low + 50]]
             batch = trainer.data_collator(rows)
-            output = trainer.model(**batch)
+            output = model(**batch)
             losses += float(output.loss) * len(rows)
             right += int((output.logits.argmax(1) == batch["labels"]).sum())
     return losses / len(tests), right / len(tests)
