@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks import check, data, speed, tour
+from benchmarks.names import DATTRI_TASKS
 from benchmarks.results import FolderInUse, ResultFolder, read_config
 from benchmarks.scales import SCALES
 from benchmarks.tasks import PAPER, TASKS
@@ -144,7 +145,11 @@ def _tasks(options: argparse.Namespace) -> list[str] | None:
     if options.tasks is None and options.data is None:
         return None
     wanted = options.tasks or [task for task in TASKS if PAPER[task].data in options.data]
-    return [task for task in TASKS if task in wanted]
+    dattri = [task for task in DATTRI_TASKS if task in wanted]
+    if dattri and options.command != "run":
+        print(f"task {dattri[0]} has LDS only: {PROGRAM} run lds --tasks {dattri[0]}", file=sys.stderr)
+        raise SystemExit(MISUSED)
+    return [task for task in TASKS if task in wanted] + dattri
 
 
 def _how_to_go_on(options: argparse.Namespace, folder: ResultFolder | None) -> str:
@@ -215,7 +220,9 @@ def _common_options() -> argparse.ArgumentParser:
     common.add_argument("--scale", choices=SCALES, help=f"how much of everything. {scales}")
     common.add_argument("--data-dir", **_DATA_DIR)
     which = common.add_mutually_exclusive_group()
-    which.add_argument("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=f"of {', '.join(TASKS)}")
+    every = (*TASKS, *DATTRI_TASKS)
+    which.add_argument("--tasks", nargs="+", choices=every, metavar="TASK",
+                       help=f"of {', '.join(TASKS)}; for `run lds` also {', '.join(DATTRI_TASKS)}")  # fmt: skip
     which.add_argument("--data", nargs="+", choices=list(dict.fromkeys(PAPER[task].data for task in TASKS)),
                        help="all tasks of these data sets")  # fmt: skip
     common.add_argument("--threads", type=_threads, default=1, help="torch threads; 1 by default: times are CPU times")

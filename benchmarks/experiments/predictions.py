@@ -51,10 +51,15 @@ class Prediction:
 
     @classmethod
     def additive(
-        cls, kept: np.ndarray, importance: np.ndarray, settings: str, seconds: dict[str, float] | None = None
+        cls,
+        kept: np.ndarray,
+        importance: np.ndarray,
+        loss: float,
+        settings: str,
+        seconds: dict[str, float] | None = None,
     ) -> Prediction:
-        """The loss falls by the importance of every group that is kept."""
-        return cls(-kept.astype(float) @ importance, settings, seconds)
+        """The model's own loss rises by the importance of every group that is left out."""
+        return cls(loss + (~kept).astype(float) @ importance, settings, seconds)
 
 
 class Predictor:
@@ -88,15 +93,15 @@ class Predictor:
 
     def _additive(self, method: str, kept: np.ndarray) -> Prediction:
         cell = replace(self.cell, method=names.AVERAGED.get(method, method))
-        first = self.bench.attribution(cell)
+        first, loss = self.bench.attribution(cell), self.bench.subject.loss
         if method not in names.AVERAGED:
-            return Prediction.additive(kept, first.importance, first.settings, first.seconds)
+            return Prediction.additive(kept, first.importance, loss, first.settings, first.seconds)
         others = [attributed(cell.method, subject, self.groups) for subject in self._others]
         seconds = {
             part: first.seconds[part] + sum(one.seconds.get(part, 0) for one in others) for part in first.seconds
         }
         importance = np.mean([first.importance, *(one.importance for one in others)], axis=0)
-        return Prediction.additive(kept, importance, f"{first.settings}; three models", seconds)
+        return Prediction.additive(kept, importance, loss, f"{first.settings}; three models", seconds)
 
     @cached_property
     def _others(self) -> list[Subject]:

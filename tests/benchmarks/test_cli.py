@@ -98,6 +98,13 @@ def test_the_tour_ends_with_the_headlines(
     assert Path(page.removeprefix("report: ")).exists()
 
 
+def test_tasks_of_dattri_are_for_lds_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["check", "--tasks", "dattri-mnist-lr"])
+    assert stopped.value.code == 2
+    assert "run lds --tasks dattri-mnist-lr" in capsys.readouterr().err
+
+
 def test_the_tour_knows_all_experiments() -> None:
     assert set(tour.EXPERIMENTS) == set(experiments.EXPERIMENTS)
 
