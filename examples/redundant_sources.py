@@ -90,6 +90,6 @@ def answers(seed):
     }
 
 
-if __name__ == "__main__":
-    for name, found in answers(0).items():
-        print(name, found)
+story = answers(0)
+for name, found in story.items():
+    print(f"{name}: {found}")
