@@ -250,6 +250,8 @@ class Layer:
     """Whether the model overwrites the layer's output in place and nothing before it requires a gradient."""
     copied: tuple[str, tuple[int, ...]] | None = None
     """A parameter that is given to the module as copies, one per example: its name there, and the shape of a copy."""
+    bias_of: nn.Module | None = None
+    """The attention that adds this embedding's rows to the scores of all examples alike, as T5's does."""
 
     def apply(self, a: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """layer(a; weight, bias), with zeros for a parameter that was not chosen."""
@@ -298,8 +300,18 @@ def known_layers(space: ParameterSpace, copies_output: bool = False) -> tuple[li
             why = f"{type(module).__name__} {name or '(the model itself)'!r} is not a layer known to be linear"
             unknown |= {names[id(value)]: why for value in own.values()}
             continue
-        layers.append(Layer(name, module, rule, own.get("weight"), own.get("bias"), copies_output))
+        bias_of = _attention_of(space.model, name, module)
+        layers.append(Layer(name, module, rule, own.get("weight"), own.get("bias"), copies_output, bias_of=bias_of))
     return layers, unknown
+
+
+def _attention_of(model: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
+    """The attention whose `compute_bias` turns an embedding of relative positions into scores `[1, h, q, k]`."""
+    parent, _, own = name.rpartition(".")
+    if own != "relative_attention_bias" or not isinstance(module, nn.Embedding):
+        return None
+    attention = model.get_submodule(parent)
+    return attention if callable(getattr(attention, "compute_bias", None)) else None
 
 
 def copied_parameter(name: str, module: nn.Module, key: str, parameter: nn.Parameter, output_dim: int) -> Layer | None:
@@ -378,7 +390,23 @@ def observe(
 
         return on_forward
 
-    with space.require_gradients(of_chosen=False, also=unseen), _copies(layers, size) as copied:
+    def share(layer: Layer, positions: Tensor, bias: Tensor) -> Tensor:
+        """Scores `[1, h, q, k]` that all examples get, as one copy for each, so that each has a gradient of its own."""
+        if bias.dim() != 4 or len(bias) != 1 or bias.shape[2:] != positions.shape:
+            raise UnknownLayer(f"layer {layer.name!r} gives scores {list(bias.shape)}, which are not [1, h, q, k]")
+        calls.rows.append((layer.name, 1))
+        kept = _told(observer.forward, layer, positions.expand(size, *positions.shape))
+        copies = bias.detach().expand(size, *bias.shape[1:]).requires_grad_()
+        leaves.append(copies)
+        back = _backward(observer, layer, kept, 1, space)
+        copies.register_hook(lambda d: back(d.permute(0, 2, 3, 1)))
+        return copies
+
+    with (
+        space.require_gradients(of_chosen=False, also=unseen),
+        _copies(layers, size) as copied,
+        _shared([layer for layer in layers if layer.bias_of is not None], share),
+    ):
         for layer, copies in copied:
             leaves.append(copies)
             kept = observer.forward(layer, copies.detach().view(size, *_of(layer.weight).shape))
@@ -386,7 +414,7 @@ def observe(
         handles = [
             layer.module.register_forward_hook(hook(layer), with_kwargs=True)
             for layer in layers
-            if layer.copied is None
+            if layer.copied is None and layer.bias_of is None
         ]
         try:
             total = loss.total(space.model, batch)
@@ -436,6 +464,40 @@ def _copies(layers: list[Layer], size: int) -> Iterator[list[tuple[Layer, Tensor
         for layer, _ in given:
             assert layer.copied is not None
             layer.module._parameters[layer.copied[0]] = layer.weight
+
+
+@contextmanager
+def _shared(layers: list[Layer], share: Callable[[Layer, Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Let attentions that add an embedding's rows to the scores of all examples add what `share` makes of them."""
+
+    def wrapped(layer: Layer, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def computed(*args: Any, **kwargs: Any) -> Tensor:
+            positions: list[Tensor] = []
+            handle = layer.module.register_forward_pre_hook(lambda module, inputs: positions.append(inputs[0]))
+            try:
+                bias = compute(*args, **kwargs)
+            finally:
+                handle.remove()
+            if len(positions) != 1:
+                raise UnknownLayer(f"layer {layer.name!r} is called {len(positions)} times for one bias")
+            return share(layer, positions[0], bias)
+
+        return computed
+
+    changed = []
+    try:
+        for layer in layers:
+            assert layer.bias_of is not None
+            own = vars(layer.bias_of).get("compute_bias")
+            changed.append((layer.bias_of, own))
+            vars(layer.bias_of)["compute_bias"] = wrapped(layer, layer.bias_of.compute_bias)  # type: ignore[arg-type]
+        yield
+    finally:
+        for attention, own in changed:
+            if own is None:
+                del vars(attention)["compute_bias"]
+            else:
+                vars(attention)["compute_bias"] = own
 
 
 def _of(parameter: nn.Parameter | None) -> nn.Parameter:
