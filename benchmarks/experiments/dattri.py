@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +160,14 @@ def _methods(size: DattriScale) -> dict[str, tuple[int, Callable[[Problem], Pred
     """Method → how many models it explains, and its predictions `[subsets, tests]`."""
     methods: dict[str, tuple[int, Callable[[Problem], Predicted]]] = {
         OWN_CLASS: (0, own_class),
-        WHAT_IF: (1, lambda problem: what_if(problem, 1)),
-        f"{WHAT_IF}, 3 models": (3, lambda problem: what_if(problem, 3)),
-        f"{TRACIN}, 1 model": (1, lambda problem: tracin(problem, 1)),
+        WHAT_IF: (1, partial(what_if, models=1)),
+        f"{WHAT_IF}, 3 models": (3, partial(what_if, models=3)),
+        f"{TRACIN}, 1 model": (1, partial(tracin, models=1)),
         CG: (1, conjugate_gradients),
-        TRACIN: (size.tracin_models, lambda problem: tracin(problem, size.tracin_models)),
+        TRACIN: (size.tracin_models, partial(tracin, models=size.tracin_models)),
     }
     for count in size.trak_models:
-        methods[f"{TRAK}-{count}"] = (count, lambda problem, count=count: trak(problem, count))
+        methods[f"{TRAK}-{count}"] = (count, partial(trak, models=count))
     return methods
 
 
