@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints
 from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike
-from ggda_ext.gradients import Directions, GroupGradients, PointGradients
+from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.methods import Method, MethodName, chosen
 from ggda_ext.methods.keeping import keep_scores
@@ -102,6 +102,7 @@ def attribute(
     )  # fmt: skip
     solver = chosen(method, damping=damping, recipe=recipe)
     listed, factors = _weighted(checkpoints, weights, mean=solver.unit == "property")
+    asked = as_points(property)
     start, account = perf_counter(), Account()
     with (
         only_thread(model),
@@ -111,7 +112,7 @@ def attribute(
         scores = kept.total(
             (
                 factors[at],
-                scores_by(solver, provider, property_directions(provider, property), account, kept, at, property),
+                scores_by(solver, provider, property_directions(provider, asked), account, kept, at, property),
             )
             for at in numbers
         )
@@ -144,8 +145,16 @@ def property_scores(provider: GroupGradients, property: Property) -> Tensor:
     return provider.scores(property_directions(provider, property))
 
 
-def property_directions(provider: GroupGradients, property: Property) -> Directions:
-    """A property as directions: its gradient `[m, p]`, or the test points themselves for a property of points."""
+def as_points(property: Property) -> Property | PointGradients:
+    """The test points themselves for a property of points, which can be scored without forming gradients."""
     if isinstance(property, PointProperty):
         return PointGradients(property.loss, property.data, property.batch_size)
-    return property_gradient(property, provider.model, provider.space.parameters)
+    return property
+
+
+def property_directions(provider: GroupGradients, property: Property | PointGradients) -> Any:
+    """A property as directions: its gradient `[m, p]`, or the test points themselves for a property of points."""
+    asked = property if isinstance(property, PointGradients) else as_points(property)
+    if isinstance(asked, PointGradients):
+        return asked
+    return property_gradient(asked, provider.model, provider.space.parameters)

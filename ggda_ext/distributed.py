@@ -66,6 +66,17 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def sum_of_ranks(part: Tensor | None) -> Tensor:
+    """The sum of what every rank has, on each of them; None on a rank that has nothing."""
+    if world_size() > 1:
+        kinds = [kind for kind in gather_objects(None if part is None else (part.shape, part.dtype)) if kind]
+        if part is None and kinds:
+            part = torch.zeros(kinds[0][0], dtype=kinds[0][1], device=_device())
+    if part is None:
+        raise ValueError("there is nothing to add up: no rank had a part of the work.")
+    return all_reduce_sum(part)
+
+
 def broadcast(tensor: Tensor) -> Tensor:
     """Give every rank the numbers of rank 0, in place: for what may differ in the last bit or was drawn at random."""
     if world_size() > 1:

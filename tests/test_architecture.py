@@ -21,7 +21,7 @@ LAYERS = [
     {"results"},
     {"methods"},
     {"attribution"},
-    {"storage", "grouping", "evaluation", "label_issues"},
+    {"storage", "grouping", "evaluation", "label_issues", "drop_in"},
     {"counterfactual"},
 ]
 """Rooms from the ground up: a module imports from its own layer and those below, at its top level."""

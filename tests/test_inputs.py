@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ggda_ext import GroupGradients, Groups, PointGradients, WhatIf, attribute, progress, properties
+from ggda_ext import GroupGradients, Groups, PointGradients, WhatIf, attribute, properties
 from ggda_ext.grouping import GradKMeansGroups
 
 LOSS, N, FEATURES = nn.CrossEntropyLoss(), 40, ["a", "b", "c"]
@@ -253,7 +253,7 @@ def test_outputs_are_never_taken_for_a_loss(kind: str) -> None:
 def test_progress_appears_when_a_pass_takes_long(
     show: bool | None, patience: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", patience)
+    monkeypatch.setattr("ggda_ext.data.PATIENCE", patience)
     data, errors = tensors(table()), io.StringIO()
     with redirect_stderr(errors):
         attribute(network(), LOSS, data, None, properties.mean_loss(data, LOSS), show_progress=show)

@@ -9,8 +9,7 @@ try:
 except ImportError as error:
     raise ImportError("ggda_captum needs Captum: pip install 'ggda-ext[captum]'") from error
 
-from ggda_captum.arnoldi_influence_function import ArnoldiInfluenceFunction
-from ggda_captum.influence_function import NaiveInfluenceFunction
+from ggda_captum.influence_function import ArnoldiInfluenceFunction, NaiveInfluenceFunction
 from ggda_captum.nearest_neighbors import ExactNearestNeighbors
 from ggda_captum.tracincp import TracInCP
 from ggda_captum.tracincp_fast_rand_proj import TracInCPFast, TracInCPFastRandProj

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import captum.influence
+import torch
+from captum.influence._core import arnoldi_influence_function as captums
 from torch import Tensor
 
-from ggda_captum.group_influence import GroupInfluence
-from ggda_ext import GroupGradients, PointGradients
+from ggda_captum.group_influence import Asked, GroupInfluence
+from ggda_ext import PointGradients
+from ggda_ext.attribution import property_directions
 from ggda_ext.model import ParameterSpace
 from ggda_ext.storage.folder import digest
 
@@ -23,11 +24,14 @@ class ProjectedInfluence(GroupInfluence):
         """Rᵀ as rows `[r, p]`, with the parameters in the order of `space`."""
         raise NotImplementedError
 
-    def _group_influence(self, inputs: Any, show_progress: bool = False) -> Tensor:
-        provider = self._provider(show_progress)
+    def _group_scores(self, asked: Asked) -> Tensor:
+        provider, explained, kept = asked
         projection = self._projection(provider.space)
-        tests = self._projected_tests(provider, projection, inputs)
-        with self._keep(inputs) as kept:
+        if isinstance(explained, PointGradients):
+            tests = provider.tests(explained).scores(projection).T
+        else:
+            tests = property_directions(provider, explained) @ projection.T
+        with kept:
             if len(tests) < len(projection):
                 return kept.total([(1.0, kept.scores(provider, tests @ projection))]).cpu()
             scores = kept.total([(1.0, kept.scores(provider, projection))])
@@ -36,17 +40,10 @@ class ProjectedInfluence(GroupInfluence):
             size = len(tests), scores.shape[1]
             return kept.write(made_of, *size, scores.dtype, lambda low, high: tests[low:high] @ scores).cpu()
 
-    def _group_self_influence(self, show_progress: bool) -> Tensor:
-        provider = self._provider(show_progress)
-        with self._keep() as kept:
+    def _group_self_influence(self, asked: Asked) -> Tensor:
+        provider, _, kept = asked
+        with kept:
             return kept.total([(1.0, kept.scores(provider, self._projection(provider.space)))]).square().sum(0).cpu()
-
-    def _projected_tests(self, provider: GroupGradients, projection: Tensor, inputs: Any) -> Tensor:
-        """Rᵀ∇g of every property or test point, as rows `[m, r]`."""
-        directions = self._directions(provider, inputs)
-        if isinstance(directions, PointGradients):
-            return self._point_provider(directions).scores(projection).T
-        return directions @ projection.T
 
     def _in_space(self, space: ParameterSpace, rows: Tensor) -> Tensor:
         """Rows `[r, p]` over the parameters in Captum's order, which follows `layers`, in the order of `space`."""
@@ -71,3 +68,18 @@ class NaiveInfluenceFunction(ProjectedInfluence, captum.influence.NaiveInfluence
 
     def _projection(self, space: ParameterSpace) -> Tensor:
         return self._in_space(space, self.R.T)
+
+
+class ArnoldiInfluenceFunction(ProjectedInfluence, captums.ArnoldiInfluenceFunction):
+    """Captum's `ArnoldiInfluenceFunction`, with `groups=` and `influence(property=…)`.
+
+    Its projection R comes from Arnoldi iterations. Differences of the group path: with ``k=`` it uses `test_loss_fn`,
+    which Captum then ignores; parameters outside Linear and Conv2d layers count with
+    ``sample_wise_grads_per_batch=True``, too.
+    """
+
+    R: list[tuple[Tensor, ...]]
+
+    def _projection(self, space: ParameterSpace) -> Tensor:
+        rows = [torch.cat([part.reshape(-1) for part in vector]) for vector in self.R]
+        return self._in_space(space, torch.stack(rows))

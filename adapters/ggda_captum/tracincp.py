@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any
 
 import captum.influence
 import numpy as np
 from torch import Tensor
 
-from ggda_captum.group_influence import CheckpointLoader, GroupInfluence
+from ggda_captum.arguments import CheckpointLoader
+from ggda_captum.group_influence import Asked, GroupInfluence
 from ggda_ext import PointGradients
+from ggda_ext.attribution import property_directions
+from ggda_ext.gradients import Directions
+from ggda_ext.methods.keeping import weighted_sum
 from ggda_ext.model import left_as_it_was
-from ggda_ext.storage.scores import weighted_sum
 
 
 class CheckpointInfluence(GroupInfluence):
@@ -21,10 +25,12 @@ class CheckpointInfluence(GroupInfluence):
     checkpoints: list[Any]
     checkpoints_load_func: Callable[..., Any]
 
-    def _at_checkpoints(self, part: Callable[[int], Any]) -> list[tuple[float, Any]]:
-        """The learning rate and ``part(number)`` of every checkpoint; after a failure the model is as it was before."""
+    def _loaded_checkpoints(self) -> Generator[tuple[int, float], None, None]:
+        """Number and learning rate of every checkpoint, loaded; after a failure the model is as it was before.
+
+        Use it with `contextlib.closing`, so that this happens at once.
+        """
         load = CheckpointLoader(self.checkpoints_load_func)
-        parts = []
         with left_as_it_was(self.model, only_on_failure=True):
             for number, checkpoint in enumerate(self.checkpoints):
                 rate = load(self.model, checkpoint)
@@ -32,29 +38,30 @@ class CheckpointInfluence(GroupInfluence):
                     raise TypeError(
                         f"checkpoints_load_func returned {rate!r}: return the checkpoint's learning rate, a number."
                     )
-                parts.append((float(rate), part(number)))
-        return parts
+                yield number, float(rate)
 
-    def _group_influence(self, inputs: Any, show_progress: bool = False, aggregate: bool = False) -> Tensor:
-        def scores(number: int) -> Any:
-            provider = self._provider(show_progress, inputs)
-            directions = self._directions(provider, inputs)
-            if aggregate and isinstance(directions, PointGradients):
-                directions = self._point_provider(directions, np.zeros(directions.n, np.int64)).rows()
-            elif aggregate:
-                directions = directions.sum(0, keepdim=True)  # type: ignore[union-attr]
-            return kept.scores(provider, directions, number)
+    def _group_scores(self, asked: Asked, aggregate: bool = False) -> Tensor:
+        provider, explained, kept = asked
+        together = None
+        if aggregate and isinstance(explained, PointGradients):
+            together = provider.tests(explained, np.zeros(explained.n, np.int64))
 
-        with self._keep(inputs) as kept:
-            return kept.total(self._at_checkpoints(scores))
+        def directions() -> Directions:
+            if together is not None:
+                return together.rows()
+            found = property_directions(provider, explained)
+            return found.sum(0, keepdim=True) if aggregate else found
 
-    def _group_self_influence(self, show_progress: bool) -> Tensor:
-        def norms(number: int) -> Tensor:
-            provider = self._provider(show_progress)
-            return kept.array(provider, number, "squared_norms", {}, provider.squared_norms)
+        with kept, closing(self._loaded_checkpoints()) as loaded:
+            return kept.total([(rate, kept.scores(provider, directions(), number)) for number, rate in loaded])
 
-        with self._keep() as kept:
-            return weighted_sum(self._at_checkpoints(norms))
+    def _group_self_influence(self, asked: Asked) -> Tensor:
+        provider, _, kept = asked
+        with kept, closing(self._loaded_checkpoints()) as loaded:
+            return weighted_sum(
+                (rate, kept.array(provider, number, "squared_norms", {}, provider.squared_norms))
+                for number, rate in loaded
+            )
 
 
 class TracInCP(CheckpointInfluence, captum.influence.TracInCP):

@@ -6,7 +6,7 @@ The gradient of point i is d_i a_iᵀ, of a group Σ_{i∈G} d_i a_iᵀ; project
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from contextlib import closing
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,15 +16,15 @@ from captum.influence._utils.common import KMostInfluentialResults
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ggda_captum.group_influence import OfProperty
+from ggda_captum.group_influence import Asked, OfProperty
 from ggda_captum.nearest_neighbors import ExactNearestNeighbors
 from ggda_captum.tracincp import CheckpointInfluence
 from ggda_ext import ExampleLoss, PointGradients
-from ggda_ext.distributed import in_order, my_share
+from ggda_ext.attribution import property_directions
+from ggda_ext.drop_in import KEYWORDS
 from ggda_ext.losses import example_losses, model_output
 from ggda_ext.storage.fingerprint import sketch_of
 
-Blocks = Iterable[tuple[Tensor, Tensor]]
 Projections = tuple[Tensor, Tensor] | None
 
 
@@ -98,7 +98,7 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
     projection_quantities: Projections
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        own = {name: kwargs.pop(name) for name in ("groups", "strategy", "save_dir", "tag") if name in kwargs}
+        own = {word: kwargs.pop(word) for word in KEYWORDS if word in kwargs}
         bound = inspect.signature(captum.influence.TracInCPFastRandProj).bind(*args, **kwargs)
         exact = own.get("groups") is not None or find_spec("annoy") is None
         if exact and bound.arguments.get("nearest_neighbors") is None:
@@ -116,7 +116,7 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
         points = bound.arguments.get("inputs")
         if points is not None:
             return self.compute_intermediate_quantities(points).square().sum(1)
-        return self._in_group_order(self.src_intermediate_quantities.square().sum(1))
+        return self._drop_in.in_group_order(self.src_intermediate_quantities.square().sum(1))
 
     def _by_captum(self, inputs: Any) -> bool:
         return True  # its own code, on the projections below
@@ -125,46 +125,42 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
         self, inputs: Any, projection_quantities: Projections, test: bool = False
     ) -> Tensor:
         """Projections `[n, projection]` of points; of groups for the training side, of ∇g for a property."""
-        training = not hasattr(self, "src_intermediate_quantities")  # the constructor asks for it first
-        if isinstance(inputs, OfProperty) or (self._grouped and test):
-            return self._projected(lambda: self._test_blocks(inputs), projection_quantities)
-        if self._grouped and training:
-            return self._projected_groups(projection_quantities)
+        grouped = not self._drop_in.by_toolkit
+        if isinstance(inputs, OfProperty) or (grouped and test):
+            return self._projected_tests(self._asked(inputs), projection_quantities)
+        if grouped and not hasattr(self, "src_intermediate_quantities"):  # the constructor asks for the training side
+            return self._projected_groups(self._asked(None), projection_quantities)
         return super()._get_intermediate_quantities_tracincp_fast_rand_proj(inputs, projection_quantities, test)
 
-    def _test_blocks(self, inputs: Any) -> Blocks:
-        directions = self._directions(self._provider(inputs=inputs), inputs)
-        if isinstance(directions, PointGradients):
-            return self._point_provider(directions).small_blocks()
-        mine = torch.tensor(my_share(len(directions)), dtype=torch.long)
-        return [(mine, directions[mine])]
+    def _projected_tests(self, asked: Asked, projections: Projections) -> Tensor:
+        """√η P_dᵀ G P_a of the gradients G of test points or of a property, the checkpoints side by side."""
+        provider, explained, _ = asked
+        parts = []
+        with closing(self._loaded_checkpoints()) as loaded:
+            for _, rate in loaded:
+                if isinstance(explained, PointGradients):
+                    part = provider.tests(explained).map_rows(lambda rows: self._project(rows, projections))
+                else:
+                    part = self._project(property_directions(provider, explained), projections)
+                parts.append(part * rate**0.5)
+        return torch.cat(parts, 1)
 
-    def _projected(self, blocks: Callable[[], Blocks], projections: Projections) -> Tensor:
-        """√η P_dᵀ G P_a of all rows G, the checkpoints side by side."""
-
-        parts = self._at_checkpoints(lambda number: self._embedded(blocks(), projections))
-        return torch.cat([part * rate**0.5 for rate, part in parts], 1)
-
-    def _projected_groups(self, projections: Projections) -> Tensor:
+    def _projected_groups(self, asked: Asked, projections: Projections) -> Tensor:
         """The same of all groups, kept in `save_dir`."""
+        provider, _, kept = asked
         made_with = {"projections": [] if projections is None else [sketch_of(part) for part in projections]}
 
-        def embedding(number: int) -> Tensor:
-            provider = self._provider()
-            return kept.array(
-                provider, number, "projected", made_with, lambda: self._embedded(provider.small_blocks(), projections)
+        def project_all() -> Tensor:
+            return provider.map_rows(lambda rows: self._project(rows, projections))
+
+        with kept, closing(self._loaded_checkpoints()) as loaded:
+            return torch.cat(
+                [kept.array(provider, at, "projected", made_with, project_all) * rate**0.5 for at, rate in loaded], 1
             )
 
-        with self._keep() as kept:
-            return torch.cat([part * rate**0.5 for rate, part in self._at_checkpoints(embedding)], 1)
-
-    def _embedded(self, blocks: Blocks, projections: Projections) -> Tensor:
-        shape = self.final_fc_layer.weight.shape
-        return in_order((ids, _project(rows.view(-1, *shape), projections)) for ids, rows in blocks)
-
-
-def _project(rows: Tensor, projections: Projections) -> Tensor:
-    if projections is not None:
-        of_d, of_a = projections
-        rows = of_d.T @ (rows @ of_a)
-    return rows.flatten(1)
+    def _project(self, rows: Tensor, projections: Projections) -> Tensor:
+        rows = rows.view(-1, *self.final_fc_layer.weight.shape)
+        if projections is not None:
+            of_d, of_a = projections
+            rows = of_d.T @ (rows @ of_a)
+        return rows.flatten(1)

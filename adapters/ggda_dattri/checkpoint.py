@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from dattri.task import AttributionTask
 from torch import Tensor, nn
 
-from ggda_ext.attribution import property_directions
+from ggda_ext.attribution import as_points
 from ggda_ext.curvature import Hessian
 from ggda_ext.curvature.gauss_newton import GaussNewton
 from ggda_ext.data import IndexedData
 from ggda_ext.distributed import my_share
-from ggda_ext.gradients import Directions, GroupGradients, PointGradients
+from ggda_ext.drop_in import DropIn
+from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
 from ggda_ext.groups import Groups
-from ggda_ext.losses import FunctionalLoss
+from ggda_ext.losses import ExampleLoss, FunctionalLoss
 from ggda_ext.model import ParameterSpace, inner_name, unwrapped
 from ggda_ext.properties import Property, property_gradient
 
@@ -34,6 +34,24 @@ ROWS_BUDGET = 32 * 2**20
 """Bytes for one block of gradients that is worked on: test vectors of a solve, rows to be projected."""
 
 
+class TaskLosses:
+    """The loss and the target of a task, made once, so that what is found out about them serves every checkpoint.
+
+    Args:
+        task: the task.
+        batch_of_one: whether its functions expect an example with a batch dimension of one.
+    """
+
+    def __init__(self, task: AttributionTask, batch_of_one: bool) -> None:
+        self.loss_func, target_func = (
+            by_outer_names(function, task.get_model())
+            for function in (task.original_loss_func, task.original_target_func)
+        )
+        self.loss = FunctionalLoss(self.loss_func, batch_of_one=batch_of_one)
+        same = task.original_target_func is task.original_loss_func
+        self.target = self.loss if same else FunctionalLoss(target_func, batch_of_one=batch_of_one)
+
+
 class Checkpoint:
     """A task at one of its checkpoints: gradients of groups and of test points, in dattri's layout.
 
@@ -41,12 +59,12 @@ class Checkpoint:
         task: the task; checkpoint `index` is loaded into its model.
         index: number of the checkpoint.
         layer_name: names of the parameters that count, None for all that require a gradient.
-        batch_of_one: whether the losses expect an example with a batch dimension of one.
-        strategy: the core's strategy.
+        losses: of the task.
+        drop_in: the keywords of the group path.
     """
 
     def __init__(
-        self, task: AttributionTask, index: int, layer_name: list[str] | None, *, batch_of_one: bool, strategy: str
+        self, task: AttributionTask, index: int, layer_name: list[str] | None, losses: TaskLosses, drop_in: DropIn
     ) -> None:
         wrapped = task.get_model()
         self.model = unwrapped(wrapped)
@@ -58,22 +76,16 @@ class Checkpoint:
                 raise ValueError(f"layer_name has {unknown[0]!r}, which is no parameter of the model: {list(known)}.")
         task._load_checkpoints(index)
         self.task, self.index, self.layer_name = task, index, layer_name
-        self.strategy = strategy
-        self.loss_func, target_func = (
-            by_outer_names(function, wrapped) for function in (task.original_loss_func, task.original_target_func)
-        )
-        self.loss = FunctionalLoss(self.loss_func, batch_of_one=batch_of_one)
-        self.target = FunctionalLoss(target_func, batch_of_one=batch_of_one)
-        if task.original_target_func is task.original_loss_func:
-            self.target = self.loss
+        self.loss_func, self.loss, self.target = losses.loss_func, losses.loss, losses.target
+        self._drop_in = drop_in
 
     def groups(self, data: IndexedData, groups: Groups) -> GroupGradients:
         """Gradients of the training loss, summed by group."""
-        return self._provider(self.loss, data, groups, self.strategy)
+        return self._provider(self.loss, data, groups)
 
     def weighted_groups(self, data: IndexedData, groups: Groups, weights: Tensor) -> GroupGradients:
         """Gradients of the training loss times a weight for each point `[n]`, summed by group."""
-        return self._provider(WeightedLoss(self.loss), WeightedData(data, weights), groups, self.strategy)
+        return self._provider(WeightedLoss(self.loss), WeightedData(data, weights), groups)
 
     def blocks(self, provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor]]:
         """A provider's `(ids, rows [b, p])`, in dattri's layout; of this rank's groups."""
@@ -95,49 +107,34 @@ class Checkpoint:
             position = torch.full((len(provider.groups) + 1,), -1)
             position[ids] = torch.arange(len(ids))
             some = Groups(position[labels].numpy(), rest="drop")
-            yield ids, rows, self.to_dattri(self._provider(self.target, provider.data, some, self.strategy).rows())
+            yield ids, rows, self.to_dattri(self._provider(self.target, provider.data, some).rows())
 
     def points(self, data: IndexedData, count: int | None = None) -> GroupGradients:
         """Gradients of the training loss at single points, the first `count` of them."""
         ids = np.arange(data.n or 0)
-        return self._provider(
-            self.loss, data, Groups(np.where(ids < (count or len(ids)), ids, -1), rest="drop"), "auto"
-        )
+        first = Groups(np.where(ids < (count or len(ids)), ids, -1), rest="drop")
+        return self._points_provider(PointGradients(self.loss, data), first)
 
-    def tests(self, data: IndexedData) -> GroupGradients:
-        """Gradients of the target at single test points."""
-        return self._provider(self.target, data, None, "auto")
-
-    def directions(self, tests: IndexedData | None, property: Property | None, provider: GroupGradients) -> Directions:
-        """Test points or a property as directions for the core, not formed where that can be avoided."""
+    def explained(self, tests: IndexedData | None, property: Property | None) -> Property | PointGradients:
+        """What is explained: the target at test points, or a property."""
         if property is not None:
-            return property_directions(provider, property)
+            return as_points(property)
         assert tests is not None
         return PointGradients(self.target, tests)
 
-    def test_blocks(self, tests: IndexedData | None, property: Property | None) -> Iterator[tuple[Tensor, Tensor]]:
+    def test_rows(self, explained: Property | PointGradients, *, shared: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """`(positions, rows [b, p])` of the gradients of test points or of a property, in dattri's layout.
 
-        Of this rank's share of them; see `all_test_blocks`.
+        Args:
+            explained: the test points or the property.
+            shared: whether each rank gets a share of the test points, or all of them. The rows of a property are known
+                to all ranks.
         """
-        if property is not None:
-            rows = self._property_rows(property)
-            return self._split(rows, torch.tensor(my_share(len(rows)), dtype=torch.long))
-        assert tests is not None
-        return self.blocks(self.tests(tests))
-
-    def all_test_blocks(self, tests: IndexedData | None, property: Property | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same for all of them on every rank."""
-        if property is not None:
-            rows = self._property_rows(property)
-            return self._split(rows, torch.arange(len(rows)))
-        assert tests is not None
-        return self.all_blocks(self.tests(tests))
-
-    def _property_rows(self, property: Property) -> Tensor:
-        return self.to_dattri(property_gradient(property, self.model, self.space.parameters))
-
-    def _split(self, rows: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        if isinstance(explained, PointGradients):
+            provider = self._points_provider(explained)
+            return self.blocks(provider) if shared else self.all_blocks(provider)
+        rows = self.to_dattri(property_gradient(explained, self.model, self.space.parameters))
+        positions = torch.tensor(my_share(len(rows)) if shared else range(len(rows)), dtype=torch.long)
         return ((ids, rows[ids]) for ids in positions.split(self.max_rows) if len(ids))
 
     def hessian(self, data: IndexedData, gauss_newton: bool = False) -> Hessian:
@@ -190,9 +187,12 @@ class Checkpoint:
         columns = [torch.arange(*spans[name]) for name in dict.fromkeys(self.layer_name)]
         return torch.cat(columns).to(self.space.device)
 
-    def _provider(self, loss: Any, data: IndexedData, groups: Groups | None, strategy: str) -> GroupGradients:
-        return GroupGradients(
-            self.model, loss, data, groups, parameters=self.layer_name, strategy=strategy, memory_budget=MEMORY_BUDGET
+    def _provider(self, loss: ExampleLoss, data: IndexedData, groups: Groups) -> GroupGradients:
+        return self._drop_in.provider(self.model, loss, data, parameters=self.layer_name, groups=groups)
+
+    def _points_provider(self, points: PointGradients, groups: Groups | None = None) -> GroupGradients:
+        return points.provider(
+            self.model, groups, parameters=self.layer_name, memory_budget=self._drop_in.memory_budget
         )
 
 

@@ -1,24 +1,30 @@
-"""What all grouped attributors share: their keywords, and checks of what the user passes."""
+"""What all grouped attributors share: their keywords, who answers (`ggda_ext.drop_in`), and checks of the input."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ggda_dattri.checkpoint import Checkpoint
+from ggda_dattri.checkpoint import MEMORY_BUDGET, Checkpoint, TaskLosses
 from ggda_ext.data import IndexedData
-from ggda_ext.gradients.plan import STRATEGIES
+from ggda_ext.drop_in import DropIn, refuse_words
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.properties import Property
 
+WORDS = {
+    "parameters": "pass layer_name=, the names of the parameters that count",
+    "batch_size": "group passes choose theirs by memory_budget",
+}
+"""Words of `ggda_ext.attribute` for which dattri has others."""
+
 
 class Grouped:
-    """Mixin before a dattri attributor: takes `groups`, `strategy` and `save_dir`, and knows when dattri's code serves.
+    """Mixin before a dattri attributor: takes `groups` and the keywords of the group path, and knows who answers.
 
     Args:
         *args: dattri's own arguments.
@@ -27,6 +33,8 @@ class Grouped:
         save_dir: a folder that keeps what is finished, see `ggda_ext.attribute`: after a kill the same calls go on with
             what is missing, and scores are memory maps on the CPU. Groups of one are computed as groups then.
         tag: with `save_dir`, names what cannot be seen from here, such as the version of the data; another is refused.
+        memory_budget: bytes for one batch's activations and for one block of rows, in group passes.
+        show_progress: whether to show progress bars in group passes and solves; by default on those over 5 seconds.
         **kwargs: dattri's own arguments.
     """
 
@@ -43,30 +51,35 @@ class Grouped:
         strategy: str = "auto",
         save_dir: str | Path | None = None,
         tag: str | None = None,
+        memory_budget: int = MEMORY_BUDGET,
+        show_progress: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_words(kwargs, WORDS, super().__init__, type(self).__name__)
         super().__init__(*args, **kwargs)
-        if strategy not in ("auto", *STRATEGIES):
-            raise ValueError(f"strategy={strategy!r} is not one of 'auto', {', '.join(map(repr, STRATEGIES))}.")
-        if groups is None and save_dir is not None:
-            raise ValueError(f"save_dir={str(save_dir)!r} is given without groups: it keeps scores of groups.")
-        self.groups = None if groups is None else Groups.of(groups)
-        self.strategy, self.save_dir, self.tag = strategy, save_dir, tag
+        self._drop_in = DropIn(
+            groups, strategy=strategy, save_dir=save_dir, tag=tag, memory_budget=memory_budget,
+            show_progress=show_progress,
+        )  # fmt: skip
         if isinstance(self.layer_name, str):
             self.layer_name = [self.layer_name]
 
     @property
+    def groups(self) -> Groups | None:
+        """The groups, or None."""
+        return self._drop_in.groups
+
+    @property
     def _is_dattri(self) -> bool:
         """Whether dattri's own code gives the answer: no groups, or groups of one and no strategy asked for."""
-        serves = self.strategy == "auto" and self.save_dir is None
-        return self.groups is None or (self.groups.are_singletons and serves)
+        return self._drop_in.by_toolkit
 
     def _train_data(self, loader: DataLoader, name: str = "train_dataloader") -> tuple[IndexedData, Groups]:
         """The points of a loader, and the groups they are in."""
         data = IndexedData(loader, name)
         if data.n is None:
             raise TypeError(f"{name} is a stream without a length: pass a DataLoader over a map-style data set.")
-        return data, Groups.singletons(data.n) if self.groups is None else Groups.of(self.groups, data.n)
+        return data, self._drop_in.groups_of(data.n)
 
     def _in_group_order(self, loader: DataLoader | None, run: Callable[[], Tensor]) -> Tensor:
         """dattri's rows, one per training point, in the order of groups of one; as they are without groups."""
@@ -74,11 +87,14 @@ class Grouped:
             return run()
         if loader is not None:
             self._train_data(loader)  # refuses a loader that does not fit before the work starts
-        scores = run().detach()
-        return scores[torch.from_numpy(self.groups.order.astype("int64")).to(scores.device)]
+        return self._drop_in.in_group_order(run().detach(), 0)
+
+    @cached_property
+    def _losses(self) -> TaskLosses:
+        return TaskLosses(self.task, self.batch_of_one)
 
     def _checkpoint(self, index: int) -> Checkpoint:
-        return Checkpoint(self.task, index, self.layer_name, batch_of_one=self.batch_of_one, strategy=self.strategy)
+        return Checkpoint(self.task, index, self.layer_name, self._losses, self._drop_in)
 
     @property
     def _checkpoints(self) -> range:

@@ -14,7 +14,6 @@ from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.inner_product import GroupedInnerProduct, Solve
 from ggda_ext.curvature import direct_solve, lissa
 from ggda_ext.curvature.conjugate_gradients import conjugate_gradients
-from ggda_ext.distributed import all_reduce_sum, together
 
 
 class IFAttributorExplicit(GroupedInnerProduct, dattri_if.IFAttributorExplicit):
@@ -90,7 +89,7 @@ class IFAttributorLiSSA(GroupedInnerProduct, dattri_if.IFAttributorLiSSA):
                 repeat=options["num_repeat"],
                 batch_size=options["batch_size"],
                 seed=seed,
-                show_progress=self.show_progress,
+                show_progress=self._drop_in.show_progress is not False,
             )
 
         return _in_core_layout(checkpoint, solve)
@@ -148,14 +147,15 @@ class IFAttributorDataInf(_NeedsCache, dattri_if.IFAttributorDataInf):
             raise ValueError(f"regularization={regularization}: DataInf divides by it, pass a positive number.")
 
         def solve(rows: Tensor) -> Tensor:
-            correction = torch.zeros_like(rows)
-            with together():
-                for _, gradients in checkpoint.blocks(points):
-                    for low, high in checkpoint.layer_spans:
-                        part = gradients[:, low:high]
-                        shares = rows[:, low:high] @ part.T / (regularization + part.square().sum(1))
-                        correction[:, low:high] += shares @ part
-            return (rows - all_reduce_sum(correction) / used) / regularization
+            def correction(ids: Tensor, gradients: Tensor) -> Tensor:
+                gradients, found = checkpoint.to_dattri(gradients), torch.empty_like(rows)
+                for low, high in checkpoint.layer_spans:
+                    part = gradients[:, low:high]
+                    shares = rows[:, low:high] @ part.T / (regularization + part.square().sum(1))
+                    found[:, low:high] = shares @ part
+                return found
+
+            return (rows - points.sum_rows(correction, checkpoint.max_rows) / used) / regularization
 
         return solve
 

@@ -22,7 +22,7 @@ from ggda_dattri.grouping import Grouped, check_one_of
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.methods.keeping import KeptScores, keep_scores
+from ggda_ext.methods.keeping import KeptScores
 from ggda_ext.properties import Property
 from ggda_ext.storage.fingerprint import name_of, of_data
 from ggda_ext.storage.folder import digest
@@ -30,7 +30,7 @@ from ggda_ext.storage.folder import digest
 Solve = Callable[[Tensor], Tensor]
 """H⁻¹ v for rows v `[m, p]` in dattri's layout."""
 Curvature = Literal["whole", "gauss-newton", "upstream"]
-_NOT_OF_THE_SOLVER = ("device", "layer_name", "strategy", "save_dir", "tag", "show_progress")
+_NOT_OF_THE_SOLVER = ("device", "layer_name", "_drop_in", "_losses")
 
 
 class GroupedInnerProduct(Grouped):
@@ -46,8 +46,7 @@ class GroupedInnerProduct(Grouped):
             whose Hessian has negative curvature); or ``"upstream"``, dattri's own, which adds up the inverse Hessians
             of the batches of the cached loader (see each class for what differs). By default ``"whole"`` with
             groups, dattri's without them and for groups of one.
-        show_progress: whether to show progress bars in grouped solves.
-        **kwargs: dattri's own arguments.
+        **kwargs: dattri's own arguments, and those of `Grouped`: `memory_budget`, `show_progress`.
     """
 
     batch_of_one = True
@@ -58,16 +57,14 @@ class GroupedInnerProduct(Grouped):
     generate_test_rep: Any
     _compute_denom: Any
 
-    def __init__(
-        self, *args: Any, curvature: Curvature | None = None, show_progress: bool = True, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, curvature: Curvature | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         known = ("whole", "gauss-newton", "upstream") if self._uses_hessian else ("whole", "upstream")
         if curvature is not None and curvature not in known:
             raise ValueError(
                 f"curvature={curvature!r} is not one of {', '.join(map(repr, known))} of {type(self).__name__}."
             )
-        self._curvature, self.show_progress = curvature, show_progress
+        self._curvature = curvature
 
     @property
     def curvature(self) -> Curvature:
@@ -107,7 +104,7 @@ class GroupedInnerProduct(Grouped):
         _check_relatif(relatif_method)
         data, groups = self._prepared(train_dataloader)
         tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
-        with keep_scores(self.save_dir, self.tag) as kept:
+        with self._drop_in.keep() as kept:
 
             def parts() -> Iterator[tuple[float | Tensor, Any]]:
                 for index in self._checkpoints:
@@ -135,13 +132,13 @@ class GroupedInnerProduct(Grouped):
         solve: Solve,
     ) -> Tensor:
         """``solve(rows)``, found in `save_dir` if it was solved before, with the same settings and cached data."""
-        if self.save_dir is None:
+        if self._drop_in.save_dir is None:
             return solve(rows)
         own = {name: value for name, value in vars(self).items() if name not in _NOT_OF_THE_SOLVER}
         settings = {
             "solver": name_of(SimpleNamespace(**own)).replace("SimpleNamespace", type(self).__name__),
             "curvature": self.curvature,
-            "cached points": of_data(self._curvature_data(), self.tag),
+            "cached points": of_data(self._curvature_data(), self._drop_in.tag),
         }
         name = f"solved-{digest(rows.detach().cpu().numpy())}"
         return kept.array(provider, checkpoint.index, name, settings, lambda: solve(rows))
@@ -205,7 +202,7 @@ class GroupedInnerProduct(Grouped):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """`(positions, rows)` of the test side; with dattri's own batches and draws where its curvature is used."""
         if self.curvature != "upstream" or loader is None:
-            yield from checkpoint.all_test_blocks(tests, property)
+            yield from checkpoint.test_rows(checkpoint.explained(tests, property), shared=False)
             return
         seen = 0
         for batch in loader:

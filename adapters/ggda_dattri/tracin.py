@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.grouping import check_one_of
 from ggda_dattri.projection import GroupedProjection
+from ggda_ext.attribution import property_directions
 from ggda_ext.data import IndexedData
-from ggda_ext.distributed import all_reduce_sum, together
-from ggda_ext.gradients import GroupGradients
-from ggda_ext.methods.keeping import KeptScores, keep_scores, weighted_sum
+from ggda_ext.gradients import GroupGradients, PointGradients
+from ggda_ext.methods.keeping import KeptScores, weighted_sum
 from ggda_ext.properties import Property
 
 
@@ -68,16 +68,17 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
             return self._in_group_order(train_dataloader, lambda: own(train_dataloader, test_dataloader))
         data, groups = self._train_data(train_dataloader)
         tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
-        with keep_scores(self.save_dir, self.tag) as kept:
+        with self._drop_in.keep() as kept:
 
             def parts() -> Iterator[tuple[float, Any]]:
                 for index, weight in self._weighted_checkpoints():
                     checkpoint = self._checkpoint(index)
                     provider = checkpoint.groups(data, groups)
                     if in_memory:
-                        yield float(weight), self._in_memory(kept, checkpoint, provider, tests, property)
+                        explained = checkpoint.explained(tests, property)
+                        yield float(weight), self._in_memory(kept, checkpoint, provider, explained)
                     else:
-                        directions = checkpoint.directions(tests, property, provider)
+                        directions = property_directions(provider, checkpoint.explained(tests, property))
                         yield float(weight), kept.scores(provider, directions, index)
 
             in_memory = self._projects or self.normalized_grad
@@ -97,24 +98,21 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
         return _result(total)
 
     def _in_memory(
-        self,
-        kept: KeptScores,
-        checkpoint: Checkpoint,
-        provider: GroupGradients,
-        tests: IndexedData | None,
-        property: Property | None,
+        self, kept: KeptScores, checkpoint: Checkpoint, provider: GroupGradients, explained: Property | PointGradients
     ) -> Tensor:
         """Scores `[m, k]` of projected or normalised gradients, or both."""
         if not self._projects:
-            scores = provider.scores(checkpoint.directions(tests, property, provider))
-            scores = scores / _row_norms(checkpoint.blocks(provider), scores[0])
-            return scores / _row_norms(checkpoint.test_blocks(tests, property), scores[:, 0])[:, None]
-        if self.save_dir is None:
+            directions = property_directions(provider, explained)
+            scores = provider.scores(directions) / _row_norms(provider)
+            if isinstance(directions, PointGradients):
+                return scores / _row_norms(provider.tests(directions))[:, None]
+            return scores / directions.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        if self._drop_in.save_dir is None:
             right, left = self._project(
-                checkpoint, checkpoint.test_blocks(tests, property), checkpoint.blocks(provider)
+                checkpoint, checkpoint.test_rows(explained, shared=True), checkpoint.blocks(provider)
             )
         else:
-            (right,) = self._project(checkpoint, checkpoint.test_blocks(tests, property))
+            (right,) = self._project(checkpoint, checkpoint.test_rows(explained, shared=True))
             left = kept.array(
                 provider, checkpoint.index, "projected", {"projector": str(self.projector_kwargs)},
                 lambda: self._project(checkpoint, checkpoint.blocks(provider))[0],
@@ -126,7 +124,7 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
         provider = checkpoint.groups(data, groups)
         if self._projects:
             return self._project(checkpoint, checkpoint.blocks(provider))[0].norm(dim=1)
-        return _row_norms(checkpoint.blocks(provider), torch.empty(len(groups), dtype=checkpoint.space.dtype))
+        return _row_norms(provider)
 
     def _weighted_checkpoints(self) -> zip[tuple[int, Any]]:
         given, needed = len(self.weight_list), len(self._checkpoints)
@@ -135,13 +133,9 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
         return zip(self._checkpoints, self.weight_list, strict=True)
 
 
-def _row_norms(blocks: Any, like: Tensor) -> Tensor:
-    """Norms of streamed rows, those of all ranks, at least 1e-12."""
-    norms = torch.zeros_like(like)
-    with together():
-        for ids, rows in blocks:
-            norms[ids.to(norms.device)] = rows.norm(dim=1).to(norms)
-    return all_reduce_sum(norms).clamp_min(1e-12)
+def _row_norms(provider: GroupGradients) -> Tensor:
+    """Norms of a provider's rows `[k]`, at least 1e-12."""
+    return provider.map_rows(lambda rows: rows.norm(dim=1)).clamp_min(1e-12)
 
 
 def _result(scores: Tensor | None) -> Tensor:

@@ -22,10 +22,10 @@ from ggda_dattri.grouping import check_one_of
 from ggda_dattri.projection import GroupedProjection
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.data import IndexedData, to_device
-from ggda_ext.distributed import all_reduce_sum, gather_objects, in_order, my_share, together
+from ggda_ext.distributed import in_order, sum_of_ranks, together
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
-from ggda_ext.methods.keeping import KeptScores, keep_scores
+from ggda_ext.methods.keeping import KeptScores
 from ggda_ext.properties import Property
 from ggda_ext.storage.fingerprint import sketch_of
 
@@ -118,7 +118,9 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         total: Tensor | None = None
         for index, feature in zip(self._checkpoints, features, strict=True):
             checkpoint = self._checkpoint(index)
-            (projected,) = self._project(checkpoint, checkpoint.test_blocks(tests, property))
+            (projected,) = self._project(
+                checkpoint, checkpoint.test_rows(checkpoint.explained(tests, property), shared=True)
+            )
             scores = (projected / self.norm_scaler) @ feature.solved
             total = scores if total is None else total + scores
         assert total is not None
@@ -158,7 +160,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         checkpoints = self._checkpoints
         weights = sum(self._one_minus_probability(index, data) for index in checkpoints) / len(checkpoints)
         exact = self.fisher == "exact" or self._is_dattri
-        with keep_scores(self.save_dir, self.tag) as kept:
+        with self._drop_in.keep() as kept:
             return [
                 (self._exact if exact else self._of_groups)(kept, index, data, groups, weights) for index in checkpoints
             ]
@@ -208,20 +210,18 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
 
     def _exact_sums(self, checkpoint: Checkpoint, data: IndexedData, groups: Groups, weights: Tensor) -> Tensor:
         """Σ x_i and Σ Q_i x_i of every group, then the Fisher, one below the other `[2k + proj_dim, proj_dim]`."""
-        labels = torch.from_numpy(groups.labels.astype("int64")).to(weights.device)
-        found: tuple[EmpiricalFisher, Tensor, Tensor] | None = None
+        labels, k = torch.from_numpy(groups.labels.astype("int64")).to(weights.device), len(groups)
+        parts: list[Tensor] = []
         with together():
             for _, ids, projected in self._projected_blocks(checkpoint, checkpoint.blocks(checkpoint.points(data))):
                 rows = projected / self.norm_scaler
-                fisher, sums, weighted = found = found or _no_sums(len(groups), rows.shape[1], rows.dtype, rows.device)
-                fisher.add(rows)
+                parts = parts or [rows.new_zeros(size, rows.shape[1]) for size in (k, k, rows.shape[1])]
+                sums, weighted, fisher = parts
+                fisher += rows.T @ rows
                 inside = labels[ids] >= 0
                 sums.index_add_(0, labels[ids][inside], rows[inside])
                 weighted.index_add_(0, labels[ids][inside], (rows * weights[ids, None])[inside])
-        shapes = gather_objects(None if found is None else (sums.shape[1], sums.dtype))
-        shape = next(shape for shape in shapes if shape is not None)  # a rank may have no points
-        fisher, sums, weighted = found or _no_sums(len(groups), *shape, checkpoint.space.device)
-        return torch.cat([all_reduce_sum(sums), all_reduce_sum(weighted), fisher.all_reduce().matrix])
+        return sum_of_ranks(torch.cat(parts) if parts else None)  # a rank may have no points
 
     def _of_groups(self, kept: KeptScores, index: int, data: IndexedData, groups: Groups, weights: Tensor) -> _Features:
         checkpoint = self._checkpoint(index)
@@ -232,15 +232,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
             return torch.stack(found) / self.norm_scaler
 
         sums, weighted_sums = self._kept_sums(kept, plain, index, weights, make)
-        mine = my_share(len(sums))
-        fisher = EmpiricalFisher(sums.shape[1], sums.device)
-        rows = (sums if self.fisher == "batched" else weighted_sums)[mine.start : mine.stop]
-        fisher.add_groups(self.fisher, rows, groups.sizes[mine.start : mine.stop]).all_reduce()
+        rows = sums if self.fisher == "batched" else weighted_sums
+        fisher = EmpiricalFisher.of_groups(self.fisher, rows, groups.sizes)
         matrix, damping = fisher.damped(self.damping, self.regularization)
         return _Features(torch.linalg.solve(matrix, weighted_sums.T), sums, damping)
-
-
-def _no_sums(k: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[EmpiricalFisher, Tensor, Tensor]:
-    """A Fisher and two sums `[k, dim]` to which nothing was added yet."""
-    sums, weighted = (torch.zeros(k, dim, dtype=dtype, device=device) for _ in range(2))
-    return EmpiricalFisher(dim, device), sums, weighted

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.distributed import all_reduce_sum, gather_objects, world_size
+from ggda_ext.distributed import all_reduce_sum, gather_objects, my_share, world_size
 
 FisherKind = Literal["exact", "batched", "paper"]
 FISHERS: tuple[FisherKind, ...] = ("exact", "batched", "paper")
@@ -86,6 +86,12 @@ class EmpiricalFisher:
         if kind == "paper":
             return self.add(sums)
         return self.add(sums / torch.from_numpy(np.sqrt(sizes)).to(sums)[:, None])
+
+    @classmethod
+    def of_groups(cls, kind: FisherKind, sums: Tensor, sizes: np.ndarray) -> EmpiricalFisher:
+        """The Fisher of groups whose sums `[k, p]` every rank has; each takes a share of the work."""
+        mine = slice(my_share(len(sums)).start, my_share(len(sums)).stop)
+        return cls(sums.shape[1], sums.device).add_groups(kind, sums[mine], sizes[mine]).all_reduce()
 
     def all_reduce(self) -> EmpiricalFisher:
         """Add up over ranks, where each has added other rows; every rank then has the Fisher of all of them."""

@@ -1,7 +1,7 @@
 """Providers of group-summed gradients: what is proven before a pass and watched in it; one file per strategy."""
 
-from ggda_ext.gradients.plan import STRATEGIES, Plan, PointGradients
-from ggda_ext.gradients.provider import Directions, GroupGradients
+from ggda_ext.gradients.plan import STRATEGIES, Plan
+from ggda_ext.gradients.provider import Directions, GroupGradients, PointGradients
 from ggda_ext.model import check_deterministic_modules
 
 __all__ = ["STRATEGIES", "Directions", "GroupGradients", "Plan", "PointGradients", "check_deterministic_modules"]

@@ -9,10 +9,13 @@ A rule states both for one kind of layer; add one to `_RULES`. It takes examples
 bounds in `starts`.
 
 `observe` runs one forward pass and an activation-only backward pass. Hooks hand the input a of every known layer to an
-observer on the way forward, and the gradient d at its output on the way back. No parameter requires a gradient
+observer on the way forward, and the gradient d at its output on the way back. The gradients of parameters are left out
 meanwhile, so the backward pass costs half of an ordinary one. Hooks on tensors see the gradient at the value the layer
 returned, also when an in-place activation overwrites it afterwards. A parameter outside any known layer (a scale, a
 class token) may be given to the model as one copy per example; then the gradient at the copies is what is observed.
+
+A layer is called with detached parameters, while the parameters themselves require a gradient. So where the loss has a
+gradient of a parameter, something else uses it (a functional call, a penalty), and layers alone do not tell the score.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.utils.hooks import RemovableHandle
 
 from ggda_ext.data import batch_length
 from ggda_ext.losses import ExampleLoss
@@ -279,6 +283,8 @@ class Calls:
     rows: list[tuple[str, int]] = field(default_factory=list)
     touched: list[nn.Parameter] = field(default_factory=list)
     """Those of the parameters asked about that had a gradient other than zero."""
+    strayed: list[nn.Parameter] = field(default_factory=list)
+    """Parameters that had a gradient outside of their layers."""
 
     @property
     def signature(self) -> tuple[tuple[str, int], ...]:
@@ -361,6 +367,7 @@ def observe(
     size = batch_length(batch)
     leaves: list[Tensor] = []
     unseen = list(unseen)
+    watched = _watched(layers, unseen)
     calls = Calls()
 
     def tap(layer: Layer, a: Tensor, output: Tensor) -> Tensor:
@@ -403,8 +410,9 @@ def observe(
         return copies
 
     with (
-        space.require_gradients(of_chosen=False, also=unseen),
+        space.require_gradients(of_chosen=False, also=[*unseen, *watched]),
         _copies(layers, size) as copied,
+        _detached_inside(layers, watched),
         _shared([layer for layer in layers if layer.bias_of is not None], share),
     ):
         for layer, copies in copied:
@@ -421,11 +429,58 @@ def observe(
         finally:
             for handle in handles:
                 handle.remove()
-        if (leaves or unseen) and total.requires_grad:
-            found = torch.autograd.grad(total, [*leaves, *unseen], allow_unused=True)[len(leaves) :]
-            pairs = zip(unseen, found, strict=True)
-            calls.touched = [parameter for parameter, d in pairs if d is not None and bool(_dense(d).any())]
+        if total.requires_grad:
+            found = torch.autograd.grad(total, [*leaves, *unseen, *watched], allow_unused=True)[len(leaves) :]
+            pairs = zip([*unseen, *watched], found, strict=True)
+            used = [parameter for parameter, d in pairs if d is not None and bool(_dense(d).any())]
+            seen = {id(parameter) for parameter in watched}
+            calls.touched = [parameter for parameter in used if id(parameter) not in seen]
+            calls.strayed = [parameter for parameter in used if id(parameter) in seen]
     return calls
+
+
+def _watched(layers: list[Layer], unseen: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters of the layers, but for copies and those that are looked after already."""
+    left_out = {id(parameter) for parameter in unseen}
+    left_out |= {id(layer.weight) for layer in layers if layer.copied is not None}
+    own = [value for layer in layers for value in (layer.weight, layer.bias) if value is not None]
+    return list({id(value): value for value in own if id(value) not in left_out}.values())
+
+
+@contextmanager
+def _detached_inside(layers: list[Layer], watched: list[nn.Parameter]) -> Iterator[None]:
+    """Let layers compute with detached parameters, in their own calls only; also when a checkpoint calls them again."""
+    wanted = {id(parameter) for parameter in watched}
+    handles: list[RemovableHandle] = []
+    try:
+        for layer in layers:
+            own = {"weight": layer.weight, "bias": layer.bias}
+            mine = {key: value for key, value in own.items() if value is not None and id(value) in wanted}
+            if layer.copied is None and mine:
+                swap, back = _swaps(layer.module._parameters, mine)
+                handles.append(layer.module.register_forward_pre_hook(swap))
+                handles.append(layer.module.register_forward_hook(back, prepend=True, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _swaps(held: dict[str, Any], own: dict[str, nn.Parameter]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks that put detached parameters into a module's own, unless others are there, and put the parameters back."""
+    given: dict[str, Tensor] = {}
+
+    def swap(*_: Any) -> None:
+        for key, parameter in own.items():
+            if held[key] is parameter:
+                held[key] = given[key] = parameter.detach()
+
+    def back(*_: Any) -> None:
+        for key in given:
+            held[key] = own[key]
+        given.clear()
+
+    return swap, back
 
 
 def _backward(observer: Observer, layer: Layer, kept: Any, repeats: int, space: ParameterSpace) -> Callable[..., None]:

@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from ggda_ext.data import DataLike, IndexedData, progress, to_device
+from ggda_ext.data import IndexedData, progress, to_device
 from ggda_ext.distributed import my_share, share_of_stream
 from ggda_ext.gradients.layers import Layer, Observer
 from ggda_ext.gradients.proof import CapturedLayers
 from ggda_ext.groups.partition import GroupBatch, Groups
-from ggda_ext.losses import ExampleLoss, as_example_loss
+from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, full_precision, sums_on
 
 STRATEGIES = ("directional", "forward", "ghost", "segmented", "backward", "persample")
@@ -85,6 +84,12 @@ class Plan:
         )
 
 
+def check_strategy(strategy: str) -> None:
+    """Refuse what is neither ``"auto"`` nor the name of a strategy."""
+    if strategy != "auto" and strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} is not one of 'auto', {', '.join(map(repr, STRATEGIES))}.")
+
+
 def refusal(strategy: str, facts: Facts, rows: bool, points: bool) -> str | None:
     """Why a strategy cannot answer the question, or None if it can.
 
@@ -135,8 +140,7 @@ def choose(facts: Facts, m: int, *, rows: bool = False, points: bool = False) ->
 
 def named(strategy: str, facts: Facts, m: int, *, rows: bool = False, points: bool = False) -> Plan:
     """A plan for the strategy the user asked for; refused if it cannot answer."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is not one of 'auto', {', '.join(map(repr, STRATEGIES))}.")
+    check_strategy(strategy)
     why = refusal(strategy, facts, rows, points)
     if why is not None:
         others = [name for name in STRATEGIES if refusal(name, facts, rows, points) is None]
@@ -155,35 +159,6 @@ def _reason(facts: Facts, m: int, rows: bool, points: bool) -> str:
 
 
 CACHED_BLOCK_BYTES = 8 * 2**20
-
-
-@dataclass(frozen=True, init=False)
-class PointGradients:
-    """The gradients of single test points as directions, given by what they are gradients of.
-
-    A provider that knows the points, not only their gradients `[m, p]`, can score them without forming those.
-
-    Args:
-        loss_fn: as in `GroupGradients`: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
-        data: the test points, as `GroupGradients` takes training points.
-        batch_size: most points to run at once; by default those of a DataLoader, else as many as fit.
-    """
-
-    loss: ExampleLoss
-    data: IndexedData
-    batch_size: int | None
-
-    def __init__(self, loss_fn: Any, data: DataLike, batch_size: int | None = None) -> None:
-        object.__setattr__(self, "loss", as_example_loss(loss_fn))
-        loaded = data.batch_size if isinstance(data, DataLoader) else None
-        object.__setattr__(self, "batch_size", batch_size or loaded)
-        object.__setattr__(self, "data", data if isinstance(data, IndexedData) else IndexedData(data, "the test data"))
-
-    @property
-    def n(self) -> int:
-        if self.data.n is None:
-            raise TypeError(f"{self.data.name} has no length: pass test points with a known number.")
-        return self.data.n
 
 
 @dataclass(frozen=True)

@@ -8,32 +8,33 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ggda_ext.data import DataLike, IndexedData, to_device
-from ggda_ext.distributed import all_reduce_sum, alone, fingerprint, my_share, together, world_size
-from ggda_ext.gradients.layers import Observer
-from ggda_ext.gradients.plan import (
-    STRATEGIES,
-    Plan,
-    PointGradients,
-    Request,
-    check_finite_rows,
-    check_finite_scores,
-    choose,
-    named,
+from ggda_ext.distributed import (
+    all_reduce_sum,
+    alone,
+    fingerprint,
+    in_order,
+    my_share,
+    sum_of_ranks,
+    together,
+    world_size,
 )
+from ggda_ext.gradients.layers import Observer
+from ggda_ext.gradients.plan import Plan, Request, check_finite_rows, check_finite_scores, check_strategy, choose, named
 from ggda_ext.gradients.probe import Probe
 from ggda_ext.gradients.proof import Unproven
 from ggda_ext.gradients.strategies import backward, directional, forward, ghost, norms, persample, segmented
 from ggda_ext.groups.partition import GroupBatch, Groups, GroupsLike
-from ggda_ext.losses import as_example_loss
+from ggda_ext.losses import ExampleLoss, as_example_loss
 from ggda_ext.model import (
     ParameterChoice,
     ParameterSpace,
@@ -42,6 +43,61 @@ from ggda_ext.model import (
     unwrapped,
 )
 from ggda_ext.tables import aligned
+
+
+@dataclass(frozen=True, init=False)
+class PointGradients:
+    """The gradients of single test points as directions, given by what they are gradients of.
+
+    A provider that knows the points, not only their gradients `[m, p]`, can score them without forming those.
+
+    Args:
+        loss_fn: as in `GroupGradients`: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
+        data: the test points, as `GroupGradients` takes training points.
+        batch_size: most points to run at once; by default those of a DataLoader, else as many as fit.
+    """
+
+    loss: ExampleLoss
+    data: IndexedData
+    batch_size: int | None
+
+    def __init__(self, loss_fn: Any, data: DataLike, batch_size: int | None = None) -> None:
+        object.__setattr__(self, "loss", as_example_loss(loss_fn))
+        loaded = data.batch_size if isinstance(data, DataLoader) else None
+        object.__setattr__(self, "batch_size", batch_size or loaded)
+        object.__setattr__(self, "data", data if isinstance(data, IndexedData) else IndexedData(data, "the test data"))
+
+    @property
+    def n(self) -> int:
+        if self.data.n is None:
+            raise TypeError(f"{self.data.name} has no length: pass test points with a known number.")
+        return self.data.n
+
+    def provider(
+        self,
+        model: nn.Module,
+        groups: GroupsLike | None = None,
+        *,
+        parameters: ParameterChoice = None,
+        batch_size: int | None = None,
+        at_most: int | None = None,
+        memory_budget: int = 256 * 2**20,
+    ) -> GroupGradients:
+        """The gradients of the points at a model, of each by itself or summed by `groups`.
+
+        Args:
+            model: the model.
+            groups: of the points; None for groups of one.
+            parameters, batch_size, memory_budget: as in `GroupGradients`.
+            at_most: points to run at once where neither these points nor `batch_size` say.
+        """
+        provider = GroupGradients(
+            model, self.loss, self.data, groups, parameters=parameters, batch_size=batch_size,
+            memory_budget=memory_budget, show_progress=False,
+        )  # fmt: skip
+        provider._at_most = self.batch_size or at_most
+        return provider
+
 
 Directions = Tensor | PointGradients
 
@@ -97,8 +153,7 @@ class GroupGradients:
         memory_budget: int = 256 * 2**20,
         show_progress: bool | None = None,
     ) -> None:
-        if strategy != "auto" and strategy not in STRATEGIES:
-            raise ValueError(f"strategy={strategy!r} is not one of 'auto', {', '.join(map(repr, STRATEGIES))}.")
+        check_strategy(strategy)
         for name, value in (("batch_size", batch_size), ("memory_budget", memory_budget)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
@@ -152,7 +207,7 @@ class GroupGradients:
                 m = len(directions) if isinstance(directions, Tensor) else directions or 0
             facts = self._probe.facts
             if isinstance(directions, PointGradients) and facts.not_ghost is None and not facts.uncovered:
-                facts = replace(facts, not_ghost=self._tests(directions)._not_ghost())
+                facts = replace(facts, not_ghost=self.tests(directions)._not_ghost())
             if self.strategy == "auto":
                 return choose(facts, m, rows=rows, points=points)
             return named(self.strategy, facts, m, rows=rows, points=points)
@@ -165,16 +220,20 @@ class GroupGradients:
             return f"the loss of the test points has a gradient of parameter {name!r} that layers do not show: {why}"
         return None if facts.not_ghost is None else f"for the test points, {facts.not_ghost}"
 
-    def _tests(self, points: PointGradients) -> GroupGradients:
-        """A provider of the gradients of test points."""
-        if self._last_tests is None or self._last_tests[0] is not points:
-            provider = GroupGradients(
-                self.model, points.loss, points.data, parameters=self.space.parameters.values(),
-                batch_size=self._batch_size, memory_budget=self.memory_budget, show_progress=False,
-            )  # fmt: skip
-            provider._at_most = points.batch_size or self._at_most
+    def tests(self, points: PointGradients, groups: GroupsLike | None = None) -> GroupGradients:
+        """The provider of the gradients of test points, of each by itself or summed by `groups`.
+
+        Same model, parameters and limits. That of single points is kept until other points are asked about.
+        """
+        if groups is None and self._last_tests is not None and self._last_tests[0] is points:
+            return self._last_tests[1]
+        provider = points.provider(
+            self.model, groups, parameters=self.space.parameters.values(), batch_size=self._batch_size,
+            at_most=self._at_most, memory_budget=self.memory_budget,
+        )  # fmt: skip
+        if groups is None:
             self._last_tests = points, provider
-        return self._last_tests[1]
+        return provider
 
     def scores(self, directions: Directions) -> Tensor:
         """Inner products of directions with every group's summed gradient.
@@ -203,7 +262,7 @@ class GroupGradients:
                     return _SCORES[plan.strategy](self._request(plan), self._checked(directions))
                 if plan.strategy != "ghost":
                     return self._rows_of(directions, self._proven_scores, here=True)
-                tests = self._tests(directions)
+                tests = self.tests(directions)
                 return ghost.scores(self._request(plan), tests._request(tests.plan(None), range(0)))
             except Unproven as error:
                 self._give_up(plan, error)
@@ -269,6 +328,23 @@ class GroupGradients:
                     rows[ids.to(rows.device)] = block
             return all_reduce_sum(rows)
 
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """``function(rows [b, p]) -> [b, …]`` of all groups, block by block, in the order of the groups `[k, …]`.
+
+        Every rank forms the rows of its own groups and gets the whole result.
+        """
+        with only_thread(self.model):
+            return in_order((ids, function(rows)) for ids, rows in self.small_blocks())
+
+    def sum_rows(self, function: Callable[[Tensor, Tensor], Tensor], max_rows: int | None = None) -> Tensor:
+        """Sum of ``function(ids [b], rows [b, p])``, a tensor of one shape, over blocks of all groups and all ranks."""
+        total: Tensor | None = None
+        with together():
+            for ids, rows in self.blocks(max_rows):
+                part = function(ids, rows)
+                total = part if total is None else total.add_(part)
+        return sum_of_ranks(total)
+
     def squared_norms(self) -> Tensor:
         """Squared norm of every group's summed gradient `[k]`: without forming it if all layers are Linear, one token.
 
@@ -328,7 +404,7 @@ class GroupGradients:
             scores_of: scores of a block of gradients.
             here: whether this rank forms all gradients itself, as the other ranks are not asked.
         """
-        blocks = self._tests(points).all_blocks()
+        blocks = self.tests(points).all_blocks()
         if here:
             with alone():
                 blocks = iter(list(blocks))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.gradients import Directions, GroupGradients, PointGradients
+from ggda_ext.gradients import Directions, GroupGradients
 from ggda_ext.methods.keeping import KeptScores, ScoresInMemory
 from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.results.method import MethodFacts, Setting
@@ -74,7 +73,7 @@ def scores_by(
     return kept.stacked(
         [
             (ids, _scored(method, provider, rows, account, kept, checkpoint, (property, int(ids[0]))))
-            for ids, rows in _rows_of(provider, directions)
+            for ids, rows in provider.tests(directions).all_blocks()
         ]
     )
 
@@ -116,12 +115,3 @@ def _kept_solve(
 def _told(done: Preconditioned) -> Tensor:
     text = json.dumps([dict(done.settings), done.passes, done.notes])
     return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
-
-
-def _rows_of(provider: GroupGradients, points: PointGradients) -> Iterable[tuple[Tensor, Tensor]]:
-    """Gradients of test points, in blocks that fit the budget."""
-    own = GroupGradients(
-        provider.model, points.loss, points.data, parameters=provider.space.parameters.values(),
-        batch_size=points.batch_size, memory_budget=provider.memory_budget, show_progress=False,
-    )  # fmt: skip
-    return own.all_blocks()

@@ -1,0 +1,108 @@
+"""Captum's arguments as the core needs them: what does not fit is refused, with the fix."""
+
+from __future__ import annotations
+
+import glob
+import warnings
+from collections.abc import Callable, Mapping
+from os import PathLike
+from os.path import join
+from typing import Any
+
+import torch
+from captum._utils.sample_gradient import SUPPORTED_MODULES
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from ggda_ext.data import IndexedData
+from ggda_ext.model import inner_name, unwrapped
+
+WORDS = {
+    "parameters": "pass layers=, the names of the layers that count",
+    "show_progress": "pass it to influence and self_influence",
+    "data": "the training set is Captum's train_dataset",
+}
+"""Words of `ggda_ext.attribute` for which Captum has others."""
+
+
+def unwrapped_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Captum's arguments that differ for the model inside of a DistributedDataParallel: itself, its layers' names."""
+    model = given["model"]
+    inner: dict[str, Any] = {"model": unwrapped(model)}
+    if given.get("layers") is not None:
+        inner["layers"] = [inner_name(layer, model) for layer in given["layers"]]
+    if isinstance(given.get("final_fc_layer"), str):
+        inner["final_fc_layer"] = inner_name(given["final_fc_layer"], model)
+    return inner
+
+
+def count_points(train_dataset: Any) -> int | None:
+    """Number of training points; a stream is refused."""
+    source = train_dataset.dataset if isinstance(train_dataset, DataLoader) else train_dataset
+    if isinstance(source, IterableDataset):
+        raise TypeError(
+            "train_dataset is an IterableDataset, whose points have no index that groups could refer to: pass a "
+            "map-style Dataset (a list of its examples is one)."
+        )
+    return IndexedData(train_dataset, "train_dataset").n
+
+
+def points_of(inputs: Any) -> IndexedData:
+    """Test points by index, from a tuple or from whatever DataLoader Captum could run through once."""
+    if isinstance(inputs, DataLoader):
+        batched = inputs.batch_sampler is not None and isinstance(inputs.sampler, SequentialSampler)
+        if batched and not isinstance(inputs.dataset, IterableDataset):
+            return IndexedData(inputs, "inputs")
+        return IndexedData(tuple(torch.cat(field) for field in zip(*inputs, strict=True)), "inputs")
+    if not isinstance(inputs, tuple | list):
+        raise TypeError(
+            f"inputs is a {type(inputs).__name__}: pass a tuple (*inputs, labels) or a DataLoader of such tuples."
+        )
+    return IndexedData(tuple(inputs), "inputs")
+
+
+class CheckpointLoader:
+    """The user's `checkpoints_load_func`, with errors that name the checkpoint."""
+
+    def __init__(self, load: Callable[[nn.Module, Any], float]) -> None:
+        self.load: Callable[[nn.Module, Any], float] = load.load if isinstance(load, CheckpointLoader) else load
+
+    def __call__(self, model: nn.Module, checkpoint: Any) -> float:
+        try:
+            return self.load(model, checkpoint)
+        except Exception as error:
+            path = isinstance(checkpoint, str | PathLike)
+            what = repr(checkpoint) if path else f"of type {type(checkpoint).__name__}"
+            raise ValueError(
+                f"checkpoint {what} does not load ({type(error).__name__}: {error}): give checkpoints= only files "
+                "of this model, or pass the checkpoints_load_func that reads them."
+            ) from error
+
+
+def check_checkpoints(checkpoints: Any) -> None:
+    """Refuse a folder or a list without checkpoints, in the words of Captum's error and a few more."""
+    empty = isinstance(checkpoints, list | tuple) and not checkpoints
+    if empty or (isinstance(checkpoints, str) and not glob.glob(join(checkpoints, "*"))):
+        raise ValueError(
+            f"Invalid checkpoints provided for TracIn class: {checkpoints!r} holds no checkpoint; pass a folder with "
+            "files in it, a list of paths, or any iterable of what checkpoints_load_func loads."
+        )
+
+
+def warn_of_dropped(model: nn.Module, layers: list[nn.Module] | None, parameters: list[nn.Parameter]) -> None:
+    """Name the parameters that count, but not in Captum with ``sample_wise_grads_per_batch=True``."""
+    seen = {
+        id(parameter)
+        for module in model.modules()
+        if (layers is None or module in layers) and isinstance(module, tuple(SUPPORTED_MODULES))
+        for parameter in module.parameters(recurse=False)
+    }
+    dropped = {id(parameter) for parameter in parameters} - seen
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in dropped]
+    if names:
+        warnings.warn(
+            f"{len(names)} parameters, first {names[0]!r}, are not in Linear or Conv2d layers: Captum's "
+            "sample_wise_grads_per_batch=True leaves them out silently; scores of groups and properties count them. "
+            "Pass layers= to choose the layers that count.",
+            stacklevel=2,
+        )
