@@ -48,7 +48,9 @@ def scoring(folder: Path) -> Result:
     x, y = data()
     states = [model().state_dict(), {name: 0.5 * value for name, value in model().state_dict().items()}]
     goal = properties.point_losses((x[:7], y[:7]), LOSS)
-    scores = attribute(model(), LOSS, (x, y), groups(), goal, checkpoints=states, save_dir=folder, batch_size=8)
+    scores = attribute(
+        model(), LOSS, (x, y), groups(), goal, checkpoints=states, save_dir=folder, batch_size=8, method="tracin"
+    )
     return scores.numpy()
 
 

@@ -59,7 +59,9 @@ def scores_in(folder: Path) -> torch.Tensor:
     torch.manual_seed(0)
     x, y, network = torch.randn(40, 3), torch.randint(0, 2, (40,)), nn.Linear(3, 2)
     goal = properties.mean_loss((x[:5], y[:5]), LOSS)
-    return attribute(network, LOSS, (x, y), torch.arange(40) % 8, goal, save_dir=folder, batch_size=2).clone()
+    return attribute(
+        network, LOSS, (x, y), torch.arange(40) % 8, goal, save_dir=folder, batch_size=2, method="tracin"
+    ).clone()
 
 
 def gradients_in(folder: Path) -> torch.Tensor:

@@ -158,15 +158,16 @@ def test_property_loss_of_test_point_j_gives_the_scores_of_test_point_j(model):
     case = make_case(model)
     tests = (case.x[:4], case.y[:4])
     truth = Groups(UNEVEN).sum(case.gradients()[:4] @ case.gradients().T)
-    ready = attribute(case.model, LOSS, case.data, UNEVEN, properties.point_losses(tests, LOSS))
+    ready = attribute(case.model, LOSS, case.data, UNEVEN, properties.point_losses(tests, LOSS), method="tracin")
     own = attribute(
         case.model,
         LOSS,
         case.data,
         UNEVEN,
         lambda m: nn.functional.cross_entropy(m(tests[0]), tests[1], reduction="none"),
+        method="tracin",
     )
-    mean = attribute(case.model, LOSS, case.data, UNEVEN, properties.mean_loss(tests, LOSS))
+    mean = attribute(case.model, LOSS, case.data, UNEVEN, properties.mean_loss(tests, LOSS), method="tracin")
     assert relative_error(ready, truth) <= 1e-12
     assert relative_error(own, truth) <= 1e-12
     assert relative_error(mean[0], truth.mean(0)) <= 1e-12
@@ -180,9 +181,11 @@ def test_checkpoints_are_summed_with_their_weights_and_the_model_gets_its_own_ba
     expected = torch.zeros(1, 4, dtype=torch.float64)
     for state, weight in zip(states, (0.1, 0.3), strict=True):
         case.model.load_state_dict(state)
-        expected += weight * attribute(case.model, LOSS, case.data, UNEVEN, goal)
+        expected += weight * attribute(case.model, LOSS, case.data, UNEVEN, goal, method="tracin")
     case.model.load_state_dict(kept)
-    found = attribute(case.model, LOSS, case.data, UNEVEN, goal, checkpoints=states, weights=[0.1, 0.3])
+    found = attribute(
+        case.model, LOSS, case.data, UNEVEN, goal, checkpoints=states, weights=[0.1, 0.3], method="tracin"
+    )
     assert relative_error(found, expected) <= 1e-12
     assert all(torch.equal(value, kept[name]) for name, value in case.model.state_dict().items())
 

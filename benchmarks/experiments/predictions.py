@@ -17,10 +17,12 @@ from benchmarks.experiments.methods import attributed
 from benchmarks.experiments.refits import class_shift, warm_started, what_if
 from benchmarks.experiments.subject import Subject, Timed, timed
 from ggda_ext import Groups, WhatIf
-from ggda_ext.evaluation import points_of
+from ggda_ext.evaluation import Correlation, additive_ceiling, points_of
 
 RETRAINED = 8
 """Retrainings that calibrate what-if; its calibrated values are compared on the others."""
+FEWEST_FITTED = 15
+"""Choices of groups an additive score is fitted to."""
 OTHER_SEEDS = (501, 502)
 """Models explained beside the one of seed 0; none of them is among those retrained."""
 
@@ -31,6 +33,13 @@ class Truth:
 
     kept: np.ndarray
     losses: np.ndarray
+
+    @cached_property
+    def additive(self) -> Correlation | None:
+        """What an additive score fitted to them reaches; None for few of them, and where one group is left out."""
+        if len(self.kept) < FEWEST_FITTED or self.kept.sum(1).max() >= self.kept.shape[1] - 1:
+            return None
+        return additive_ceiling(self.kept, self.losses.mean(1))
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ def predictions() -> Iterator[Row]:
 
 
 def _call(model: nn.Module, data: DataLike, groups: Groups, goal: Any, strategy: str) -> Callable[[], Tensor]:
-    return lambda: attribute(model, LOSS, data, groups, goal, strategy=strategy)
+    return lambda: attribute(model, LOSS, data, groups, goal, strategy=strategy, method="tracin")
 
 
 def many_directions(quick: bool) -> Iterator[Row]:
