@@ -368,7 +368,7 @@ def test_data_of_unusual_form_gives_the_same_scores_or_is_named():
         (pd.Series([1, pd.NA] * 12, dtype="Int64"), "12 of 24 points are in no group"),
         ({}, "groups is empty"),
         ({"a": 3}, "must hold one list of indices per group, not 3"),
-        ("clinic", "not 'clinic': pass one label per training point"),
+        ("clinic", "not 'clinic', which is one value: pass one label per training point"),
         ({"a": set(range(12)), "b": set(range(12, 24))}, 2),
         ([set(range(12)), set(range(12, 24))], 2),
     ],
