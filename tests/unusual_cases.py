@@ -419,6 +419,14 @@ def small_penalty(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none") + 1e-8 * penalty
 
 
+def gradient_penalty(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss with a penalty on the gradient at the inputs."""
+    x = batch[0].clone().requires_grad_()
+    losses = F.cross_entropy(model(x), batch[1], reduction="none")
+    (d,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+    return losses + d.square().sum(1)
+
+
 def python_if(output: Tensor, target: Tensor) -> Tensor:
     loss = F.cross_entropy(output, target, reduction="sum")
     return loss * 2 if float(loss.detach()) > 1e9 else loss
@@ -491,6 +499,10 @@ CASES: dict[str, Unusual] = {
     "a weight used twice, in a branch": Unusual(lambda: UsedTwice("branch"), inputs="one late"),
     "a weight used twice, a little": Unusual(lambda: UsedTwice("little")),
     "a small penalty": Unusual(mlp, BatchLoss(small_penalty)),
+    "a gradient penalty": Unusual(mlp, BatchLoss(gradient_penalty)),
+    "renormalised embedding": Unusual(
+        lambda: nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Flatten(), nn.Linear(20, CLASSES)), inputs="tokens"
+    ),
     "normalised gradients": Unusual(NormalisesGradients, refused="mixes the examples"),
     "unused parameters": Unusual(Unused),
     "nested tensors": Unusual(Nested, inputs="tokens"),

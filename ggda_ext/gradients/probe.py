@@ -120,7 +120,7 @@ class Probe:
     def _look(self, members: Members, at_once: int) -> None:
         """Compare the layers, and what makes up the loss of a batch, with autograd on examples of the data."""
         space, nothing = self._space, Truth.of_nothing(len(self._space.parameters))
-        saved = SavedState(space.model, [name for name, _ in space.model.named_buffers()])
+        saved = SavedState(space.model, _may_change(space.model))
         try:
             sample = Sample(space, self._loss, self._data, members, at_once)
             space.changing = saved.changed()
@@ -315,6 +315,15 @@ class Probe:
         return f"vmap over the model gives another gradient of parameter {names[0]!r} than autograd"
 
 
+def _may_change(model: nn.Module) -> list[str]:
+    """Names of what a forward pass may change: buffers, and embeddings that it renormalises."""
+    found = [name for name, _ in model.named_buffers()]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            found.append(f"{name}.weight" if name else "weight")
+    return [name for name in found if name in {*dict(model.named_parameters()), *dict(model.named_buffers())}]
+
+
 def _members(groups: Groups) -> Members:
     """The points that are in a group."""
     return range(groups.n) if int(groups.sizes.sum()) == groups.n else np.flatnonzero(groups.labels >= 0)
@@ -426,8 +435,8 @@ class Sample:
         return runs_of(indices, self._at_once)
 
     def _each(self, batch: Any) -> Tensor:
-        with self._space.require_gradients(of_chosen=False), torch.no_grad():
-            return self._loss.each(self._space.model, batch)
+        with self._space.require_gradients(of_chosen=False):  # no_grad would hinder a loss with gradients of its own
+            return self._loss.each(self._space.model, batch).detach()
 
     def _hook(self, name: str, is_leaf: bool) -> Any:
         def look(module: nn.Module, args: Any, output: Any) -> None:

@@ -203,8 +203,8 @@ def check_batch(
         allowed: differences that rounding may explain.
         name: of the data.
     """
-    with space.require_gradients(of_chosen=False), torch.no_grad():
-        losses = loss.each(space.model, batch).cpu().double()
+    with space.require_gradients(of_chosen=False):
+        losses = loss.each(space.model, batch).detach().cpu().double()
         reduced = loss.reduced(space.model, batch)
     if losses.shape != truth.losses.shape:
         raise ValueError(f"the loss gave {list(losses.shape)} values for a batch of {len(truth.losses)} examples.")
