@@ -195,7 +195,9 @@ class GroupGradients:
         """Groups of the data; a pandas column in the order of the data's own index."""
         if groups is None:
             return Groups.singletons(self.data.n or 0)
-        return Groups.of(aligned(groups, self.data.index, "groups", self.data.name), self.data.n)
+        if self.data.index is not None:
+            groups = aligned(groups, self.data.index, "groups", self.data.name)
+        return Groups.of(groups, self.data.n)
 
     def plan(self, directions: int | Directions | None = 1) -> Plan:
         """What will be done for a number of directions, for test points, or (None) for gradient rows."""
