@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # an independent Gauss–Newton matrix for the tests; without its dependencies, which ask for torchvision
 REFERENCE := curvlinops-for-pytorch backpack-for-pytorch unfoldNd einconv linear_operator opt-einsum einops
 
-.PHONY: test test-matrix benchmark clean
+.PHONY: test test-matrix benchmark docs clean
 
 test: $(READY)
 	$(BIN)/ruff format --check .
@@ -22,6 +22,11 @@ test-matrix: $(READY)
 benchmark: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# the site: docs/_build/html/index.html
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	OMP_NUM_THREADS=2 $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
 # torch first and pinned: a range would bring its newest release and several GB of CUDA packages
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,4 +36,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build docs/gallery .mypy_cache .pytest_cache .ruff_cache

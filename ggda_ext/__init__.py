@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ggda_ext import grouping
     from ggda_ext.storage.gradients import GradientStore
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Groups",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import as_batch_of_one, batch_length, pick, tensors_in
+from ggda_ext.data import as_batch_of_one, batch_length, tensors_in
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -87,50 +87,10 @@ class BatchLoss(ExampleLoss):
         size = batch_length(batch)
         if not isinstance(losses, Tensor) or losses.shape[:1] != (size,):
             raise ValueError(
-                f"the loss returned {_shape(losses)} for a batch of {size} examples: "
+                f"the loss returned {shape_of(losses)} for a batch of {size} examples: "
                 f"return one loss per example, of shape [{size}]."
             )
         return losses.flatten(1).sum(1) if losses.dim() > 1 else losses
-
-
-class OwnLoss(ExampleLoss):
-    """The loss that the model itself returns for a whole batch, inputs and targets together.
-
-    A Hugging Face output with ``.loss``, a dict with ``"loss"``, or one number. Models give the mean over their batch,
-    so each example is run alone, which is exact whatever the mean is over, and slower than a loss of outputs.
-    """
-
-    @property
-    def anchors(self) -> tuple[Any, ...] | None:
-        """Nothing but the kind of loss: the rest is the model."""
-        return (type(self),)
-
-    def each(self, model: nn.Module, batch: Any) -> Tensor:
-        size = batch_length(batch)
-        if size == 1:
-            return self._value(model, batch).reshape(1)
-        return torch.stack([self._value(model, pick(batch, [at])) for at in range(size)])
-
-    def _value(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch, one number."""
-        try:
-            if isinstance(batch, Mapping):
-                output = model(**batch)
-            else:
-                output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-        except TypeError as error:
-            raise TypeError(_no_own_loss(f"called with inputs and targets it fails ({error})")) from error
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or (loss is output and loss.dim()):
-            raise TypeError(_no_own_loss(f"it returned {_shape(output if loss is None else loss)}"))
-        return loss.reshape(())
-
-
-def _no_own_loss(why: str) -> str:
-    return (
-        f"loss_fn is None, which stands for the loss that the model itself returns, but {why}: pass the training loss, "
-        "e.g. nn.CrossEntropyLoss(), or let the model return an output with .loss."
-    )
 
 
 class FunctionalLoss(ExampleLoss):
@@ -160,6 +120,8 @@ def as_example_loss(loss_fn: Any) -> ExampleLoss:
     if isinstance(loss_fn, ExampleLoss):
         return loss_fn
     if loss_fn is None:
+        from ggda_ext.own_loss import OwnLoss  # which is an ExampleLoss
+
         return OwnLoss()
     if isinstance(loss_fn, type):
         raise TypeError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, {loss_fn.__name__}().")
@@ -248,7 +210,7 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
         return losses.reshape(size, -1).sum(1)
     if losses.dim():
         raise ValueError(
-            f"the loss returned {_shape(losses)} for a batch of {size} examples: "
+            f"the loss returned {shape_of(losses)} for a batch of {size} examples: "
             f"return a scalar, or one loss per example, of shape [{size}]."
         )
     return losses.reshape(1) if size == 1 else _alone(loss_fn, arguments)
@@ -306,5 +268,5 @@ def _alone(loss_fn: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> Ten
     return torch.stack([alone(*row) for row in zip(*arguments, strict=True)])
 
 
-def _shape(value: Any) -> str:
+def shape_of(value: Any) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

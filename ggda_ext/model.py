@@ -8,11 +8,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -111,20 +112,25 @@ def check_deterministic_modules(model: nn.Module) -> None:
 _fast_path_lock = threading.Lock()
 _fast_path_users = 0
 _fast_path = True
+_uncompiled: Any = None
 
 
 @contextmanager
 def training_kernels() -> Iterator[None]:
-    """Run models with the kernels that training uses, and out of inference mode.
+    """Run models with the kernels that training uses, uncompiled, and out of inference mode.
 
     PyTorch switches to other kernels when nothing requires a gradient: `nn.TransformerEncoder` in eval mode then takes
     a fused path that zeroes padded outputs. A loss must not depend on what is frozen, so this path is off in here.
+    Models of `torch.compile` run as they are written: our hooks would have them compiled again for every batch.
     """
-    global _fast_path_users, _fast_path
+    global _fast_path_users, _fast_path, _uncompiled
     with _fast_path_lock:
         if _fast_path_users == 0:
             _fast_path = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
+            if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):  # PyTorch 2.6
+                _uncompiled = torch.compiler.set_stance("force_eager")
+                _uncompiled.__enter__()
         _fast_path_users += 1
     try:
         with torch.inference_mode(False):
@@ -134,6 +140,9 @@ def training_kernels() -> Iterator[None]:
             _fast_path_users -= 1
             if _fast_path_users == 0:
                 torch.backends.mha.set_fastpath_enabled(_fast_path)
+                if _uncompiled is not None:
+                    _uncompiled.__exit__(None, None, None)
+                    _uncompiled = None
 
 
 @contextmanager

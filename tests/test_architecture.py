@@ -16,8 +16,8 @@ import ggda_ext
 
 ROOT = Path(ggda_ext.__file__).parent
 LAYERS = [
-    {"distributed", "model", "groups", "tables"},
-    {"data", "losses", "checkpoints"},
+    {"distributed", "model", "groups", "tables", "row_reductions"},
+    {"data", "losses", "own_loss", "checkpoints"},
     {"training", "gradients"},
     {"properties"},
     {"curvature", "estimation"},

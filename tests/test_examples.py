@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.fixture
-def clinics(tmp_path, monkeypatch):
-    pytest.importorskip("pandas")
-    pytest.importorskip("jinja2")
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    monkeypatch.chdir(tmp_path)
-    found = runpy.run_path(str(EXAMPLES / "clinics.py"))
-    yield found, tmp_path
-    matplotlib.pyplot.close("all")
-
-
-def test_the_clinic_with_flipped_labels_is_named_drawn_written_about_and_verified(clinics):
-    found, folder = clinics
+def clinics(found: dict[str, Any], folder: Path) -> None:
+    """The clinic with flipped labels is named, drawn, written about and verified."""
     result, truth = found["result"], found["truth"].attribution()
     assert set(result.names) == set(found["clinics"])
     assert dict(zip(result.names, result.sizes, strict=True)) == found["df"].clinic.value_counts().to_dict()
@@ -33,6 +23,54 @@ def test_the_clinic_with_flipped_labels_is_named_drawn_written_about_and_verifie
     assert truth.names == ("Northside",)
     assert truth.effects() == ("hurts",)
     assert float(truth.high) < 0
+
+
+def tabular_sources(found: dict[str, Any], folder: Path) -> None:
+    """The noisy source hurts both properties; a good one with few customers counts most per member."""
+    assert found["result"].harmful(by="mean_loss").names[0] == "broker"
+    assert found["result"].harmful(by="soft_f1").names[0] == "broker"
+
+
+def fairness_by_region(found: dict[str, Any], folder: Path) -> None:
+    """The biased region is found, and retraining agrees."""
+    assert found["result"].harmful().names[0] == "south"
+    assert found["truth"].harmful(sure=True).names[0] == "south"
+
+
+def image_clusters(found: dict[str, Any], folder: Path) -> None:
+    """Wrong labels gather in groups that hurt."""
+    assert found["found"].roc_auc > 0.65
+
+
+def long_runs(found: dict[str, Any], folder: Path) -> None:
+    """A stopped run goes on with what is missing and ends with the same bits."""
+    torch, home, reads = found["torch"], found["home"], found["reads"]
+    assert torch.equal(torch.load(home / "a.pt"), torch.load(home / "b.pt"))
+    assert reads[2] < 0.8 * reads[0]
+
+
+def several_processes(found: dict[str, Any], folder: Path) -> None:
+    """Two processes give the scores of one."""
+    found["torch"].testing.assert_close(found["two"], found["one"])
+
+
+CHECKS: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    check.__name__: check
+    for check in (clinics, tabular_sources, fairness_by_region, image_clusters, long_runs, several_processes)
+}
+
+
+def test_every_example_has_a_conclusion_that_is_checked():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(CHECKS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_an_example_comes_to_its_conclusion(name, tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    CHECKS[name](runpy.run_path(str(EXAMPLES / f"{name}.py")), tmp_path)
+    matplotlib.pyplot.close("all")
 
 
 def test_a_user_needs_fewer_than_fifteen_lines():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +65,9 @@ def test_a_built_wheel_imports_from_outside_the_checkout(tmp_path):
     code = "import ggda_ext, ggda_captum, ggda_dattri, ggda_trak; print(ggda_ext.__file__)"
     assert python(code, cwd=tmp_path, path=place).startswith(str(place))
     assert (place / "ggda_ext" / "py.typed").exists()
+    (metadata,) = place.glob("ggda_ext-*.dist-info/METADATA")
+    links = re.findall(r"\]\(([^)]+)\)", metadata.read_text(encoding="utf-8"))
+    assert links
+    assert all(link.startswith("https://") for link in links), (
+        "a package index cannot follow links into the source tree"
+    )

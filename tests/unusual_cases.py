@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ggda_ext.losses import BatchLoss
 
 N, WIDTH, CLASSES = 24, 6, 3
 GROUPS = torch.arange(N) % 4
@@ -249,6 +252,105 @@ class Counts(nn.Module):
         return out
 
 
+class ReplacedBuffer(nn.Module):
+    """A buffer that is not changed in place but replaced by another in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x) * self.scale
+        self.scale = self.scale * 1.5
+        return out
+
+
+class UsedTwice(nn.Module):
+    """Uses the weight of a layer a second time, for few examples only, with or without a branch, or very little."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.body = how, nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rare, out = x[:, 5] > 0, self.body(x)
+        if self.how == "little":
+            return out + 1e-8 * F.linear(x.tanh(), self.body.weight)
+        if self.how == "masked" or bool(rare.any()):
+            out = out + rare.to(x)[:, None] * F.linear(x.tanh(), self.body.weight)
+        return out
+
+
+class Unused(nn.Module):
+    """Parameters that the loss does not depend on: of a layer, and a bare one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.spare, self.scale = mlp(), nn.Linear(3, 3), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class _UnitGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Tensor:
+        return d / d.norm()
+
+
+class NormalisesGradients(nn.Module):
+    """Divides the gradient of a batch by its norm: the same for one example alone and for one of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(_UnitGradient.apply(self.body(x).tanh()))
+
+
+class Nested(nn.Module):
+    """Sequences of different lengths as a nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mix, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ragged = torch.nested.as_nested_tensor([self.tokens(row[row > 0]) for row in x], layout=torch.jagged)
+        return self.head(torch.stack([part.tanh().sum(0) for part in self.mix(ragged).unbind()]))
+
+
+class Recurrent(nn.Module):
+    """A GRU over sequences of different lengths, which it sorts by length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.body, self.head = nn.Embedding(9, 4), nn.GRU(4, 3, batch_first=True), nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x > 0).sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(self.tokens(x), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.body(packed)[1][0])
+
+
+class Checkpointed(nn.Module):
+    """Computes a part again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
+        self.body = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, self.first(x), use_reentrant=False))
+
+
 class Attention(nn.Module):
     """`nn.MultiheadAttention`, which uses the weights of its layers without calling them."""
 
@@ -311,6 +413,12 @@ def boolean_mask(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output[hard], target[hard], reduction="sum")
 
 
+def small_penalty(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss with a penalty on the parameters, too small to be told from rounding."""
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none") + 1e-8 * penalty
+
+
 def python_if(output: Tensor, target: Tensor) -> Tensor:
     loss = F.cross_entropy(output, target, reduction="sum")
     return loss * 2 if float(loss.detach()) > 1e9 else loss
@@ -321,7 +429,7 @@ class Unusual:
     """A model with a loss and data, and whether its groups have a score at all."""
 
     build: Callable[[], nn.Module]
-    loss: Callable[..., Any] = nn.CrossEntropyLoss()  # noqa: RUF009
+    loss: Any = nn.CrossEntropyLoss()  # noqa: RUF009
     inputs: str = "features"
     refused: str | None = None
     """What the error says, where the loss of an example is not well defined."""
@@ -378,6 +486,17 @@ CASES: dict[str, Unusual] = {
     "spectral norm in train mode": Unusual(spectral),
     "weight norm": Unusual(weight_norm),
     "changing buffer": Unusual(Counts),
+    "replaced buffer": Unusual(ReplacedBuffer),
+    "a weight used twice, masked": Unusual(lambda: UsedTwice("masked"), inputs="one late"),
+    "a weight used twice, in a branch": Unusual(lambda: UsedTwice("branch"), inputs="one late"),
+    "a weight used twice, a little": Unusual(lambda: UsedTwice("little")),
+    "a small penalty": Unusual(mlp, BatchLoss(small_penalty)),
+    "normalised gradients": Unusual(NormalisesGradients, refused="mixes the examples"),
+    "unused parameters": Unusual(Unused),
+    "nested tensors": Unusual(Nested, inputs="tokens"),
+    "recurrent": Unusual(Recurrent, inputs="tokens"),
+    "checkpointed layers": Unusual(Checkpointed),
+    "compiled": Unusual(lambda: torch.compile(mlp(), backend="eager")),
 }
 
 
@@ -394,6 +513,10 @@ def data(kind: str, seed: int) -> tuple[Tensor, Tensor]:
     if kind == "late":
         x[: N // 2, 4:] = -x[: N // 2, 4:].abs()
         x[N // 2 :, 4:] = x[N // 2 :, 4:].abs()
+    if kind == "one late":  # the loss of the others is larger
+        x[:, 5] = -x[:, 5].abs()
+        x[:-2] *= 3
+        x[-2, 5] = 1.0
     if kind == "regression":
         return x, torch.randn(N, generator=generator, dtype=torch.float64)
     return x, y
@@ -421,7 +544,10 @@ def point_gradients(name: str, model: nn.Module, points: tuple[Tensor, Tensor]) 
         if case.inputs == "ignored first" and int(y) == -100:
             rows.append(torch.zeros(sum(p.numel() for p in chosen), dtype=torch.float64))
             continue
-        loss = case.loss(model(x[None]), y[None]).sum()
+        one = x[None], y[None]
+        loss = (
+            case.loss.each(model, one) if isinstance(case.loss, BatchLoss) else case.loss(model(one[0]), one[1])
+        ).sum()
         found = torch.autograd.grad(loss, chosen, allow_unused=True)
         dense = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(chosen, found, strict=True)]
         rows.append(torch.cat([g.flatten() for g in dense]))

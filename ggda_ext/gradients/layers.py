@@ -9,10 +9,13 @@ A rule states both for one kind of layer; add one to `_RULES`. It takes examples
 bounds in `starts`.
 
 `observe` runs one forward pass and an activation-only backward pass. Hooks hand the input a of every known layer to an
-observer on the way forward, and the gradient d at its output on the way back. No parameter requires a gradient
+observer on the way forward, and the gradient d at its output on the way back. The gradients of parameters are left out
 meanwhile, so the backward pass costs half of an ordinary one. Hooks on tensors see the gradient at the value the layer
 returned, also when an in-place activation overwrites it afterwards. A parameter outside any known layer (a scale, a
 class token) may be given to the model as one copy per example; then the gradient at the copies is what is observed.
+
+A layer is called with detached parameters, while the parameters themselves require a gradient. So where the loss has a
+gradient of a parameter, something else uses it (a functional call, a penalty), and layers alone do not tell the score.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.utils.hooks import RemovableHandle
 
 from ggda_ext.data import batch_length
 from ggda_ext.losses import ExampleLoss
@@ -250,6 +254,8 @@ class Layer:
     """Whether the model overwrites the layer's output in place and nothing before it requires a gradient."""
     copied: tuple[str, tuple[int, ...]] | None = None
     """A parameter that is given to the module as copies, one per example: its name there, and the shape of a copy."""
+    bias_of: nn.Module | None = None
+    """The attention that adds this embedding's rows to the scores of all examples alike, as T5's does."""
 
     def apply(self, a: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """layer(a; weight, bias), with zeros for a parameter that was not chosen."""
@@ -277,6 +283,8 @@ class Calls:
     rows: list[tuple[str, int]] = field(default_factory=list)
     touched: list[nn.Parameter] = field(default_factory=list)
     """Those of the parameters asked about that had a gradient other than zero."""
+    strayed: list[nn.Parameter] = field(default_factory=list)
+    """Parameters that had a gradient outside of their layers."""
 
     @property
     def signature(self) -> tuple[tuple[str, int], ...]:
@@ -298,8 +306,18 @@ def known_layers(space: ParameterSpace, copies_output: bool = False) -> tuple[li
             why = f"{type(module).__name__} {name or '(the model itself)'!r} is not a layer known to be linear"
             unknown |= {names[id(value)]: why for value in own.values()}
             continue
-        layers.append(Layer(name, module, rule, own.get("weight"), own.get("bias"), copies_output))
+        bias_of = _attention_of(space.model, name, module)
+        layers.append(Layer(name, module, rule, own.get("weight"), own.get("bias"), copies_output, bias_of=bias_of))
     return layers, unknown
+
+
+def _attention_of(model: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
+    """The attention whose `compute_bias` turns an embedding of relative positions into scores `[1, h, q, k]`."""
+    parent, _, own = name.rpartition(".")
+    if own != "relative_attention_bias" or not isinstance(module, nn.Embedding):
+        return None
+    attention = model.get_submodule(parent)
+    return attention if callable(getattr(attention, "compute_bias", None)) else None
 
 
 def copied_parameter(name: str, module: nn.Module, key: str, parameter: nn.Parameter, output_dim: int) -> Layer | None:
@@ -349,6 +367,7 @@ def observe(
     size = batch_length(batch)
     leaves: list[Tensor] = []
     unseen = list(unseen)
+    watched = _watched(layers, unseen)
     calls = Calls()
 
     def tap(layer: Layer, a: Tensor, output: Tensor) -> Tensor:
@@ -378,7 +397,24 @@ def observe(
 
         return on_forward
 
-    with space.require_gradients(of_chosen=False, also=unseen), _copies(layers, size) as copied:
+    def share(layer: Layer, positions: Tensor, bias: Tensor) -> Tensor:
+        """Scores `[1, h, q, k]` that all examples get, as one copy for each, so that each has a gradient of its own."""
+        if bias.dim() != 4 or len(bias) != 1 or bias.shape[2:] != positions.shape:
+            raise UnknownLayer(f"layer {layer.name!r} gives scores {list(bias.shape)}, which are not [1, h, q, k]")
+        calls.rows.append((layer.name, 1))
+        kept = _told(observer.forward, layer, positions.expand(size, *positions.shape))
+        copies = bias.detach().expand(size, *bias.shape[1:]).requires_grad_()
+        leaves.append(copies)
+        back = _backward(observer, layer, kept, 1, space)
+        copies.register_hook(lambda d: back(d.permute(0, 2, 3, 1)))
+        return copies
+
+    with (
+        space.require_gradients(of_chosen=False, also=[*unseen, *watched]),
+        _copies(layers, size) as copied,
+        _detached_inside(layers, watched),
+        _shared([layer for layer in layers if layer.bias_of is not None], share),
+    ):
         for layer, copies in copied:
             leaves.append(copies)
             kept = observer.forward(layer, copies.detach().view(size, *_of(layer.weight).shape))
@@ -386,18 +422,65 @@ def observe(
         handles = [
             layer.module.register_forward_hook(hook(layer), with_kwargs=True)
             for layer in layers
-            if layer.copied is None
+            if layer.copied is None and layer.bias_of is None
         ]
         try:
             total = loss.total(space.model, batch)
         finally:
             for handle in handles:
                 handle.remove()
-        if (leaves or unseen) and total.requires_grad:
-            found = torch.autograd.grad(total, [*leaves, *unseen], allow_unused=True)[len(leaves) :]
-            pairs = zip(unseen, found, strict=True)
-            calls.touched = [parameter for parameter, d in pairs if d is not None and bool(_dense(d).any())]
+        if total.requires_grad:
+            found = torch.autograd.grad(total, [*leaves, *unseen, *watched], allow_unused=True)[len(leaves) :]
+            pairs = zip([*unseen, *watched], found, strict=True)
+            used = [parameter for parameter, d in pairs if d is not None and bool(_dense(d).any())]
+            seen = {id(parameter) for parameter in watched}
+            calls.touched = [parameter for parameter in used if id(parameter) not in seen]
+            calls.strayed = [parameter for parameter in used if id(parameter) in seen]
     return calls
+
+
+def _watched(layers: list[Layer], unseen: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters of the layers, but for copies and those that are looked after already."""
+    left_out = {id(parameter) for parameter in unseen}
+    left_out |= {id(layer.weight) for layer in layers if layer.copied is not None}
+    own = [value for layer in layers for value in (layer.weight, layer.bias) if value is not None]
+    return list({id(value): value for value in own if id(value) not in left_out}.values())
+
+
+@contextmanager
+def _detached_inside(layers: list[Layer], watched: list[nn.Parameter]) -> Iterator[None]:
+    """Let layers compute with detached parameters, in their own calls only; also when a checkpoint calls them again."""
+    wanted = {id(parameter) for parameter in watched}
+    handles: list[RemovableHandle] = []
+    try:
+        for layer in layers:
+            own = {"weight": layer.weight, "bias": layer.bias}
+            mine = {key: value for key, value in own.items() if value is not None and id(value) in wanted}
+            if layer.copied is None and mine:
+                swap, back = _swaps(layer.module._parameters, mine)
+                handles.append(layer.module.register_forward_pre_hook(swap))
+                handles.append(layer.module.register_forward_hook(back, prepend=True, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _swaps(held: dict[str, Any], own: dict[str, nn.Parameter]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks that put detached parameters into a module's own, unless others are there, and put the parameters back."""
+    given: dict[str, Tensor] = {}
+
+    def swap(*_: Any) -> None:
+        for key, parameter in own.items():
+            if held[key] is parameter:
+                held[key] = given[key] = parameter.detach()
+
+    def back(*_: Any) -> None:
+        for key in given:
+            held[key] = own[key]
+        given.clear()
+
+    return swap, back
 
 
 def _backward(observer: Observer, layer: Layer, kept: Any, repeats: int, space: ParameterSpace) -> Callable[..., None]:
@@ -436,6 +519,40 @@ def _copies(layers: list[Layer], size: int) -> Iterator[list[tuple[Layer, Tensor
         for layer, _ in given:
             assert layer.copied is not None
             layer.module._parameters[layer.copied[0]] = layer.weight
+
+
+@contextmanager
+def _shared(layers: list[Layer], share: Callable[[Layer, Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Let attentions that add an embedding's rows to the scores of all examples add what `share` makes of them."""
+
+    def wrapped(layer: Layer, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def computed(*args: Any, **kwargs: Any) -> Tensor:
+            positions: list[Tensor] = []
+            handle = layer.module.register_forward_pre_hook(lambda module, inputs: positions.append(inputs[0]))
+            try:
+                bias = compute(*args, **kwargs)
+            finally:
+                handle.remove()
+            if len(positions) != 1:
+                raise UnknownLayer(f"layer {layer.name!r} is called {len(positions)} times for one bias")
+            return share(layer, positions[0], bias)
+
+        return computed
+
+    changed = []
+    try:
+        for layer in layers:
+            assert layer.bias_of is not None
+            own = vars(layer.bias_of).get("compute_bias")
+            changed.append((layer.bias_of, own))
+            vars(layer.bias_of)["compute_bias"] = wrapped(layer, layer.bias_of.compute_bias)  # type: ignore[arg-type]
+        yield
+    finally:
+        for attention, own in changed:
+            if own is None:
+                del vars(attention)["compute_bias"]
+            else:
+                vars(attention)["compute_bias"] = own
 
 
 def _of(parameter: nn.Parameter | None) -> nn.Parameter:

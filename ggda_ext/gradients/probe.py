@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ggda_ext.data import IndexedData, batch_length, pick, to_device
 from ggda_ext.gradients.layers import Layer, Observer, copied_parameter, known_layers
 from ggda_ext.gradients.plan import Facts, LossModule
-from ggda_ext.gradients.proof import CapturedLayers, Findings, recall, remember
+from ggda_ext.gradients.proof import CapturedLayers, Findings, recall, remember, strays
 from ggda_ext.gradients.strategies import forward, persample
 from ggda_ext.gradients.truth import (
     FAILS,
@@ -205,7 +205,7 @@ class Probe:
                 return
             scores = again
         wrong = found.truth.differs(scores, self._allowed).tolist()
-        found.uncovered = {
+        found.uncovered = self._strayed | {
             name: f"{name!r} is used in a way its layer alone does not show"
             for name, is_wrong in zip(space.parameters, wrong, strict=True)
             if is_wrong
@@ -213,25 +213,34 @@ class Probe:
 
     def _counted_work(self) -> float:
         """Multiplications of a forward pass over one example, where the layers do not tell: as PyTorch counts them."""
-        batch = self._found.batches[0]
-        with self._space.require_gradients(of_chosen=False), torch.no_grad(), FlopCounterMode(display=False) as counter:
-            self._loss.each(self._space.model, batch)
-        return max(counter.get_total_flops() / 2 / batch_length(batch), float(self._space.size))
+        batch, least = self._found.batches[0], float(self._space.size)
+        try:
+            with (
+                self._space.require_gradients(of_chosen=False),
+                torch.no_grad(),
+                FlopCounterMode(display=False) as counter,
+            ):
+                self._loss.each(self._space.model, batch)
+        except FAILS:  # nested tensors, for one, cannot be counted
+            return least
+        return max(counter.get_total_flops() / 2 / batch_length(batch), least)
 
     def _captured(self, layers: list[Layer]) -> Tensor | str:
         """Scores of all examples from the layers `[b, q]`, or why there are none; keeps what the layers cost."""
         found, scores = self._found, []
         found.proven.clear()
+        self._strayed: dict[str, str] = {}
         work = _Work(sum(map(batch_length, found.batches)))
         try:
             for batch in found.batches:
                 some, calls = captured_scores(self._space, layers, self._loss, batch, self._direction, work)
                 found.proven.add(calls.signature)
+                self._strayed |= strays(self._space, calls)
                 scores.append(some)
         except FAILS as error:
             return first_line(error)
         found.work, found.ghost_work = work.forward_pass, work.pairs
-        found.not_ghost = work.not_ghost or _shared_parameter(layers)
+        found.not_ghost = _other_layer(layers) or work.not_ghost or _shared_parameter(layers)
         return torch.cat(scores)
 
     def _without_copied(self, unknown: dict[str, str], output_dims: dict[str, int]) -> dict[str, str]:
@@ -342,10 +351,14 @@ class _Work(Observer):
             channels = d.shape[-1] if isinstance(layer.module, nn.Linear) else d.shape[1]
             self.forward_pass += layer.weight.numel() * d.numel() / channels / self.size
         self.pairs += (kept.numel() + d.numel()) / self.size
-        if not isinstance(layer.module, nn.Linear) or layer.copied is not None:
-            self.not_ghost = f"{type(layer.module).__name__} {layer.name!r} is not a Linear layer"
-        elif kept.dim() != 2 or repeats != 1:
+        if kept.dim() != 2 or repeats != 1:
             self.not_ghost = f"Linear {layer.name!r} sees more than one token per example"
+
+
+def _other_layer(layers: list[Layer]) -> str | None:
+    """Why a layer is not for `ghost`, whether the examples reach it or not."""
+    kinds = (layer for layer in layers if not isinstance(layer.module, nn.Linear) or layer.copied is not None)
+    return next((f"{type(layer.module).__name__} {layer.name!r} is not a Linear layer" for layer in kinds), None)
 
 
 def _shared_parameter(layers: list[Layer]) -> str | None:

@@ -7,8 +7,9 @@ Values of parameters may change.
 What was compared with autograd on a few examples holds for a batch only if the model treats it alike. So a pass
 looks at three things. The first batches: are the rows of some examples what they are in a batch without the others?
 (A model may reorder its batch, or cut it.) Every batch: is each layer called as often, with as many rows per example,
-as when it was compared? And parameters that no example touched so far: does one touch them now? What is new is
-compared with autograd there and then; what differs raises `Unproven`, never a number.
+as when it was compared, and does nothing but its layers use a parameter? And parameters that no example touched so far:
+does one touch them now? What is new is compared with autograd there and then; what differs raises `Unproven`, never a
+number.
 """
 
 from __future__ import annotations
@@ -166,6 +167,8 @@ class CapturedLayers:
         unseen = [self.space.parameters[name] for name in self.found.unseen]
         with self._named():
             calls = observe(self.space, self.layers, self.loss, batch, recorder or observer, unseen)
+        if calls.strayed:
+            raise Unproven(strays(self.space, calls))
         if calls.touched or calls.signature not in self.found.proven:
             self._prove(batch, calls)
         elif recorder is not None:
@@ -239,6 +242,16 @@ class CapturedLayers:
         raise Unproven(
             dict.fromkeys(sorted(missing), "no example could be found to compare its gradient with autograd")
         )
+
+
+def strays(space: ParameterSpace, calls: Calls) -> dict[str, str]:
+    """Parameters that something else than their layers uses: name → why that matters."""
+    found = {id(parameter) for parameter in calls.strayed}
+    return {
+        name: f"{name!r} is used outside of its layer too"
+        for name, value in space.parameters.items()
+        if id(value) in found
+    }
 
 
 class _Silent(Observer):

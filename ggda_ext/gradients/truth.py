@@ -233,9 +233,13 @@ def _same_sum(
 def _alike_in_batch(
     space: ParameterSpace, loss: ExampleLoss, batch: Any, truth: Truth, direction: Tensor, allowed: Tolerance
 ) -> bool:
-    """Whether every example has the gradient in a batch that it has alone."""
-    found = [total_scores(space, _OneOf(loss, at), batch, direction) for at in range(len(truth.losses))]
-    return not bool(truth.differs(torch.stack(found), allowed).any())
+    """Whether every example has the gradient in a batch that it has alone, and the batch has the sum of them."""
+    found = torch.stack([total_scores(space, _OneOf(loss, at), batch, direction) for at in range(len(truth.losses))])
+    if bool(truth.finite.all()):
+        total, room = total_scores(space, loss, batch, direction), truth.norms.sum(0) + 1e-3 * truth.norms.sum()
+        if bool(((total - found.sum(0)).abs() > allowed.each * room).any()):
+            return False
+    return not bool(truth.differs(found, allowed).any())
 
 
 class _OneOf(ExampleLoss):

@@ -1,0 +1,124 @@
+"""The loss that a model returns by itself, of each example of a batch.
+
+Models give one number for their batch. What an example adds to it is read off the losses of PyTorch that the model
+calls (`RowReductions`), all examples at once; that this is the loss of each alone is compared on the first batch.
+Where it is not, or where the model computes its loss otherwise, every example is run alone: exact, and slower.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.data import batch_length, pick
+from ggda_ext.losses import ExampleLoss, shape_of
+from ggda_ext.row_reductions import RowReductions, Tokens
+
+_COMPARED = 4  # examples of the first batch that are run alone
+
+
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
+
+
+class OwnLoss(ExampleLoss):
+    """The loss that the model itself returns: a Hugging Face output with ``.loss``, a dict with ``"loss"``, a number.
+
+    Args:
+        tokens: ``"mean"``, the loss of an example as the model gives it for the example alone, for a language model the
+            mean over its tokens; ``"sum"`` adds up the losses of its tokens. Targets that the loss ignores (−100) count
+            in neither, and an example with no others has the loss 0.
+        of_token: what to take of each token's loss before they are reduced; by default the loss itself.
+        of_example: what to take of each example's loss; by default the loss itself.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens = "mean",
+        of_token: Callable[[Tensor], Tensor] | None = None,
+        of_example: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        if tokens not in ("mean", "sum"):
+            raise ValueError(f"tokens={tokens!r} is not one of 'mean', 'sum'.")
+        self.tokens, self.of_token, self.of_example = tokens, of_token, of_example or _as_it_is
+        self._by_rows: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    @property
+    def anchors(self) -> tuple[Any, ...] | None:
+        """The kind of loss, and what is taken of it: the rest is the model."""
+        kind = RowReductions if self.tokens == "sum" else type(self)
+        return type(self), kind, self.of_token or _as_it_is, self.of_example
+
+    def each(self, model: nn.Module, batch: Any) -> Tensor:
+        size = batch_length(batch)
+        if size > 1 and model not in self._by_rows:
+            self._by_rows[model] = self._proven(model, batch, size)
+        if size == 1 or self._by_rows[model]:
+            losses = self._rows(model, batch, size, self.tokens, self.of_token)[0]
+        else:
+            alone = (pick(batch, [at]) for at in range(size))
+            losses = torch.cat([self._rows(model, one, 1, self.tokens, self.of_token)[0] for one in alone])
+        return self.of_example(losses)
+
+    def value(self, model: nn.Module, batch: Any, rows: RowReductions | None = None) -> Tensor:
+        """The loss of a batch, one number; one for each example under `rows`."""
+        try:
+            if isinstance(batch, Mapping):
+                output = model(**batch)
+            else:
+                output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        except TypeError as error:
+            raise TypeError(_no_own_loss(f"called with inputs and targets it fails ({error})")) from error
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+        by_row = rows is not None and rows.calls > 0
+        if not isinstance(loss, Tensor) or ((loss.numel() != 1 or (loss is output and loss.dim())) and not by_row):
+            raise TypeError(_no_own_loss(f"it returned {shape_of(output if loss is None else loss)}"))
+        return loss
+
+    def _rows(
+        self, model: nn.Module, batch: Any, size: int, tokens: Tokens, of_token: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Losses of the examples `[b]`, and how many tokens of each counted; raises where there is no loss of each."""
+        with RowReductions(size, tokens, of_token) as rows:
+            loss = self.value(model, batch, rows)
+        if not rows.calls and (tokens == "sum" or of_token is not None):
+            raise ValueError(
+                "the model computes its loss without the losses of torch.nn.functional, so the losses of its tokens "
+                "are not to be had: use tokens='mean', or pass the loss as a BatchLoss."
+            )
+        if loss.numel() != size or (size > 1 and not rows.calls):
+            raise _NotByRows
+        return loss.reshape(size), rows.counted
+
+    def _proven(self, model: nn.Module, batch: Any, size: int) -> bool:
+        """Whether the losses read off a batch are those of its examples alone."""
+        positions = list(range(size))[:: max(1, size // _COMPARED)][:_COMPARED]
+        with torch.no_grad():
+            try:
+                found, counted = self._rows(model, batch, size, "mean", None)
+            except (_NotByRows, RuntimeError, ValueError, TypeError):
+                self.value(model, pick(batch, [0]))  # a model that fails alone, too, says itself what is wrong
+                return False
+            alone = torch.stack([self.value(model, pick(batch, [at])).reshape(()) for at in positions])
+        rows = found[positions]
+        asked = (counted[positions] > 0 if counted is not None else torch.ones_like(rows) > 0) & alone.isfinite()
+        allowed = 1e-2 if rows.dtype in (torch.float16, torch.bfloat16) else 1e-3
+        return bool(((rows - alone).abs() <= allowed * (1e-3 + alone.abs()))[asked].all())
+
+
+class _NotByRows(ValueError):
+    """The model's loss of a batch does not come as one number per example."""
+
+    def __init__(self) -> None:
+        super().__init__("the model gives one loss for the whole batch")
+
+
+def _no_own_loss(why: str) -> str:
+    return (
+        f"loss_fn is None, which stands for the loss that the model itself returns, but {why}: pass the training loss, "
+        "e.g. nn.CrossEntropyLoss(), or let the model return an output with .loss."
+    )

@@ -1,0 +1,56 @@
+"""README and docs/: every code block runs, every output shown is what comes out, every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+
+import pages
+import pytest
+
+from ggda_ext import __all__ as PUBLIC
+
+NAMES = [page.relative_to(pages.ROOT).as_posix() for page in pages.PAGES]
+WITH_CODE = [name for name in NAMES if pages.blocks((pages.ROOT / name).read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(name, tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    for block, came in pages.printed(pages.ROOT / name):
+        if block.shown is not None:
+            found = pages.difference(block.shown, came)
+            assert found is None, f"{name}, block at line {block.line}: {found}"
+    matplotlib.pyplot.close("all")
+
+
+@pytest.mark.parametrize(
+    ("shown", "came", "same"),
+    [
+        ("loss 0.320", "loss 0.3190", True),
+        ("loss 0.32", "loss 0.42", False),
+        ("5 groups", "6 groups", False),
+        ("web  +1.5  helps", "web +1.52 helps", True),
+        ("web  +1.5  helps", "web  +1.5  hurts", False),
+        ("a\n…\nb 1.0", "a\nx\ny\nb 1.0", True),
+        ("a", "a\nmore", False),
+    ],
+)
+def test_outputs_are_compared_by_words_and_rounded_numbers(shown, came, same):
+    assert (pages.difference(shown, came) is None) == same
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_inside_the_project_lead_to_files(name):
+    page = pages.ROOT / name
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text):
+        if not re.match(r"[a-z]+:", target) and "gallery/" not in target:
+            assert (page.parent / target).exists(), f"{name} links to {target}, which is not there"
+
+
+def test_every_public_name_is_in_the_reference():
+    reference = (pages.ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    missing = [name for name in PUBLIC if not re.search(rf"\b{name}\b", reference)]
+    assert not missing

@@ -1,0 +1,125 @@
+"""The loss that a model returns by itself, of each example: that of the example alone, at the price of a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import relative_error
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers_cases import MODELS, collate, examples, gradients, made, own_loss
+
+from ggda_ext import GroupGradients, Groups
+from ggda_ext.own_loss import OwnLoss
+from ggda_ext.row_reductions import RowReductions
+
+LABELS = [0, 1, 0, 2, 2, 1, 0, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_losses_of_a_batch_are_those_of_the_examples_alone(name):
+    model, rows = made(name), examples(name, 7)
+    loss = OwnLoss()
+    with torch.no_grad():
+        alone = torch.stack([own_loss(model, collate([row])) for row in rows])
+        losses = loss.each(model, collate(rows))
+    assert relative_error(losses, alone) <= 1e-6  # language models take it in float32
+    assert loss._by_rows[model]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_groups_of_sequences_have_the_sum_of_one_backward_pass_each(name):
+    model, rows = made(name), examples(name, len(LABELS))
+    truth = Groups(LABELS).sum(gradients(model, own_loss, rows), 0)
+    found = GroupGradients(model, None, DataLoader(rows, batch_size=4, collate_fn=collate), LABELS)
+    directions = torch.randn(1, found.p, dtype=torch.float64)
+    assert found.plan(1).strategy == "directional"
+    assert relative_error(found.scores(directions), directions @ truth.T) <= 1e-10
+    assert relative_error(found.rows(), truth) <= 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["forward", "segmented", "backward"])
+def test_every_strategy_sees_a_bias_that_all_examples_share(strategy):
+    model, rows = made("t5"), examples("t5", len(LABELS))
+    truth = Groups(LABELS).sum(gradients(model, own_loss, rows), 0)
+    loader = DataLoader(rows, batch_size=4, collate_fn=collate)
+    found = GroupGradients(model, None, loader, LABELS, strategy=strategy)
+    directions = torch.randn(1, found.p, dtype=torch.float64)
+    assert relative_error(found.scores(directions), directions @ truth.T) <= 1e-6  # forward mode: other float32 steps
+    assert "compute_bias" not in vars(model.encoder.block[0].layer[0].SelfAttention)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert_tokens", "t5"])
+def test_tokens_can_be_summed(name):
+    model, rows = made(name), examples(name, 6)
+    first = 1 if name == "gpt2" else 0  # it predicts the next token, so the first is no target
+    counts = torch.tensor([sum(label != -100 for label in row["labels"][first:]) for row in rows])
+    with torch.no_grad():
+        mean, total = (OwnLoss(tokens).each(model, collate(rows)) for tokens in ("mean", "sum"))
+    assert relative_error(total, mean * counts) <= 1e-6
+
+
+def test_probabilities_can_be_taken_of_tokens_and_of_examples():
+    model, rows = made("bert"), examples("bert", 6)
+    batch = collate(rows)
+    probabilities = model(**batch).logits.softmax(1).gather(1, batch["labels"][:, None])[:, 0]
+    for loss in (OwnLoss(of_token=lambda loss: (-loss).exp()), OwnLoss(of_example=lambda loss: (-loss).exp())):
+        assert relative_error(loss.each(model, batch), probabilities) <= 1e-12
+
+
+def test_an_example_with_no_targets_has_the_loss_zero():
+    model, rows = made("gpt2"), examples("gpt2", 4)
+    rows[2]["labels"] = [-100] * len(rows[2]["labels"])
+    losses = OwnLoss().each(model, collate(rows))
+    assert losses[2] == 0
+    assert OwnLoss().each(model, collate(rows[2:3])).tolist() == [0]
+    assert bool((losses[[0, 1, 3]] > 0).all())
+
+
+class Odd(nn.Module):
+    """A model whose loss of a batch is made in a way of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = nn.Linear(3, 2, dtype=torch.float64), kind
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        outputs = self.inner(x)
+        if self.kind == "by hand":
+            loss = -outputs.log_softmax(1).gather(1, labels[:, None]).mean()
+        elif self.kind == "added to":
+            loss = F.cross_entropy(outputs, labels) + 0.1 * outputs.square().mean()
+        else:
+            loss = F.cross_entropy(outputs, labels, weight=torch.tensor([1.0, 3.0], dtype=torch.float64))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(("kind", "by_rows"), [("by hand", False), ("added to", False), ("weighted", True)])
+def test_a_loss_that_a_batch_does_not_tell_is_computed_alone(kind, by_rows):
+    model, data = Odd(kind), {"x": torch.randn(6, 3, dtype=torch.float64), "labels": torch.randint(0, 2, (6,))}
+    loss = OwnLoss()
+    with torch.no_grad():
+        losses = loss.each(model, data)
+    alone = torch.stack([model(data["x"][i : i + 1], data["labels"][i : i + 1])["loss"] for i in range(6)])
+    assert relative_error(losses, alone.detach()) <= 1e-12
+    assert loss._by_rows[model] == by_rows
+
+
+def test_only_losses_of_rows_are_touched():
+    x, y = torch.randn(6, 4), torch.randint(0, 4, (6,))
+    with RowReductions(3) as rows:
+        assert F.cross_entropy(x, y).shape == (3,)
+        assert F.mse_loss(x, x).shape == (3,)
+        assert F.cross_entropy(x, y, reduction="none").shape == (6,)
+        assert F.cross_entropy(x[:5], y[:5]).dim() == 0  # five rows are not those of three examples
+        assert rows.calls == 2
+    assert F.cross_entropy(x, y).dim() == 0
+
+
+def test_tokens_of_a_loss_made_by_hand_are_refused():
+    data = {"x": torch.randn(4, 3, dtype=torch.float64), "labels": torch.randint(0, 2, (4,))}
+    with pytest.raises(ValueError, match="without the losses of torch"):
+        OwnLoss("sum").each(Odd("by hand"), data)
+    with pytest.raises(ValueError, match="tokens='total' is not one of"):
+        OwnLoss("total")

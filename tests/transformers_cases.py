@@ -1,0 +1,146 @@
+"""Tiny Hugging Face models with data that has padding and ignored targets, and plain autograd to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+VOCABULARY, LONGEST, CLASSES = 48, 9, 3
+_BERT = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 16, "num_labels": CLASSES,
+}  # fmt: skip
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=16))
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                    intermediate_size=24, num_key_value_heads=1, max_position_embeddings=16)
+    )  # fmt: skip
+
+
+def t5() -> nn.Module:
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
+                 decoder_start_token_id=0)
+    )  # fmt: skip
+
+
+def bert() -> nn.Module:
+    return BertForSequenceClassification(BertConfig(**_BERT))
+
+
+def bert_tokens() -> nn.Module:
+    return BertForTokenClassification(BertConfig(**_BERT))
+
+
+def bert_answers() -> nn.Module:
+    return BertForQuestionAnswering(BertConfig(**_BERT | {"num_labels": 2}))
+
+
+def vit() -> nn.Module:
+    return ViTForImageClassification(
+        ViTConfig(hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=6,
+                  patch_size=3, num_channels=3, num_labels=CLASSES)
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2, "llama": llama, "t5": t5, "bert": bert, "bert_tokens": bert_tokens, "bert_answers": bert_answers,
+    "vit": vit,
+}  # fmt: skip
+
+
+def made(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """A model in eval mode, with parameters that differ from their plain start (zeros and ones tell little)."""
+    torch.manual_seed(seed)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+def examples(name: str, n: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[dict[str, Any]]:
+    """Examples of different lengths for a model, as a tokenizer leaves them: lists, not padded."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(n):
+        length = int(torch.randint(4, LONGEST + 1, (1,), generator=generator))
+        length = LONGEST if name == "bert_answers" else length  # its softmax is over positions, padding among them
+        ids = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+        if name == "vit":
+            pixels = torch.randn(3, 6, 6, generator=generator, dtype=torch.float64).to(dtype)
+            found.append({"pixel_values": pixels, "labels": ids[0] % CLASSES})
+            continue
+        one: dict[str, Any] = {"input_ids": ids}
+        if name == "bert":
+            one["labels"] = ids[0] % CLASSES
+        elif name == "bert_answers":
+            one |= {"start_positions": ids[0] % 4, "end_positions": ids[1] % 4}
+        elif name == "bert_tokens":
+            one["labels"] = [-100, *(number % CLASSES for number in ids[1:])]
+        elif name == "t5":
+            one["labels"] = ids[: length // 2 + 1]
+        else:
+            one["labels"] = [*([-100] * (length % 3)), *ids[length % 3 :]]
+        found.append(one)
+    return found
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Examples as a batch: padded on the right, with an attention mask, and −100 for targets that are padding."""
+    batch: dict[str, Tensor] = {}
+    for key in rows[0]:
+        values = [row[key] for row in rows]
+        if isinstance(values[0], list):
+            longest = max(map(len, values))
+            pad = -100 if key == "labels" else 0
+            batch[key] = torch.tensor([value + [pad] * (longest - len(value)) for value in values])
+        else:
+            batch[key] = torch.stack([torch.as_tensor(value) for value in values])
+    if "input_ids" in batch:
+        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
+    return batch
+
+
+def gradients(
+    model: nn.Module, losses: Callable[[nn.Module, dict[str, Tensor]], Tensor], rows: Sequence[dict[str, Any]]
+) -> Tensor:
+    """One backward pass for each example `[n, p]`, over the parameters that require a gradient."""
+    parameters = [value for value in model.parameters() if value.requires_grad]
+    found = []
+    for row in rows:
+        parts = torch.autograd.grad(losses(model, collate([row])), parameters, allow_unused=True)
+        flat = [
+            torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in zip(parts, parameters, strict=True)
+        ]
+        found.append(torch.cat(flat))
+    return torch.stack(found)
+
+
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """What the model returns."""
+    return model(**batch).loss
