@@ -1,32 +1,36 @@
-"""The command line: `python -m benchmarks` is the tour; every part of it, and more, has a command of its own."""
+"""The command line: `python -m benchmarks` is the tour; every part of it, and more, has a command of its own.
+
+Nothing that imports torch is imported before the arguments are read, so that `--help` comes at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from benchmarks import check, data, speed, tour
-from benchmarks.results import FolderInUse, ResultFolder, read_config
+from benchmarks.names import EXPERIMENTS, FETCHABLE, METHODS, SPEED_PARTS
 from benchmarks.scales import SCALES
-from benchmarks.tasks import PAPER, TASKS
+
+if TYPE_CHECKING:
+    from benchmarks.results import ResultFolder
 
 PROGRAM = "python -m benchmarks"
 LATEST = Path("latest")
 STOPPED, FAILED, MISUSED = 130, 1, 2
+TASKS = tuple(SCALES["paper"].epochs)
 
 DESCRIPTION = """\
 Group data attribution, measured against the original toolkits on HELOC, MNIST, CIFAR-10 and QNLI.
 
-Without a command: the tour, some minutes. It runs the original Captum, dattri and TRAK next to their group
-versions, then the paper's experiments at a small scale, and writes a report."""
+Without a command: the tour, up to ten minutes. It checks the group versions of Captum, dattri and TRAK against the
+originals, measures how much faster they are, runs the paper's experiments at a small scale, and writes a page."""
 
 EXAMPLES = """\
 examples:
@@ -34,6 +38,7 @@ examples:
   python -m benchmarks data --fetch all                  get the data first, see where it came from
   python -m benchmarks check --data mnist                one data set against all originals
   python -m benchmarks check --scale laptop --resume     go on with the check that was stopped
+  python -m benchmarks compare --tasks heloc-ann-s       how much faster than the originals, at real size
   python -m benchmarks run lds noisy --tasks heloc-ann-s two of the paper's experiments
   python -m benchmarks report results/*                  one report on all results
 
@@ -52,21 +57,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
         given.insert(0, "tour")
-    options = _parser(given[0]).parse_args(given)
+    options = _parser().parse_args(given)
+    import torch
+
+    from benchmarks.data.errors import DataError
+
     if hasattr(options, "threads"):
         torch.set_num_threads(options.threads)
     if options.command == "speed" and options.json is None:
         options.json = Path("results") / f"{time.strftime('%Y%m%d-%H%M%S')}-speed" / "speed.json"
     folder: ResultFolder | None = None
     try:
-        if options.command in ("tour", "check", "run"):
+        if options.command in ("tour", "check", "compare", "run"):
             folder = _folder(options, given)
             return _in_folder(options, folder)
         return _without_folder(options)
     except KeyboardInterrupt:
         print(f"\nstopped. {_how_to_go_on(options, folder)}", file=sys.stderr)
         return STOPPED
-    except data.DataError as error:
+    except DataError as error:
         print(f"{error}\n{_how_to_go_on(options, folder)}", file=sys.stderr)
         return FAILED
     except OSError as error:
@@ -83,29 +92,36 @@ def _in_folder(options: argparse.Namespace, folder: ResultFolder) -> int:
         f"{options.command}, scale {scale.name} ({scale.about}), {options.threads} thread(s); results: {folder.path}\n"
     )
     if options.command == "tour":
-        return 0 if tour.run(tasks, scale, folder, options.data_dir) else FAILED
-    if options.command == "check":
-        rows = check.run(tasks, scale, folder, options.data_dir, folder.config["methods"])
-        folder.finish()
-        print("\n" + "\n".join(check.table.verdict(rows)))
-        return 0 if check.table.passed(rows) else FAILED
-    from benchmarks import experiments
+        from benchmarks import tour
 
-    experiments.run(folder.config["experiments"], tasks, scale, folder, options.data_dir)
+        return 0 if tour.run(tasks, scale, folder, options.data_dir) else FAILED
+    if options.command == "run":
+        from benchmarks import experiments
+
+        experiments.run(folder.config["experiments"], tasks, scale, folder, options.data_dir)
+        folder.finish()
+        print(f"\n{len(folder.rows)} rows in {folder.path}; tables and figures: {PROGRAM} report {folder.path}")
+        return 0
+    part = importlib.import_module(f"benchmarks.{options.command}")  # check or compare
+    rows = part.run(tasks, scale, folder, options.data_dir, folder.config["methods"])
     folder.finish()
-    print(f"\n{len(folder.rows)} rows in {folder.path}; tables and figures: {PROGRAM} report {folder.path}")
-    return 0
+    print("\n" + "\n".join(part.table.verdict(rows)))
+    return 0 if part.table.passed(rows) else FAILED
 
 
 def _without_folder(options: argparse.Namespace) -> int:
     """The commands that do not."""
     if options.command == "data":
+        from benchmarks import data
+
         return data.command(options.fetch, options.data_dir)
     if options.command == "report":
         from benchmarks import report
 
-        report.command(options)
-    elif options.command == "speed":
+        return report.command(options.folders, options.out, options.document)
+    if options.command == "speed":
+        from benchmarks import speed
+
         speed.run(options.parts, options.quick, options.threads, options.json, options.ranks)
     else:
         from benchmarks import fidelity
@@ -116,6 +132,8 @@ def _without_folder(options: argparse.Namespace) -> int:
 
 def _folder(options: argparse.Namespace, given: list[str]) -> ResultFolder:
     """The run's folder: a new one, or the one to go on with, whose scale, tasks and methods then count."""
+    from benchmarks.results import FolderInUse, ResultFolder, read_config
+
     config: dict[str, Any] = {
         "command": options.command, "arguments": shlex.join(given), "threads": options.threads,
         "seeds": {"data": 0, "model": 0, "groups": 0, "projection": 0},
@@ -131,7 +149,7 @@ def _folder(options: argparse.Namespace, given: list[str]) -> ResultFolder:
         if resume == LATEST:
             resume = ResultFolder.latest_unfinished(options.command)
         before = {} if resume is None else read_config(resume)
-        defaults = {"scale": "quick", "tasks": list(TASKS), "methods": None, "experiments": list(tour.EXPERIMENTS)}
+        defaults = {"scale": "quick", "tasks": list(TASKS), "methods": None, "experiments": list(EXPERIMENTS)}
         for name, value in chosen.items():
             config[name] = value if value is not None else before.get(name, defaults[name])
         return ResultFolder.open(options.command, config, resume)
@@ -143,8 +161,12 @@ def _folder(options: argparse.Namespace, given: list[str]) -> ResultFolder:
 def _tasks(options: argparse.Namespace) -> list[str] | None:
     if options.tasks is None and options.data is None:
         return None
-    wanted = options.tasks or [task for task in TASKS if PAPER[task].data in options.data]
+    wanted = options.tasks or [task for task in TASKS if _data_of(task) in options.data]
     return [task for task in TASKS if task in wanted]
+
+
+def _data_of(task: str) -> str:
+    return task.partition("-")[0]
 
 
 def _how_to_go_on(options: argparse.Namespace, folder: ResultFolder | None) -> str:
@@ -157,39 +179,43 @@ def _how_to_go_on(options: argparse.Namespace, folder: ResultFolder | None) -> s
     return f"Run `{PROGRAM} {options.command}` again."
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
-    """The parser; what takes long to import is imported for its own command only."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     common = _common_options()
-    commands.add_parser("tour", parents=[common], help="check, a small run of the experiments, report (the default)")
+    commands.add_parser("tour", parents=[common], help="check, compare, a few experiments, report (the default)")
     checking = commands.add_parser(
         "check", parents=[common], help="original toolkits, point by point, next to their group versions",
         description="Runs every original toolkit point by point and its group version on the same model and data, "
-        "compares the scores, and prints time and peak memory of both. Exit code 1 if any differs or fails.",
+        "compares the scores, and prints peak memory of both. Exit code 1 if any differs or fails.",
     )  # fmt: skip
-    checking.add_argument(
-        "--methods", nargs="+", choices=check.METHOD_NAMES, metavar="METHOD", help=f"of {', '.join(check.METHOD_NAMES)}"
-    )
+    comparing = commands.add_parser(
+        "compare", parents=[common], help="how much faster than the original toolkits, at real size",
+        description="Times every group version on all training points of the scale, for one property and for 20 test "
+        "points, in groups of 1, 64 and 1,024, against its original on as many points as a fixed time allows.",
+    )  # fmt: skip
+    for one in (checking, comparing):
+        one.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=f"of {', '.join(METHODS)}")
     running = commands.add_parser("run", parents=[common], help="the paper's experiments")
     running.add_argument(
         "experiments", nargs="*", type=_experiment, metavar="EXPERIMENT",
-        help=f"of {', '.join(tour.EXPERIMENTS)}; all by default",
+        help=f"of {', '.join(EXPERIMENTS)}; all by default",
     )  # fmt: skip
     reporting = commands.add_parser("report", help="tables, figures and one HTML page from result folders")
-    if command == "report":
-        from benchmarks import report
-
-        report.add_arguments(reporting)
+    reporting.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="result folders, e.g. results/*")
+    reporting.add_argument("--out", type=Path, help="where to write; the last folder's own `report` by default")
+    reporting.add_argument(
+        "--document", type=Path, help="also bring tables and figures of this Markdown file up to date, e.g. RESULTS.md"
+    )
     fetching = commands.add_parser("data", help="what data is here, where it came from, and its checks; get the rest")
-    fetching.add_argument("--fetch", nargs="+", default=[], choices=data.FETCHABLE, metavar="NAME",
-                          help=f"get it: {', '.join(data.FETCHABLE)}")  # fmt: skip
+    fetching.add_argument("--fetch", nargs="+", default=[], choices=FETCHABLE, metavar="NAME",
+                          help=f"get it: {', '.join(FETCHABLE)}")  # fmt: skip
     fetching.add_argument("--data-dir", **_DATA_DIR)
     timing = commands.add_parser("speed", help="time every strategy and toolkit on made data")
-    timing.add_argument("--parts", nargs="+", choices=speed.PARTS, default=list(speed.PARTS), metavar="PART",
-                        help=f"of {', '.join(speed.PARTS)}; all by default")  # fmt: skip
+    timing.add_argument("--parts", nargs="+", choices=SPEED_PARTS, default=list(SPEED_PARTS), metavar="PART",
+                        help=f"of {', '.join(SPEED_PARTS)}; all by default")  # fmt: skip
     timing.add_argument("--quick", action="store_true", help="smaller data: minutes instead of an hour")
     timing.add_argument("--threads", type=_threads, default=1, help="torch threads; 1 by default, the steadiest")
     timing.add_argument("--ranks", type=int, metavar="N", help="instead: N processes of one thread against one alone")
@@ -204,8 +230,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 _DATA_DIR: dict[str, Any] = {
     "type": Path,
-    "help": "folder with the data sets, tried first; or set GGDA_DATA_DIR. Without it: the cache, the public hub, "
-    "package registries, and a marked stand-in",
+    "help": "folder with the data sets, tried first; or set GGDA_DATA_DIR. Without it: the cache, published "
+    "archives, package registries, and a marked stand-in",
 }
 
 
@@ -216,7 +242,7 @@ def _common_options() -> argparse.ArgumentParser:
     common.add_argument("--data-dir", **_DATA_DIR)
     which = common.add_mutually_exclusive_group()
     which.add_argument("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=f"of {', '.join(TASKS)}")
-    which.add_argument("--data", nargs="+", choices=list(dict.fromkeys(PAPER[task].data for task in TASKS)),
+    which.add_argument("--data", nargs="+", choices=list(dict.fromkeys(map(_data_of, TASKS))),
                        help="all tasks of these data sets")  # fmt: skip
     common.add_argument("--threads", type=_threads, default=1, help="torch threads; 1 by default: times are CPU times")
     common.add_argument(
@@ -227,7 +253,7 @@ def _common_options() -> argparse.ArgumentParser:
 
 
 def _experiment(text: str) -> str:
-    known = tour.EXPERIMENTS
+    known = EXPERIMENTS
     if text not in known:
         raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(known)}.")
     return text

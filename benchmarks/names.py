@@ -1,6 +1,15 @@
-"""What methods, groupings, protocols and baselines are called, in the rows of results as in tables and figures."""
+"""What commands, methods, groupings, protocols and baselines are called: on the command line, in rows and tables."""
 
 from __future__ import annotations
+
+EXPERIMENTS = ("lds", "noisy", "pruning", "retraining")
+METHODS = (
+    "TracInCP", "TracInCPFast", "ArnoldiInfluenceFunction", "NaiveInfluenceFunction",
+    "IFAttributorLiSSA", "TracInAttributor", "TRAKAttributor", "TRAKer", "FisherInfluence",
+)  # fmt: skip
+"""Of all toolkits, in the order of the tables; known without importing them."""
+SPEED_PARTS = ("core", "captum", "dattri", "trak", "grouping", "training", "scaling")
+FETCHABLE = ("heloc", "heloc-clean", "mnist", "cifar10", "qnli", "bert", "all")
 
 TRACIN, FISHER, LISSA, TRAK = PAPER_METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
 CG, RATES, PER_POINT = "Inf. (CG)", "TracIn (learning rates)", "Per-point, directional"
@@ -13,6 +22,8 @@ AVERAGED = {CG_3: CG, WHAT_IF_3: WHAT_IF}
 KEPT_POINTS, CLASS_BALANCE = TRIVIAL = ("Kept points", "Class balance")
 NO_REMOVAL, RANDOM_REMOVAL = BASELINES = ("No removal", "Random removal")
 
+ONE_PROPERTY, TEST_POINTS = "one property", "test points"
+DEFAULT_MODE, EXACT_MODE = "default", "exact"
 HALVES, KEEP_80, LEAVE_ONE_OUT = PROTOCOLS = ("halves", "keep 80 %", "leave one out")
 """What models are retrained on: halves or 80 % of the groups with about as many points in each, all but one group."""
 

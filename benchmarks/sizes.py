@@ -26,9 +26,9 @@ class CheckScale:
     """Size of the check of one task against the original toolkits.
 
     Attributes:
-        points: training points the original scores one by one; the group version gets the same.
+        points: training points the original scores one by one; the group version gets the same. None for all.
         dattri_points: the same for dattri, whose time for a point is many times that of the others.
-        tests: test points.
+        tests: test points; None for all.
         group_size: mean size of the (uneven) groups.
         batch: training points in a batch of the original, which holds that many gradients at once.
         curvature_points: training points the Hessian is taken over.
@@ -37,9 +37,9 @@ class CheckScale:
             point (dattri, TRAK, Fisher); None for all.
     """
 
-    points: int
+    points: int | None
     dattri_points: int
-    tests: int
+    tests: int | None
     group_size: int
     batch: int
     curvature_points: int

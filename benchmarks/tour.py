@@ -1,17 +1,28 @@
-"""`python -m benchmarks`: the check on all data sets, a small run of the experiments, and the report on both."""
+"""`python -m benchmarks`: equal to the originals? how much faster? how faithful? and a page about all of it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import check
+from benchmarks import check, compare
+from benchmarks.data import TITLES, where
+from benchmarks.names import EXPERIMENTS
 from benchmarks.results import ResultFolder
 from benchmarks.sizes import Scale
 
-EXPERIMENTS = ("lds", "noisy", "pruning", "retraining")
 EXPERIMENT_TASKS = ("heloc-lr",)
 """Experiments retrain many models: the tour does so for the smallest ones, `run` for any."""
+CPU_SECONDS = {
+    "smoke": {"heloc-lr": 20, "heloc-ann-s": 15, "heloc-ann-m": 15, "mnist-ann-l": 15, "cifar10-resnet18": 30,
+              "qnli-bert": 40},
+    "quick": {"heloc-lr": 60, "heloc-ann-s": 40, "heloc-ann-m": 50, "mnist-ann-l": 90, "cifar10-resnet18": 120,
+              "qnli-bert": 140},
+}  # fmt: skip
+"""What the tour of a task took on one core of a small cloud machine; larger scales take hours."""
+_CALIBRATION = 0.055
+"""CPU seconds of `_work` on that machine."""
 
 
 def run(
@@ -21,29 +32,64 @@ def run(
     data_dir: Path | None = None,
     methods: Iterable[str] | None = None,
 ) -> bool:
-    """Check, experiments and report into one folder; ends with the headlines and the place of the page.
+    """Check, comparison, experiments and report into one folder; ends with the headlines and the place of the page.
 
     Args:
         tasks: names of tasks, see `benchmarks.tasks.TASKS`; experiments run on those of `EXPERIMENT_TASKS` among them.
         scale: how much of everything.
         folder: where rows and report go; what is there already is not run again.
         data_dir: folder with the data sets.
-        methods: methods of the check; all if left out.
+        methods: methods of check and comparison; all if left out.
 
     Returns:
-        Whether the check passed.
+        Whether the check passed and everything could be measured.
     """
     from benchmarks import experiments, report
 
-    print("1. The original toolkits, point by point, next to their group versions (CPU seconds, peak memory)\n")
-    rows = check.run(tasks, scale, folder, data_dir, methods)
+    print(expected_time(tasks, scale))
+    for line in where_from(tasks, data_dir):
+        print(line)
+    print("\n1. Equal? The original toolkits, point by point, next to their group versions\n")
+    checked = check.run(tasks, scale, folder, data_dir, methods)
+    print("\n2. How much faster? Times faster than the original, by group size\n")
+    compared = compare.run(tasks, scale, folder, data_dir, methods)
     retrained = [task for task in tasks if task in EXPERIMENT_TASKS]
     if retrained:
-        print(f"\n2. The paper's experiments on {', '.join(retrained)}: {', '.join(EXPERIMENTS)}\n")
+        print(f"\n3. How faithful? The paper's experiments on {', '.join(retrained)}: {', '.join(EXPERIMENTS)}\n")
         experiments.run(EXPERIMENTS, retrained, scale, folder, data_dir)
     folder.finish()
     out = folder.path / "report"
     found = report.write([folder.path], out)
-    print("\n" + "\n".join([*check.table.problems(rows), *found.lines]))
-    print(f"report: {out / 'report.html'}")
-    return check.table.passed(rows)
+    problems = [*check.table.problems(checked), *compare.table.problems(compared)]
+    print("\n" + "\n".join([*problems, *found.lines]))
+    print(f"The page: {(out / 'report.html').resolve()}")
+    return check.table.passed(checked) and compare.table.passed(compared)
+
+
+def expected_time(tasks: Sequence[str], scale: Scale) -> str:
+    """How long it will take, from a short measurement of this machine."""
+    known = CPU_SECONDS.get(scale.name)
+    if known is None:
+        return f"Expected time: {scale.about}."
+    start = time.process_time()
+    _work()
+    here = (time.process_time() - start) / _CALIBRATION
+    minutes = max(1, round(here * sum(known[task] for task in tasks) / 60))
+    unit = "minute" if minutes == 1 else "minutes"
+    return f"Expected time: about {minutes} {unit}, without downloads. Ctrl-C keeps what is done."
+
+
+def where_from(tasks: Sequence[str], data_dir: Path | None) -> list[str]:
+    """A line for each data set: real and from where, or to be fetched."""
+    names = list(dict.fromkeys(task.partition("-")[0] for task in tasks))
+    return ["Data:", *(f"  {TITLES[name]}: {where(name, data_dir)}" for name in names)]
+
+
+def _work() -> None:
+    """Some forward and backward passes of a small network."""
+    import torch
+    from torch import nn
+
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)), torch.zeros(512, 256)
+    for _ in range(20):
+        model(x).sum().backward()

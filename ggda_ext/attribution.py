@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints
 from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike
-from ggda_ext.gradients import GroupGradients, PointGradients
+from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.methods import Method, MethodName, chosen
+from ggda_ext.methods.cautions import SEVERAL, cautions
+from ggda_ext.methods.intervals import Intervals, Sources, directions_of, ends
 from ggda_ext.methods.keeping import keep_scores
 from ggda_ext.methods.scoring import Account, scores_by
 from ggda_ext.model import ParameterChoice, only_thread
@@ -39,9 +41,10 @@ def attribute(
     groups: GroupsLike | str | None,
     property: Property,
     *,
-    method: MethodName | Method = "tracin",
+    method: MethodName | Method = "influence",
     damping: float | None = None,
     recipe: Training | None = None,
+    intervals: Intervals = False,
     frame: Any = None,
     checkpoints: Checkpoints | None = None,
     weights: Sequence[float] | None = None,
@@ -69,10 +72,13 @@ def attribute(
         groups: a `Groups` or anything it accepts; None for groups of one; with `frame`, the name of a column, or a
             list of names for the combinations of their values.
         property: what to explain, a callable ``g(model) -> Tensor`` or one of `ggda_ext.properties`.
-        method: ``"tracin"``, ``"influence"``, ``"fisher"``, ``"ekfac"``, or one of `ggda_ext.methods` with settings of
-            its own, such as ``Influence(curvature="hessian", points=2000)``. ``result.method`` says what was done.
+        method: ``"influence"``, ``"tracin"`` (one pass, ranks only), ``"ekfac"``, ``"fisher"``, or one of
+            `ggda_ext.methods` with settings of its own, such as ``Influence(curvature="hessian", points=2000)``.
+            ``result.method`` says what was done.
         damping: of the curvature; by default from the recipe, else from the curvature itself.
         recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: gives the damping.
+        intervals: around the scores, at 95 %: over ``"test points"`` (ten folds of those that the property is measured
+            on), over ``"checkpoints"``, ``"both"``, or True for what there is. No further pass over the training data.
         frame: the pandas table whose columns `groups` names, with a row for every training point.
         checkpoints: a state dict or its path, or several; the model's current parameters if left out. The model gets
             its own parameters back afterwards.
@@ -102,23 +108,35 @@ def attribute(
     )  # fmt: skip
     solver = chosen(method, damping=damping, recipe=recipe)
     listed, factors = _weighted(checkpoints, weights, mean=solver.unit == "property")
-    asked = as_points(property)
-    start, account = perf_counter(), Account()
+    sources, asked = Sources.of(intervals, len(factors)), as_points(property)
+    start, account, each = perf_counter(), Account(), []
     with (
         only_thread(model),
         closing(at_checkpoints(model, listed, load_checkpoint)) as numbers,
         keep_scores(save_dir, tag) as kept,
     ):
-        scores = kept.total(
-            (
-                factors[at],
-                scores_by(solver, provider, property_directions(provider, asked), account, kept, at, property),
-            )
-            for at in numbers
-        )
+        for at in numbers:
+            directions, m = _directions(provider, property if sources.tests else asked, sources)
+            each.append(scores_by(solver, provider, directions, account, kept, at, property))
+        apart = [kept.total([(1.0, one)]).clone() for one in each] if sources.checkpoints else []
+        scores = kept.total(zip(factors, each, strict=True))
+        warned = cautions(provider, curvature=solver.needs_rows)
+    details: dict[str, Any] = {"notes": [*provider.data.notes, *account.notes, *([SEVERAL] if warned else [])]}
+    if sources:
+        m = len(scores) if m is None else m
+        details["low"], details["high"], details["interval"] = ends(scores, m, apart, factors, sources)
+        scores = scores[:m]
     facts = account.facts(solver, len(factors), perf_counter() - start)
-    notes = (*provider.data.notes, *account.notes)
-    return Attribution.of(scores, provider.groups, property, method=facts, test_axis=0, notes=notes)
+    return Attribution.of(scores, provider.groups, property, method=facts, test_axis=0, warnings=warned, **details)
+
+
+def _directions(
+    provider: GroupGradients, asked: Property | PointGradients, sources: Sources
+) -> tuple[Directions, int | None]:
+    """A property as directions; with intervals over test points, its changes after it, and how many are its own."""
+    if sources.tests and not isinstance(asked, PointGradients):
+        return directions_of(asked, provider)
+    return property_directions(provider, asked), None
 
 
 def _weighted(

@@ -132,6 +132,11 @@ class IndexedData:
         dtype = str(self._cast).removeprefix("torch.")
         return (f"The float64 numbers of {self.name} were given to the model as {dtype}, its dtype.",)
 
+    @property
+    def tensors(self) -> Any:
+        """The tensors that hold the examples in their order, where they are held so; else None."""
+        return None if getattr(self, "_order", None) is not None else getattr(self, "_tensors", None)
+
     def _length(self) -> int | None:
         if self._order is not None:
             return len(self._order)

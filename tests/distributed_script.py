@@ -146,7 +146,7 @@ def of_properties() -> Iterator[tuple[str, Any]]:
         "plain": lambda model: model(x).square().mean(),
     }.items():
         yield f"property: {name}", properties.property_gradient(of, case.model, parameters)
-        yield f"attribute: {name}", attribute(case.model, loss, case.data, UNEVEN, of)
+        yield f"attribute: {name}", attribute(case.model, loss, case.data, UNEVEN, of, method="tracin")
 
 
 def curvature() -> Iterator[tuple[str, Any]]:
@@ -325,12 +325,12 @@ def models_in_ddp() -> Iterator[tuple[str, Any]]:
     """The same scores of a model in a DistributedDataParallel as of the model itself."""
     case = cases.make_case("mlp")
     loss, of = nn.CrossEntropyLoss(), properties.mean_loss(tests_of(case), nn.CrossEntropyLoss())
-    yield "wrapped: none", attribute(case.model, loss, case.data, UNEVEN, of, parameters=["2"])
+    yield "wrapped: none", attribute(case.model, loss, case.data, UNEVEN, of, parameters=["2"], method="tracin")
     model = wrapped(case.model)
     states = [model.state_dict(), {name: 2 * value for name, value in case.model.state_dict().items()}]
-    yield "wrapped: core", attribute(model, loss, case.data, UNEVEN, of, parameters=["2"])
-    yield "wrapped: outer name", attribute(model, loss, case.data, UNEVEN, of, parameters=["module.2"])
-    yield "wrapped: checkpoints", attribute(model, loss, case.data, UNEVEN, of, checkpoints=states)
+    yield "wrapped: core", attribute(model, loss, case.data, UNEVEN, of, parameters=["2"], method="tracin")
+    yield "wrapped: outer name", attribute(model, loss, case.data, UNEVEN, of, parameters=["module.2"], method="tracin")
+    yield "wrapped: checkpoints", attribute(model, loss, case.data, UNEVEN, of, checkpoints=states, method="tracin")
     yield "wrapped: names", list(GroupGradients(model, loss, case.data, UNEVEN).space.parameters)
     yield "wrapped: gradients", grouping.gradients(model, loss, case.data, layer="module.2")
 

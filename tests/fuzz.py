@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import logging
 import os
 import random
@@ -24,6 +25,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import xxhash
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -33,6 +36,8 @@ from ggda_trak import TRAKer
 from benchmarks.data import checksums, folders, formats
 from benchmarks.data.errors import DataError
 from benchmarks.results import ResultFolder, read_config, read_rows
+from ggda_ext import Attribution, Groups
+from ggda_ext.results import MethodFacts, saving
 from ggda_ext.storage.folder import Store
 from tests.benchmarks import data_cases
 
@@ -49,6 +54,11 @@ PIECES = (
     b"null",
     b"../../x",
 )
+STRANGE = (
+    None, True, -1, 0, 3, 2**70, 1.5, float("nan"), "", "x", "float64", "int16", "complex64", "bool", "quint8", [],
+    [1], [[1]], {}, [6], [3, 2], [2, 3, 1], [0], [0, 10**15], {"tuple": 1}, {"date": "x"}, {"datetime64": ["x", "D"]},
+    {"a": {"b": 1}},
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,10 +68,13 @@ class Reader:
     Attributes:
         make: fills an empty folder.
         read: what the folder holds, by name; entries may be missing, but not others.
+        forge: changes the content and its checksum, as a stranger would, instead of single bytes; such content may be
+            accepted.
     """
 
     make: Callable[[Path], Any]
     read: Callable[[Path], dict[str, Any]]
+    forge: Callable[[Path, random.Random], None] | None = None
 
 
 def make_store(folder: Path) -> None:
@@ -117,6 +130,46 @@ def read_rows_of(folder: Path) -> dict[str, Any]:
     return {"command": config["command"], **rows}
 
 
+def make_result(folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    method = MethodFacts("tracin", "rank", {"checkpoints": 1}, seconds=0.5)
+    groups = Groups(["north", "south", ("east", 3)] * 4)
+    Attribution.of(torch.randn(2, 3, generator=generator), groups, method=method, test_axis=0).save(folder / "result")
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    found = Attribution.load(folder / "result")
+    scores = found.scores.double().numpy() if found.scores.is_floating_point() else found.scores.numpy()
+    return {"scores": scores, "labels": found.groups.labels, "text": f"{found} {found.method}"}
+
+
+def forge_result(folder: Path, draw: random.Random) -> None:
+    """Other values in places of the JSON, other numbers behind it."""
+    path, start = folder / "result", len(saving.MAGIC) + 24
+    content = path.read_bytes()
+    end = start + int.from_bytes(content[start - 8 : start], "little")
+    header, numbers = json.loads(content[start:end]), content[end:]
+    header["result"] = json.loads(header["result"])
+    for _ in range(draw.randint(1, 2)):
+        *way, last = draw.choice(places(header))
+        holder: Any = header
+        for key in way:
+            holder = holder[key]
+        holder[last] = draw.choice(STRANGE)
+    if draw.random() < 0.3:
+        numbers = draw.randbytes(draw.randrange(len(numbers) + 1))
+    header["result"] = json.dumps(header["result"])
+    text = json.dumps(header).encode()
+    rest = len(text).to_bytes(8, "little") + text + numbers
+    path.write_bytes(saving.MAGIC + xxhash.xxh3_128_digest(rest) + rest)
+
+
+def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The ways to all entries inside of a JSON value."""
+    keys: Any = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [place for key in keys for place in ((*way, key), *places(value[key], (*way, key)))]
+
+
 def data_reader(name: str, layout: str) -> Reader:
     def make(folder: Path) -> None:
         data_cases.WRITERS[layout](folder, data_cases.tiny(name))
@@ -143,6 +196,8 @@ READERS = {
     "store": Reader(make_store, read_store),
     "TRAK folder": Reader(make_trak, read_trak),
     "result rows": Reader(make_rows, read_rows_of),
+    "attribution": Reader(make_result, read_result),
+    "attribution, forged": Reader(make_result, read_result, forge_result),
     **{f"{name}, {layout}": data_reader(name, layout) for name, layout in data_cases.LAYOUTS},
 }
 
@@ -185,7 +240,10 @@ def trouble(reader: Reader, pristine: Path, expected: dict[str, Any], seed: str,
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(pristine, folder)
     outside.write_text("outside")
-    mutate(folder, random.Random(seed), outside)
+    if reader.forge is None:
+        mutate(folder, random.Random(seed), outside)
+    else:
+        reader.forge(folder, random.Random(seed))
     signal.alarm(SECONDS)
     try:
         found = reader.read(folder)
@@ -195,6 +253,8 @@ def trouble(reader: Reader, pristine: Path, expected: dict[str, Any], seed: str,
         return f"a raw {type(error).__name__}: {error}"
     finally:
         signal.alarm(0)
+    if reader.forge is not None:
+        found = {name: expected[name] for name in found}
     other = [name for name in found if name not in expected or not same(found[name], expected[name])]
     if other:
         return f"it is accepted with another {other[0]!r}"

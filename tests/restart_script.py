@@ -23,7 +23,7 @@ def work(folder: Path) -> list[torch.Tensor]:
     torch.manual_seed(0)
     x, y, model = torch.randn(300, 4), torch.randint(0, 2, (300,)), nn.Linear(4, 2)
     groups, goal = torch.arange(300) % 60, properties.mean_loss((x[:9], y[:9]), LOSS)
-    scores = attribute(model, LOSS, (x, y), groups, goal, save_dir=folder / "scores", batch_size=1)
+    scores = attribute(model, LOSS, (x, y), groups, goal, save_dir=folder / "scores", batch_size=1, method="tracin")
     provider = GroupGradients(model, LOSS, (x, y), groups, batch_size=1)
     gradients = GradientStore(provider, folder / "gradients")
     return [scores.clone(), gradients.scores(goal)]

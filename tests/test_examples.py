@@ -14,15 +14,17 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def clinics(found: dict[str, Any], folder: Path) -> None:
     """The clinic with flipped labels is named, drawn, written about and verified."""
-    result, truth = found["result"], found["truth"].attribution()
+    result, truth = found["result"], found["truth"]
     assert set(result.names) == set(found["clinics"])
     assert dict(zip(result.names, result.sizes, strict=True)) == found["df"].clinic.value_counts().to_dict()
     assert result.harmful().names[0] == "Northside"
     page = (folder / "clinics.html").read_text(encoding="utf-8")
     assert "<strong>Northside</strong> hurts most: without it, validation loss is predicted to fall" in page
-    assert truth.names == ("Northside",)
-    assert truth.effects() == ("hurts",)
-    assert float(truth.high) < 0
+    assert result.method.unit == "property"
+    assert float(result["Northside"].high) < 0
+    assert truth.names[0] == "Northside"
+    assert (truth.real[0] < 0).all()
+    assert truth.agrees[0]
 
 
 def tabular_sources(found: dict[str, Any], folder: Path) -> None:

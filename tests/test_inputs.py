@@ -180,12 +180,19 @@ def test_no_batch_is_larger_than_those_of_the_loader(kind: str, strategy: str) -
         "outputs": properties.soft_f1(loader),
     }[kind]  # fmt: skip
     model = Counting()
-    attribute(model, LOSS, loader, frame["clinic"].tolist(), goal, strategy=strategy)
+    attribute(model, LOSS, loader, frame["clinic"].tolist(), goal, strategy=strategy, method="tracin")
     assert model.largest <= 4
-    attribute(model, LOSS, loader, frame["clinic"].tolist(), goal, strategy=strategy, batch_size=20)
+    attribute(model, LOSS, loader, frame["clinic"].tolist(), goal, strategy=strategy, batch_size=20, method="tracin")
     assert 4 < model.largest <= 20
     plain = Counting()
-    attribute(plain, LOSS, tensors(frame), frame["clinic"].tolist(), properties.mean_loss(tensors(frame), LOSS))
+    attribute(
+        plain,
+        LOSS,
+        tensors(frame),
+        frame["clinic"].tolist(),
+        properties.mean_loss(tensors(frame), LOSS),
+        method="tracin",
+    )
     assert plain.largest > 4
 
 
@@ -226,8 +233,10 @@ def test_without_a_loss_function_the_model_gives_the_loss(form: str, kind: str) 
     x, y = tensors(frame)
     data: Any = (x, y) if kind == "tuple" else {"x": x, "labels": y}
     model = Own(form)
-    found = attribute(model, None, data, frame["clinic"].tolist(), properties.mean_loss(data, None))
-    plain = attribute(model.inner, LOSS, (x, y), frame["clinic"].tolist(), properties.mean_loss((x, y), LOSS))
+    found = attribute(model, None, data, frame["clinic"].tolist(), properties.mean_loss(data, None), method="tracin")
+    plain = attribute(
+        model.inner, LOSS, (x, y), frame["clinic"].tolist(), properties.mean_loss((x, y), LOSS), method="tracin"
+    )
     torch.testing.assert_close(found.scores, plain.scores)
 
 
@@ -256,5 +265,5 @@ def test_progress_appears_when_a_pass_takes_long(
     monkeypatch.setattr("ggda_ext.data.PATIENCE", patience)
     data, errors = tensors(table()), io.StringIO()
     with redirect_stderr(errors):
-        attribute(network(), LOSS, data, None, properties.mean_loss(data, LOSS), show_progress=show)
+        attribute(network(), LOSS, data, None, properties.mean_loss(data, LOSS), show_progress=show, method="tracin")
     assert ("point" in errors.getvalue()) == expected

@@ -85,6 +85,22 @@ def test_rows_are_group_summed_gradients(model, strategy):
         assert relative_error(torch.cat([rows for _, rows in blocks])[ids.argsort()], truth) <= 1e-12
 
 
+@pytest.mark.parametrize("strategy", ["segmented", "backward", "persample", "auto"])
+@pytest.mark.parametrize("model", MODELS)
+def test_weighted_rows_are_weighted_sums_of_gradients_for_every_weighting(model, strategy):
+    if not usable(model, strategy):
+        return
+    case, groups = make_case(model), Groups(UNEVEN)
+    weights = torch.stack([torch.linspace(-1, 2, N), torch.ones(N), torch.zeros(N)]).double()
+    truth = torch.stack([groups.sum(case.gradients() * own[:, None], 0) for own in weights], 1)
+    for batch_size, max_rows in ((4, 1), (5, 3), (100, None)):
+        provider = GroupGradients(case.model, LOSS, case.data, groups, strategy=strategy, batch_size=batch_size)
+        blocks = list(provider.blocks(max_rows, weights))
+        ids = torch.cat([ids for ids, _ in blocks])
+        assert sorted(ids.tolist()) == list(range(len(groups)))
+        assert relative_error(torch.cat([rows for _, rows in blocks])[ids.argsort()], truth) <= 1e-12
+
+
 def _of(model: str):
     case = make_case(model)
     return case.model, LOSS, case.data, UNEVEN
@@ -158,15 +174,16 @@ def test_property_loss_of_test_point_j_gives_the_scores_of_test_point_j(model):
     case = make_case(model)
     tests = (case.x[:4], case.y[:4])
     truth = Groups(UNEVEN).sum(case.gradients()[:4] @ case.gradients().T)
-    ready = attribute(case.model, LOSS, case.data, UNEVEN, properties.point_losses(tests, LOSS))
+    ready = attribute(case.model, LOSS, case.data, UNEVEN, properties.point_losses(tests, LOSS), method="tracin")
     own = attribute(
         case.model,
         LOSS,
         case.data,
         UNEVEN,
         lambda m: nn.functional.cross_entropy(m(tests[0]), tests[1], reduction="none"),
+        method="tracin",
     )
-    mean = attribute(case.model, LOSS, case.data, UNEVEN, properties.mean_loss(tests, LOSS))
+    mean = attribute(case.model, LOSS, case.data, UNEVEN, properties.mean_loss(tests, LOSS), method="tracin")
     assert relative_error(ready, truth) <= 1e-12
     assert relative_error(own, truth) <= 1e-12
     assert relative_error(mean[0], truth.mean(0)) <= 1e-12
@@ -180,9 +197,11 @@ def test_checkpoints_are_summed_with_their_weights_and_the_model_gets_its_own_ba
     expected = torch.zeros(1, 4, dtype=torch.float64)
     for state, weight in zip(states, (0.1, 0.3), strict=True):
         case.model.load_state_dict(state)
-        expected += weight * attribute(case.model, LOSS, case.data, UNEVEN, goal)
+        expected += weight * attribute(case.model, LOSS, case.data, UNEVEN, goal, method="tracin")
     case.model.load_state_dict(kept)
-    found = attribute(case.model, LOSS, case.data, UNEVEN, goal, checkpoints=states, weights=[0.1, 0.3])
+    found = attribute(
+        case.model, LOSS, case.data, UNEVEN, goal, checkpoints=states, weights=[0.1, 0.3], method="tracin"
+    )
     assert relative_error(found, expected) <= 1e-12
     assert all(torch.equal(value, kept[name]) for name, value in case.model.state_dict().items())
 

@@ -350,9 +350,11 @@ def test_checkpoints_may_be_files(tmp_path):
     case = make_case("mlp")
     torch.save(case.model.state_dict(), tmp_path / "one.pt")
     goal = properties.mean_loss(case.data, LOSS)
-    now = attribute(case.model, LOSS, case.data, LABELS, goal)
+    now = attribute(case.model, LOSS, case.data, LABELS, goal, method="tracin")
     for given in ([tmp_path / "one.pt"], tmp_path / "one.pt", str(tmp_path / "one.pt"), case.model.state_dict()):
-        assert torch.equal(attribute(case.model, LOSS, case.data, LABELS, goal, checkpoints=given), now)
+        assert torch.equal(
+            attribute(case.model, LOSS, case.data, LABELS, goal, checkpoints=given, method="tracin"), now
+        )
 
 
 def test_point_gradients_are_built_from_a_loss_and_data_as_users_have_them():

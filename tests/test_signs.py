@@ -24,6 +24,7 @@ from trak.projectors import NoOpProjector
 from ggda_ext import Attribution, GroupGradients, PointGradients, attribute, evaluation, properties, property_scores
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
 from ggda_ext.curvature.fisher import FISHERS
+from ggda_ext.methods import MethodName
 from ggda_ext.training import Recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "signs.md"
@@ -33,8 +34,13 @@ Score = Callable[[Truth, Any], Tensor]
 """Scores as the entry point returns them: of the test points, or (with a property) of that."""
 
 
-def attribute_(case: Truth, property: Any) -> Tensor:
-    return attribute(case.model, LOSS, case.train, case.groups, property or properties.point_losses(case.test, LOSS))
+def attribute_(name: MethodName) -> Score:
+    def scores(case: Truth, property: Any) -> Tensor:
+        goal = property or properties.point_losses(case.test, LOSS)
+        damping = None if name == "tracin" else RIDGE
+        return attribute(case.model, LOSS, case.train, case.groups, goal, method=name, damping=damping)
+
+    return scores
 
 
 def provider_scores(case: Truth, property: Any) -> Tensor:
@@ -120,7 +126,10 @@ def fisher_influence(fisher: Any) -> Score:
 
 IDENTITY = {"projector_kwargs": {"proj_type": "identity"}}
 RAISES_ON_REMOVAL: dict[str, Score] = {
-    "attribute": attribute_,
+    "attribute": attribute_("influence"),
+    "attribute tracin": attribute_("tracin"),
+    "attribute ekfac": attribute_("ekfac"),
+    "attribute fisher": attribute_("fisher"),
     "GroupGradients.scores": provider_scores,
     **{
         name: captum(name)
@@ -224,7 +233,7 @@ def test_as_an_attribution_all_say_alike_who_helps(name: str, property: str, bet
 @pytest.mark.parametrize(
     ("name", "unit"),
     [
-        ("NaiveInfluenceFunction", 1.0), ("FisherInfluence exact", 1.0),
+        ("attribute", 1.0), ("attribute ekfac", 1.0), ("NaiveInfluenceFunction", 1.0), ("FisherInfluence exact", 1.0),
         ("IFAttributorExplicit", N), ("IFAttributorCG", N), ("IFAttributorLiSSA", N), ("IFAttributorEKFAC", N),
     ],
 )  # fmt: skip
@@ -254,7 +263,7 @@ def test_evaluation_wants_the_rise_of_the_loss() -> None:
     """Importance of the right sign does well in every metric, and its negative badly."""
     case = truth()
     goal = properties.mean_loss(case.test, LOSS)
-    right = attribute(case.model, LOSS, case.train, case.groups, goal)[0]
+    right = attribute(case.model, LOSS, case.train, case.groups, goal, method="tracin")[0]
     rises = case.losses.mean(0)
     assert evaluation.leave_group_out_correlation(right, rises).value > 0.5
     assert evaluation.noisy_label_detection(right, case.groups, case.noisy).roc_auc > 0.6

@@ -277,7 +277,9 @@ def asked(case: Case, kind: str) -> Any:
 
 def stored(case: Case, folder: Path, kind: str = "property", data: Any = None) -> torch.Tensor:
     data = case.data if data is None else data
-    return attribute(case.model, LOSS, data, labels(case), asked(case, kind), save_dir=folder, batch_size=2)
+    return attribute(
+        case.model, LOSS, data, labels(case), asked(case, kind), save_dir=folder, batch_size=2, method="tracin"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["auto", "directional", "forward", "ghost", "segmented", "backward", "persample"])
@@ -289,14 +291,15 @@ def test_stored_scores_are_the_scores(case: Case, tmp_path: Path, kind: str, str
     for groups in (labels(case), np.where(labels(case) == 3, -1, labels(case) - (labels(case) > 3))):
         given = (case.model, LOSS, case.data, Groups(groups, rest="drop"), goal)
         folder = tmp_path / str(groups[3])
-        found = attribute(*given, save_dir=folder, strategy=strategy, batch_size=2, memory_budget=300)
-        plain = attribute(*given)
+        found = attribute(*given, save_dir=folder, strategy=strategy, batch_size=2, memory_budget=300, method="tracin")
+        plain = attribute(*given, method="tracin")
         assert found.shape == plain.shape
         assert found.dtype == plain.dtype
         assert relative_error(found, plain) < 1e-12
         assert len(list(folder.rglob("block-*.npy"))) > 1
         assert torch.equal(
-            attribute(*given, save_dir=folder, strategy=strategy, batch_size=2, memory_budget=300), found
+            attribute(*given, save_dir=folder, strategy=strategy, batch_size=2, memory_budget=300, method="tracin"),
+            found,
         )
 
 
@@ -304,11 +307,11 @@ def test_scores_over_checkpoints_are_weighted_and_the_model_comes_back(case: Cas
     states = [{name: value * scale for name, value in case.model.state_dict().items()} for scale in (0.5, 1.5)]
     given = (case.model, LOSS, case.data, labels(case), asked(case, "property"))
     before = ggda_ext.storage.fingerprint.of_parameters(case.model)
-    plain = attribute(*given, checkpoints=states, weights=[0.3, 2])
-    found = attribute(*given, checkpoints=states, weights=[0.3, 2], save_dir=tmp_path, batch_size=2)
+    plain = attribute(*given, checkpoints=states, weights=[0.3, 2], method="tracin")
+    found = attribute(*given, checkpoints=states, weights=[0.3, 2], save_dir=tmp_path, batch_size=2, method="tracin")
     assert relative_error(found, plain) < 1e-12
     with pytest.raises(StoreMismatch, match="values of the parameters"):
-        attribute(*given, checkpoints=states[::-1], weights=[0.3, 2], save_dir=tmp_path, batch_size=2)
+        attribute(*given, checkpoints=states[::-1], weights=[0.3, 2], save_dir=tmp_path, batch_size=2, method="tracin")
     assert ggda_ext.storage.fingerprint.of_parameters(case.model) == before
 
 
@@ -371,6 +374,7 @@ def test_other_inputs_are_refused_with_the_difference_named(case: Case, tmp_path
     same = {
         "model": case.model, "data": case.data, "groups": labels(case), "property": asked(case, "property"),
         "loss_fn": scaled_loss(1) if "alike" in what else LOSS, "save_dir": tmp_path, "batch_size": 2,
+        "method": "tracin",
     }  # fmt: skip
     attribute(**same)
     before = files(tmp_path)
@@ -384,7 +388,16 @@ def test_a_group_that_is_not_finite_is_named_as_the_user_knows_it(case: Case, tm
     case.x[17] = float("nan")
     groups = Groups([f"source {j}" for j in labels(case)])
     with pytest.raises(ValueError, match=rf"1 of 9 groups .*'source {17 * 7 % 9}' \(training points \[8, 17\]\)"):
-        attribute(case.model, LOSS, case.data, groups, asked(case, "property"), save_dir=tmp_path, batch_size=2)
+        attribute(
+            case.model,
+            LOSS,
+            case.data,
+            groups,
+            asked(case, "property"),
+            save_dir=tmp_path,
+            batch_size=2,
+            method="tracin",
+        )
 
 
 def test_a_stream_is_one_block(case: Case, tmp_path: Path) -> None:
@@ -393,7 +406,12 @@ def test_a_stream_is_one_block(case: Case, tmp_path: Path) -> None:
             yield from zip(case.x, case.y, strict=True)
 
     found = stored(case, tmp_path, data=Stream())
-    assert relative_error(found, attribute(case.model, LOSS, case.data, labels(case), asked(case, "property"))) < 1e-12
+    assert (
+        relative_error(
+            found, attribute(case.model, LOSS, case.data, labels(case), asked(case, "property"), method="tracin")
+        )
+        < 1e-12
+    )
     assert torch.equal(stored(case, tmp_path, data=Stream()), found)
 
 
@@ -405,7 +423,9 @@ def test_a_tag_needs_a_folder(case: Case) -> None:
 def test_bfloat16_scores_come_back_as_such(case: Case, tmp_path: Path) -> None:
     model = case.model.bfloat16()
     data = (case.x.bfloat16(), case.y)
-    found = attribute(model, LOSS, data, labels(case), properties.mean_loss(data, LOSS), save_dir=tmp_path)
+    found = attribute(
+        model, LOSS, data, labels(case), properties.mean_loss(data, LOSS), save_dir=tmp_path, method="tracin"
+    )
     assert found.dtype == torch.bfloat16
 
 
@@ -421,7 +441,9 @@ def test_stored_gradients_answer_new_questions_without_the_training_data(case: C
     for goal in (properties.mean_loss(test, LOSS), properties.soft_f1(test), properties.point_losses(test, LOSS)):
         found, fetched = gradients.scores(goal), data.fetched
         assert fetched == 0
-        assert relative_error(found, attribute(case.model, LOSS, case.data, labels(case), goal)) < 1e-12
+        assert (
+            relative_error(found, attribute(case.model, LOSS, case.data, labels(case), goal, method="tracin")) < 1e-12
+        )
     points = PointGradients(as_example_loss(LOSS), IndexedData(test))
     assert relative_error(gradients.scores(points), provider.scores(points)) < 1e-12
     directions = torch.randn(2, provider.p, dtype=torch.float64)
@@ -434,7 +456,7 @@ def test_projected_gradients_approximate_and_are_smaller(tmp_path: Path) -> None
     model = nn.Sequential(nn.Linear(30, 60), nn.ReLU(), nn.Linear(60, CLASSES))
     provider = GroupGradients(model, LOSS, (x, y), np.arange(400) // 4)
     goal = properties.point_losses((x[:20], y[:20]), LOSS)
-    exact = attribute(model, LOSS, (x, y), np.arange(400) // 4, goal)
+    exact = attribute(model, LOSS, (x, y), np.arange(400) // 4, goal, method="tracin")
     errors = []
     for dim in (64, 1024):
         store = GradientStore(provider, tmp_path / str(dim), dim)
@@ -467,7 +489,7 @@ def test_scores_of_stored_gradients_larger_than_the_budget_are_memory_maps(case:
     goal = asked(case, "points")
     gradients = GradientStore(small, tmp_path)
     found = gradients.scores(goal)
-    assert relative_error(found, attribute(case.model, LOSS, case.data, labels(case), goal)) < 1e-12
+    assert relative_error(found, attribute(case.model, LOSS, case.data, labels(case), goal, method="tracin")) < 1e-12
     assert len(list(tmp_path.glob("scores-*.npy"))) == 1
     assert torch.equal(gradients.scores(goal), found)
 

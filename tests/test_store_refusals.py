@@ -69,7 +69,9 @@ LOSS = nn.CrossEntropyLoss()
 
 
 def run_attribute(given: Given, folder: Path) -> Any:
-    return attribute(given.network(), given.loss, given.data, given.groups, given.property, save_dir=folder)
+    return attribute(
+        given.network(), given.loss, given.data, given.groups, given.property, save_dir=folder, method="tracin"
+    )
 
 
 def run_gradients(given: Given, folder: Path) -> Any:
@@ -216,7 +218,7 @@ def test_leave_group_out_refuses_another_property(kind: str, tmp_path: Path) -> 
 def test_another_property_is_another_question_to_attribute(kind: str, tmp_path: Path) -> None:
     for goal in PROPERTIES[kind]:
         given = replace(Given(), property=goal)
-        plain = attribute(given.network(), given.loss, given.data, given.groups, goal)
+        plain = attribute(given.network(), given.loss, given.data, given.groups, goal, method="tracin")
         torch.testing.assert_close(run_attribute(given, tmp_path), plain)
 
 
@@ -269,9 +271,9 @@ def test_a_lazy_data_set_is_sampled_which_is_said_and_a_tag_is_asked_for(tmp_pat
     with warnings.catch_warnings():
         warnings.simplefilter("error", SampledData)
         everything = (given.network(), given.loss, given.data, given.groups, given.property)
-        attribute(*everything, save_dir=tmp_path / "b", tag="v1")
+        attribute(*everything, save_dir=tmp_path / "b", tag="v1", method="tracin")
         with pytest.raises(StoreMismatch, match="tag = 'v1', now it is 'v2'"):
-            attribute(*everything, save_dir=tmp_path / "b", tag="v2")
+            attribute(*everything, save_dir=tmp_path / "b", tag="v2", method="tracin")
 
 
 class Locked:

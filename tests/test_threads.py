@@ -29,18 +29,20 @@ def data(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ask_attribute(net: nn.Module, seed: int) -> torch.Tensor:
-    return attribute(net, LOSS, data(), torch.arange(60) % 7, properties.mean_loss(data(seed), LOSS))
+    return attribute(net, LOSS, data(), torch.arange(60) % 7, properties.mean_loss(data(seed), LOSS), method="tracin")
 
 
 def ask_at_checkpoints(net: nn.Module, seed: int) -> torch.Tensor:
     states = [{name: scale * value for name, value in model().state_dict().items()} for scale in (0.5, 1.0 + seed)]
     goal = properties.point_losses(data(seed), LOSS)
-    return attribute(net, LOSS, data(), torch.arange(60) % 7, goal, checkpoints=states)
+    return attribute(net, LOSS, data(), torch.arange(60) % 7, goal, checkpoints=states, method="tracin")
 
 
 def ask_part_of_the_parameters(net: nn.Module, seed: int) -> torch.Tensor:
     goal = properties.soft_f1(data(seed))
-    return attribute(net, LOSS, data(), torch.arange(60) % 7, goal, parameters=["2"], strategy="backward")
+    return attribute(
+        net, LOSS, data(), torch.arange(60) % 7, goal, parameters=["2"], strategy="backward", method="tracin"
+    )
 
 
 def ask_rows(net: nn.Module, seed: int) -> torch.Tensor:

@@ -31,7 +31,11 @@ from ggda_ext import (
     property_gradient,
     property_scores,
 )
+from ggda_ext.curvature.damping import TrainingSteps
 from ggda_ext.evaluation import group_lds, random_subsets, removal_order
+from ggda_ext.methods import Influence
+from ggda_ext.results.verifying import Verified
+from ggda_ext.training import Recipe
 
 
 class Series:
@@ -95,6 +99,10 @@ def scores_of_what_users_have(model: nn.Module, x: Tensor, y: Tensor, column: Se
     attribute(model, loss, Subset(Pairs(), [0, 1]), None, goal)
     attribute(model, loss, DataLoader(Pairs(), batch_size=2), column, goal)
     attribute(model, loss, HuggingFace(), column, goal)
+    attribute(model, loss, (x, y), column, goal, method="influence", damping=0.1, intervals="both", checkpoints=file)
+    attribute(model, loss, (x, y), column, goal, method="ekfac", recipe=Recipe(3, 0.1, 32), intervals=True)
+    attribute(model, loss, (x, y), column, goal, method=Influence("hessian", points=2000), intervals="test points")
+    attribute(model, loss, (x, y), column, goal, method="fisher", recipe=TrainingSteps([0.1] * 10, "sgd", momentum=0.9))
     provider = GroupGradients(model, loss, x, column, parameters=["0.weight"], strategy="auto")
     return provider.scores(PointGradients(loss, test))
 
@@ -119,6 +127,8 @@ def results(model: nn.Module, x: Tensor, y: Tensor, table: Series, file: Path) -
     print(facts.cost if facts is not None else "", result.warnings, result.notes, result.interval, result.properties)
     again = Attribution.load(result.save(file)).replace(notes=["checked"], method=MethodFacts("mine", "property"))
     print(Attribution.of(result.numpy().T, table, goal, positive="falls", method="trak", test_axis=1), again.to_frame())
+    truth: Verified = result.verify(lambda subsets: np.zeros((len(subsets), 2)), top=3, by="sum")
+    print(truth, truth.rises - truth.predicted, truth.agrees.all())
     print(result.groups.members("web"), result.groups.names_of(torch.zeros(2, 3)), result.groups.spread(result))
     return float(both)
 
@@ -174,7 +184,10 @@ def mistakes(model: nn.Module, x: Tensor, column: Series) -> None:
     attribute(model, None, [1.0, 2.0], column, goal)  # type: ignore[list-item]
     attribute(model, None, x, column, goal, checkpoints=3)  # type: ignore[arg-type]
     PointGradients(nn.CrossEntropyLoss(), None)  # type: ignore[arg-type]
-    attribute(model, None, x, column, goal, damping="much")  # type: ignore[call-arg]
+    attribute(model, None, x, column, goal, damping="much")  # type: ignore[arg-type]
+    attribute(model, None, x, column, goal, method="influense")  # type: ignore[arg-type]
+    attribute(model, None, x, column, goal, intervals="some")  # type: ignore[arg-type]
+    attribute(model, None, x, column, goal, kind="linear")  # type: ignore[call-arg]
     attribute(model, None, x, column, goal, show_progress="yes")  # type: ignore[arg-type]
     Attribution.of(x, column, positive="up")  # type: ignore[arg-type]
     MethodFacts("mine", "metres")  # type: ignore[arg-type]

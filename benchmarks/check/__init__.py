@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +16,12 @@ from tqdm.auto import tqdm
 
 from benchmarks.check import table
 from benchmarks.results import ResultFolder
-from benchmarks.sizes import Scale
+from benchmarks.sizes import CheckScale, Scale
 
 if TYPE_CHECKING:
     from benchmarks.check.case import Case, Method
 
 TOOLKITS = ("captum", "dattri", "trak", "fisher")
-METHOD_NAMES = (
-    "TracInCP", "TracInCPFast", "ArnoldiInfluenceFunction", "NaiveInfluenceFunction",
-    "IFAttributorLiSSA", "TracInAttributor", "TRAKAttributor", "TRAKer", "FisherInfluence",
-)  # fmt: skip
-"""Of all toolkits, in the order of the table; known without importing them."""
-
 SKIPPED: Mapping[tuple[str, str, str], str] = {}
 """(task, toolkit, method) → what the original cannot do there; nothing else may be left out."""
 
@@ -63,14 +58,21 @@ def run(
     wanted = [method for method in methods() if chosen is None or method.name in set(chosen)]
     keys = {task: {method: f"check/{task}/{method.toolkit}/{method.name}" for method in wanted} for task in tasks}
     print(table.heading())
-    gc.collect()
-    gc.freeze()  # modules are no garbage, and looking through them before every measurement takes a third of a second
-    try:
+    with without_garbage():
         _fill(keys, scale, folder, data_dir, show_progress)
-    finally:
-        gc.unfreeze()
     found = {row["key"]: row for row in folder.rows}
     return [found[key] for of_task in keys.values() for key in of_task.values()]
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """Modules are no garbage, and looking through them before every measurement takes a third of a second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _fill(
@@ -84,7 +86,7 @@ def _fill(
                 if not folder.done(key):
                     if case is None:
                         bar.set_postfix_str(f"data and model of {name}")
-                        case, common = _prepared(name, scale, folder, data_dir)
+                        case, common = prepared(name, scale, folder, data_dir, scale.check[name])
                     bar.set_postfix_str(f"{name}: {method.toolkit} {method.name}")
                     folder.append({"key": key, **common, **_checked(name, method, case)})
                 row = next(row for row in folder.rows if row["key"] == key)
@@ -109,14 +111,16 @@ def _checked(task: str, method: Method, case: Case) -> dict[str, Any]:
     return row_of(method, case.few if method.toolkit == "dattri" else case)
 
 
-def _prepared(name: str, scale: Scale, folder: ResultFolder, data_dir: Path | None) -> tuple[Case, dict[str, Any]]:
-    """A task's case and the fields its rows share."""
+def prepared(
+    name: str, scale: Scale, folder: ResultFolder, data_dir: Path | None, numbers: CheckScale
+) -> tuple[Case, dict[str, Any]]:
+    """A task's case, with as many points as the numbers say, and the fields its rows share."""
     from benchmarks import data
     from benchmarks.check.case import Case
     from benchmarks.tasks import PAPER, task
 
     of_data = PAPER[name].data
-    size, numbers = scale.data[of_data], scale.check[name]
+    size = scale.data[of_data]
     dataset = data.load(of_data, data_dir, train=size.train, test=size.test, text_length=scale.text_length)
     made = task(name, dataset, scale, folder=data_dir)
     source = f"{dataset.source}; weights: {made.weights}" if made.weights else dataset.source

@@ -10,6 +10,7 @@ import ggda_captum
 from captum._utils.sample_gradient import SUPPORTED_MODULES
 from captum.influence._core.arnoldi_influence_function import ArnoldiInfluenceFunction
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.check.case import Case, Method
 
@@ -29,7 +30,9 @@ def tracin(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
     influence = toolkit.TracInCP(
         case.model, case.train_set, [case.model.state_dict()], _load, **_mode(case), **groups
     )  # fmt: skip
-    return influence.influence(case.test)
+    if case.one_property and not groups:  # Captum's own way to sum over test points
+        return influence.influence(_batched(case), aggregate=True) / len(case.test[0])
+    return _asked(case, influence, **groups)
 
 
 def tracin_fast(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
@@ -38,7 +41,7 @@ def tracin_fast(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
         case.model, case.model.get_submodule(case.last_layer), case.train_set, [case.model.state_dict()], _load,
         loss_fn=nn.CrossEntropyLoss(reduction="sum"), batch_size=512, **groups,
     )  # fmt: skip
-    return influence.influence(case.test)
+    return _asked(case, influence, **groups)
 
 
 def arnoldi(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
@@ -48,7 +51,7 @@ def arnoldi(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
         arnoldi_dim=case.size.depth + 1, projection_dim=case.size.depth, arnoldi_tol=ARNOLDI_TOLERANCE,
         **_mode(case), **groups,
     )  # fmt: skip
-    return influence.influence(case.test)
+    return _asked(case, influence, **groups)
 
 
 def naive(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
@@ -57,7 +60,21 @@ def naive(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
         case.model, case.train_set, case.model.state_dict(), _load, layers=[case.last_layer],
         hessian_dataset=case.curvature_set, **_mode(case), **groups,
     )  # fmt: skip
-    return influence.influence(case.test)
+    return _asked(case, influence, **groups)
+
+
+def _asked(case: Case, influence: Any, **groups: Any) -> Tensor:
+    """Scores of the test points, or of their mean loss: as a property of groups, by averaging without them."""
+    if not case.one_property:
+        return influence.influence(case.test)
+    if groups:
+        return influence.influence(property=case.mean_loss)
+    tests = case.test if isinstance(influence, captum.influence.TracInCPFast) else _batched(case)  # takes no loader
+    return influence.influence(tests).mean(0, keepdim=True)
+
+
+def _batched(case: Case) -> DataLoader:
+    return DataLoader(TensorDataset(*case.test), batch_size=_mode(case)["batch_size"])
 
 
 def _mode(case: Case) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.sizes import CheckScale
-from ggda_ext import Groups
+from ggda_ext import Groups, properties
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData
 from ggda_ext.grouping import GradKMeansGroups
@@ -21,6 +22,7 @@ from ggda_ext.model import ParameterSpace
 
 Pair = tuple[Tensor, Tensor]
 _POWER_STEPS, _RIDGE_POINTS = 5, 16
+_SETTINGS = ("part", "curvature_set", "projection_dim", "lissa_scaling", "loss_ridge", "margin_ridge")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Case:
         test: inputs and labels of the test points.
         size: batch sizes and depths.
         largest_projection: the task's dimension of random projections.
+        one_property: ask for the mean loss of the test points, one row of scores, in place of one row for each.
     """
 
     model: nn.Module
@@ -40,6 +43,7 @@ class Case:
     test: Pair
     size: CheckScale
     largest_projection: int
+    one_property: bool = False
 
     @cached_property
     def few(self) -> Case:
@@ -49,9 +53,31 @@ class Case:
             self if count >= len(self.train[0]) else replace(self, train=(self.train[0][:count], self.train[1][:count]))
         )
 
+    def asking(self, tests: int, one_property: bool) -> Case:
+        """The same with the first of the test points, asked for each of them or for their mean loss."""
+        test = (self.test[0][:tests], self.test[1][:tests])
+        return replace(self, test=test, one_property=one_property)._with(self, *_SETTINGS, "groups")
+
+    def grouped_by(self, size: int) -> Case:
+        """The same with groups of another mean size."""
+        return replace(self, size=replace(self.size, group_size=size))._with(self, *_SETTINGS)
+
+    def first(self, count: int) -> Case:
+        """The first `count` training points with the settings of all: for each of them the work is the same."""
+        train = (self.train[0][:count], self.train[1][:count])
+        return self if count >= len(self.train[0]) else replace(self, train=train)._with(self, *_SETTINGS)
+
+    def _with(self, other: Case, *names: str) -> Case:
+        """This case, with some of what another has worked out."""
+        for name in names:
+            self.__dict__[name] = getattr(other, name)
+        return self
+
     @cached_property
     def groups(self) -> Groups:
-        """Uneven groups of the training points: Grad-K-Means clusters as they come."""
+        """Uneven groups of the training points, Grad-K-Means clusters as they come; of size one, single points."""
+        if self.size.group_size == 1:
+            return Groups.singletons(len(self.train[0]))
         builder = GradKMeansGroups(self.model, nn.CrossEntropyLoss(), group_size=self.size.group_size, random_state=0)
         return builder.fit_groups(self.train)
 
@@ -70,6 +96,11 @@ class Case:
 
     def test_loader(self) -> DataLoader:
         return DataLoader(TensorDataset(*self.test), batch_size=len(self.test[0]))
+
+    @cached_property
+    def mean_loss(self) -> Any:
+        """The mean loss of the test points, as a property of the model."""
+        return properties.mean_loss(self.test, nn.CrossEntropyLoss())
 
     def curvature_loader(self) -> DataLoader:
         """All of `curvature_set` in one batch: dattri adds up one inverse per batch."""
@@ -112,7 +143,7 @@ class Case:
         """In words, how the original gets its points."""
         return f"batches of {min(self.size.batch, len(self.train_set)):,}"
 
-    @property
+    @cached_property
     def projection_dim(self) -> int:
         """The task's dimension of random projections, or less: a quarter of the points, so that Fishers have rank."""
         return min(self.largest_projection, max(2, len(self.train[0]) // 4))
@@ -184,8 +215,9 @@ class Method:
         original: scores of single training points `[tests, points]`, by the toolkit alone.
         grouped: scores of groups `[tests, groups]`.
         settings: how both are run, in words.
-        batched: scores of groups with the batched Fisher, the default of the group version where there is a Fisher: an
-            approximation, so it is timed and not compared.
+        default: scores of groups in the drop-in's default mode, where that is an approximation (a Fisher of group
+            sums): `grouped` is the exact mode then. None where the default is exact.
+        solves_each_test: the original solves a system of equations for every test point, again for every batch.
     """
 
     toolkit: str
@@ -193,4 +225,5 @@ class Method:
     original: Score
     grouped: Score
     settings: Callable[[Case], str]
-    batched: Score | None = None
+    default: Score | None = None
+    solves_each_test: bool = False

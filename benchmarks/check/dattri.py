@@ -10,6 +10,7 @@ import torch
 from dattri import algorithm as upstream
 from dattri.task import AttributionTask
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from benchmarks.check.case import Case, Method
 
@@ -25,14 +26,14 @@ def lissa(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
     )  # fmt: skip
     attributor.cache(case.curvature_loader())
     with torch.no_grad():
-        return attributor.attribute(case.train_loader(), case.test_loader()).T
+        return _asked(case, attributor, case.train_loader(), **groups)
 
 
 def tracin(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
     """TracIn at the final checkpoint, not projected."""
     task = AttributionTask(case.loss_of_one, case.part, case.part.state_dict())
     attributor = toolkit.TracInAttributor(task, torch.ones(1), False, {"proj_type": "identity"}, **groups)
-    return attributor.attribute(case.train_loader(), case.test_loader()).T
+    return _asked(case, attributor, case.train_loader(), **groups)
 
 
 def trak(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
@@ -44,7 +45,15 @@ def trak(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
         regularization=case.loss_ridge, **groups,
     )  # fmt: skip
     attributor.cache(case.train_loader())
-    return attributor.attribute(case.test_loader()).T
+    return _asked(case, attributor, **groups)
+
+
+def _asked(case: Case, attributor: Any, *train: DataLoader, **groups: Any) -> Tensor:
+    """Scores of the test points, or of their mean loss: as a property of groups, by averaging without them."""
+    if case.one_property and groups:
+        return attributor.attribute(*train, property=case.mean_loss).T
+    scores = attributor.attribute(*train, case.test_loader()).T
+    return scores.mean(0, keepdim=True) if case.one_property else scores
 
 
 METHODS = (
@@ -54,6 +63,7 @@ METHODS = (
         lambda case: lissa(case, ggda_dattri, groups=case.groups, show_progress=False),
         lambda case: f"{case.scope}, depth {case.size.depth}, scaling {case.lissa_scaling:g}, "
         f"Hessian of {len(case.curvature_set)} points, all in every step, {case.batches}",
+        solves_each_test=True,
     ),
     Method(
         "dattri", "TracInAttributor",

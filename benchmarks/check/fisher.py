@@ -37,6 +37,8 @@ def plain(case: Case) -> Tensor:
     train, test = features(case.train), features(case.test)
     fisher = train.T @ train
     fisher += DAMPING * fisher.diagonal().mean() * torch.eye(len(fisher))
+    if case.one_property:
+        test = test.mean(0, keepdim=True)
     return test @ torch.linalg.solve(fisher, train.T)
 
 
@@ -45,7 +47,7 @@ def grouped(case: Case, **options: Any) -> Tensor:
     influence = FisherInfluence(
         case.part, case.train, nn.CrossEntropyLoss(), case.groups, projector=projector(case), **options
     )
-    return influence.influence(case.test)
+    return influence.influence(property=case.mean_loss) if case.one_property else influence.influence(case.test)
 
 
 METHODS = (
@@ -53,6 +55,6 @@ METHODS = (
         "core", "FisherInfluence", plain, lambda case: grouped(case, fisher="exact", damping=DAMPING),
         lambda case: f"original: vmap(grad) in {case.batches}; {case.scope} projected to {case.projection_dim}, "
         f"exact Fisher, damping {DAMPING}",
-        lambda case: grouped(case, fisher="batched"),
+        grouped,
     ),
 )  # fmt: skip

@@ -7,8 +7,8 @@ import io
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,6 @@ from benchmarks.speed.memory import peak_bytes
 TOLERANCE = 1e-3
 """Largest difference allowed, relative to the largest score. Most are below 1e-5, but where a model fits its points so
 well that few digits of their gradients are left, float32 takes the originals themselves 4e-4 away from float64."""
-
-REPEATS, SHORT = 3, 0.5
-"""Runs shorter than SHORT CPU seconds are done REPEATS times, and the fastest counts."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,6 @@ def row_of(method: Method, case: Case) -> dict[str, Any]:
         row["settings"] = method.settings(case)
         original = measured(lambda: method.original(case))
         grouped = measured(lambda: method.grouped(case))
-        batched = None if (run := method.batched) is None else measured(lambda: run(case))
         error = relative_error(grouped.scores, case.groups.sum(original.scores, 1))
     except Exception as failure:
         if isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
@@ -63,30 +59,30 @@ def row_of(method: Method, case: Case) -> dict[str, Any]:
         "error": error,
         "seconds_original": original.seconds,
         "seconds_groups": grouped.seconds,
-        "speed_up": original.seconds / grouped.seconds,
         "peak_original": original.peak,
         "peak_groups": grouped.peak,
-        "seconds_batched": None if batched is None else batched.seconds,
-        "speed_up_batched": None if batched is None else original.seconds / batched.seconds,
     }
 
 
 def measured(run: Callable[[], Tensor]) -> Measured:
-    """Time and memory of a call; a short one is repeated, because its first run pays for what is made once."""
+    """Scores, time and memory of a call. It runs once: how fast a method is, `benchmarks.compare` measures."""
     found: list[Tensor] = []
-    seconds: list[float] = []
 
     def once() -> None:
-        start = time.process_time()
         found.append(run().detach())
-        seconds.append(time.process_time() - start)
 
-    with redirect_stderr(io.StringIO()), warnings.catch_warnings():  # the toolkits' own bars and remarks
-        warnings.simplefilter("ignore")
+    with quiet():
+        start = time.process_time()
         peak = peak_bytes(once)
-        while not found or (seconds[0] < SHORT and len(seconds) < REPEATS):
-            once()
-    return Measured(found[0], min(seconds), peak)
+        return Measured(found[0], time.process_time() - start, peak)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the toolkits' own bars and remarks."""
+    with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from statistics import median
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -15,7 +14,7 @@ def heading() -> str:
     """The table's first line."""
     return (
         f"{'toolkit':7} {'method':25} {'points':>7} {'groups':>6} {'status':8} {'error':>8}  "
-        f"{'original s':>10} {'groups s':>9} {'speed-up':>9}  {'original MB':>11} {'groups MB':>9}"
+        f"{'original MB':>11} {'groups MB':>9}"
     )
 
 
@@ -26,11 +25,8 @@ def line(row: Row) -> str:
     )
     if row["status"] in ("failed", "skipped"):
         return f"{left} {row['reason']}"
-    batched = f"  ({row['speed_up_batched']:.1f} x with the batched Fisher)" if row["speed_up_batched"] else ""
-    return (
-        f"{left} {row['error']:8.1e}  {row['seconds_original']:10.3f} {row['seconds_groups']:9.3f} "
-        f"{row['speed_up']:7.1f} x  {_megabytes(row['peak_original']):>11} {_megabytes(row['peak_groups']):>9}{batched}"
-    )
+    memory = f"{_megabytes(row['peak_original']):>11} {_megabytes(row['peak_groups']):>9}"
+    return f"{left} {row['error']:8.1e}  {memory}"
 
 
 def source(row: Row) -> str:
@@ -51,14 +47,11 @@ def lines(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def verdict(rows: Iterable[Row]) -> Iterator[str]:
-    """The check in two or three lines."""
+    """The check in a line, and one more for everything that is not equal."""
     every = list(rows)
     count = Counter(row["status"] for row in every)
     rest = ", ".join(f"{count[status]} {status}" for status in STATUSES[1:] if count[status])
     yield f"equal to the originals on {count['equal']} of {len(every)} checks" + (f"; {rest}" if rest else "")
-    faster = [row["speed_up"] for row in every if row["status"] == "equal"]
-    if faster:
-        yield f"median speed-up {median(faster):.1f} x (from {min(faster):.1f} to {max(faster):.1f}), in CPU time"
     yield from problems(every)
 
 

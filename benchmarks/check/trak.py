@@ -31,9 +31,15 @@ def trak_scores(
             at = torch.as_tensor(indices)
             traker.featurize([tensor[at] for tensor in case.train], inds=at.numpy())
         traker.finalize_features()
-        traker.start_scoring_checkpoint("test", state, 0, num_targets=count)
-        traker.score(case.test, num_samples=count)
-        return torch.tensor(traker.finalize_scores("test")).T
+        if case.one_property and "groups" in options:
+            traker.start_scoring_checkpoint("test", state, 0, num_targets=1)
+            traker.score(property=case.mean_loss)
+        else:
+            traker.start_scoring_checkpoint("test", state, 0, num_targets=count)
+            for at in torch.arange(count).split(case.size.batch):
+                traker.score([tensor[at] for tensor in case.test], inds=at.numpy())
+        scores = torch.tensor(traker.finalize_scores("test")).T
+        return scores.mean(0, keepdim=True) if case.one_property else scores
 
 
 def projector(case: Case) -> BasicProjector:

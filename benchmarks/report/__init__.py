@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report.check_tables import source_table
-from benchmarks.report.document import refresh
+from benchmarks.report.advice import advice_table
+from benchmarks.report.charts import charts
+from benchmarks.report.check_tables import source_table, what_is_real
+from benchmarks.report.document import refresh, refresh_timings
 from benchmarks.report.figures import draw_all
 from benchmarks.report.headlines import Headlines, headlines
 from benchmarks.report.page import Content, html, markdown
 from benchmarks.report.rows import read
 from benchmarks.report.tables import all_tables
+from benchmarks.report.takeaways import OF_SECTION
+from benchmarks.report.timing_tables import FILE, timing_tables
 
-__all__ = ["Headlines", "add_arguments", "command", "write"]
+__all__ = ["Headlines", "command", "write"]
 
 
 def write(folders: Sequence[Path], out: Path, document: Path | None = None, show_progress: bool = True) -> Headlines:
@@ -30,12 +33,15 @@ def write(folders: Sequence[Path], out: Path, document: Path | None = None, show
         show_progress: a bar while figures are drawn.
 
     Returns:
-        The three headline lines.
+        The headlines.
     """
     results = read([Path(folder) for folder in folders])
     tables = list(all_tables(results))
     pictures, missing = draw_all(results, out / "figures", show_progress)
-    content = Content(headlines(results), results.runs, source_table(results), tables, pictures, missing)
+    content = Content(
+        headlines(results), charts(results), results.runs, source_table(results), what_is_real(results),
+        {name: say(results) for name, say in OF_SECTION.items()}, advice_table(results), tables, pictures, missing,
+    )  # fmt: skip
     (out / "tables").mkdir(parents=True, exist_ok=True)
     for table in (content.sources, *tables):
         (out / "tables" / f"{table.name}.tex").write_text(table.latex(), encoding="utf-8")
@@ -46,21 +52,24 @@ def write(folders: Sequence[Path], out: Path, document: Path | None = None, show
     return content.headlines
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `report`."""
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="result folders, e.g. results/*")
-    parser.add_argument("--out", type=Path, help="where to write; the last folder's own `report` by default")
-    parser.add_argument(
-        "--document", type=Path, help="also bring tables and figures of this Markdown file up to date, e.g. RESULTS.md"
-    )
+def command(folders: Sequence[Path], out: Path | None = None, document: Path | None = None) -> int:
+    """Run `report` as the command line asks, and print the headlines and where the page is.
 
-
-def command(options: argparse.Namespace) -> None:
-    """Run `report` as the command line asks, and print the headlines and where the page is."""
-    out = options.out or options.folders[-1] / "report"
+    Folders of `speed` have no rows for the page; their tables go into the document.
+    """
+    timings = [folder for folder in folders if (folder / FILE).exists()]
+    runs = [folder for folder in folders if folder not in timings]
     try:
-        found = write(options.folders, out, options.document)
+        if timings:
+            if document is None:
+                raise ValueError(
+                    f"{timings[0]} is of `speed`, whose tables go into a document: name one by --document."
+                )
+            refresh_timings(document, timing_tables(timings))
+        if runs:
+            out = out or runs[-1] / "report"
+            print(write(runs, out, document))
+            print(f"The page: {(out / 'report.html').resolve()}")
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from None
-    print(found)
-    print(f"report: {out / 'report.html'}")
+    return 0

@@ -1,4 +1,4 @@
-"""Tables of the check against the original toolkits: what is equal, how much faster, what was skipped and why; data."""
+"""Tables of the check against the original toolkits: what is equal, what was skipped and why; data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.report.formats import Table, three_digits
+from benchmarks.report.formats import Table
 from benchmarks.report.rows import Results
 
 
@@ -24,8 +24,8 @@ def check_tables(results: Results) -> Iterator[Table]:
             pd.DataFrame([_comparison(row) for row in compared.to_dict("records")]),
             keys=3,
             notes=[
-                "Error: largest difference, relative to the largest score. CPU seconds in one process; peak memory of "
-                "the call. The paper compares no group score with its toolkit's own."
+                "Error: largest difference, relative to the largest score. MB: peak memory of the call. "
+                "The paper compares no group score with its toolkit's own."
             ],
         )
     others = rows[~rows["status"].isin(["equal", "differs"])]
@@ -39,16 +39,28 @@ def check_tables(results: Results) -> Iterator[Table]:
         yield Table("check-skipped", "Checks that compared nothing, and why", frame, keys=len(columns))
 
 
+def what_is_real(results: Results) -> str:
+    """Which data are real and which are made up, in a sentence."""
+    stand_in = results.rows["stand_in"].map(lambda yes: bool(pd.notna(yes) and yes))
+    made_up = list(dict.fromkeys(results.rows[stand_in]["data"]))
+    real = [name for name in dict.fromkeys(results.rows["data"]) if name not in made_up]
+    if not made_up:
+        return f"All data are real: {', '.join(map(str, real))}."
+    rest = f" Real: {', '.join(map(str, real))}." if real else ""
+    return f"Made up, because no source could be reached: {', '.join(map(str, made_up))}.{rest}"
+
+
 def source_table(results: Results) -> Table:
     """Every data set with its size and where it came from; stand-ins are marked."""
-    keys = ["setting", "scale", "train_points", "test_points", "epochs", "source", "stand_in"]
-    rows = results.rows.drop_duplicates(["experiment", *keys])
+    keys = ["setting", "scale", "train_points", "epochs", "source", "stand_in"]
+    rows = results.rows.drop_duplicates(["experiment", "test_points", *keys])
     lines = []
     for values, some in rows.groupby(keys, sort=False, dropna=False):
-        setting, scale, train, test, epochs, source, stand_in = values
+        setting, scale, train, epochs, source, stand_in = values
+        test = " and ".join(_count(count) for count in sorted(some["test_points"].dropna().unique())) or "–"
         lines.append(
             [
-                setting, ", ".join(some["experiment"].unique()), scale or "–", _count(train), _count(test),
+                setting, ", ".join(some["experiment"].unique()), scale or "–", _count(train), test,
                 _count(epochs), source or "–", "stand-in" if stand_in else "real",
             ]
         )  # fmt: skip
@@ -66,9 +78,6 @@ def _comparison(row: dict[str, Any]) -> dict[str, str]:
         "Result": row["status"],
         "Error": f"{row['error']:.1e}",
         "Allowed": f"{row['tolerance']:.0e}",
-        "Original (s)": three_digits(row["seconds_original"]),
-        "Groups (s)": three_digits(row["seconds_groups"]),
-        "Speed-up": three_digits(row["speed_up"], "×"),
         "Original (MB)": _megabytes(row.get("peak_original")),
         "Groups (MB)": _megabytes(row.get("peak_groups")),
     }

@@ -2,17 +2,20 @@
 
 ``<!-- table NAME -->`` … ``<!-- end -->`` is filled with the report's table NAME, ``<!-- headlines -->`` … ``<!-- end
 -->`` with its headlines, and ``<!-- runs -->`` … ``<!-- end -->`` with machine, commands and versions. Every linked
-``figures/NAME.svg`` or ``.png`` is copied. All other text stays as it is.
+``figures/NAME.svg`` or ``.png`` is copied. All other text stays as it is. Tables ``timing-PART`` come from the files of
+`python -m benchmarks speed`, all others from rows; each kind is filled without touching the other.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.report.formats import plain_markdown
+from benchmarks.report.formats import Table, plain_markdown
 from benchmarks.report.page import Content, run_lines
+from benchmarks.report.timing_tables import PREFIX
 
 _MARKED = re.compile(r"<!-- (?P<what>table (?P<name>[\w-]+)|headlines|runs) -->\n.*?<!-- end -->", re.DOTALL)
 _FIGURE = re.compile(r"\(figures/(?P<name>[\w-]+)\.(?P<kind>svg|png)\)")
@@ -27,7 +30,7 @@ def refresh(document: Path, content: Content) -> None:
     tables = {table.name: table for table in (content.sources, *content.tables)}
     pictures = {picture.name: picture for picture in content.pictures}
     text = document.read_text(encoding="utf-8")
-    wanted = {match["name"] for match in _MARKED.finditer(text) if match["name"]}
+    wanted = {match["name"] for match in _MARKED.finditer(text) if match["name"] and not _is_timing(match)}
     figures = {(match["name"], match["kind"]) for match in _FIGURE.finditer(text)}
     unknown = sorted((wanted - set(tables)) | {name for name, _ in figures if name not in pictures})
     if unknown:
@@ -37,16 +40,37 @@ def refresh(document: Path, content: Content) -> None:
         )
 
     def filled(match: re.Match[str]) -> str:
+        if _is_timing(match):
+            return match[0]
         if match["name"]:
             body = tables[match["name"]].markdown()
         elif match["what"] == "headlines":
             body = "\n".join(f"- {plain_markdown(line)}" for line in content.headlines.lines)
         else:
             body = "\n\n".join(run_lines(run) for run in content.runs)
-        return f"<!-- {match['what']} -->\n{body.strip()}\n<!-- end -->"
+        return _between(match, body)
 
     document.write_text(_MARKED.sub(filled, text), encoding="utf-8")
     folder = document.parent / "figures"
     folder.mkdir(exist_ok=True)
     for name, kind in figures:
         shutil.copyfile(pictures[name].svg.with_suffix(f".{kind}"), folder / f"{name}.{kind}")
+
+
+def refresh_timings(document: Path, tables: Iterable[Table]) -> None:
+    """Fill the tables of `python -m benchmarks speed`; those of parts that were not run stay as they are."""
+    found = {table.name: table for table in tables}
+    text = document.read_text(encoding="utf-8")
+
+    def filled(match: re.Match[str]) -> str:
+        return _between(match, found[match["name"]].markdown()) if match["name"] in found else match[0]
+
+    document.write_text(_MARKED.sub(filled, text), encoding="utf-8")
+
+
+def _is_timing(match: re.Match[str]) -> bool:
+    return bool(match["name"]) and match["name"].startswith(PREFIX)
+
+
+def _between(match: re.Match[str], body: str) -> str:
+    return f"<!-- {match['what']} -->\n{body.strip()}\n<!-- end -->"

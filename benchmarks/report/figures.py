@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from tqdm.auto import tqdm
 
+from benchmarks.compare.table import HEADLINE_SIZE, headline
 from benchmarks.names import GRAD_K_MEANS, PER_POINT, SINGLE_POINTS
 from benchmarks.report.cost_tables import cost
 from benchmarks.report.lds_figures import lds_figures
@@ -20,6 +21,8 @@ from benchmarks.report.rows import PARTS, Results, of_sums, ordered, slug
 from benchmarks.report.style import (
     BLACK,
     GREY,
+    HIGHER,
+    LOWER,
     OF_PART,
     SERIES,
     Picture,
@@ -74,7 +77,7 @@ def _detection(setting: str, rows: pd.DataFrame, folder: Path) -> Picture:
             color, marker = method_look(str(method), methods)
             axis.plot(100 * checked, 100 * found, color=color, marker=marker, markevery=5)
         axis.set_xlabel("training points checked (%)")
-        axis.set_ylabel("mislabelled points found (%)")
+        axis.set_ylabel(f"mislabelled points found (%)\n{HIGHER}")
         axis.set_xlim(0, 101)
         axis.set_ylim(0, 102)
 
@@ -83,7 +86,7 @@ def _detection(setting: str, rows: pd.DataFrame, folder: Path) -> Picture:
     title = f"{setting}: mislabelled points found"
     finish(figure, title, [*handles, line("by chance", GREY, style=":")])
     caption = "Points are checked in the order of their (group's) importance, the least important first."
-    return save(figure, folder, f"detection-{slug(setting)}", title, f"{caption} Higher is better.")
+    return save(figure, folder, f"detection-{slug(setting)}", title, caption)
 
 
 def cost_figures(results: Results, folder: Path) -> Iterator[Picture]:
@@ -114,7 +117,7 @@ def _cost(setting: str, methods: list[str], rows: pd.DataFrame, folder: Path) ->
             )
         axis.set_ylim(0, 1.14 * base.max() or 1)
         axis.set_xlabel("group size (points; 1 = single points)")
-        axis.set_ylabel("CPU seconds")
+        axis.set_ylabel(f"CPU seconds\n{LOWER}")
 
     figure = grid(methods, 2, draw)
     handles = [
@@ -127,17 +130,16 @@ def _cost(setting: str, methods: list[str], rows: pd.DataFrame, folder: Path) ->
 
 
 def speed_figures(results: Results, folder: Path) -> Iterator[Picture]:
-    """Speed-up over the original toolkits, one line per method, one marker per setting."""
-    rows = results.of("check")
-    rows = rows[rows["status"].isin(["equal", "differs"])] if not rows.empty else rows
-    if rows.empty:
+    """How many times faster than the original, one line per method, one marker per setting."""
+    cells = pd.DataFrame(headline(results.of("speed").to_dict("records")))
+    if cells.empty:
         return
-    names = list(dict.fromkeys(rows["toolkit"] + " · " + rows["method"]))
-    settings = list(dict.fromkeys(rows["setting"]))
+    names = list(dict.fromkeys(cells["toolkit"] + " · " + cells["method"]))
+    settings = list(dict.fromkeys(cells["setting"]))
     figure = Figure(figsize=(7.2, 0.27 * len(names) + 1.9), layout="constrained")
     axis = figure.subplots()
     for at, setting in enumerate(settings):
-        some = rows[rows["setting"] == setting]
+        some = cells[cells["setting"] == setting]
         color, marker = SERIES[at % len(SERIES)]
         y = [names.index(f"{row.toolkit} · {row.method}") for row in some.itertuples()]
         axis.scatter(
@@ -147,11 +149,11 @@ def speed_figures(results: Results, folder: Path) -> Iterator[Picture]:
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.4, -0.6)
     log_axis(axis, unit="×")
-    axis.set_xlabel("speed-up over the original (ratio of CPU seconds)")
+    axis.set_xlabel(f"times faster than the original ({HIGHER})")
     handles = [line(name, *SERIES[at % len(SERIES)], "") for at, name in enumerate(settings)]
-    title = "Group scores against the original toolkits"
+    title = f"One property, groups of {HEADLINE_SIZE}: how many times faster than the original"
     finish(figure, title, handles)
-    caption = "Same points, same process; right of the black line the group version is faster."
+    caption = "Ratio of CPU seconds, all training points; right of the black line the group version is faster."
     yield save(figure, folder, "speed-up", title, caption)
 
 
@@ -163,7 +165,7 @@ def _mean_curve(curves: pd.Series) -> tuple[np.ndarray, np.ndarray]:
 
 
 KINDS: tuple[tuple[str, str, Drawer], ...] = (
-    ("the speed-up over the originals", "check", speed_figures),
+    ("the speed-up over the originals", "compare", speed_figures),
     ("fidelity against runtime", "run retraining", runtime_figures),
     ("removal curves", "run retraining pruning", removal_figures),
     ("detection curves", "run noisy", detection_figures),

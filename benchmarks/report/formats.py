@@ -1,11 +1,10 @@
-"""A table as Markdown, LaTeX (booktabs) and HTML: one frame of text, rendered three ways."""
+"""A table as Markdown, LaTeX (booktabs) and cells for the page: one frame of text, shown three ways."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 
 import pandas as pd
 
@@ -18,6 +17,14 @@ _TEX_SIZES = (  # characters in a line, and how a LaTeX table up to that width i
     (110, "\\scriptsize\\setlength{\\tabcolsep}{3pt}"),
     (float("inf"), "\\tiny\\setlength{\\tabcolsep}{2pt}"),
 )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of the page's tables: its text, and whether it repeats the one above."""
+
+    text: str
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,16 +72,24 @@ class Table:
             f"{size}\n\\begin{{center}}\n{_signs(body)}\\end{{center}}\n\\end{{table}}\n"
         )
 
-    def html(self) -> str:
-        """The table as a figure whose box scrolls on its own."""
-        body = self._blanked().to_html(
-            index=False, escape=True, border=0, classes=["words" if self._values == 0 else f"keys{self.keys}"]
-        )
-        notes = "".join(f"<p class='note'>{escape(note)}</p>" for note in self.notes)
-        return (
-            f"<figure class='table' id='table-{escape(self.name)}'><figcaption>{escape(self.title)}</figcaption>"
-            f"<div class='box' tabindex='0'>{body}</div>{notes}</figure>"
-        )
+    @property
+    def columns(self) -> list[str]:
+        """Titles of the columns, each on one line."""
+        return [_flat(name) for name in self.frame.columns]
+
+    @property
+    def rows(self) -> list[list[Cell]]:
+        """Cells of every row, for the page."""
+        full, blanked = self.frame.astype(str).to_numpy().tolist(), self._blanked().to_numpy().tolist()
+        return [
+            [Cell(text, again=text != shown) for text, shown in zip(*lines, strict=True)]
+            for lines in zip(full, blanked, strict=True)
+        ]
+
+    @property
+    def words(self) -> bool:
+        """Whether the cells are sentences rather than numbers."""
+        return self._values == 0
 
     @property
     def _values(self) -> int:

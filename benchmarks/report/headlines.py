@@ -1,84 +1,91 @@
-"""The three lines a reader should see first: equal to the originals, how much faster, how faithful."""
+"""What a reader should see first, in four sentences: equal? how much faster? how faithful? which method?"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 
 import pandas as pd
 
 from benchmarks.check.table import verdict
-from benchmarks.names import CG, GRAD_K_MEANS, PAPER_METHODS, RANDOM, SINGLE_POINTS
-from benchmarks.report.rows import Results, of_protocol, of_sums
+from benchmarks.compare.table import HEADLINE_SIZE, headline, slower, times
+from benchmarks.report.advice import Need, advice
+from benchmarks.report.fidelity import Fidelity, fidelity
+from benchmarks.report.rows import Results
 
 
 @dataclass(frozen=True)
 class Headlines:
-    """What a run shows, in three lines.
+    """What a run shows.
 
     Attributes:
         equality: equal to the originals on N of N checks, with everything that is not.
-        speed: median speed-up over the originals.
-        fidelity: LDS against group size.
+        speed: how many times faster than the originals.
+        fidelity: how well group scores follow real retraining.
+        method: which method to use.
     """
 
     equality: str
     speed: str
     fidelity: str
+    method: str
 
     @property
-    def lines(self) -> tuple[str, str, str]:
-        """The three, in order."""
-        return self.equality, self.speed, self.fidelity
+    def lines(self) -> tuple[str, ...]:
+        """All of them, in order; a sentence without rows says which command makes them."""
+        return self.equality, self.speed, self.fidelity, self.method
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
 
 
 def headlines(results: Results) -> Headlines:
-    """The lines of some rows; a line without rows says which command makes them."""
-    checks = [
-        {name: value for name, value in row.items() if not _missing(value)}
-        for row in results.of("check").to_dict("records")
+    """The sentences of some rows."""
+    return Headlines(_equality(results), _speed(results), _fidelity(fidelity(results)), _method(advice(results)))
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Rows of a frame as dicts, without what is missing."""
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if not (value is None or (isinstance(value, float) and pd.isna(value)))
+        }
+        for row in frame.to_dict("records")
     ]
-    equality = "equal to the originals: not checked here; run `python -m benchmarks check`"
-    speed = "median speed-up: not measured here; run `python -m benchmarks check`"
-    if checks:
-        equality, *others = verdict(checks)
-        speed = others[0] if others and others[0].startswith("median") else "median speed-up: no check came out equal"
-    return Headlines(equality, speed, _fidelity(of_protocol(results.of("lds"))))
 
 
-def _fidelity(rows: pd.DataFrame) -> str:
-    """LDS of the paper's methods on average, and of converged influence, by size and grouping.
-
-    Only models with the most groupings and sizes, and only sizes they all have: the means are of the same things.
-    """
-    if rows.empty:
-        return "fidelity (LDS): not measured here; run `python -m benchmarks run lds`"
-    table = of_sums(rows).pivot_table("mean", ["setting", "method"], ["grouping", "group_size"])
-    theirs = table[table.index.get_level_values("method").isin(PAPER_METHODS)]
-    cells = theirs.notna().sum(axis=1)
-    theirs = theirs[cells == cells.max()].dropna(axis=1)
-    if theirs.empty:
-        return "fidelity (LDS): no group size was measured for all methods; see the table"
-    settings, methods = (list(theirs.index.unique(level)) for level in ("setting", "method"))
-    where = settings[0] if len(settings) == 1 else f"{len(settings)} models"
-    found = f"fidelity (LDS) by group size: {_by_size(theirs)} (mean of {len(methods)} methods on {where})"
-    ours = table.reindex([(setting, CG) for setting in settings])[theirs.columns]
-    return found if ours.isna().to_numpy().any() else f"{found}; {CG} {_by_size(ours)}"
+def _equality(results: Results) -> str:
+    checks = records(results.of("check"))
+    if not checks:
+        return "Same scores? Not checked here; run `python -m benchmarks check`."
+    return f"Same scores: the group versions of Captum, dattri and TRAK are {next(iter(verdict(checks)))}."
 
 
-def _by_size(table: pd.DataFrame) -> str:
-    """Means over the rows at the smallest, a middle and the largest size of single points and two groupings."""
-    means, parts = table.mean(), []
-    for grouping in (SINGLE_POINTS, RANDOM, GRAD_K_MEANS):
-        sizes = [size for name, size in means.index if name == grouping]
-        shown = sorted({*sizes[:1], *sizes[len(sizes) // 2 :][:1], *sizes[-1:]})
-        values = ", ".join(f"{means[grouping, size]:.2f} at {size:g}" for size in shown)
-        if values:
-            parts.append(values if grouping == SINGLE_POINTS else f"{grouping} groups {values}")
-    return "; ".join(parts)
+def _speed(results: Results) -> str:
+    rows = results.of("speed").to_dict("records")
+    found = sorted(cell["speed_up"] for cell in headline(rows))
+    if not found:
+        return "Faster? Not measured here; run `python -m benchmarks compare`."
+    late, count = len(slower(rows)), sum(len(row["cells"]) for row in rows if row["status"] == "measured")
+    rest = f"{late} of {count} measurements are slower" if late else f"none of {count} measurements is slower"
+    return (
+        f"Faster: scores of groups of {HEADLINE_SIZE} training points come {times(median(found))} faster in the median "
+        f"({times(found[0])} to {times(found[-1])}, one property); {rest} than the original."
+    )
 
 
-def _missing(value: object) -> bool:
-    return value is None or (isinstance(value, float) and pd.isna(value))
+def _fidelity(found: Fidelity | None) -> str:
+    if found is None:
+        return "Faithful? Not measured here; run `python -m benchmarks run lds`."
+    best, value = next(iter(found.by_method.items()))
+    limit = "" if found.ceiling is None else f"; retraining itself, with other seeds, reaches {found.ceiling:.2f}"
+    rank = f"a rank correlation (LDS) of {value:.2f} ({best}, the best method)"
+    return f"Faithful: {found.question} foretell what real retraining without groups does with {rank}{limit}."
+
+
+def _method(needs: list[Need]) -> str:
+    if not needs:
+        return "Which method? Nothing was measured to tell; run `python -m benchmarks`."
+    return f"Which method: {'; '.join(f'{need.short}, {need.use}' for need in needs[:3])}."

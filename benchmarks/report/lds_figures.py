@@ -21,7 +21,7 @@ from benchmarks.report.rows import (
     slug,
     with_ceiling,
 )
-from benchmarks.report.style import GREY, OF_GROUPING, Picture, finish, grid, line, save, share_y, size_axis
+from benchmarks.report.style import GREY, HIGHER, OF_GROUPING, Picture, finish, grid, line, save, share_y, size_axis
 
 
 def lds_figures(results: Results, folder: Path) -> Iterator[Picture]:
@@ -68,13 +68,13 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
                 markersize=9 if grouping == SINGLE_POINTS else 5,
             )  # fmt: skip
         size_axis(axis, sizes)
-        axis.set_ylabel(axis_name)
+        axis.set_ylabel(f"{axis_name}\n{HIGHER}")
 
     figure = grid(methods, 2, draw)
     share_y(figure)
     handles = [line(grouping_title(one), *OF_GROUPING[one]) for one in groupings]
     handles += [] if ceiling.empty else [line("ceiling, by grouping", GREY, style=":")]
     finish(figure, title, handles)
-    caption = "Predicted against real effects of retraining; higher is better. Bars: 95 % bootstrap interval."
+    caption = "Predicted against real effects of retraining. Bars: 95 % bootstrap interval."
     caption += "" if ceiling.empty else " Ceiling: how well retraining with other seeds does."
     yield save(figure, folder, name, title, caption)

@@ -24,6 +24,8 @@ from benchmarks.report.rows import KEYS, Results, merged, of_sums, ordered, slug
 from benchmarks.report.style import (
     BLACK,
     GREY,
+    HIGHER,
+    LOWER,
     OF_GROUPING,
     SERIES,
     Picture,
@@ -58,7 +60,7 @@ def removal_figures(results: Results, folder: Path) -> Iterator[Picture]:
                 yield _curves(experiment, str(setting), found, panels, folder)
 
 
-_REMOVED = {"retraining": ("most important", "lower is better"), "pruning": ("least important", "higher is better")}
+_REMOVED = {"retraining": ("most important", LOWER), "pruning": ("least important", HIGHER)}
 
 
 def _curves(
@@ -67,6 +69,7 @@ def _curves(
     methods = list(dict.fromkeys(method for rows in panels.values() for method in rows["method"]))
     start = found[found["method"] == NO_REMOVAL].assign(fraction=0.0).head(1)
     random = found[found["method"] == RANDOM_REMOVAL]
+    which, better = _REMOVED[experiment]
 
     def plot(axis: Axes, rows: pd.DataFrame, look: tuple[str, str], style: str = "-") -> None:
         curve = pd.concat([start, rows]).sort_values("fraction")
@@ -81,16 +84,15 @@ def _curves(
         if not random.empty:
             plot(axis, random, (GREY, ""), "--")
         axis.set_xlabel("training points removed (%)")
-        axis.set_ylabel(_ACCURACY)
+        axis.set_ylabel(f"{_ACCURACY}\n{better}")
 
     figure = grid(list(panels), 3, draw, height=2.9, width=3.1)
     share_y(figure)
     handles = [line(name, *method_look(name, methods)) for name in methods]
     handles += [] if random.empty else [line("random removal", GREY, style="--")]
-    which, better = _REMOVED[experiment]
     title = f"{setting}: {which} points removed"
     finish(figure, title, handles)
-    caption = f"Test accuracy after retraining without the {which} points ({better}). {_BARS}"
+    caption = f"Test accuracy after retraining without the {which} points. {_BARS}"
     return save(figure, folder, f"{experiment}-curves-{slug(setting)}", title, caption)
 
 
@@ -149,7 +151,7 @@ def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Pic
     yield save(figure, folder, f"runtime-removals-{slug(setting)}", title, f"{_READ} {_BARS}")
 
 
-_READ = "Lower is better, left is cheaper; the marker grows with the group size along the curve."
+_READ = "Left is cheaper; the marker grows with the group size along the curve."
 
 
 def _curve(axis: Axes, curve: pd.DataFrame, look: tuple[str, str]) -> None:
@@ -168,7 +170,7 @@ def _area(size: float) -> float:
 def _finish_runtime(axis: Axes) -> None:
     log_axis(axis)
     axis.set_xlabel(_SECONDS)
-    axis.set_ylabel(_ACCURACY)
+    axis.set_ylabel(f"{_ACCURACY}\n{LOWER}")
 
 
 def _baselines(axis: Axes, found: pd.DataFrame, fraction: float | None) -> None:

@@ -14,6 +14,7 @@ import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.gridspec import GridSpec
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
@@ -67,6 +68,9 @@ _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: a third of the size, can be searched; other fonts are narrower
 }
 _TITLE_LETTER, _LEGEND_LETTER, _LEGEND_SIGN, _LEGEND_LINE = 0.1, 0.075, 0.62, 0.19  # inches, on the wide side
+_TELEPHONE = 3.9  # inches: at 390 px text has the size it has on the wide side
+NARROW = "narrow"
+LOWER, HIGHER = "lower is better", "higher is better"
 Draw = Callable[[Axes, str], None]
 
 
@@ -80,6 +84,7 @@ class Picture:
         caption: how to read it.
         svg: the vector file.
         png: the pixel file.
+        narrow: the same with its panels in one column, for a telephone.
     """
 
     name: str
@@ -87,6 +92,7 @@ class Picture:
     caption: str
     svg: Path
     png: Path
+    narrow: Path
 
 
 @contextmanager
@@ -127,14 +133,34 @@ def finish(figure: Figure, title: str, handles: Sequence[Artist]) -> Figure:
 
 
 def save(figure: Figure, folder: Path, name: str, title: str, caption: str) -> Picture:
-    """Write the figure as SVG and PNG."""
-    folder.mkdir(parents=True, exist_ok=True)
-    picture = Picture(name, title, caption, folder / f"{name}.svg", folder / f"{name}.png")
+    """Write the figure as SVG and PNG, and as SVG with its panels in one column."""
+    picture = Picture(
+        name, title, caption, folder / f"{name}.svg", folder / f"{name}.png", folder / NARROW / f"{name}.svg"
+    )
+    picture.narrow.parent.mkdir(parents=True, exist_ok=True)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # laid out once for both files
     figure.savefig(picture.svg, metadata={"Date": None})
     figure.savefig(picture.png, dpi=150)
+    _in_one_column(figure, title).savefig(picture.narrow, metadata={"Date": None})
     return picture
+
+
+def _in_one_column(figure: Figure, title: str) -> Figure:
+    """The figure with its panels one below the other, as wide as the screen of a telephone."""
+    panels = figure.axes
+    rows = len({panel.get_position().y0 for panel in panels})
+    height = figure.get_figheight() / rows
+    below = GridSpec(len(panels), 1, figure=figure)
+    for at, panel in enumerate(panels):
+        panel.set_subplotspec(below[at])
+        panel.tick_params(axis="y", labelsize=8)
+    handles = [handle for legend in figure.legends for handle in legend.legend_handles if handle is not None]
+    for legend in figure.legends:
+        legend.remove()
+    figure.set_size_inches(_TELEPHONE, max(height * len(panels) * 0.92, 2.6))
+    figure.set_layout_engine("constrained")
+    return finish(figure, title, handles) if handles else figure
 
 
 def method_look(method: str, among: Sequence[str]) -> tuple[str, str]:

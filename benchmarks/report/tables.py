@@ -12,12 +12,14 @@ from benchmarks.report.noisy_tables import noisy_tables
 from benchmarks.report.removal_tables import pruning_tables, retraining_tables
 from benchmarks.report.review_tables import review_tables
 from benchmarks.report.rows import Results
+from benchmarks.report.speed_tables import speed_tables
 from benchmarks.report.what_if_tables import what_if_tables
 
 
 def all_tables(results: Results) -> Iterator[Table]:
     """Every table the rows allow."""
     yield from check_tables(results)
+    yield from speed_tables(results)
     yield from retraining_tables(results.of("retraining"))
     yield from pruning_tables(results.of("pruning"))
     yield from noisy_tables(results.of("noisy"))

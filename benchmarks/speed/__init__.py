@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.names import SPEED_PARTS
 from benchmarks.speed.timing import Row
-
-PARTS = ("core", "captum", "dattri", "trak", "grouping", "training", "scaling")
 
 
 def run(
-    parts: Iterable[str] = PARTS,
+    parts: Iterable[str] = SPEED_PARTS,
     quick: bool = False,
     threads: int = 1,
     path: Path | None = None,
@@ -36,7 +35,7 @@ def run(
         found.append(row)
         print(line(row), flush=True)
         if path is not None:
-            _write(found, path, threads, quick)
+            write(found, path, threads, quick)
     goals = [row for row in found if row.reached is not None]
     print(f"\n{sum(bool(row.reached) for row in goals)} of {len(goals)} goals reached", end="")
     print(f"; written to {path}" if path is not None else "")
@@ -68,7 +67,8 @@ def _rows(parts: Iterable[str], quick: bool, ranks: int | None) -> Iterator[Row]
         yield from importlib.import_module(f"benchmarks.speed.{part}").rows(quick)
 
 
-def _write(rows: list[Row], path: Path, threads: int, quick: bool) -> None:
+def write(rows: list[Row], path: Path, threads: int, quick: bool) -> None:
+    """Write rows as JSON, whole or not at all."""
     about = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "python": sys.version.split()[0],

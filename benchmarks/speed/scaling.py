@@ -61,7 +61,7 @@ def scored(name: str, n: int, k: int) -> Callable[[], Tensor]:
     torch.manual_seed(0)
     model, groups = NETWORKS[name](), Groups.by_rule(n, k, lambda indices: indices % k)
     goal = properties.mean_loss(next(iter(MadeStream(100))), LOSS)
-    return lambda: attribute(model, LOSS, stream(n), groups, goal)
+    return lambda: attribute(model, LOSS, stream(n), groups, goal, method="tracin")
 
 
 def throughput(name: str, n: int) -> Iterator[Row]:
@@ -100,7 +100,7 @@ def saving(quick: bool) -> Iterator[Row]:
         goal = properties.mean_loss((data[0][:100], data[1][:100]), LOSS)
 
         def run(model: nn.Module = model, **options: Any) -> None:
-            attribute(model, LOSS, data, groups, goal, **options)  # noqa: B023  # called before the next turn
+            attribute(model, LOSS, data, groups, goal, **options, method="tracin")  # noqa: B023  # called before the next turn
 
         def saved() -> None:
             folder = Path(tempfile.mkdtemp())

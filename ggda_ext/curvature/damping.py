@@ -7,8 +7,10 @@ parameter has its own
 
     λ_j = 10 √v_j / Σ η_t,     v_j = 1/B · mean_i (∂ℓ_i/∂θ_j)² + (mean_i ∂ℓ_i/∂θ_j)²
 
-for batches of B points. Weight decay adds to λ. Without a recipe λ is a share of the curvature's own scale: of
-tr H² / tr H, the mean eigenvalue where each counts by its size.
+for batches of B points. Weight decay adds to λ. Without a recipe λ is a share of the curvature's own scale, of
+tr H² / tr H, the mean eigenvalue where each counts by its size; a smaller one for p parameters that n > p points tell:
+
+    λ = 0.05 · min(1, p / n) · tr H² / tr H
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from ggda_ext.groups.partition import Groups
 from ggda_ext.training.recipe import EPS, Recipe
 
 SHARE = 0.05
-"""λ · tr H / tr H² without a recipe. Chosen, as the next, on scikit-learn's digits, breast cancer and made data."""
+"""λ · tr H / tr H² without a recipe, for p ≥ n. Chosen, as `ADAM`, on digits, breast cancer and made data."""
 ADAM = 10.0
 """By how much Adam's damping is larger than √v_j / Σ η_t with the v_j of the trained model: while it was being trained
 gradients were larger."""
@@ -164,7 +166,8 @@ def damped(curvature: SampledCurvature, damping: float | None, recipe: Training 
         return Damped(curvature, damping, "given", fixed=True)
     if recipe is None:
         cost = _PROBES * 2.0 * curvature.points / curvature.total
-        return Damped(curvature, SHARE * scale_of(curvature), "the curvature's own scale", passes=cost)
+        share = SHARE * told_by_points(curvature.provider.p, curvature.total)
+        return Damped(curvature, share * scale_of(curvature), "the curvature's own scale", passes=cost)
     source, own = of_recipe(curvature.provider, curvature.sample, curvature.total, recipe)
     if own.dim() == 0:
         return Damped(curvature, float(own), source)
@@ -186,6 +189,11 @@ def mean_damping(provider: GroupGradients, sample: IndexedData, total: int, reci
     """The same as one number for all parameters."""
     source, own = of_recipe(provider, sample, total, recipe)
     return source, float(own.mean())
+
+
+def told_by_points(parameters: int, points: int) -> float:
+    """min(1, p / n): the fewer parameters there are for each point, the less their curvature needs damping."""
+    return min(1.0, parameters / points)
 
 
 def scale_of(curvature: SampledCurvature) -> float:

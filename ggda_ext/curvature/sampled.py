@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ggda_ext.curvature.gauss_newton import GaussNewton, NoCurvature
 from ggda_ext.curvature.hessian import Hessian
-from ggda_ext.data import IndexedData, SomePoints, pick
+from ggda_ext.data import IndexedData, SomePoints, pick, tensors_in
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
 from ggda_ext.groups.partition import Groups
@@ -128,7 +128,30 @@ def _draw(data: IndexedData, points: int, seed: int, *, instead: bool = False) -
     chosen = order[points : 2 * points] if instead else order[:points]
     if len(chosen) < points:
         chosen = np.concatenate([chosen, order[: points - len(chosen)]])
-    return SomePoints(data, np.sort(chosen))
+    some = np.sort(chosen)
+    return SomePoints(data, some) if data.tensors is not None else _Remembered(data, some)
+
+
+class _Remembered(SomePoints):
+    """Some points of a data set that reads them from somewhere: every batch is read once, as far as memory goes."""
+
+    def __init__(self, data: IndexedData, positions: np.ndarray, memory_budget: int = 2**28) -> None:
+        super().__init__(data, positions)
+        self._left, self._known = memory_budget, dict[bytes, Any]()
+
+    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
+        """One batch for every sequence of indices, in that order."""
+        for indices in index_batches:
+            key = np.asarray(indices, np.int64).tobytes()
+            if key in self._known:
+                yield self._known[key]
+                continue
+            (batch,) = super().batches([indices])
+            size = sum(tensor.nbytes for tensor in tensors_in(batch))
+            if size <= self._left:
+                self._left -= size
+                self._known[key] = batch
+            yield batch
 
 
 def _beginning(data: IndexedData, points: int) -> IndexedData:

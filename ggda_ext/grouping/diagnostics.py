@@ -26,13 +26,9 @@ from ggda_ext.grouping.kmeans import means
 from ggda_ext.grouping.whitening import check_features
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import LABEL_KEYS
+from ggda_ext.methods.cautions import LARGE, WHOLE_CLASS, class_share
 from ggda_ext.properties import Property
 
-LARGE = 0.2
-"""A first-order estimate keeps the curvature of the full data. Without a share s of the points (or of the Fisher's
-trace) about that share of the curvature is gone, so the effect is larger by 1 / (1 − s): a quarter at one fifth."""
-WHOLE_CLASS = 0.9
-"""Without nearly all of a class the model never predicts it: not a small step from the trained parameters."""
 _CLASS = "nearly a whole class"
 _SHOWN = 8
 
@@ -165,7 +161,7 @@ def summarize(
         found |= _alignment(groups, provider, points)
         targets = _targets(provider.data) if targets is None else targets
     if targets is not None:
-        found["class_share"] = _class_share(groups, targets)
+        found["class_share"] = class_share(groups, targets)
     return Summary(groups, **found)
 
 
@@ -221,21 +217,6 @@ def _targets(data: IndexedData) -> Tensor | None:
             return None
         found.append(target.cpu())
     return torch.cat(found)
-
-
-def _class_share(groups: Groups, targets: Any) -> np.ndarray:
-    """Largest share of a class that each group holds `[k]`; classes of one point do not count."""
-    classes = Groups(targets, rest="drop")
-    if classes.n != groups.n:
-        raise ValueError(f"targets has {classes.n} labels for {groups.n} training points: pass one per point.")
-    inside = (groups.labels >= 0) & (classes.labels >= 0)
-    pairs = groups.labels[inside].astype(np.int64) * len(classes) + classes.labels[inside]
-    found, counts = np.unique(pairs, return_counts=True)
-    sizes = classes.sizes[found % len(classes)]
-    share = np.zeros(len(groups))
-    if len(classes) > 1:
-        np.maximum.at(share, found // len(classes), np.where(sizes > 1, counts / sizes, 0.0))
-    return share
 
 
 def _shown(value: Any) -> str:

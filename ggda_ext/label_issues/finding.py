@@ -40,10 +40,11 @@ def find_label_issues(
 ) -> LabelIssues:
     """Training points whose label looks wrong, most suspicious first.
 
-    Ranked by the loss without clean validation data, and with it by the mean of the ranks of loss and influence. With a
-    fifth of the labels flipped, that was better than the loss where the model had learned labels by heart, and as good
-    (within 0.003 of ROC AUC) where it had not; self-influence added nothing (docs/label_issues.md). The result says
-    what it is ranked by, and how far the signals agree.
+    Ranked by the loss, unless there is clean validation data and it shows that the model has learned labels by heart
+    (its training loss is below that of clean points): then by the mean of the ranks of loss and influence. With a fifth
+    of the labels flipped nothing was better than the loss for models that had not learned them, and for those that had,
+    loss and influence together were; self-influence added nothing (docs/label_issues.md). The result says what it is
+    ranked by, and how far the signals agree.
 
     Args:
         model: the model, trained on `data`, in eval mode if it has dropout or BatchNorm.
@@ -96,11 +97,10 @@ def _choice(rank_by: RankBy, loss: float, clean_loss: float | None) -> tuple[Ran
         return rank_by, "as asked for"
     if clean_loss is None:
         return "loss", "without clean validation data nothing was found to be better"
-    heart = ", and this one does" if loss < clean_loss else "; if not, about as good"
-    return "loss and influence", (
-        f"mean training loss {loss:.3g}, of clean points {clean_loss:.3g}; better than the loss alone if the model has "
-        f"learned wrong labels by heart{heart}"
-    )
+    found = f"mean training loss {loss:.3g}, of clean points {clean_loss:.3g}"
+    if loss >= clean_loss:
+        return "loss", f"{found}: labels were not learned by heart, and then nothing was found to be better"
+    return "loss and influence", f"{found}: labels were learned by heart, which hides wrong ones from the loss"
 
 
 def _losses(points: GroupGradients, batch_size: int | None) -> Tensor:

@@ -24,8 +24,8 @@ from ggda_ext.gradients import GroupGradients
 from ggda_ext.methods.method import Method, Preconditioned, check_numbers
 from ggda_ext.results.method import Setting, Unit
 
-_PASSES = {"gauss-newton": 2.0, "hessian": 2.5, "fisher": 2.0}
-"""Passes over the sample that a product with one vector takes, as measured."""
+_PASSES = (1.0, 1.3)
+"""Passes over the sample that a product takes, and those for each of its vectors, as measured."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Influence(Method):
     damping: float | None = None
     recipe: Training | None = None
     points: int = 4096
-    steps: int = 30
-    tolerance: float = 1e-2
+    steps: int = 50
+    tolerance: float = 1e-3
     seed: int = 0
 
     name: ClassVar[str] = "influence"
@@ -72,8 +72,9 @@ class Influence(Method):
         )  # fmt: skip
         rows = scaled.outwards(found.rows) / curvature.total
         error = 0.0 if curvature.whole else _error_elsewhere(scaled, found, wanted)
-        products = (found.steps + (not curvature.whole)) * len(directions)
-        passes = products * _PASSES[curvature.kind] * curvature.points / curvature.total + scaled.passes
+        products = found.steps + (not curvature.whole)
+        each = _PASSES[0] + _PASSES[1] * len(directions)
+        passes = products * each * curvature.points / curvature.total + scaled.passes
         return Preconditioned(
             rows.to(directions.dtype),
             self._settings(curvature, scaled, found, error),

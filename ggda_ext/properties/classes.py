@@ -6,6 +6,7 @@ Those are: of points, of their mean, of all outputs, and sums of these. Gradient
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -300,11 +301,19 @@ class OutputsProperty(_DataProperty):
     ) -> None:
         super().__init__(data, batch_size, "data", name, higher_is_better)
         self.fn, self.components = fn, components
+        self.fn_of_points: Callable[[np.ndarray], OutputsFn] | None = None
 
     def __call__(self, model: nn.Module) -> Tensor:
         outputs, targets, _ = self._outputs(model, self._batches(model))
         assert outputs is not None
         return self.fn(outputs, targets)
+
+    def of_points(self, points: np.ndarray) -> OutputsProperty:
+        """The property with an `fn` for some of the test points, where `fn` knows something about each of them."""
+        found = copy.copy(self)
+        if self.fn_of_points is not None:
+            found.fn = self.fn_of_points(points)
+        return found
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
         """Rows `[m, p]` in two passes over the data."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -136,12 +137,11 @@ def demographic_parity_gap(
     Args:
         sensitive: the group of each test point `[N]`, numbers or strings; two or more groups.
     """
-    rates = _Rates(sensitive)
 
-    def gap(probabilities: Tensor, labels: Tensor) -> Tensor:
+    def gap(probabilities: Tensor, labels: Tensor, rates: _Rates) -> Tensor:
         return rates.gap(probabilities[:, _checked_class(positive, probabilities)], "point")
 
-    return _of_probabilities(data, gap, batch_size, "demographic_parity_gap", False, rates)
+    return _of_rates(data, gap, batch_size, "demographic_parity_gap", _Rates(sensitive))
 
 
 def equalized_odds_gap(
@@ -163,15 +163,14 @@ def equalized_odds_gap(
     """
     if agg not in ("worst_case", "mean"):
         raise ValueError(f"agg={agg!r} is not one of 'worst_case', 'mean'.")
-    rates = _Rates(sensitive)
 
-    def gap(probabilities: Tensor, labels: Tensor) -> Tensor:
+    def gap(probabilities: Tensor, labels: Tensor, rates: _Rates) -> Tensor:
         chosen = probabilities[:, _checked_class(positive, probabilities)]
         true, false = labels == positive, labels != positive
         gaps = torch.stack([rates.gap(chosen, "positive", true), rates.gap(chosen, "negative", false)])
         return gaps.amax() if agg == "worst_case" else gaps.mean()
 
-    return _of_probabilities(data, gap, batch_size, "equalized_odds_gap", False, rates)
+    return _of_rates(data, gap, batch_size, "equalized_odds_gap", _Rates(sensitive))
 
 
 def soft_calibration_error(
@@ -253,21 +252,32 @@ def _correct_probability(outputs: Tensor, targets: Any, temperature: float) -> T
 
 
 def _of_probabilities(
-    data: DataLike,
-    fn: OutputsFn,
-    batch_size: int | None,
-    name: str,
-    higher_is_better: bool,
-    rates: _Rates | None = None,
+    data: DataLike, fn: OutputsFn, batch_size: int | None, name: str, higher_is_better: bool
 ) -> OutputsProperty:
     """A property ``fn(probabilities [N, C], labels [N])`` of the whole test set."""
+    of = _on_probabilities(fn)
+    return OutputsProperty(data, of, batch_size, name=name, higher_is_better=higher_is_better, components=1)
 
+
+def _on_probabilities(fn: OutputsFn) -> OutputsFn:
     def of(outputs: Tensor, targets: Any) -> Tensor:
         probabilities = class_probabilities(outputs)
         return fn(probabilities, _class_labels(targets, probabilities))
 
-    found = OutputsProperty(data, of, batch_size, name=name, higher_is_better=higher_is_better, components=1)
-    if rates is not None and found.data.n is not None:
+    return of
+
+
+def _of_rates(
+    data: DataLike, gap: Callable[[Tensor, Tensor, _Rates], Tensor], batch_size: int | None, name: str, rates: _Rates
+) -> OutputsProperty:
+    """A gap between sensitive groups, ``gap(probabilities [N, C], labels [N], rates)``; less is better."""
+
+    def between(groups: _Rates) -> OutputsFn:
+        return lambda probabilities, labels: gap(probabilities, labels, groups)
+
+    found = _of_probabilities(data, between(rates), batch_size, name, False)
+    found.fn_of_points = lambda points: _on_probabilities(between(rates.of_points(points)))
+    if found.data.n is not None:
         rates.check_length(found.data.n)
     return found
 
@@ -289,6 +299,12 @@ class _Rates:
         if len(names) < 2:
             raise ValueError(f"sensitive holds {len(names)} group(s) {names.tolist()}: a gap needs at least 2.")
         self.names, self.ids = names.tolist(), torch.from_numpy(ids)
+
+    def of_points(self, points: np.ndarray) -> _Rates:
+        """Those of some of the test points."""
+        found = copy.copy(self)
+        found.ids = self.ids[torch.from_numpy(points.astype(np.int64))]
+        return found
 
     def check_length(self, n: int) -> None:
         if len(self.ids) != n:

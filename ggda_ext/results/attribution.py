@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ggda_ext.properties import Property
     from ggda_ext.results.plots import Plots
+    from ggda_ext.results.verifying import Retrain, Verified
 
 _FIELDS = (
     "groups", "properties", "higher_is_better", "low", "high", "interval", "method", "warnings", "notes",
@@ -304,6 +305,19 @@ class Attribution(Tensor):
         from ggda_ext.results.table import as_frame
 
         return as_frame(self)
+
+    def verify(self, retrain: Retrain, top: int = 3, by: str | int | None = None) -> Verified:
+        """Train again without each of the groups that matter most, and put truth beside prediction.
+
+        Args:
+            retrain: ``retrain(subsets) -> values [subsets, seeds]``: trains a model on each subset of the training
+                points (arrays of indices) and measures the property, such as `ggda_ext.evaluation.Retrainer`.
+            top: how many groups.
+            by: the property that counts, which `retrain` measures; by default the first.
+        """
+        from ggda_ext.results.verifying import verified
+
+        return verified(self, retrain, top, by)
 
     @property
     def plot(self) -> Plots:

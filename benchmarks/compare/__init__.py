@@ -1,0 +1,196 @@
+"""`python -m benchmarks compare`: how much faster the group versions are than the original toolkits, at real size.
+
+Two questions: one property, the mean loss of the test points, and 20 test points one by one. The group version scores
+all training points of the scale, in groups of 1, 64 and 1,024; the original as many as a fixed time allows, see
+`benchmarks.compare.measure`. The times of grouping, and of the Hessian that Captum computes for both, stand apart.
+Equality is the business of `benchmarks.check`.
+"""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from benchmarks import check
+from benchmarks.compare import table
+from benchmarks.compare.sizes import SIZES, TESTS, CompareSize
+from benchmarks.names import DEFAULT_MODE, EXACT_MODE, ONE_PROPERTY, TEST_POINTS
+from benchmarks.results import ResultFolder
+from benchmarks.sizes import Scale
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from benchmarks.check.case import Case, Method
+    from benchmarks.compare.measure import Clock, Original
+
+QUESTIONS = (ONE_PROPERTY, TEST_POINTS)
+
+
+def run(
+    tasks: Sequence[str],
+    scale: Scale,
+    folder: ResultFolder,
+    data_dir: Path | None = None,
+    chosen: Iterable[str] | None = None,
+    show_progress: bool = True,
+) -> list[dict[str, Any]]:
+    """Compare the tasks, print the table as it grows, and append every row to the folder.
+
+    Args:
+        tasks: names of tasks, see `benchmarks.tasks.TASKS`.
+        scale: how much of everything.
+        folder: where rows go; what is there already is not run again.
+        data_dir: folder with the data sets.
+        chosen: names of methods; all if left out.
+        show_progress: show a bar over all rows.
+
+    Returns:
+        The rows of this comparison.
+    """
+    wanted = [method for method in check.methods() if chosen is None or method.name in set(chosen)]
+    print(table.heading())
+    with check.without_garbage(), tqdm(total=len(tasks) * len(wanted), unit="method", disable=not show_progress) as bar:
+        for name in tasks:
+            compared: Comparison | None = None
+            for position, method in enumerate(wanted):
+                key = f"speed/{name}/{method.toolkit}/{method.name}"
+                if not folder.done(f"{key}/{QUESTIONS[-1]}"):
+                    if compared is None:
+                        bar.set_postfix_str(f"data and model of {name}")
+                        compared = Comparison.of(name, scale, folder, data_dir)
+                    bar.set_postfix_str(f"{name}: {method.toolkit} {method.name}")
+                    for row in compared.rows(method):
+                        row = {"key": f"{key}/{row['question']}", **row}
+                        if not folder.done(row["key"]):
+                            folder.append(row)
+                rows = [row for row in folder.rows if row["key"].startswith(f"{key}/")]
+                if not position:
+                    bar.write(f"\n{table.source(rows[0])}")
+                bar.write(table.line(rows))
+                bar.update()
+    kept = {f"speed/{name}/{method.toolkit}/{method.name}/" for name in tasks for method in wanted}
+    return [row for row in folder.rows if any(row["key"].startswith(one) for one in kept)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One task, ready to be asked both questions.
+
+    Attributes:
+        clock: times calls.
+        size: of the comparison.
+        grouped: question → group size → the case with all training points in such groups.
+        grouping: group size → CPU seconds the grouping took.
+        common: what all rows of the task share.
+    """
+
+    clock: Clock
+    size: CompareSize
+    grouped: dict[str, dict[int, Case]]
+    grouping: dict[int, float]
+    common: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, scale: Scale, folder: ResultFolder, data_dir: Path | None) -> Comparison:
+        """The task's data, trained model and groups at a scale."""
+        from benchmarks.compare.measure import Clock
+
+        clock, size = Clock(), SIZES[scale.name][name]
+        numbers = replace(
+            scale.check[name], points=None, tests=None, batch=size.batch, last_parameters=size.last_parameters
+        )
+        whole, common = check.prepared(name, scale, folder, data_dir, numbers)
+        points = len(whole.train[0])
+        group_sizes = [one for one in size.group_sizes if one == 1 or one <= points // 2]
+        grouping: dict[int, float] = {}
+        grouped: dict[str, dict[int, Case]] = {question: {} for question in QUESTIONS}
+        for group_size in group_sizes:
+            case = whole.grouped_by(group_size)
+            grouping[group_size], _ = clock.timed(lambda: case.groups)  # noqa: B023  # called at once
+            grouped[ONE_PROPERTY][group_size] = case.asking(size.property_tests, True)
+            grouped[TEST_POINTS][group_size] = case.asking(TESTS, False)
+        return cls(clock, size, grouped, grouping, common | {"experiment": "speed", "train_points": points})
+
+    def rows(self, method: Method) -> Iterator[dict[str, Any]]:
+        """One row per question; what either side raises makes it `failed`."""
+        for question in QUESTIONS:
+            cases = self.grouped[question]
+            if method.solves_each_test and question == ONE_PROPERTY:
+                cases = {size: case.asking(TESTS, True) for size, case in cases.items()}
+            row = self.common | {
+                "toolkit": method.toolkit,
+                "method": method.name,
+                "question": question,
+                "test_points": len(next(iter(cases.values())).test[0]),
+                "grouping_seconds": {str(size): self.grouping[size] for size in cases},
+            }
+            try:
+                yield row | {
+                    "settings": method.settings(cases[1]),
+                    "status": "measured",
+                    **self._measured(method, cases),
+                }
+            except Exception as failure:
+                if isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
+                    raise
+                reason = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+                yield row | {"status": "failed", "reason": reason, "traceback": traceback.format_exc()}
+
+    def _measured(self, method: Method, cases: dict[int, Case]) -> dict[str, Any]:
+        from benchmarks.compare.measure import climb, take_turns
+
+        any_size = cases[1]
+
+        def original(count: int) -> Tensor:
+            return method.original(any_size.first(count))
+
+        found = climb(self.clock, original, self.size.batch, len(any_size.train[0]), self.size.seconds)
+        hessian = self.clock.hessians.apart
+        asked = {size: self._asked(size, case, found) for size, case in cases.items()}
+        modes = {EXACT_MODE: method.grouped} | ({} if method.default is None else {DEFAULT_MODE: method.default})
+        calls = {(size, mode): partial(score, asked[size]) for size in cases for mode, score in modes.items()}
+        best, scores = take_turns(self.clock, found, original, calls, self.size.seconds)
+        cells = []
+        for (size, mode), seconds in best.items():
+            points = len(asked[size].train[0])
+            theirs = found.extrapolated if points == found.points else found.seconds[points]
+            cells.append(
+                {
+                    "group_size": size,
+                    "mode": mode,
+                    "points": points,
+                    "seconds": seconds,
+                    "speed_up": theirs / seconds,
+                    "speed_up_with_hessian": (theirs + hessian) / (seconds + hessian),
+                    "agreement": _agreement(scores[size, mode], scores[size, EXACT_MODE])
+                    if mode != EXACT_MODE
+                    else None,
+                }
+            )
+        return {
+            "original_points": found.timed_points,
+            "original_timed_seconds": found.seconds[found.timed_points],
+            "original_seconds": found.extrapolated,
+            "hessian_seconds": hessian,
+            "linearity": found.linearity,
+            "cells": cells,
+        }
+
+    def _asked(self, size: int, case: Case, original: Original) -> Case:
+        """All points; for test points and groups of one, where the toolkit's own code runs, those of the original."""
+        return case.first(original.timed_points) if size == 1 and not case.one_property else case
+
+
+def _agreement(found: Tensor, expected: Tensor) -> float | None:
+    """Spearman correlation of two modes' scores over groups, averaged over test points; None for fewer than three."""
+    from benchmarks.fidelity import mean_rank_correlation
+
+    return None if found.shape[1] < 3 else mean_rank_correlation(found.T, expected.T)

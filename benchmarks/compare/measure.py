@@ -1,0 +1,131 @@
+"""CPU seconds of a method's original and of its group version, for one question.
+
+The original is slow, so it gets as many points as a fixed time allows: 1, 2, 4, … batches of them, until the time is
+used up or there are no more points. Where points are left, its time for all of them is extrapolated along a line,
+
+    seconds(N) = seconds(n) + slope · (N − n),
+
+with the smaller of the slopes n/4 → n/2 and n/2 → n. `Original.linearity` says how well the line through n/4 and n/2
+foretells what was measured at n; 1 is perfect. The group version always gets all points. Both take turns, and the best
+of several turns counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from benchmarks.check.measure import quiet
+from benchmarks.compare.hessians import Hessians
+
+TURNS = 3
+LEFT_ALONE = 0.7
+"""Share of the time after which twice the points would take too long."""
+T = TypeVar("T")
+
+
+class Clock:
+    """CPU seconds of calls, without those of Captum's Hessian, which stand apart.
+
+    Attributes:
+        hessians: Captum's, and the seconds of the last one.
+    """
+
+    def __init__(self) -> None:
+        self.hessians = Hessians()
+
+    def timed(self, call: Callable[[], T]) -> tuple[float, T]:
+        """CPU seconds of a call, and what it gave."""
+        gc.collect()
+        self.hessians.reset()
+        with quiet(), self.hessians.shared():
+            start = time.process_time()
+            given = call()
+            return time.process_time() - start - self.hessians.inside, given
+
+
+@dataclass
+class Original:
+    """Times of an original at several numbers of points.
+
+    Attributes:
+        points: all training points there are.
+        seconds: number of points → best time.
+    """
+
+    points: int
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def timed_points(self) -> int:
+        """The largest number of points that was timed."""
+        return max(self.seconds)
+
+    @property
+    def last(self) -> list[int]:
+        """The three largest numbers of points, from which the line is taken."""
+        return sorted(self.seconds)[-3:]
+
+    @property
+    def extrapolated(self) -> float:
+        """Seconds for all points; those that were measured, if they were."""
+        n = self.timed_points
+        return self.seconds[n] + max(0.0, min(self._slopes, default=0.0)) * (self.points - n)
+
+    @property
+    def linearity(self) -> float | None:
+        """Seconds at the largest number of points as the two sizes before foretell them, over those measured.
+
+        None where all points were timed, so that nothing is extrapolated.
+        """
+        if self.timed_points == self.points or len(self.last) < 3:
+            return None
+        _, half, n = self.last
+        return (self.seconds[half] + self._slopes[0] * (n - half)) / self.seconds[n]
+
+    @property
+    def _slopes(self) -> list[float]:
+        """Seconds per point between the last three sizes."""
+        return [(self.seconds[b] - self.seconds[a]) / (b - a) for a, b in pairwise(self.last)]
+
+
+def climb(clock: Clock, run: Callable[[int], Any], first: int, points: int, seconds: float) -> Original:
+    """Time an original at 1, 2, 4, … times `first` points, until `seconds` are used up or all `points` are timed.
+
+    Three sizes at least are timed, so that a line can be checked.
+    """
+    found, count = Original(points), min(first, points)
+    while True:
+        found.seconds[count], _ = clock.timed(lambda: run(count))  # noqa: B023  # called at once
+        enough = found.seconds[count] > LEFT_ALONE * seconds and len(found.seconds) > 2
+        if count == points or enough:
+            return found
+        count = min(2 * count, points)
+
+
+def take_turns(
+    clock: Clock, original: Original, run: Callable[[int], Any], groups: Mapping[Any, Callable[[], T]], seconds: float
+) -> tuple[dict[Any, float], dict[Any, T]]:
+    """Best CPU seconds of every group case, and what it gave; the original's last three sizes take turns with them.
+
+    What has used up `seconds` takes no further turns.
+    """
+    best, given = dict.fromkeys(groups, float("inf")), dict[Any, T]()
+    spent = dict.fromkeys(groups, 0.0)
+    theirs = {count: original.seconds[count] for count in original.last}  # the climb was their first turn
+    for turn in range(TURNS):
+        for name, call in groups.items():
+            if spent[name] < seconds:
+                took, given[name] = clock.timed(call)
+                spent[name] += took
+                best[name] = min(best[name], took)
+        for count in theirs if turn else ():
+            if theirs[count] < seconds:
+                took, _ = clock.timed(lambda: run(count))  # noqa: B023  # called at once
+                theirs[count] += took
+                original.seconds[count] = min(original.seconds[count], took)
+    return best, given

@@ -1,0 +1,118 @@
+"""The comparison's table and what it comes to, from rows: one per task, method and question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.names import DEFAULT_MODE, EXACT_MODE, ONE_PROPERTY, TEST_POINTS
+
+Row = Mapping[str, Any]
+HEADLINE_SIZE = 64
+_SIZES = (1, 64, 1024)
+_SHOWN = 5
+"""Slow measurements that are named; the page has all of them."""
+
+
+def heading() -> str:
+    """The table's first line."""
+    sizes = " / ".join(f"{size:,}" for size in _SIZES)
+    one, tests = (f"{question}: {sizes}" for question in (ONE_PROPERTY, TEST_POINTS))
+    return f"{'toolkit':7} {'method':25} {'original: points':>16} {'seconds':>9}   {one:>24}   {tests:>24}"
+
+
+def line(rows: Sequence[Row]) -> str:
+    """One method's rows: the original's points and seconds for the property, and how many times faster groups are."""
+    first = rows[0]
+    left = f"{first['toolkit']:7} {first['method']:25}"
+    if failed := [row for row in rows if row["status"] == "failed"]:
+        return f"{left} {failed[0]['reason']}"
+    points = f"{first['original_points']:,} of {first['train_points']:,}"
+    both = "   ".join(f"{_speed_ups(row):>24}" for row in rows)
+    agreements = [cell["agreement"] for cell in first["cells"] if cell["agreement"] is not None]
+    note = f"  exact {_speed_ups(first, EXACT_MODE)}" if any(c["mode"] == DEFAULT_MODE for c in first["cells"]) else ""
+    note += f", agreement {min(agreements):.2f}" if agreements else ""
+    return f"{left} {points:>16} {first['original_seconds']:9.2f}   {both}{note}"
+
+
+def _speed_ups(row: Row, mode: str | None = None) -> str:
+    cells = {cell["group_size"]: cell for cell in chosen(row["cells"], mode)}
+    return " / ".join(times(cells[size]["speed_up"]) if size in cells else "–" for size in _SIZES)
+
+
+def chosen(cells: Iterable[Row], mode: str | None = None) -> list[Row]:
+    """The cells of a mode; if none is named, those of the drop-in's default mode, which may be the exact one."""
+    cells = list(cells)
+    if mode is not None:
+        return [cell for cell in cells if cell["mode"] == mode]
+    default = {cell["group_size"] for cell in cells if cell["mode"] == DEFAULT_MODE}
+    return [cell for cell in cells if cell["mode"] == DEFAULT_MODE or cell["group_size"] not in default]
+
+
+def times(value: float) -> str:
+    """How many times faster, in two digits."""
+    return f"{value:.1f}×" if value < 9.95 else f"{value:,.0f}×"
+
+
+def source(row: Row) -> str:
+    """The line above the rows of a data set: what it is and where it came from."""
+    mark = " (stand-in)" if row["stand_in"] else ""
+    return f"{row['data']}{mark} · {row['model']} · {row['train_points']:,} training points · source: {row['source']}"
+
+
+def headline(rows: Iterable[Row]) -> list[Row]:
+    """The cells that the headline is about, with their rows: one property, groups of 64, default mode."""
+    return [
+        {**row, **cell}
+        for row in rows
+        if row["status"] == "measured" and row["question"] == ONE_PROPERTY
+        for cell in chosen(row["cells"])
+        if cell["group_size"] == HEADLINE_SIZE
+    ]
+
+
+def slower(rows: Iterable[Row]) -> list[Row]:
+    """All cells, whatever question, size or mode, in which the group version takes longer, beyond rounding."""
+    measured = [row for row in rows if row["status"] == "measured"]
+    return [{**row, **cell} for row in measured for cell in row["cells"] if cell["speed_up"] < 0.95]
+
+
+def verdict(rows: Iterable[Row]) -> Iterator[str]:
+    """The comparison in a line or two, then a line for everything that is slower or failed."""
+    every = list(rows)
+    found = [cell["speed_up"] for cell in headline(every)]
+    if found:
+        yield (
+            f"median speed-up {times(median(found))} for one property and groups of {HEADLINE_SIZE} "
+            f"({times(min(found))} to {times(max(found))}, {len(found)} methods and tasks), in CPU time"
+        )
+    late = slower(every)
+    count = sum(len(row["cells"]) for row in every if row["status"] == "measured")
+    yield (
+        f"slower than the original: {len(late)} of {count} measurements"
+        if late
+        else (f"none of {count} measurements is slower than the original")
+    )
+    yield from problems(every)
+
+
+def problems(rows: Iterable[Row]) -> Iterator[str]:
+    """A line for every measurement that is slower than the original, and for every failure."""
+    every = list(rows)
+    for row in every:
+        if row["status"] == "failed":
+            yield f"failed: {row['data']} {row['model']}, {row['toolkit']} {row['method']}: {row['reason']}"
+    late = sorted(slower(every), key=lambda cell: cell["speed_up"])
+    for cell in late[:_SHOWN]:
+        yield (
+            f"slower: {cell['data']} {cell['model']}, {cell['toolkit']} {cell['method']}, {cell['question']}, "
+            f"groups of {cell['group_size']}, {cell['mode']} mode: {cell['speed_up']:.2f}×"
+        )
+    if len(late) > _SHOWN:
+        yield f"slower: {len(late) - _SHOWN} more, see the tables of the page"
+
+
+def passed(rows: Iterable[Row]) -> bool:
+    """Whether everything could be measured; how fast it is does not count, because a busy machine decides on that."""
+    return all(row["status"] == "measured" for row in rows)

@@ -1,0 +1,176 @@
+"""Which method should `attribute` use unless told? LDS against real retraining, and cost, side by side.
+
+    python -m benchmarks.default_method --data-dir FOLDER --out results/default-method
+
+HELOC's three models on all points, MNIST's network on 10,000: models retrained on random halves of the groups, two
+seeds each, for groupings at random, by Grad-K-Means and by K-Means of the inputs. Settings of the methods were chosen
+on other data (scikit-learn's digits and breast cancer, and made data). CPU time is given in passes: forward and
+backward over the training data in batches of 1,024.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks import models
+from benchmarks.data import load
+from ggda_ext import Groups, attribute, grouping, properties
+from ggda_ext.curvature import Hessian, conjugate_gradients
+from ggda_ext.data import IndexedData
+from ggda_ext.evaluation import Retrainer, group_lds, points_of, random_subsets
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.methods import EKFAC, Fisher, Influence, Method, TracIn
+from ggda_ext.model import ParameterSpace
+from ggda_ext.properties import property_gradient
+from ggda_ext.training import Recipe, train_many
+
+LOSS = nn.CrossEntropyLoss()
+HALVES, SEEDS, GROUP_SIZE = 32, (101, 102), 64
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A data set, a model and its training; `points` of the training set, all if None."""
+
+    name: str
+    data: str
+    make_model: Callable[[], nn.Module]
+    recipe: Recipe
+    points: int | None = None
+
+
+PROBLEMS = (
+    Problem("HELOC / LR", "heloc", models.logistic_regression, Recipe(200, 0.1, 128)),
+    Problem("HELOC / ANN-S", "heloc", models.ann_s, Recipe(100, 1e-3, 128, 4e-4)),
+    Problem("HELOC / ANN-M", "heloc", models.ann_m, Recipe(50, 5e-4, 128, 4e-4)),
+    Problem("MNIST / ANN-L", "mnist", models.ann_l, Recipe(15, 1e-3, 128), 10_000),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[problem.name for problem in PROBLEMS])
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    for problem in PROBLEMS:
+        if problem.name in chosen.only:
+            with (chosen.out / "rows.jsonl").open("a") as file:
+                for row in measured(problem, chosen.data_dir, chosen.out):
+                    print(json.dumps(row), file=file, flush=True)
+                    print(row, flush=True)
+
+
+def measured(problem: Problem, folder: Path | None, out: Path) -> Iterator[dict[str, Any]]:
+    """A row for every grouping and method."""
+    train, test = points_for(problem, folder)
+    everything = np.arange(len(train[0]))
+    model = next(iter(train_many(problem.make_model, LOSS, train, problem.recipe, subsets=[everything], seeds=[100])))
+    model.eval()
+    _scores(model, (train[0][:200], train[1][:200]), Groups(np.arange(200) % 4), goal_of(test), Influence())  # warms up
+    one_pass = pass_seconds(model, train)
+    for name, groups in groupings(model, train):
+        kept = random_subsets(groups, HALVES, seed=500, equal_points=True)
+        real = retrained(problem, train, test, groups, kept, out / f"{problem.name.replace(' / ', '-')}-{name}.npy")
+        for method, scores in scored(problem, model, train, test, groups):
+            start = time.process_time()
+            found = scores()
+            seconds = time.process_time() - start
+            lds = group_lds(found, kept, real.mean(1))
+            yield {
+                "problem": problem.name, "grouping": name, "method": method, "lds": round(lds.value, 3),
+                "interval": [round(end, 3) for end in lds.interval], "passes": round(seconds / one_pass, 2),
+                "ceiling": round(float(np.corrcoef(real.T)[0, 1]), 3),
+            }  # fmt: skip
+
+
+def points_for(problem: Problem, folder: Path | None) -> tuple[Pair, Pair]:
+    """Training and test points."""
+    found = load(problem.data, folder)
+    (x, y), test = found.train, found.test
+    if problem.points is not None:
+        some = torch.from_numpy(np.random.default_rng(9).choice(len(x), problem.points, replace=False))
+        x, y = x[some], y[some]
+    return (x, y), test
+
+
+def groupings(model: nn.Module, train: Pair) -> Iterator[tuple[str, Groups]]:
+    """Three groupings of one size."""
+    yield "random", grouping.random_groups(len(train[0]), GROUP_SIZE, random_state=11)
+    clustering = grouping.GradKMeansGroups(model, LOSS, group_size=GROUP_SIZE, max_size=4 * GROUP_SIZE, random_state=11)
+    yield "Grad-K-Means", clustering.fit_groups(train)
+    plain = grouping.KMeansGroups(group_size=GROUP_SIZE, max_size=4 * GROUP_SIZE, random_state=11)
+    yield "K-Means", plain.fit_groups(train)
+
+
+def retrained(problem: Problem, train: Pair, test: Pair, groups: Groups, kept: np.ndarray, path: Path) -> np.ndarray:
+    """Test losses of models on every half `[halves, seeds]`; kept in a file."""
+    if not path.exists():
+        train_again = Retrainer(problem.make_model, LOSS, train, test, problem.recipe, seeds=SEEDS, measure="loss")
+        np.save(path, train_again(points_of(groups, kept)))
+    return np.load(path)
+
+
+def scored(
+    problem: Problem, model: nn.Module, train: Pair, test: Pair, groups: Groups
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Methods by name, each as a call that gives scores `[1, k]`."""
+    goal = goal_of(test)
+    named: dict[str, Method] = {
+        "tracin": TracIn(), "influence": Influence(), "influence, recipe": Influence(recipe=problem.recipe),
+        "ekfac": EKFAC(), "fisher": Fisher(),
+    }  # fmt: skip
+    for name, method in named.items():
+        yield name, partial(_scores, model, train, groups, goal, method)
+    yield "ten full CG steps", lambda: ten_steps(model, train, groups, goal)
+
+
+def goal_of(test: Pair) -> properties.MeanProperty:
+    """The mean test loss."""
+    return properties.mean_loss(test, LOSS)
+
+
+def _scores(model: nn.Module, train: Pair, groups: Groups, goal: Any, method: Method) -> Tensor:
+    return attribute(model, LOSS, train, groups, goal, method=method, show_progress=False).scores
+
+
+def ten_steps(model: nn.Module, train: Pair, groups: Groups, goal: Any) -> Tensor:
+    """What the results recommended before: ten steps with the Hessian of all points, damping 0.001."""
+    space = ParameterSpace(model)
+    hessian = Hessian(space, lambda net, batch: LOSS(net(batch[0]), batch[1]), IndexedData(train))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        solved = conjugate_gradients(
+            hessian, property_gradient(goal, model, space.parameters), max_iter=10, regularization=1e-3
+        )
+    return GroupGradients(model, LOSS, train, groups).scores(solved)
+
+
+def pass_seconds(model: nn.Module, train: Pair) -> float:
+    """CPU seconds of one forward and backward pass over the training data, best of three."""
+    found = []
+    for _ in range(3):
+        start = time.process_time()
+        for x, y in zip(*(part.split(1024) for part in train), strict=True):
+            LOSS(model(x), y).backward()
+        found.append(time.process_time() - start)
+        model.zero_grad(set_to_none=True)
+    return min(found)
+
+
+if __name__ == "__main__":
+    main()

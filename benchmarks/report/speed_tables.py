@@ -1,0 +1,81 @@
+"""Tables of the comparison of speed: how many times faster than the original, and what grouping costs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.compare.table import chosen, times
+from benchmarks.names import DEFAULT_MODE, EXACT_MODE, ONE_PROPERTY, TEST_POINTS
+from benchmarks.report.formats import Table, three_digits
+from benchmarks.report.rows import Results
+
+_HOW = (
+    "CPU seconds, best of several, original and groups taking turns. The group version scores all training points, the "
+    "original as many as it is given time for; where those are fewer, its time is extrapolated along a line. "
+    "Linear: seconds at the largest size as the two sizes before it foretell them, over those measured. "
+    "Hessian: Captum's own, the same for both sides, timed apart; in brackets with it."
+)
+_MODES = (
+    "Default: the drop-in as it comes. Where its Fisher is an approximation, the exact one and their rank correlation."
+)
+
+
+def speed_tables(results: Results) -> Iterator[Table]:
+    """One table for each question, then the time of grouping."""
+    rows = [row for row in results.of("speed").to_dict("records") if row["status"] == "measured"]
+    for question, name, title in (
+        (ONE_PROPERTY, "speed", "How many times faster than the original: one property, the mean test loss"),
+        (TEST_POINTS, "speed-tests", "How many times faster than the original: 20 test points, each for itself"),
+    ):
+        some = [row for row in rows if row["question"] == question]
+        if some:
+            sizes = sorted({cell["group_size"] for row in some for cell in row["cells"]})
+            frame = pd.DataFrame([_line(row, sizes) for row in some])
+            yield Table(name, title, frame, keys=2, notes=[_HOW, _MODES, *_own_code(question)])
+    if rows:
+        yield _grouping(rows)
+
+
+def _own_code(question: str) -> list[str]:
+    same = "For test points and groups of one the toolkit's own code runs, on the points of the original."
+    return [same] if question == TEST_POINTS else []
+
+
+def _line(row: dict[str, Any], sizes: list[int]) -> dict[str, str]:
+    default = {cell["group_size"]: cell for cell in chosen(row["cells"])}
+    exact = {cell["group_size"]: cell for cell in chosen(row["cells"], EXACT_MODE)}
+    modes = {cell["mode"] for cell in row["cells"]}
+    agreements = [cell["agreement"] for cell in row["cells"] if cell["agreement"] is not None]
+    linearity = row.get("linearity")
+    line = {
+        "Data / model": row["setting"],
+        "Method": f"{row['toolkit']} · {row['method']}",
+        "Original (s)": three_digits(row["original_seconds"]),
+        "Timed on": f"{int(row['original_points']):,} of {int(row['train_points']):,}",
+        "Hessian (s)": three_digits(row["hessian_seconds"]) if row["hessian_seconds"] else "–",
+        "Linear": "all timed" if linearity is None or pd.isna(linearity) else f"{linearity:.2f}",
+    }
+    for size in sizes:
+        cell = default.get(size)
+        line[f"Groups of {size:,}"] = "–" if cell is None else _times(cell, row["hessian_seconds"])
+    shown = [times(exact[size]["speed_up"]) for size in sizes if size in exact and size > 1]
+    line["Exact mode"] = " / ".join(shown) if DEFAULT_MODE in modes else "is the default"
+    line["Agreement"] = f"{min(agreements):.2f}" if agreements else "1"
+    return line
+
+
+def _times(cell: Mapping[str, Any], hessian: float) -> str:
+    both = f" ({times(cell['speed_up_with_hessian'])})" if hessian else ""
+    return times(cell["speed_up"]) + both
+
+
+def _grouping(rows: list[dict[str, Any]]) -> Table:
+    lines = {}
+    for row in rows:
+        found = {f"Groups of {int(size):,} (s)": three_digits(took) for size, took in row["grouping_seconds"].items()}
+        lines[row["setting"]] = {"Data / model": row["setting"], "Points": f"{int(row['train_points']):,}", **found}
+    frame = pd.DataFrame(lines.values()).fillna("–").drop(columns="Groups of 1 (s)", errors="ignore")
+    return Table("speed-grouping", "Grouping, timed apart: Grad-K-Means in CPU seconds", frame, keys=1)

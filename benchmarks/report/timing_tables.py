@@ -1,0 +1,63 @@
+"""Tables of `python -m benchmarks speed`, one for each part, from the files it writes; for documents, by --document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.report.formats import Table, three_digits
+
+FILE = "speed.json"
+PREFIX = "timing-"
+_TITLES = {
+    "core": "The core's strategies, in passes over the data and against per-point toolkits",
+    "captum": "ggda_captum against Captum",
+    "dattri": "ggda_dattri against dattri",
+    "trak": "ggda_trak against TRAK",
+    "grouping": "Grouping",
+    "training": "Many models at once against a loop",
+    "scaling": "Large data: passes, memory, stores, estimates",
+    "ranks": "Several processes against one",
+}
+
+
+def timing_tables(folders: Sequence[Path]) -> Iterator[Table]:
+    """The rows of all folders by part; of the same case in two folders the later one counts.
+
+    Raises:
+        ValueError: a folder's file is not one that `speed` wrote.
+    """
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    abouts: dict[str, str] = {}
+    for folder in folders:
+        try:
+            found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            about = found["about"]
+            said = f"torch {about['torch']}, {about['threads']} thread(s), {about['time'][:10]}"
+            for row in found["rows"]:
+                rows[row["part"], row["model"], row["case"], row["group_size"], row["against"]] = row
+                abouts[row["part"]] = said + (", --quick" if about["quick"] else "")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder / FILE} is no file of `python -m benchmarks speed` ({error}).") from None
+    for part in dict.fromkeys(row["part"] for row in rows.values()):
+        lines = [_line(row) for row in rows.values() if row["part"] == part]
+        note = f"CPU time, best of several, cases taking turns; made data; {abouts[part]}."
+        yield Table(f"{PREFIX}{part}", _TITLES.get(part, part), pd.DataFrame(lines), keys=2, notes=[note])
+
+
+def _line(row: dict[str, Any]) -> dict[str, str]:
+    bound = "" if row["goal"] is None else f"{'≥' if row['unit'] == 'x faster' else '≤'} {row['goal']:g}"
+    unit = row["unit"].replace("x ", "× ")
+    return {
+        "Model": row["model"],
+        "Case": row["case"],
+        "Group size": "–" if row["group_size"] is None else f"{row['group_size']:,}",
+        "CPU s": three_digits(row["seconds"]) if row["seconds"] else "–",
+        "Ratio": f"{row['ratio']:.2f} {unit}",
+        "Goal": bound or "–",
+        "Against": row["against"],
+    }

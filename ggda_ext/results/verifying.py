@@ -1,0 +1,102 @@
+"""Predictions beside the truth: the model trained again without the groups that matter most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ggda_ext.results import ranking
+from ggda_ext.results.table import aligned_lines, number, shown
+
+if TYPE_CHECKING:
+    from ggda_ext.results.attribution import Attribution
+
+Retrain: TypeAlias = Callable[[Sequence[np.ndarray]], Any]
+"""Training indices to keep, one array per subset → the property of every subset's models `[subsets, seeds]`."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was predicted for some groups, and what came out. Prints as a table.
+
+    Attributes:
+        names: of the groups.
+        predicted: scores `[g]`.
+        real: rises of the property without each group, one for each seed of the training `[g, seeds]`.
+        in_unit: whether predictions are in the property's unit; if not, only signs and order can be compared.
+        measured: the name of the property.
+    """
+
+    names: tuple[Hashable, ...]
+    predicted: np.ndarray
+    real: np.ndarray
+    in_unit: bool
+    measured: str
+
+    @property
+    def rises(self) -> np.ndarray:
+        """Mean rise of the property without each group `[g]`."""
+        return self.real.mean(1)
+
+    @property
+    def stderr(self) -> np.ndarray:
+        """Standard error of the rises over seeds `[g]`; NaN for one seed."""
+        seeds = self.real.shape[1]
+        return self.real.std(1, ddof=1) / seeds**0.5 if seeds > 1 else np.full(len(self.real), np.nan)
+
+    @property
+    def agrees(self) -> np.ndarray:
+        """Whether prediction and truth have the same sign `[g]`."""
+        return np.sign(self.predicted) == np.sign(self.rises)
+
+    def __str__(self) -> str:
+        rows = [["group", "predicted", "retrained", "± se", ""]]
+        for j, name in enumerate(self.names):
+            error = f"{self.stderr[j]:.2g}" if self.stderr[j] == self.stderr[j] else "–"
+            found = [number(float(value)) for value in (self.predicted[j], self.rises[j])]
+            rows.append([shown(name), *found, error, self._word(j)])
+        unit = "" if self.in_unit else " (a rank: its size is not in the property's unit)"
+        seeds = f"{self.real.shape[1]} seed{'s' * (self.real.shape[1] > 1)}"
+        title = f"Rise of {self.measured} without each group, predicted{unit} and retrained, {seeds}"
+        return "\n".join([title, "", *aligned_lines(rows, {0, 4})])
+
+    __repr__ = __str__
+
+    def _word(self, j: int) -> str:
+        if self.stderr[j] == self.stderr[j] and abs(self.rises[j]) < 2 * self.stderr[j]:
+            return "within the noise of training"
+        return "same sign" if self.agrees[j] else "OTHER SIGN"
+
+
+def verified(result: Attribution, retrain: Retrain, top: int, by: str | int | None) -> Verified:
+    """See `Attribution.verify`."""
+    if not callable(retrain):
+        raise TypeError(
+            f"retrain is a {type(retrain).__name__}: pass a function retrain(subsets) -> values [subsets, seeds], such "
+            "as ggda_ext.evaluation.Retrainer, that measures the property."
+        )
+    if top < 1:
+        raise ValueError(f"top={top}: pass at least 1.")
+    row = ranking.property_id(result.properties, 0 if by is None else by)
+    ids = ranking.order(result, row)[:top]
+    if not ids:
+        raise ValueError("there is no group to verify.")
+    everyone = np.arange(result.groups.n)
+    subsets = [everyone, *(np.setdiff1d(everyone, result.groups[j]) for j in ids)]
+    empty = next((j for j, kept in zip(ids, subsets[1:], strict=True) if not len(kept)), None)
+    if empty is not None:
+        raise ValueError(f"group {result.groups.name(empty)!r} holds all training points: nothing is left to train on.")
+    values = np.asarray(retrain(subsets), dtype=np.float64)
+    values = values[:, None] if values.ndim == 1 else values
+    if values.ndim != 2 or len(values) != len(subsets):
+        raise ValueError(
+            f"retrain returned shape {list(values.shape)} for {len(subsets)} subsets: return one value per subset and "
+            "seed, [subsets, seeds]."
+        )
+    unit = result.method is not None and result.method.unit == "property"
+    predicted = result.scores[row].cpu().double().numpy()[ids]
+    names = tuple(result.groups.name(j) for j in ids)
+    return Verified(names, predicted, values[1:] - values[:1], unit, shown(result.properties[row]))
