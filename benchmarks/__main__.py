@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.names import EXPERIMENTS, FETCHABLE, METHODS, SPEED_PARTS
+from benchmarks.names import DATTRI_TASKS, EXPERIMENTS, FETCHABLE, METHODS, SPEED_PARTS
 from benchmarks.scales import SCALES
 
 if TYPE_CHECKING:
@@ -162,7 +162,11 @@ def _tasks(options: argparse.Namespace) -> list[str] | None:
     if options.tasks is None and options.data is None:
         return None
     wanted = options.tasks or [task for task in TASKS if _data_of(task) in options.data]
-    return [task for task in TASKS if task in wanted]
+    dattri = [task for task in DATTRI_TASKS if task in wanted]
+    if dattri and options.command != "run":
+        print(f"task {dattri[0]} has LDS only: {PROGRAM} run lds --tasks {dattri[0]}", file=sys.stderr)
+        raise SystemExit(MISUSED)
+    return [task for task in TASKS if task in wanted] + dattri
 
 
 def _data_of(task: str) -> str:
@@ -241,7 +245,9 @@ def _common_options() -> argparse.ArgumentParser:
     common.add_argument("--scale", choices=SCALES, help=f"how much of everything. {scales}")
     common.add_argument("--data-dir", **_DATA_DIR)
     which = common.add_mutually_exclusive_group()
-    which.add_argument("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=f"of {', '.join(TASKS)}")
+    every = (*TASKS, *DATTRI_TASKS)
+    which.add_argument("--tasks", nargs="+", choices=every, metavar="TASK",
+                       help=f"of {', '.join(TASKS)}; for `run lds` also {', '.join(DATTRI_TASKS)}")  # fmt: skip
     which.add_argument("--data", nargs="+", choices=list(dict.fromkeys(map(_data_of, TASKS))),
                        help="all tasks of these data sets")  # fmt: skip
     common.add_argument("--threads", type=_threads, default=1, help="torch threads; 1 by default: times are CPU times")

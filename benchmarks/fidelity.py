@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from ggda_trak.outputs import TaskOutputs
 from ggda_trak.projection import Projection
-from ggda_trak.rows import all_point_rows
+from ggda_trak.targets import point_rows
+from ggda_trak.task_outputs import TaskOutputs
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 from trak.modelout_functions import ImageClassificationModelOutput
@@ -201,9 +201,7 @@ def features(model: nn.Module, train: Pair, test: Pair, proj_dim: int) -> tuple[
     projection = Projection(projector, space, space.size**0.5)
 
     def projected(pair: Pair) -> Tensor:
-        outputs = TaskOutputs(task, False, model, pair)
-        gradients = GroupGradients(model, outputs, (*pair, torch.ones(len(pair[0]))))
-        return all_point_rows(gradients, projection, 0)
+        return point_rows(GroupGradients(model, TaskOutputs(task, False, model, pair), pair), projection, 0)
 
     weights = task.get_out_to_loss_grad(model, dict(model.named_parameters()), {}, train)
     return projected(train), weights.detach(), projected(test)

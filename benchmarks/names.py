@@ -13,11 +13,13 @@ FETCHABLE = ("heloc", "heloc-clean", "mnist", "cifar10", "qnli", "bert", "all")
 
 TRACIN, FISHER, LISSA, TRAK = PAPER_METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")
 CG, RATES, PER_POINT = "Inf. (CG)", "TracIn (learning rates)", "Per-point, directional"
+INFLUENCE, EKFAC, FULL_FISHER = OURS = ("Influence", "EK-FAC", "Fisher")
+"""`attribute(method=…)` with its own choice of solver and damping; Fisher is that of all gradients, not projected."""
 LEAVE_GROUP_OUT = "Leave-group-out"
 WHAT_IF, WARM_START = REFITS = ("What-if", "Warm start")
 """Methods that predict each choice of groups by itself: their predictions do not add up."""
-CG_3, WHAT_IF_3 = "Inf. (CG), 3 models", "What-if, 3 models"
-AVERAGED = {CG_3: CG, WHAT_IF_3: WHAT_IF}
+INFLUENCE_3, WHAT_IF_3 = "Influence, 3 models", "What-if, 3 models"
+AVERAGED = {INFLUENCE_3: INFLUENCE, WHAT_IF_3: WHAT_IF}
 """Methods whose predictions are averaged over three models, and the method of one model."""
 KEPT_POINTS, CLASS_BALANCE = TRIVIAL = ("Kept points", "Class balance")
 NO_REMOVAL, RANDOM_REMOVAL = BASELINES = ("No removal", "Random removal")
@@ -26,6 +28,9 @@ ONE_PROPERTY, TEST_POINTS = "one property", "test points"
 DEFAULT_MODE, EXACT_MODE = "default", "exact"
 HALVES, KEEP_80, LEAVE_ONE_OUT = PROTOCOLS = ("halves", "keep 80 %", "leave one out")
 """What models are retrained on: halves or 80 % of the groups with about as many points in each, all but one group."""
+
+DATTRI_TASKS = ("dattri-mnist-lr", "dattri-mnist-mlp")
+"""Tasks with dattri's public settings, for LDS only."""
 
 SINGLE_POINTS = "none"
 RANDOM, K_MEANS, REPR_K_MEANS, GRAD_K_MEANS = GROUPINGS = ("Random", "K-Means", "Repr-K-Means", "Grad-K-Means")

@@ -10,14 +10,16 @@ from dataclasses import replace
 
 from benchmarks.names import (
     CG,
-    CG_3,
     EQUAL_GRAD_K_MEANS,
     EQUAL_K_MEANS,
     FISHER,
     GRAD_K_MEANS,
     GROUPINGS,
     HALVES,
+    INFLUENCE,
+    INFLUENCE_3,
     K_MEANS,
+    OURS,
     PAPER_METHODS,
     PER_POINT,
     RANDOM,
@@ -32,6 +34,7 @@ from benchmarks.sizes import (
     CellScale,
     CheckScale,
     DataScale,
+    DattriScale,
     ExperimentScale,
     LdsScale,
     MethodScale,
@@ -56,10 +59,10 @@ _PAPER_EPOCHS = {
 }  # fmt: skip
 _LARGE_TASKS = ("cifar10-resnet18", "qnli-bert")
 _TWO_GROUPINGS = (RANDOM, GRAD_K_MEANS)
-_METHODS = (*PAPER_METHODS, CG, RATES, PER_POINT, WHAT_IF, WARM_START)
+_METHODS = (*PAPER_METHODS, CG, *OURS, RATES, PER_POINT, WHAT_IF, WARM_START)
 _FEW_METHODS = (TRACIN, FISHER, PER_POINT)
-_LDS_METHODS = (*_METHODS, CG_3, WHAT_IF_3)  # those that are averaged over models explain three of them
-_FEW_LDS_METHODS = (TRACIN, CG, WHAT_IF, WARM_START)
+_LDS_METHODS = (*_METHODS, INFLUENCE_3, WHAT_IF_3)  # those that are averaged over models explain three of them
+_FEW_LDS_METHODS = (TRACIN, CG, INFLUENCE, WHAT_IF, WARM_START)
 
 _SMALL_CELLS = CellScale(_METHODS, _groups(_TWO_GROUPINGS, 16))
 _SMALL = ExperimentScale(
@@ -109,7 +112,7 @@ _ANN_L = ExperimentScale(
         seeds=7,
         removed=(0.2,),
     ),
-    LdsScale(CellScale(_FEW_LDS_METHODS, {EQUAL_GRAD_K_MEANS: (1500,), EQUAL_K_MEANS: (1500, 600)}, 3), subsets=32),
+    LdsScale(CellScale(_FEW_LDS_METHODS, {EQUAL_GRAD_K_MEANS: (1024,), EQUAL_K_MEANS: (1024,)}, 3), subsets=32),
     MethodScale(trak_models=1, lissa_repeats=1),
     epochs=5,
 )
@@ -155,6 +158,7 @@ SCALES: dict[str, Scale] = {
             CheckScale(24, 24, tests=2, group_size=8, batch=8, curvature_points=4, depth=2, last_parameters=200_000),
         ),
         experiments=dict.fromkeys(_PAPER_EPOCHS, _SMALL) | dict.fromkeys(_LARGE_TASKS, _SMALL_NOISY),
+        dattri=DattriScale(100, 20, 6, 2, {"dattri-mnist-lr": 2, "dattri-mnist-mlp": 2}, 2, (2,), 16),
     ),
     "quick": Scale(
         name="quick",

@@ -131,6 +131,31 @@ class LdsScale:
 
 
 @dataclass(frozen=True)
+class DattriScale:
+    """dattri's public settings, by default as they were published.
+
+    Attributes:
+        train: the first training points.
+        test: the first test points.
+        subsets: random halves of the training points.
+        seeds: models trained on every half.
+        epochs: task → epochs of training.
+        tracin_models: models that TracIn is averaged over.
+        trak_models: models of the TRAK ensembles.
+        trak_dimensions: of their projections.
+    """
+
+    train: int = 5_000
+    test: int = 500
+    subsets: int = 50
+    seeds: int = 2
+    epochs: Mapping[str, int] = field(default_factory=lambda: {"dattri-mnist-lr": 20, "dattri-mnist-mlp": 50})
+    tracin_models: int = 10
+    trak_models: tuple[int, ...] = (10, 50)
+    trak_dimensions: int = 512
+
+
+@dataclass(frozen=True)
 class ExperimentScale:
     """Size of the experiments on one task; one that is None is not run.
 
@@ -165,6 +190,7 @@ class Scale:
         text_length: tokens per question and sentence.
         check: task → size of the check.
         experiments: task → size of the experiments.
+        dattri: size of the tasks with dattri's public settings.
     """
 
     name: str
@@ -175,3 +201,4 @@ class Scale:
     text_length: int
     check: Mapping[str, CheckScale]
     experiments: Mapping[str, ExperimentScale]
+    dattri: DattriScale = field(default_factory=DattriScale)

@@ -43,6 +43,11 @@ def at_checkpoints(
 
 def load_state(model: nn.Module, checkpoint: Any) -> None:
     """Load a state dict, or the file that holds one; saved from a DistributedDataParallel or not."""
-    if not isinstance(checkpoint, Mapping):
-        checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    unwrapped(model).load_state_dict(inner_names(checkpoint, model))
+    unwrapped(model).load_state_dict(inner_names(state_of(checkpoint), model))
+
+
+def state_of(checkpoint: Any) -> Mapping[str, Any]:
+    """A state dict itself, or that of a file."""
+    if isinstance(checkpoint, Mapping):
+        return checkpoint
+    return torch.load(checkpoint, map_location="cpu", weights_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,22 @@ def clinics(found: dict[str, Any], folder: Path) -> None:
     assert truth.names[0] == "Northside"
     assert (truth.real[0] < 0).all()
     assert truth.agrees[0]
+
+
+def redundant_sources(found: dict[str, Any], folder: Path) -> None:
+    """What-if sees that two sources stand in for each other, added scores do not; it drops a better three."""
+    for story in (found["story"], *map(found["answers"], (1, 2))):
+        *alone, both = found["COPIES"]
+        for name in ("rise of the loss, what-if", "rise of the loss, retrained"):
+            rises = story[name]
+            assert rises[both] > 0.03, name
+            assert sum(rises[one] for one in alone) < 0.5 * rises[both], name
+        real = story["rise of the loss, retrained"][both]
+        assert abs(story["rise of the loss, added scores"][both]) < 0.5 * real
+        chosen, ranked, losses = story["what-if drops"], story["a ranking drops"], story["loss, retrained"]
+        assert "spam" in chosen
+        assert not {"blog", "mirror"} <= set(chosen)
+        assert losses[chosen] < min(losses[()], losses[ranked])
 
 
 def tabular_sources(found: dict[str, Any], folder: Path) -> None:
@@ -68,6 +85,7 @@ CHECKS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     check.__name__: check
     for check in (
         clinics,
+        redundant_sources,
         tabular_sources,
         fairness_by_region,
         image_clusters,
@@ -88,7 +106,7 @@ def test_an_example_comes_to_its_conclusion(name, tmp_path, monkeypatch):
     matplotlib.use("Agg")
     monkeypatch.chdir(tmp_path)
     CHECKS[name](runpy.run_path(str(EXAMPLES / f"{name}.py")), tmp_path)
-    matplotlib.pyplot.close("all")
+    importlib.import_module("matplotlib.pyplot").close("all")
 
 
 def test_a_user_needs_fewer_than_fifteen_lines():

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import ggda_trak
-import ggda_trak.sums
+import ggda_trak.featurize
 import numpy as np
 import pytest
 import restart_script
@@ -65,7 +65,7 @@ def featurizing(folder: Path) -> Result:
 def featurizing_for_trak(folder: Path) -> Result:
     """TRAK's loop with groups cut across batches, and the scores it ends with."""
     x, y = data()
-    ggda_trak.sums.LEAST_POINTS, ggda_trak.sums.ROWS_PER_DIMENSION = 200, 1
+    ggda_trak.featurize.LEAST_POINTS, ggda_trak.featurize.ROWS_PER_DIMENSION = 200, 1
     net = model().eval()
     traker = ggda_trak.TRAKer(
         net, "image_classification", train_set_size=N, save_dir=folder, device="cpu", proj_dim=64, groups=groups(),

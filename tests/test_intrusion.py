@@ -238,13 +238,61 @@ def test_a_half_done_trak_folder_that_was_damaged_is_refused(name: str, damage: 
 
 
 @pytest.mark.parametrize("damage", [cut, flipped, emptied])
-@pytest.mark.parametrize("name", ["ggda.json", "0/damping.json", "0/features.mmap", "0/test_grads.mmap"])
+@pytest.mark.parametrize(
+    "name", ["ggda.json", "0/features.mmap", "0/out_to_loss.mmap", "0/test_grads.mmap", "scores/test.mmap"]
+)
 def test_a_finished_trak_folder_that_was_damaged_is_refused(name: str, damage: Damage, tmp_path: Path) -> None:
-    given, checkpoints = case(TASK), case(TASK).checkpoints(1)
-    scores(TRAKer, given, tmp_path, groups=uneven_labels())
+    scores(TRAKer, case(TASK), tmp_path, groups=uneven_labels())
     damage(tmp_path / name)
     with pytest.raises(StoreDamaged, match=rf"{Path(name).name} is damaged"):
-        traker(tmp_path).finalize_scores("test", model_ids=range(len(checkpoints)))
+        traker(tmp_path).finalize_scores("test", model_ids=[0])
+
+
+@pytest.mark.parametrize("damage", [cut, flipped, emptied])
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("0/grads.mmap", "grads"), ("0/out_to_loss.mmap", "out_to_loss"), ("0/features.mmap", "features"),
+        ("0/_row_hashes.mmap", "_row_hashes"), ("0/test_grads.mmap", "test_grads"), ("scores/test.mmap", "test"),
+    ],
+)  # fmt: skip
+def test_a_damaged_trak_folder_of_groups_of_one_is_refused(
+    name: str, named: str, damage: Damage, tmp_path: Path
+) -> None:
+    scores(TRAKer, case(TASK), tmp_path, groups=np.arange(N))
+    damage(tmp_path / name)
+    with pytest.raises(StoreDamaged, match=rf"{named}.mmap is( damaged|\))"):
+        traker(tmp_path, groups=np.arange(N)).finalize_scores("test", model_ids=[0])
+
+
+def test_a_point_of_a_killed_run_without_a_checksum_is_done_again(tmp_path: Path) -> None:
+    given, options = case(TASK), {"groups": np.arange(N)}
+    expected = scores(TRAKer, given, tmp_path / "whole", **options)
+    made = traker(tmp_path / "killed", **options)
+    made.load_checkpoint(given.checkpoints(1)[0], 0)
+    first = next(batches())
+    made.featurize(take(given.train, first), inds=first)
+    store = made.saver.current_store
+    store["row_hashes"][first[:5]] = 0  # as if killed before they were written
+    store["grads"][first[:5]] = 7
+    again = traker(tmp_path / "killed", **options)
+    featurize(again, given, given.checkpoints(1))
+    assert error(scored(again, given, given.checkpoints(1)), expected) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["id_0.json", "experiments.json", "metadata.json"])
+def test_a_record_of_traks_with_another_number_is_not_believed(name: str, tmp_path: Path) -> None:
+    given = half_done(tmp_path / "a")
+    path = tmp_path / "a" / name
+    text = path.read_text()
+    path.write_text(
+        text.replace('"is_finalized": 0', '"is_finalized": 1').replace("14", "15").replace("{\n", '{"x": 1,')
+    )
+    assert path.read_text() != text
+    made = traker(tmp_path / "a")
+    featurize(made, given, given.checkpoints(1))
+    expected = scores(TRAKer, given, tmp_path / "b", groups=uneven_labels())
+    assert error(scored(made, given, given.checkpoints(1)), expected) < 2e-5
 
 
 def test_a_damaged_journal_is_named(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ggda_trak.featurize
 import ggda_trak.store
-import ggda_trak.sums
 import numpy as np
 import pytest
 import torch
@@ -41,7 +41,7 @@ def retraining(folder: Path) -> np.ndarray:
 
 
 def featurizing_for_trak(folder: Path) -> np.ndarray:
-    ggda_trak.sums.LEAST_POINTS, ggda_trak.sums.ROWS_PER_DIMENSION = 100, 0
+    ggda_trak.featurize.LEAST_POINTS, ggda_trak.featurize.ROWS_PER_DIMENSION = 100, 0
     given, made = case("image_classification"), traker(folder, proj_dim=16)
     made.load_checkpoint(given.checkpoints(1)[0], 0)
     for at in batches(size=100, seed=None):
@@ -159,7 +159,7 @@ def run_ranks(folder: Path, start: str, moment: int | None) -> list[int]:
 
 def in_merge(counter: Path, moment: int | None) -> None:
     """Count the operations that take over the sums of the other ranks, or kill this process at one of them."""
-    from ggda_trak import traker as module
+    from ggda_trak import ranks as module
 
     merge, seen = module.merge, [0]
 

@@ -85,6 +85,22 @@ def test_rows_are_group_summed_gradients(model, strategy):
         assert relative_error(torch.cat([rows for _, rows in blocks])[ids.argsort()], truth) <= 1e-12
 
 
+@pytest.mark.parametrize("strategy", ["segmented", "backward", "persample", "auto"])
+@pytest.mark.parametrize("model", MODELS)
+def test_weighted_rows_are_weighted_sums_of_gradients_for_every_weighting(model, strategy):
+    if not usable(model, strategy):
+        return
+    case, groups = make_case(model), Groups(UNEVEN)
+    weights = torch.stack([torch.linspace(-1, 2, N), torch.ones(N), torch.zeros(N)]).double()
+    truth = torch.stack([groups.sum(case.gradients() * own[:, None], 0) for own in weights], 1)
+    for batch_size, max_rows in ((4, 1), (5, 3), (100, None)):
+        provider = GroupGradients(case.model, LOSS, case.data, groups, strategy=strategy, batch_size=batch_size)
+        blocks = list(provider.blocks(max_rows, weights))
+        ids = torch.cat([ids for ids, _ in blocks])
+        assert sorted(ids.tolist()) == list(range(len(groups)))
+        assert relative_error(torch.cat([rows for _, rows in blocks])[ids.argsort()], truth) <= 1e-12
+
+
 def _of(model: str):
     case = make_case(model)
     return case.model, LOSS, case.data, UNEVEN

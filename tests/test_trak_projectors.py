@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from ggda_trak.factored import FactoredProjector
 from ggda_trak.projection import Projection, check_dimension, release
 from ggda_trak.projectors import (
     BasicProjector,
     BasicSingleBlockProjector,
     ChunkedCudaProjector,
     CudaProjector,
+    FactoredProjector,
     NoOpProjector,
     ProjectionType,
     SketchProjector,
@@ -33,8 +33,8 @@ def network() -> nn.Module:
 SIZE = 5 * 8 + 8 + 8 * 3 + 3
 
 
-def projection(projector: Any) -> Projection:
-    return Projection(projector, ParameterSpace(network()), 2.0)
+def projection(projector: Any, **options: Any) -> Projection:
+    return Projection(projector, ParameterSpace(network()), 2.0, **options)
 
 
 class FastJL(types.ModuleType):
@@ -121,9 +121,20 @@ def test_rows_keep_their_dtype_and_are_not_changed(dim: int) -> None:
 
 
 def test_only_projectors_that_draw_their_matrix_on_every_call_collect_rows() -> None:
-    assert projection(BasicProjector(SIZE, 130, 0, "normal", "cpu")).collects
+    assert projection(BasicProjector(SIZE, 130, 0, "normal", "cpu"), memory_budget=4 * SIZE * 130 - 1).collects
+    assert not projection(BasicProjector(SIZE, 130, 0, "normal", "cpu"), memory_budget=4 * SIZE * 130).collects
     for projector in (BasicProjector(SIZE, 16, 0, "normal", "cpu"), SketchProjector(SIZE, 130), NoOpProjector()):
         assert not projection(projector).collects
+
+
+@pytest.mark.parametrize("kind", ["normal", "rademacher"])
+def test_kept_matrix_is_the_one_that_is_drawn(kind: str) -> None:
+    rows = torch.randn(9, SIZE)
+    kept, drawn = (projection(BasicProjector(SIZE, 130, 3, kind, "cpu"), memory_budget=size) for size in (10**6, 0))
+    assert drawn.collects
+    for model_id in (0, 2, 0):
+        torch.testing.assert_close(kept(rows, model_id), drawn(rows, model_id))
+        torch.testing.assert_close(kept(rows.view(3, 3, SIZE), model_id), drawn(rows, model_id).view(3, 3, -1))
 
 
 def test_wrong_dimension_is_refused() -> None:
@@ -195,10 +206,14 @@ def test_factored_projection_is_the_same_captured_and_formed(dim: int) -> None:
     assert projector.proj_dim <= dim
     expected = projector.project(provider.rows(), model_id=1)
     found = torch.zeros_like(expected)
-    for ids, rows in projector.blocks(provider, torch.stack([torch.ones(30), torch.zeros(30)]), model_id=1):
-        found.index_add_(0, ids, rows[0])
-        assert not rows[1].any()
+    for ids, rows in projector.blocks(provider, 1, torch.stack([torch.ones(30), torch.zeros(30)])):
+        found.index_add_(0, ids, rows[:, 0])
+        assert not rows[:, 1].any()
     torch.testing.assert_close(found, expected)
+    alone = torch.zeros_like(expected)
+    for ids, rows in projector.blocks(provider, 1):
+        alone.index_add_(0, ids, rows)
+    torch.testing.assert_close(alone, expected)
 
 
 def test_factored_projection_needs_room_for_every_weight() -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ggda_trak.featurize
 import ggda_trak.store
-import ggda_trak.sums
 import numpy as np
 import pytest
 import torch
@@ -103,8 +103,8 @@ def test_killed_and_started_again_the_result_is_the_same(
     arrange: Callable[[Any], None], fisher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = case(TASK)
-    monkeypatch.setattr(ggda_trak.sums, "LEAST_POINTS", 1)  # every batch is written at once
-    monkeypatch.setattr(ggda_trak.sums, "ROWS_PER_DIMENSION", 0)
+    monkeypatch.setattr(ggda_trak.featurize, "LEAST_POINTS", 1)  # every batch is written at once
+    monkeypatch.setattr(ggda_trak.featurize, "ROWS_PER_DIMENSION", 0)
     row = 4 * sum(parameter.numel() for parameter in given.model.parameters())
     options = {"fisher": fisher, "damping": 0.2, "memory_budget": 2 * 6 * row}  # few rows wait at a time
     checkpoint = given.checkpoints(1)[0]
@@ -144,8 +144,13 @@ def test_store_opened_again_after_a_clean_end_gives_the_same_scores(tmp_path: Pa
     given, checkpoint = case(TASK), case(TASK).checkpoints(1)[0]
     traker = made(tmp_path)
     featurize(traker, given, [checkpoint])
-    found = scored(made(tmp_path), given, [checkpoint])
-    assert np.array_equal(found, scored(traker, given, [checkpoint]))
+    expected = scored(traker, given, [checkpoint])
+    for _ in range(3):  # each writes its records again
+        again = made(tmp_path)
+        assert again.chosen_damping == traker.chosen_damping
+        again.load_checkpoint(checkpoint, 0)
+        assert again.saver.model_ids[0] == {"is_featurized": 1, "is_finalized": 1}
+        assert np.array_equal(scored(again, given, [checkpoint]), expected)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +225,8 @@ def test_bad_input_is_refused_and_the_store_left_intact(tmp_path: Path) -> None:
 def test_interrupted_batch_leaves_its_points_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, checkpoint = case(TASK), case(TASK).checkpoints(1)[0]
     expected = scores(TRAKer, given, tmp_path / "a", groups=uneven_labels())
-    traker = made(tmp_path / "b")
+    row = 4 * sum(parameter.numel() for parameter in given.model.parameters())
+    traker = made(tmp_path / "b", memory_budget=2 * 6 * row)  # rows of few groups wait at a time
     traker.load_checkpoint(checkpoint, 0)
     every = list(batches())
     traker.featurize(take(given.train, every[0]), inds=every[0])

@@ -11,7 +11,7 @@ import inspect
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from captum.influence import DataInfluence
@@ -28,24 +28,15 @@ from ggda_captum.arguments import (
     unwrapped_arguments,
     warn_of_dropped,
 )
-from ggda_ext import GroupGradients, PointGradients
+from ggda_captum.last_layer import Asked
+from ggda_ext import PointGradients
 from ggda_ext.attribution import as_points
 from ggda_ext.data import IndexedData
 from ggda_ext.drop_in import DropIn, refuse_words
 from ggda_ext.groups import GroupsLike
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss
-from ggda_ext.methods.keeping import KeptScores
 from ggda_ext.model import left_as_it_was
 from ggda_ext.properties import Property
-
-
-class Asked(NamedTuple):
-    """A question to the core: the training side, what is explained, and where scores are kept."""
-
-    provider: GroupGradients
-    explained: Any
-    """The `PointGradients` of test points, or a property; None where the groups themselves are asked about."""
-    kept: KeptScores
 
 
 class GroupInfluence(DataInfluence):

@@ -7,7 +7,8 @@ import torch
 from captum.influence._core import arnoldi_influence_function as captums
 from torch import Tensor
 
-from ggda_captum.group_influence import Asked, GroupInfluence
+from ggda_captum.group_influence import GroupInfluence
+from ggda_captum.last_layer import Asked, asked_of, layer_for
 from ggda_ext import PointGradients
 from ggda_ext.attribution import property_directions
 from ggda_ext.model import ParameterSpace
@@ -25,12 +26,13 @@ class ProjectedInfluence(GroupInfluence):
         raise NotImplementedError
 
     def _group_scores(self, asked: Asked) -> Tensor:
-        provider, explained, kept = asked
+        provider, explained, kept = asked_of(layer_for(asked, self.model), asked, self.model) or asked
         projection = self._projection(provider.space)
         if isinstance(explained, PointGradients):
             tests = provider.tests(explained).scores(projection).T
         else:
-            tests = property_directions(provider, explained) @ projection.T
+            rows = explained if isinstance(explained, Tensor) else property_directions(provider, explained)
+            tests = rows @ projection.T
         with kept:
             if len(tests) < len(projection):
                 return kept.total([(1.0, kept.scores(provider, tests @ projection))]).cpu()

@@ -11,7 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from ggda_captum.arguments import CheckpointLoader
-from ggda_captum.group_influence import Asked, GroupInfluence
+from ggda_captum.group_influence import GroupInfluence
+from ggda_captum.last_layer import Asked, asked_of, layer_for
 from ggda_ext import PointGradients
 from ggda_ext.attribution import property_directions
 from ggda_ext.gradients import Directions
@@ -41,6 +42,9 @@ class CheckpointInfluence(GroupInfluence):
                 yield number, float(rate)
 
     def _group_scores(self, asked: Asked, aggregate: bool = False) -> Tensor:
+        by_layer = self._of_last_layer(asked, aggregate)
+        if by_layer is not None:
+            return by_layer
         provider, explained, kept = asked
         together = None
         if aggregate and isinstance(explained, PointGradients):
@@ -54,6 +58,24 @@ class CheckpointInfluence(GroupInfluence):
 
         with kept, closing(self._loaded_checkpoints()) as loaded:
             return kept.total([(rate, kept.scores(provider, directions(), number)) for number, rate in loaded])
+
+    def _of_last_layer(self, asked: Asked, aggregate: bool) -> Tensor | None:
+        """The scores from the last layer alone, whose inputs change with the checkpoint; None where it cannot serve."""
+        layer, parts = layer_for(asked, self.model), []
+        if layer is None:
+            return None
+        with closing(self._loaded_checkpoints()) as loaded:
+            for _, rate in loaded:
+                now = asked_of(layer, asked, self.model)
+                if now is None:
+                    return None
+                directions = now.explained
+                if aggregate and isinstance(directions, PointGradients):
+                    directions = now.provider.tests(directions, np.zeros(directions.n, np.int64)).rows()
+                elif aggregate:
+                    directions = directions.sum(0, keepdim=True)
+                parts.append((rate, now.provider.scores(directions)))
+        return weighted_sum(parts)
 
     def _group_self_influence(self, asked: Asked) -> Tensor:
         provider, _, kept = asked

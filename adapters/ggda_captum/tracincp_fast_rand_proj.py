@@ -16,7 +16,8 @@ from captum.influence._utils.common import KMostInfluentialResults
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ggda_captum.group_influence import Asked, OfProperty
+from ggda_captum.group_influence import OfProperty
+from ggda_captum.last_layer import Asked
 from ggda_captum.nearest_neighbors import ExactNearestNeighbors
 from ggda_captum.tracincp import CheckpointInfluence
 from ggda_ext import ExampleLoss, PointGradients

@@ -10,7 +10,7 @@ except ImportError as error:  # pragma: no cover
 
 from trak import test_install
 
-from ggda_trak.influence import FisherInfluence
+from ggda_trak.fisher_influence import FisherInfluence
 from ggda_trak.projectors import FactoredProjector, SketchProjector
 from ggda_trak.traker import TRAKer
 

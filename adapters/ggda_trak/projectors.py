@@ -1,15 +1,5 @@
-"""TRAK's projectors, under TRAK's names, and two faster ones of another kind.
+"""TRAK's projectors, under TRAK's names, and two faster ones of another kind (see `ggda_trak.projection`)."""
 
-`SketchProjector` and `FactoredProjector` are other random matrices than TRAK's: the same estimator, never the same
-numbers. They are used only where they are asked for.
-"""
-
-from __future__ import annotations
-
-from typing import Any
-
-import torch
-from torch import Tensor
 from trak.projectors import (
     AbstractProjector,
     BasicProjector,
@@ -19,10 +9,9 @@ from trak.projectors import (
     NoOpProjector,
     ProjectionType,
 )
-from trak.utils import vectorize
 
-from ggda_ext.gradients.sketch import count_sketch, draw_sketch
-from ggda_trak.factored import FactoredProjector
+from ggda_trak.projection.factored import FactoredProjector
+from ggda_trak.projection.sketch import SketchProjector
 
 __all__ = [
     "ProjectionType",
@@ -35,43 +24,3 @@ __all__ = [
     "SketchProjector",
     "FactoredProjector",
 ]
-
-
-class SketchProjector(AbstractProjector):
-    """CountSketch: every coordinate goes, with a random sign, to one random place of the projection.
-
-    One addition per coordinate instead of `proj_dim` multiplications. Scaled by √proj_dim, so that lengths come out
-    as with TRAK's matrices of standard normal entries.
-
-    Args:
-        grad_dim: number of parameters.
-        proj_dim: length of a projected gradient.
-        seed: of the places and signs; every model id has its own.
-        proj_type: ignored, accepted as by TRAK's projectors.
-        device: where the gradients are.
-    """
-
-    def __init__(
-        self, grad_dim: int, proj_dim: int, seed: int = 0, proj_type: Any = "sketch", device: Any = "cpu", **_: Any
-    ) -> None:
-        super().__init__(grad_dim, proj_dim, seed, "sketch", device)
-        self._model_id: int | None = None
-
-    def project(self, grads: dict[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Project gradients `[b, grad_dim]` to `[b, proj_dim]`."""
-        rows = vectorize(grads, device=self.device) if isinstance(grads, dict) else grads
-        self._draw(model_id)
-        return count_sketch(rows, self._places, self._signs, self.proj_dim)
-
-    def _draw(self, model_id: int) -> None:
-        if model_id == self._model_id:
-            return
-        generator = torch.Generator().manual_seed(self.seed + 10**6 * model_id)
-        places, signs = draw_sketch(self.grad_dim, self.proj_dim, generator)
-        self._places, self._signs = places.to(self.device), signs.to(self.device) * self.proj_dim**0.5
-        self._model_id = model_id
-
-    def free_memory(self) -> None:
-        """Forget places and signs until they are needed again."""
-        self._model_id = None
-        self._places = self._signs = torch.empty(0)

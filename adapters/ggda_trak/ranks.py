@@ -7,15 +7,17 @@ it, ``<save_dir>.rank<r>``, so that no two processes write one file and each goe
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ggda_ext.distributed import all_reduce_sum, from_first_rank, gather_rows, rank, together, world_size
+from ggda_ext.distributed import all_reduce_sum, from_first_rank, gather_rows, my_share, rank, together, world_size
 from ggda_ext.storage.files import open_array
-from ggda_trak.store import SETTINGS, GroupStore
+from ggda_trak.savers import SETTINGS
+from ggda_trak.store import GroupStore
 
 
 def own_folder(save_dir: str | Path, load: bool) -> Path:
@@ -35,6 +37,23 @@ def follow_first_rank(model_ids: dict[int, dict[str, int]]) -> None:
     for model_id, state in from_first_rank(lambda: dict(model_ids)).items():
         if rank() and (state["is_finalized"] or model_id in model_ids):
             model_ids[model_id] = dict(state)
+
+
+def own_share(positions: np.ndarray) -> np.ndarray:
+    """This rank's part of the points of a batch."""
+    share = my_share(len(positions))
+    return positions[share.start : share.stop]
+
+
+def points_before(store: GroupStore) -> np.ndarray:
+    """The points in the sums of any rank `[n]`; this rank's sums are begun anew if a lower rank's hold the same."""
+    own: np.ndarray = np.asarray(store.points) == 1
+    if world_size() == 1:
+        return own
+    reset, taken = is_to_reset(own)
+    if reset:
+        store.clear()
+    return taken
 
 
 def is_to_reset(points: np.ndarray) -> tuple[bool, np.ndarray]:
@@ -74,8 +93,12 @@ def _from_others(values: np.ndarray) -> np.ndarray:
     return all_reduce_sum(mine).numpy()
 
 
-def scores_of_first_rank(scores: Any) -> np.ndarray:
-    """The scores that rank 0 wrote, on any rank."""
+def by_first_rank(work: Callable[[], Any]) -> Any:
+    """The scores that `work` writes on rank 0 and returns, on any rank."""
+    if world_size() == 1:
+        return work()
+    with together():
+        scores: Any = work() if rank() == 0 else None
     path = from_first_rank(lambda: str(scores.filename))
     with together():
         if rank() and not Path(path).exists():

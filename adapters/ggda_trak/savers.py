@@ -1,5 +1,334 @@
-"""TRAK's savers, under TRAK's names. Group sums are kept beside them by `ggda_trak.store`."""
+"""TRAK's savers, under TRAK's names, and the one that is used with groups: every file is checked.
 
+TRAK opens its files as they are. Here a new array has its space on the disk before it is used, so that a full disk is
+an error and not the death of the process; no link is followed; and what is read has to be what was written: arrays by
+checksums beside them, the records in TRAK's own JSON files by a checksum in each (`xxh3`, which TRAK passes over).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from torch import nn
 from trak.savers import AbstractSaver, MmapSaver, ModelIDException
 
+from ggda_ext.storage.files import (
+    DamagedFile,
+    checksum_of,
+    create_array,
+    open_array,
+    read_json,
+    read_sealed_arrays,
+    read_sealed_json,
+    seal,
+    write_json,
+    write_sealed_arrays,
+    write_sealed_json,
+)
+from ggda_ext.storage.fingerprint import of_parameters
+from ggda_ext.storage.folder import StoreDamaged, StoreMismatch, check_folder, clear_errors, difference
+
 __all__ = ["AbstractSaver", "MmapSaver", "ModelIDException"]
+
+SETTINGS, CHECKPOINT = "ggda.json", "ggda_checkpoint.json"
+_METADATA = "metadata.json"
+_NEW = {"is_featurized": 0, "is_finalized": 0}
+_ROWS, _FINISHED = ("grads", "out_to_loss"), ("features", "out_to_loss")
+
+
+class CheckedSaver(MmapSaver):
+    """`trak.savers.MmapSaver` with checked files.
+
+    A record of TRAK's that is damaged, or half written when TRAK was killed, is made anew: a checkpoint then counts as
+    not finalized, and its rows say what is in them; an experiment counts as not begun.
+
+    Attributes:
+        seals_rows: whether rows are single points, written by TRAK's own code, and get their checksums here.
+        notes: model id → what is kept in its record beside TRAK's entries.
+    """
+
+    def __init__(self, save_dir: Path, metadata: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        self.seals_rows, self.notes, self._seen = False, dict[int, dict[str, Any]](), set[int]()
+        folder = Path(save_dir).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        if kwargs.get("load_from_save_dir", True):
+            _mend(folder, metadata)
+        super().__init__(save_dir, metadata, *args, **kwargs)
+        for model_id, record in self.model_ids.items():
+            self.notes[model_id] = {name: record.pop(name) for name in set(record) - set(_NEW)}
+            del self.notes[model_id]["xxh3"]
+        if not self.experiments_file.exists():
+            write_json(self.experiments_file, {}, sync=False)
+        for name, record in self.experiments.items():
+            del record["xxh3"]
+            path = self._scores_file(name)
+            if record["scores_finalized"] and path.exists() and checksum_of(path) != record.get("scores_xxh3"):
+                raise StoreDamaged(
+                    f"{path} is damaged: it is not what finalize_scores wrote. Delete it, and call that again."
+                )
+
+    def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
+        """As TRAK's, with checksums: of new rows, of finished features, and of the record itself."""
+        if self.seals_rows:
+            self._seal_rows()
+        super().serialize_current_model_id_metadata(already_exists)
+        model_id = self.current_model_id
+        record, notes = self.model_ids[model_id], self.notes.setdefault(model_id, {})
+        if record["is_finalized"]:
+            notes |= {f"{name}_xxh3": self._hash_of(name) for name in _FINISHED}
+        if record["is_featurized"] == 1 or not already_exists:
+            _write_records(self.save_dir / f"id_{model_id}.json", {str(model_id): record | notes})
+
+    def load_current_store(self, model_id: int, exp_name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """As TRAK's; rows and features that are not what was written are refused, once for every checkpoint."""
+        super().load_current_store(model_id, exp_name, *args, **kwargs)
+        if exp_name is not None:
+            return
+        if self.seals_rows:
+            path = self._folder / "_row_hashes.mmap"
+            mode = "r+" if path.exists() and model_id in self.notes else "w+"
+            self.current_store["row_hashes"] = self._load(path, (self.train_set_size, 2), mode, np.uint64)
+        if model_id not in self._seen and model_id in self.notes:
+            self._check(model_id)
+        self.notes.setdefault(model_id, {})
+        self._seen.add(model_id)
+
+    def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
+        """As TRAK's, with a checksum; targets whose files are not whole are begun anew."""
+        rows, scores = self.save_dir / str(model_id) / f"{exp_name}_grads.mmap", self._scores_file(exp_name)
+        if rows.exists() and not (_is_whole(rows) and _is_whole(scores)):
+            rows.unlink()
+        super().init_experiment(exp_name, num_targets, model_id)
+        _write_records(self.experiments_file, self.experiments)
+
+    def begin_scores(self, exp_name: str) -> None:
+        """From here on until `end_scores`, the scores of an experiment do not count as finished."""
+        if exp_name in self.experiments:
+            self.experiments[exp_name]["scores_finalized"] = 0
+            self.experiments[exp_name].pop("scores_xxh3", None)
+            _write_records(self.experiments_file, self.experiments)
+
+    def end_scores(self, exp_name: str) -> None:
+        """Record the checksum of the scores of an experiment."""
+        self.current_store[f"{exp_name}_scores"].flush()
+        self.experiments[exp_name]["scores_xxh3"] = checksum_of(self._scores_file(exp_name))
+        _write_records(self.experiments_file, self.experiments)
+
+    @property
+    def _folder(self) -> Path:
+        return self.save_dir / str(self.current_model_id)
+
+    def _scores_file(self, exp_name: str) -> Path:
+        return self.save_dir / "scores" / f"{exp_name}.mmap"
+
+    def _hash_of(self, name: str) -> str | None:
+        values = self.current_store[name]
+        return None if values is None else f"{hash_of(values):016x}"
+
+    def _hashes_of(self, name: str, indices: np.ndarray) -> np.ndarray:
+        """Checksums of rows of single points, never 0."""
+        return np.maximum(row_hashes(self.current_store[name][indices]), np.uint64(1))
+
+    def _seal_rows(self) -> None:
+        done, known = self.current_store["is_featurized"][:, 0] == 1, self.current_store["row_hashes"]
+        new = np.flatnonzero(done & (known[:, 1] == 0))
+        for column, name in enumerate(_ROWS):
+            known[new, column] = self._hashes_of(name, new)
+
+    def _check(self, model_id: int) -> None:
+        """Compare rows of points and features with their checksums; a point without one is to be done again."""
+        if self.seals_rows and self.current_store["grads"] is not None:
+            known = self.current_store["row_hashes"]
+            at = np.flatnonzero(known[:, 1])
+            self.current_store["is_featurized"][:, 0] = known[:, 1] != 0
+            for column, name in enumerate(_ROWS):
+                wrong = at[self._hashes_of(name, at) != known[at, column]]
+                if len(wrong):
+                    raise StoreDamaged(
+                        f"{self._folder / f'{name}.mmap'} is damaged: {len(wrong)} rows, first {wrong[0]}, are not "
+                        f"those that were written (or _row_hashes.mmap is). {_delete(self._folder)}"
+                    )
+        for name in _FINISHED:
+            expected = self.notes[model_id].get(f"{name}_xxh3")
+            if expected is not None and self._hash_of(name) != expected:
+                raise StoreDamaged(
+                    f"{self._folder / f'{name}.mmap'} is damaged: it is not what finalize_features wrote. "
+                    f"{_delete(self._folder)}"
+                )
+
+    def _load(self, fname: Path, shape: tuple[int, ...], mode: str, dtype: Any = None) -> np.ndarray | None:
+        path, kind = Path(fname), np.dtype(dtype or (np.float16 if self.use_half_precision else np.float32))
+        if mode == "w+":
+            with clear_errors(self.save_dir, path.name):
+                return create_array(path, shape, kind)
+        with damage_named(path.parent):
+            try:
+                found = open_array(path, "r+")
+            except FileNotFoundError:
+                return None  # as TRAK does: its gradients may be deleted
+            if found.shape != shape or found.dtype != kind:
+                raise DamagedFile(f"{path} is damaged: it holds {found.dtype} {found.shape}, not {kind} {shape}.")
+        return found
+
+
+def _write_records(path: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
+    sealed = {name: {**record, "xxh3": seal({"name": name, **record})} for name, record in records.items()}
+    write_json(path, sealed, sync=False)
+
+
+def _mend(folder: Path, metadata: Mapping[str, Any]) -> None:
+    """Make TRAK's JSON files whole before TRAK reads them."""
+    plain = {name: getattr(value, "value", value) for name, value in metadata.items()}
+    path = folder / _METADATA
+    try:
+        read_sealed_json(path)
+    except (FileNotFoundError, DamagedFile):
+        write_sealed_json(path, plain, sync=False)
+    for path in (folder / "experiments.json", *folder.glob("id_*.json")):
+        number = path.stem.removeprefix("id_")
+        made_anew = {number: dict(_NEW)} if number.isdecimal() else {}
+        found = _whole_records(path)
+        if found is None or (number.isdecimal() and set(found) != {number}):
+            _write_records(path, made_anew)
+
+
+def _whole_records(path: Path) -> dict[str, Any] | None:
+    """The records of one of TRAK's JSON files, None if one of them is not what was written."""
+    try:
+        found = read_json(path)
+    except (FileNotFoundError, DamagedFile):
+        return None
+    if not isinstance(found, dict):
+        return None
+    for name, record in found.items():
+        if not isinstance(record, dict):
+            return None
+        content = {key: value for key, value in record.items() if key != "xxh3"}
+        if record.get("xxh3") != seal({"name": name, **content}):
+            return None
+    return found
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        open_array(path, "r")
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Say what to do about a damaged file of a checkpoint."""
+    try:
+        yield
+    except DamagedFile as error:
+        raise StoreDamaged(f"{error} {_delete(folder)}") from None
+
+
+def _delete(folder: Path) -> str:
+    return f"Delete {str(folder)!r} and its id_*.json, or pass another save_dir."
+
+
+def check_save_dir(folder: Path, *, load: bool) -> None:
+    """Refuse a folder that TRAK should not write to.
+
+    Args:
+        folder: the `save_dir`.
+        load: whether to go on with what is in it.
+    """
+    check_folder(folder)
+    for path in [folder / "scores", *folder.glob("*"), *folder.glob("*/*")]:
+        if path.is_symlink():  # TRAK would write through it
+            raise StoreDamaged(f"save_dir holds {str(path)!r}, a symbolic link, which is not followed here: remove it.")
+    names = sorted(path.name for path in folder.iterdir()) if load and folder.is_dir() else []
+    if names and not {_METADATA, SETTINGS, "scores"} & set(names):
+        raise StoreMismatch(
+            f"save_dir={str(folder)!r} is not empty and not a store of TRAK's (it holds {names[0]!r}): pass a new or "
+            "empty folder."
+        )
+
+
+def _read_ours(path: Path) -> dict[str, Any]:
+    """A JSON file of ours, refused if it is damaged."""
+    try:
+        return read_sealed_json(path)
+    except DamagedFile as error:
+        raise StoreDamaged(f"{error} Delete the folder {str(path.parent)!r}, or pass another save_dir.") from None
+
+
+def keep_settings(folder: Path, settings: Mapping[str, Any], *, load: bool) -> None:
+    """Record what a store is made with; refuse one made with other settings, naming the first that differs.
+
+    Args:
+        folder: the store.
+        settings: name → value, of this run.
+        load: whether to go on with what is in the folder; otherwise it is overwritten.
+    """
+    path = folder / SETTINGS
+    if load and (path.exists() or path.is_symlink() or (folder / _METADATA).exists()):
+        if not path.exists():
+            raise ValueError(f"save_dir={str(folder)!r} holds a store made without groups: pass another save_dir.")
+        before = _read_ours(path)
+        differing = difference({name: before.get(name) for name in settings}, settings)
+        if differing is not None:
+            raise StoreMismatch(f"save_dir={str(folder)!r} {differing}")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_sealed_json(path, settings)
+
+
+def keep_checkpoint(folder: Path, model: nn.Module, *, new: bool) -> None:
+    """Remember the parameters of a new checkpoint; refuse other ones than those whose sums are in its folder."""
+    path, found = folder / CHECKPOINT, {"values of the parameters": of_parameters(model)}
+    if new or not path.exists():
+        write_sealed_json(path, found)
+        return
+    differing = difference(_read_ours(path), found)
+    if differing is not None:
+        raise StoreMismatch(f"save_dir, in {str(folder)!r}, {differing}")
+
+
+def keep_targets(folder: Path, experiment: str, rows: np.ndarray, indices: np.ndarray) -> None:
+    """Record checksums of the targets `indices` that were just scored."""
+    path = folder / f"{experiment}_targets.npz"
+    known = _target_hashes(path, len(rows))
+    known[indices] = row_hashes(np.asarray(rows[indices]))
+    write_sealed_arrays(path, {"rows": known})
+
+
+def check_targets(folder: Path, experiment: str, rows: np.ndarray) -> None:
+    """Refuse targets that are not those that were scored; those that were not are zero."""
+    known = _target_hashes(folder / f"{experiment}_targets.npz", len(rows))
+    wrong = np.flatnonzero(row_hashes(np.asarray(rows)) != known)
+    if len(wrong):
+        raise StoreDamaged(
+            f"{folder / f'{experiment}_grads.mmap'} is damaged: {len(wrong)} targets, first {wrong[0]}, are not those "
+            "that were scored: score them again."
+        )
+
+
+def _target_hashes(path: Path, count: int) -> np.ndarray:
+    try:
+        found = read_sealed_arrays(path)["rows"]
+    except (FileNotFoundError, DamagedFile):
+        found = np.empty(0, np.uint64)
+    return found if len(found) == count else np.zeros(count, np.uint64)
+
+
+def row_hashes(rows: np.ndarray) -> np.ndarray:
+    """A checksum of every row `[b]`; 0 for a row of zeros."""
+    if not len(rows):
+        return np.empty(0, np.uint64)
+    plain = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
+    found = np.fromiter((xxhash.xxh3_64_intdigest(row.data) for row in plain), np.uint64, len(plain))
+    return np.where(plain.any(1), found, np.uint64(0))
+
+
+def hash_of(values: np.ndarray) -> np.uint64:
+    """A checksum of an array as a whole."""
+    return np.uint64(xxhash.xxh3_64_intdigest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data))

@@ -12,29 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
-from torch import nn
 
-from ggda_ext.distributed import rank
 from ggda_ext.groups import Groups
-from ggda_ext.storage.files import (
-    DamagedFile,
-    create_array,
-    open_array,
-    read_json,
-    read_sealed_arrays,
-    write_json,
-    write_sealed_arrays,
-    write_sealed_json,
-)
-from ggda_ext.storage.fingerprint import of_parameters
-from ggda_ext.storage.folder import StoreMismatch, clear_errors, difference
+from ggda_ext.storage.files import DamagedFile, create_array, open_array, read_sealed_arrays, write_sealed_arrays
+from ggda_ext.storage.folder import clear_errors
 from ggda_ext.storage.folder_lock import FolderLock
-from ggda_trak.checked_parts import row_hashes
-from ggda_trak.checked_saver import damage_named, read_ours
+from ggda_trak.savers import damage_named, hash_of, row_hashes
 
-SETTINGS, CHECKPOINT = "ggda.json", "ggda_checkpoint.json"
 _FILES = {"numerators": "grads.mmap", "fisher_rows": "fisher_rows.mmap"}
+_MEAN = np.dtype([("mean", np.float32), ("check", np.uint32)])
 
 
 class GroupStore:
@@ -155,7 +141,7 @@ class GroupStore:
                     "were written."
                 )
         for name, values, file in self._whole if whole else ():
-            if _whole_hash(values) != self._checks[name]:
+            if hash_of(values) != self._checks[name]:
                 raise DamagedFile(f"{self.folder / file} is damaged: it is not what was written.")
 
     @property
@@ -171,7 +157,7 @@ class GroupStore:
             self._checks[name][ids] = row_hashes(change[name])
         for name, values, _ in self._whole:
             values[:] = change[name]
-            self._checks[name] = np.asarray(_whole_hash(change[name]))
+            self._checks[name] = np.asarray(hash_of(change[name]))
         self.flags[:, 0] = self.missing == 0
         write_sealed_arrays(self._checksums, self._checks)
         self._journal.unlink()
@@ -183,7 +169,7 @@ class GroupStore:
         for values in (*self.sums.values(), *(values for _, values, _ in self._whole)):
             values[:] = 0
         self._checks = {name: row_hashes(np.asarray(rows)) for name, rows in self.sums.items()}
-        self._checks |= {name: np.asarray(_whole_hash(values)) for name, values, _ in self._whole}
+        self._checks |= {name: np.asarray(hash_of(values)) for name, values, _ in self._whole}
         with clear_errors(self.folder, "the checksums"):
             write_sealed_arrays(self._checksums, self._checks)
         self.flags[:, 0] = self.missing == 0
@@ -205,107 +191,42 @@ class GroupStore:
             (self.folder / name).unlink(missing_ok=True)
 
 
-def _whole_hash(values: np.ndarray) -> np.uint64:
-    return np.uint64(xxhash.xxh3_64_intdigest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data))
-
-
-def refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that holds files, but no store of TRAK's."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if names and not {"metadata.json", SETTINGS, "scores"} & set(names):
-        raise StoreMismatch(
-            f"save_dir={str(folder)!r} is not empty and not a store of TRAK's (it holds {names[0]!r}): pass a new or "
-            "empty folder."
-        )
-
-
-def check_settings(folder: Path, settings: dict[str, Any], *, compare: bool) -> None:
-    """Refuse a store made with other settings, naming the first that differs.
+class PointMeans:
+    """Numbers of all points `[n]` on disk, NaN where not known; each stands with a checksum of its own.
 
     Args:
         folder: the store.
-        settings: name → value, of this run.
-        compare: whether to use what is in the folder; otherwise it is overwritten.
+        n: number of points.
+        reset: whether to begin anew.
     """
-    path = folder / SETTINGS
-    if not compare or not (path.exists() or path.is_symlink() or (folder / "metadata.json").exists()):
-        return
-    if not path.exists():
-        raise ValueError(f"save_dir={str(folder)!r} holds a store made without groups: pass another save_dir.")
-    before = read_ours(path)
-    differing = difference({name: before.get(name) for name in settings}, settings)
-    if differing is not None:
-        raise StoreMismatch(f"save_dir={str(folder)!r} {differing}")
+
+    def __init__(self, folder: Path, n: int, reset: bool) -> None:
+        path = folder / "out_to_loss_mean.mmap"
+        kept: np.ndarray | None = None
+        if not reset:
+            try:
+                kept = open_array(path, "r+")
+            except (FileNotFoundError, DamagedFile):
+                kept = None  # they are computed again
+        usable = kept is not None and kept.shape == (n,) and kept.dtype == _MEAN
+        with clear_errors(folder, path.name):
+            self._kept = kept if kept is not None and usable else create_array(path, (n,), _MEAN)
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        found = np.asarray(self._kept[indices])
+        intact = found["check"] == _checks(indices, found["mean"])
+        return np.where(intact, found["mean"], np.float32(np.nan))
+
+    def __setitem__(self, indices: np.ndarray, values: np.ndarray) -> None:
+        entries = np.empty(len(indices), _MEAN)
+        entries["mean"] = values
+        entries["check"] = _checks(indices, entries["mean"])
+        self._kept[indices] = entries
 
 
-def write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Record what a store was made with."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_sealed_json(folder / SETTINGS, settings)
-
-
-def check_checkpoint(folder: Path, model: nn.Module, *, new: bool) -> None:
-    """Refuse another model than the one whose sums are in the folder of a checkpoint; remember a new one."""
-    path, found = folder / CHECKPOINT, {"values of the parameters": of_parameters(model)}
-    if new or not path.exists():
-        if rank() == 0:
-            write_sealed_json(path, found)
-        return
-    differing = difference(read_ours(path), found)
-    if differing is not None:
-        raise StoreMismatch(f"save_dir, in {str(folder)!r}, {differing}")
-
-
-def mend(folder: Path) -> None:
-    """Mend the JSON files that TRAK itself may have left half written when it was killed.
-
-    A checkpoint whose file is damaged counts as not finalized; its sums say what is in them.
-    """
-    for path in (folder / "metadata.json", folder / "experiments.json", *folder.glob("id_*.json")):
-        try:
-            whole = _is_record(path.name, read_json(path))
-        except FileNotFoundError:
-            continue
-        except DamagedFile:
-            whole = False
-        number = path.stem.removeprefix("id_")
-        if not whole and number.isdigit():
-            write_json(path, {number: {"is_featurized": 0, "is_finalized": 0}})
-        elif not whole:
-            path.unlink()
-
-
-_RECORDS: dict[str, dict[str, type]] = {  # what TRAK reads of its own records
-    "experiments.json": {"num_targets": int, "scores_path": str, "scores_finalized": int},
-    "id": {"is_featurized": int, "is_finalized": int},
-}
-
-
-def _is_record(name: str, found: Any) -> bool:
-    """Whether a JSON file of TRAK's has the entries it should have."""
-    if not isinstance(found, dict):
-        return False
-    if name == "metadata.json":
-        return {"JL dimension", "JL matrix type", "train set size"} <= set(found)
-    kinds = _RECORDS["experiments.json" if name == "experiments.json" else "id"]
-    return all(
-        isinstance(record, dict)
-        and all(isinstance(record.get(entry), kind) for entry, kind in kinds.items())
-        and (name == "experiments.json" or key.isdecimal())
-        for key, record in found.items()
-    )
-
-
-def mend_experiment(folder: Path, model_id: int, name: str) -> None:
-    """Let TRAK begin the targets of an experiment anew if it was killed while it made their files."""
-    rows, scores = folder / str(model_id) / f"{name}_grads.mmap", folder / "scores" / f"{name}.mmap"
-    if rows.exists() and not (_is_whole(rows) and _is_whole(scores)):
-        rows.unlink()
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        open_array(path, "r")
-    except (OSError, ValueError):
-        return False
-    return True
+def _checks(indices: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """A checksum for every number and its place, never 0 for a place that was not written."""
+    mixed = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64) << np.uint64(32)
+    mixed = (mixed + indices.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
+    return ((mixed >> np.uint64(32)) | np.uint64(1)).astype(np.uint32)

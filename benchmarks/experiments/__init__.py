@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import data
-from benchmarks.experiments import lds, noisy, pruning, retraining
+from benchmarks.experiments import dattri, lds, noisy, pruning, retraining
 from benchmarks.experiments.bench import Bench
+from benchmarks.names import DATTRI_TASKS
 from benchmarks.results import ResultFolder
 from benchmarks.sizes import Scale
 from benchmarks.tasks import PAPER, Task, task
@@ -32,7 +33,7 @@ def run(
 
     Args:
         names: which of `EXPERIMENTS`, in this order.
-        tasks: which tasks, see `benchmarks.tasks`.
+        tasks: which tasks, see `benchmarks.tasks`; those with dattri's settings have LDS only.
         scale: how much of everything.
         folder: where rows go.
         data_dir: folder with the data sets; other sources are tried if it has them not.
@@ -41,6 +42,10 @@ def run(
         if name not in EXPERIMENTS:
             raise ValueError(f"experiment {name!r} is not one of {', '.join(EXPERIMENTS)}.")
     for one in tasks:
+        if one in DATTRI_TASKS:
+            if lds.NAME in names:
+                dattri.run(one, scale, folder, data_dir)
+            continue
         whole = experiment_task(one, scale, data_dir)
         folder.add_source(whole.data.title, whole.data.source, whole.data.stand_in)
         benches = Bench(whole, scale, folder), Bench(retrained_task(whole, scale), scale, folder)

@@ -14,7 +14,7 @@ from benchmarks.data import TITLES
 from benchmarks.experiments.groupings import OF_MODEL, grouped
 from benchmarks.experiments.methods import METHODS, Attribution, attributed
 from benchmarks.experiments.subject import Subject, Timed
-from benchmarks.names import CG, GRAD_K_MEANS, PAPER_METHODS, RATES, REFITS, SINGLE_POINTS, TRACIN
+from benchmarks.names import CG, GRAD_K_MEANS, OURS, PAPER_METHODS, RATES, REFITS, SINGLE_POINTS, TRACIN
 from benchmarks.results import ResultFolder
 from benchmarks.sizes import CellScale, ExperimentScale, Scale
 from benchmarks.tasks import Task
@@ -106,7 +106,7 @@ class Bench:
         if SINGLE_POINTS in size.groups:
             yield from (Cell(method) for method in METHODS if method in size.methods and method not in REFITS)
         for grouping, group_size in self.groupings(size):
-            for method in (*PAPER_METHODS, CG, RATES, *REFITS):
+            for method in (*PAPER_METHODS, CG, *OURS, RATES, *REFITS):
                 few = self.is_refitted(size, group_size) or method not in REFITS
                 if method in size.methods and few and (method != RATES or grouping == GRAD_K_MEANS):
                     for seed in range(size.grouping_seeds if method == TRACIN else 1):

@@ -26,6 +26,7 @@ from benchmarks.names import (
     KEEP_80,
     LEAVE_GROUP_OUT,
     LEAVE_ONE_OUT,
+    OURS,
     PAPER_METHODS,
     PER_POINT,
     RATES,
@@ -36,14 +37,13 @@ from benchmarks.names import (
 )
 from benchmarks.sizes import LdsScale
 from ggda_ext import Groups
-from ggda_ext.evaluation import additive_ceiling, agreement, points_of, random_subsets
+from ggda_ext.evaluation import agreement, points_of, random_subsets
 
 NAME = "lds"
 SUBSET_SEED = 200
 FRACTIONS = {HALVES: 0.5, KEEP_80: 0.8}
 FEWEST_GROUPS = 6  # for protocols other than halves
-FEWEST_FITTED = 15  # subsets an additive score is fitted to
-_ORDER = (*PAPER_METHODS, CG, RATES, PER_POINT, *AVERAGED, *REFITS, *TRIVIAL)
+_ORDER = (*PAPER_METHODS, CG, *OURS, RATES, PER_POINT, *AVERAGED, *REFITS, *TRIVIAL)
 
 
 def run(bench: Bench) -> None:
@@ -82,7 +82,8 @@ def _write(bench: Bench, size: LdsScale, cell: Cell, retrainings: Retrainings) -
             continue
         real = truth(protocol)
         if method == LEAVE_GROUP_OUT:
-            found = Prediction.additive(real.kept, truth(LEAVE_ONE_OUT).losses.mean(1), f"{len(groups)} trainings")
+            rises = truth(LEAVE_ONE_OUT).losses.mean(1) - bench.subject.loss
+            found = Prediction.additive(real.kept, rises, bench.subject.loss, f"{len(groups)} trainings")
         else:
             found = predictor(method, real)
         about = {**vars(_named(cell, method)), "protocol": protocol, "groups": len(groups), "key": key}
@@ -134,9 +135,8 @@ def _fields(found: Prediction, truth: Truth) -> dict[str, Any]:
     if found.calibrated is not None:
         rest = agreement_fields(found.calibrated[RETRAINED:], real[RETRAINED:])
         fields |= {f"calibrated_{name}": value for name, value in rest.items()}
-    if len(real) >= FEWEST_FITTED and truth.kept.sum(1).max() < truth.kept.shape[1] - 1:
-        best = additive_ceiling(truth.kept, real)
-        fields |= {"additive_ceiling": best.value, "additive_interval": list(best.interval)}
+    if truth.additive is not None:
+        fields |= {"additive_ceiling": truth.additive.value, "additive_interval": list(truth.additive.interval)}
     return fields | {
         "values": [fields["mean"]],
         "predicted": found.values.tolist(),

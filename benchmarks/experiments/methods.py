@@ -27,12 +27,27 @@ from trak.projectors import BasicProjector, ProjectionType
 
 from benchmarks.experiments.refits import warm_started, what_if
 from benchmarks.experiments.subject import CG_STEPS, Subject, Timed, timed
-from benchmarks.names import CG, FISHER, LISSA, PER_POINT, RATES, TRACIN, TRAK, WARM_START, WHAT_IF
+from benchmarks.names import (
+    CG,
+    EKFAC,
+    FISHER,
+    FULL_FISHER,
+    INFLUENCE,
+    LISSA,
+    OURS,
+    PER_POINT,
+    RATES,
+    TRACIN,
+    TRAK,
+    WARM_START,
+    WHAT_IF,
+)
 from benchmarks.tasks import LOSS
-from ggda_ext import Groups, property_gradient
+from ggda_ext import Groups, attribute, property_gradient
 from ggda_ext.checkpoints import load_state
 from ggda_ext.curvature.fisher import EmpiricalFisher, FisherKind
 from ggda_ext.evaluation import points_of
+from ggda_ext.methods import MethodName
 from ggda_ext.model import left_as_it_was
 
 SAMPLED = 8_192  # points up to which groups of one are timed on all of them
@@ -168,6 +183,19 @@ def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     return Scores(found.value, settings, gradients, curvature, found.seconds)
 
 
+def by_attribute(method: MethodName) -> Callable[[Subject, Groups, bool], Scores]:
+    """`attribute` with a method of its own choice of solver and damping."""
+
+    def scored(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+        found = timed(
+            attribute, subject.model, LOSS, subject.train, groups, subject.property,
+            method=method, recipe=subject.task.recipe, show_progress=False,
+        )  # fmt: skip
+        return Scores(found.value[0].as_subclass(Tensor), str(found.value.method), found.seconds)
+
+    return scored
+
+
 def refitted(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     """What-if without each group in turn."""
     asked = timed(what_if, [subject], groups)
@@ -192,6 +220,9 @@ _METHODS: dict[str, Callable[[Subject, Groups, bool], Scores]] = {
     CG: conjugate_gradients,
     RATES: tracin_with_rates,
     PER_POINT: tracin,
+    INFLUENCE: by_attribute("influence"),
+    EKFAC: by_attribute("ekfac"),
+    FULL_FISHER: by_attribute("fisher"),
     WHAT_IF: refitted,
     WARM_START: warm_start,
 }
@@ -203,6 +234,7 @@ SIGNS = {
     FISHER: 1,  # likewise, with the inverse curvature between the gradients
     LISSA: 1,
     CG: 1,
+    **dict.fromkeys(OURS, 1),
     WHAT_IF: 1,  # the rise itself
     WARM_START: 1,
     TRAK: -1,  # how much the group raises the target, here the loss

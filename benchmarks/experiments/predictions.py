@@ -17,10 +17,12 @@ from benchmarks.experiments.methods import attributed
 from benchmarks.experiments.refits import class_shift, warm_started, what_if
 from benchmarks.experiments.subject import Subject, Timed, timed
 from ggda_ext import Groups, WhatIf
-from ggda_ext.evaluation import points_of
+from ggda_ext.evaluation import Correlation, additive_ceiling, points_of
 
 RETRAINED = 8
 """Retrainings that calibrate what-if; its calibrated values are compared on the others."""
+FEWEST_FITTED = 15
+"""Choices of groups an additive score is fitted to."""
 OTHER_SEEDS = (501, 502)
 """Models explained beside the one of seed 0; none of them is among those retrained."""
 
@@ -31,6 +33,13 @@ class Truth:
 
     kept: np.ndarray
     losses: np.ndarray
+
+    @cached_property
+    def additive(self) -> Correlation | None:
+        """What an additive score fitted to them reaches; None for few of them, and where one group is left out."""
+        if len(self.kept) < FEWEST_FITTED or self.kept.sum(1).max() >= self.kept.shape[1] - 1:
+            return None
+        return additive_ceiling(self.kept, self.losses.mean(1))
 
 
 @dataclass(frozen=True)
@@ -51,10 +60,15 @@ class Prediction:
 
     @classmethod
     def additive(
-        cls, kept: np.ndarray, importance: np.ndarray, settings: str, seconds: dict[str, float] | None = None
+        cls,
+        kept: np.ndarray,
+        importance: np.ndarray,
+        loss: float,
+        settings: str,
+        seconds: dict[str, float] | None = None,
     ) -> Prediction:
-        """The loss falls by the importance of every group that is kept."""
-        return cls(-kept.astype(float) @ importance, settings, seconds)
+        """The model's own loss rises by the importance of every group that is left out."""
+        return cls(loss + (~kept).astype(float) @ importance, settings, seconds)
 
 
 class Predictor:
@@ -88,15 +102,15 @@ class Predictor:
 
     def _additive(self, method: str, kept: np.ndarray) -> Prediction:
         cell = replace(self.cell, method=names.AVERAGED.get(method, method))
-        first = self.bench.attribution(cell)
+        first, loss = self.bench.attribution(cell), self.bench.subject.loss
         if method not in names.AVERAGED:
-            return Prediction.additive(kept, first.importance, first.settings, first.seconds)
+            return Prediction.additive(kept, first.importance, loss, first.settings, first.seconds)
         others = [attributed(cell.method, subject, self.groups) for subject in self._others]
         seconds = {
             part: first.seconds[part] + sum(one.seconds.get(part, 0) for one in others) for part in first.seconds
         }
         importance = np.mean([first.importance, *(one.importance for one in others)], axis=0)
-        return Prediction.additive(kept, importance, f"{first.settings}; three models", seconds)
+        return Prediction.additive(kept, importance, loss, f"{first.settings}; three models", seconds)
 
     @cached_property
     def _others(self) -> list[Subject]:

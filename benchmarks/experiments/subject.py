@@ -94,12 +94,21 @@ class Subject:
         return timed(property_gradient, self.property, self.model, ParameterSpace(self.model).parameters)
 
     @cached_property
-    def accuracy(self) -> float:
-        """Test accuracy."""
+    def _outputs(self) -> Tensor:
+        """Outputs for the test points."""
         model = self.model  # trained here, if it is not yet, and so with gradients
         with torch.no_grad():
-            outputs = torch.cat([model(part) for part in self.test[0].split(512)])
-        return float((outputs.argmax(1) == self.test[1]).double().mean())
+            return torch.cat([model(part) for part in self.test[0].split(512)])
+
+    @cached_property
+    def accuracy(self) -> float:
+        """Test accuracy."""
+        return float((self._outputs.argmax(1) == self.test[1]).double().mean())
+
+    @cached_property
+    def loss(self) -> float:
+        """Mean test loss."""
+        return float(LOSS(self._outputs, self.test[1]))
 
     @cached_property
     def ensemble(self) -> tuple[dict[str, Tensor], ...]:

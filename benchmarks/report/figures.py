@@ -34,6 +34,7 @@ from benchmarks.report.style import (
     save,
     style,
 )
+from benchmarks.report.what_if_figures import fidelity_figures, predicted_figures
 
 Drawer = Callable[[Results, Path], Iterator[Picture]]
 
@@ -170,6 +171,8 @@ KINDS: tuple[tuple[str, str, Drawer], ...] = (
     ("removal curves", "run retraining pruning", removal_figures),
     ("detection curves", "run noisy", detection_figures),
     ("LDS against group size", "run lds", lds_figures),
+    ("predicted against retrained losses", "run lds", predicted_figures),
+    ("fidelity beside speed", "run lds", fidelity_figures),
     ("the cost by part", "run retraining", cost_figures),
 )
 """What a figure shows, the command that makes its rows, and who draws it, in the order of the report."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.report.check_tables import check_tables
 from benchmarks.report.cost_tables import cost_tables
+from benchmarks.report.dattri_tables import dattri_tables
 from benchmarks.report.formats import Table
 from benchmarks.report.lds_tables import lds_tables
 from benchmarks.report.noisy_tables import noisy_tables
@@ -25,5 +26,6 @@ def all_tables(results: Results) -> Iterator[Table]:
     yield from noisy_tables(results.of("noisy"))
     yield from lds_tables(results.of("lds"))
     yield from what_if_tables(results.of("lds"))
+    yield from dattri_tables(results.of("dattri"))
     yield from cost_tables(results)
     yield from review_tables(results)

@@ -6,12 +6,21 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from benchmarks.names import CG, CG_3, REFITS, TRACIN, TRIVIAL, WHAT_IF, WHAT_IF_3
+from benchmarks.names import CG, INFLUENCE, INFLUENCE_3, REFITS, TRACIN, TRIVIAL, WHAT_IF, WHAT_IF_3
 from benchmarks.report.formats import Table, interval, plus_minus
 from benchmarks.report.lds_tables import CEILING_NOTE, CEILINGS
 from benchmarks.report.rows import grouping_title, mean_interval, of_sums
 
-SHOWN = (WHAT_IF, WHAT_IF_3, *(name for name in REFITS if name != WHAT_IF), TRACIN, CG, CG_3, *TRIVIAL)
+SHOWN = (
+    WHAT_IF,
+    WHAT_IF_3,
+    *(name for name in REFITS if name != WHAT_IF),
+    TRACIN,
+    CG,
+    INFLUENCE,
+    INFLUENCE_3,
+    *TRIVIAL,
+)
 _COLUMNS = ("pearson", "slope", "calibrated_mean", "calibrated_pearson", "calibrated_slope")
 _NAMES = ("Pearson", "Slope", "LDS, verified", "Pearson, verified", "Slope, verified")
 

@@ -176,6 +176,8 @@ class Request:
     title: str = "ggda"
     within: tuple[int, int] = (0, 0)
     """This rank's share of ``groups.order`` for `grouped_batches`."""
+    weights: Tensor | None = None
+    """Weightings of the points `[w, n]`: rows are then sums of w_i ∇ℓ_i, one for each weighting `[b, w, p]`."""
 
     @property
     def layers(self) -> list[Layer]:
@@ -191,6 +193,13 @@ class Request:
         """The per-example loss as a module around the model, for functional calls with other parameters."""
         return LossModule(self.space.model, self.loss)
 
+    def weights_of(self, groups: GroupBatch) -> Tensor | None:
+        """The weightings of the points of a batch `[w, b]`; None if points are not weighted."""
+        if self.weights is None:
+            return None
+        at = torch.from_numpy(groups.indices.astype(np.int64)).to(self.weights.device)
+        return self.weights[:, at].to(self.space.device, self.space.dtype)
+
     @property
     def rows_in_budget(self) -> int:
         """How many rows of length p fit into the memory budget, for consumers that want large blocks."""
@@ -202,7 +211,8 @@ class Request:
         return self._rows_in(min(CACHED_BLOCK_BYTES, self.memory_budget))
 
     def _rows_in(self, size: int) -> int:
-        return int(min(max(1, size // (self.space.size * self.space.dtype.itemsize)), 1024))
+        weightings = 1 if self.weights is None else len(self.weights)
+        return int(min(max(1, size // (weightings * self.space.size * self.space.dtype.itemsize)), 1024))
 
     def empty_scores(self, m: int) -> Tensor:
         """Zeros `[m, k]` to add scores to, in double precision: a group may have a billion points."""
@@ -324,10 +334,10 @@ def check_finite_scores(scores: Tensor, groups: Groups) -> None:
 
 
 def check_finite_rows(rows: Tensor, ids: Tensor, groups: Groups) -> None:
-    """Refuse gradient rows `[b, p]` of the groups `ids` that are not finite, naming the groups."""
+    """Refuse gradient rows `[b, p]` or `[b, w, p]` of the groups `ids` that are not finite, naming the groups."""
     if not bool(torch.isfinite(rows.sum())):
         bad = torch.zeros(len(groups), dtype=torch.bool, device=rows.device)
-        bad[ids.to(rows.device)] = ~torch.isfinite(rows).all(1)
+        bad[ids.to(rows.device)] = ~torch.isfinite(rows).flatten(1).all(1)
         _refuse(bad, groups, "gradients")
 
 

@@ -273,7 +273,7 @@ class GroupGradients:
             raise ValueError(f"strategy={plan.strategy!r} cannot be used here: {error}. Use 'auto'.") from error
         self._probe.give_up(error.why)
 
-    def blocks(self, max_rows: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def blocks(self, max_rows: int | None = None, weights: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The group-summed gradients, as `(group ids [b], rows [b, p])`; under several ranks, of this rank's groups.
 
         Every group is on one rank, whole, and the ranks do not wait for each other: whoever adds something up over
@@ -282,8 +282,10 @@ class GroupGradients:
         Args:
             max_rows: most rows in a block; by default as many as fit the memory budget. Small blocks are faster
                 to form, large ones are for consumers that have a cost per block, such as random projections.
+            weights: weightings of the points `[w, n]`: rows are `[b, w, p]`, for each weighting the sums of w_i ∇ℓ_i,
+                all from one pass.
         """
-        return self._blocks(max_rows, range(len(self.groups)))
+        return self._blocks(max_rows, range(len(self.groups)), weights)
 
     def small_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`blocks()` of few rows that stay near the cache: the fastest way where each row is used once."""
@@ -303,13 +305,15 @@ class GroupGradients:
                     rows[(some - low).to(rows.device)] = block
             yield ids, all_reduce_sum(rows)
 
-    def _blocks(self, max_rows: int | None, ids: range) -> Iterator[tuple[Tensor, Tensor]]:
+    def _blocks(
+        self, max_rows: int | None, ids: range, weights: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         with only_thread(self.model):
             check_deterministic_modules(self.model)
             within = self._share(ids)
             while True:
                 plan = self.plan(None)
-                request = self._request(plan, within=within)
+                request = replace(self._request(plan, within=within), weights=weights)
                 try:
                     for some, rows in _BLOCKS[plan.strategy](request, max_rows or request.rows_in_budget):
                         check_finite_rows(rows, some, self.groups)

@@ -215,6 +215,11 @@ class Groups:
             self._labels.flags.writeable = False
         return self._labels
 
+    @property
+    def is_by_rule(self) -> bool:
+        """Whether labels come from a rule, so that all of them need not be in memory."""
+        return self._rule is not None
+
     def labels_of(self, indices: np.ndarray) -> np.ndarray:
         """Group ids of some training indices `[b]`, without the labels of all others."""
         return self.labels[indices] if self._rule is None else np.asarray(self._rule(indices))

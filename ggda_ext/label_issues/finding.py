@@ -36,7 +36,7 @@ def find_label_issues(
     parameters: ParameterChoice = None,
     batch_size: int | None = None,
     memory_budget: int = 256 * 2**20,
-    show_progress: bool = False,
+    show_progress: bool | None = None,
 ) -> LabelIssues:
     """Training points whose label looks wrong, most suspicious first.
 
@@ -57,7 +57,7 @@ def find_label_issues(
             last layers are much cheaper: a gradient per point is needed unless all layers are Linear.
         batch_size: points per batch; by default as many as fit the budget.
         memory_budget: bytes for a batch's activations, for a block of gradients, and for a block of cosines.
-        show_progress: whether to show a progress bar on passes over the data.
+        show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
 
     >>> from torch import nn
     >>> x = torch.tensor([[-2.0], [-1.5], [1.5], [2.0]])

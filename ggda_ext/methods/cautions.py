@@ -38,8 +38,8 @@ def cautions(provider: GroupGradients, *, curvature: bool) -> dict[Hashable, tup
     found: dict[int, list[str]] = defaultdict(list)
     for j in np.flatnonzero(large):
         found[int(j)].append(f"holds {groups.sizes[j] / groups.n:.0%} of all points: the real effect is larger")
-    targets = labels_of(data)
-    if targets is not None and len(targets) == groups.n:
+    targets = None if groups.is_by_rule else labels_of(data)
+    if targets is not None and len(targets) == groups.n and _may_hold_a_class(groups, targets):
         for j in np.flatnonzero(class_share(groups, targets) >= WHOLE_CLASS):
             found[int(j)].append("holds nearly a whole class: not a small change")
     if curvature and not data.is_stream and groups.sizes.max() > LARGE / 10 * groups.n:
@@ -52,12 +52,19 @@ def cautions(provider: GroupGradients, *, curvature: bool) -> dict[Hashable, tup
 def _curvature_share(provider: GroupGradients) -> np.ndarray:
     """The share of every group in Σ |∇ℓ_i|² `[k]`, from some of the points."""
     groups = provider.groups
-    inside = np.flatnonzero(groups.labels >= 0)
-    some = np.sort(np.random.default_rng(0).permutation(inside)[:_LOOKED_AT])
+    some = np.random.default_rng(0).integers(0, groups.n, _LOOKED_AT)
+    some = np.unique(some[groups.labels_of(some) >= 0])
     points = provider.on(SomePoints(provider.data, some), Groups.singletons(len(some)))
     norms = points.squared_norms().double().cpu().numpy()
-    share = np.bincount(groups.labels[some], norms, len(groups))
+    share = np.bincount(groups.labels_of(some), norms, len(groups))
     return share / max(float(share.sum()), 1e-300)
+
+
+def _may_hold_a_class(groups: Groups, targets: Tensor) -> bool:
+    """Whether the largest group is as large as nearly all of the smallest class that has two points."""
+    counts = targets.unique(return_counts=True)[1]
+    several = counts[counts > 1]
+    return len(several) > 0 and int(groups.sizes.max()) >= WHOLE_CLASS * int(several.min())
 
 
 def labels_of(data: IndexedData) -> Tensor | None:

@@ -155,6 +155,12 @@ def tidy(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
+def few_ticks(ax: Axes) -> None:
+    """So few numbers below the picture that small ones do not run into each other."""
+    ax.locator_params(axis="x", nbins=4)
+    ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4), useMathText=True)
+
+
 def scores_of(result: Attribution, property: str | int) -> tuple[int, np.ndarray]:
     """The row of a property, and its scores `[k]`."""
     j = result.property_id(property)

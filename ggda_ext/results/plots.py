@@ -125,6 +125,7 @@ class Plots:
         names = [f"{drawing.group_name(result, g)} ({result.sizes[g]:,})" for g in groups]
         drawing.plain_ticks(ax.yaxis, range(len(names)), names)
         ax.set_ylim(len(names) - 0.4, -0.9)
+        drawing.few_ticks(ax)
         ax.set_xlabel(f"of each member alone:\n{drawing.score_label(result, j)}", parse_math=False)
         if chosen.words:
             drawing.plain_title(ax, f"not shown: {chosen.words}")

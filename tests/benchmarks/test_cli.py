@@ -104,6 +104,13 @@ def test_the_tour_ends_with_the_headlines(
     assert Path(page.removeprefix("The page: ")).exists()
 
 
+def test_tasks_of_dattri_are_for_lds_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["check", "--tasks", "dattri-mnist-lr"])
+    assert stopped.value.code == 2
+    assert "run lds --tasks dattri-mnist-lr" in capsys.readouterr().err
+
+
 def test_names_are_known_without_importing_what_they_name() -> None:
     assert set(names.EXPERIMENTS) == set(experiments.EXPERIMENTS)
     assert (*data.TITLES, "bert", "all") == names.FETCHABLE

@@ -10,13 +10,14 @@ import ggda_dattri
 import numpy as np
 import pytest
 import torch
+from dattri.metric import lds as upstream_lds
 from dattri.task import AttributionTask
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import experiments
-from benchmarks.experiments import bench, groupings, methods, noisy, retrainings
+from benchmarks import data, experiments
+from benchmarks.experiments import bench, dattri, groupings, methods, noisy, retrainings
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.methods import METHODS, attributed
 from benchmarks.experiments.predictions import Predictor, Truth
@@ -25,9 +26,11 @@ from benchmarks.experiments.subject import LISSA_BATCH, Subject
 from benchmarks.names import (
     AVERAGED,
     CG,
+    DATTRI_TASKS,
     EQUAL_GROUPINGS,
     GRAD_K_MEANS,
     GROUPINGS,
+    INFLUENCE,
     LEAVE_GROUP_OUT,
     PER_POINT,
     PROTOCOLS,
@@ -38,13 +41,15 @@ from benchmarks.names import (
     WARM_START,
     WHAT_IF,
 )
+from benchmarks.report.dattri_tables import dattri_tables
 from benchmarks.report.rows import read
+from benchmarks.report.what_if_figures import fidelity_figures, predicted_figures
 from benchmarks.report.what_if_tables import what_if_tables
 from benchmarks.results import ResultFolder
 from benchmarks.scales import SCALES
 from benchmarks.sizes import CellScale, DataScale, Scale
 from ggda_ext import Groups
-from ggda_ext.evaluation import leave_group_out_correlation, random_subsets
+from ggda_ext.evaluation import agreement, leave_group_out_correlation, points_of, random_subsets
 from ggda_ext.grouping import random_groups
 
 SMOKE = SCALES["smoke"]
@@ -122,7 +127,7 @@ def test_timing_on_a_sample_changes_no_score(subject: Subject, method: str, monk
     np.testing.assert_allclose(sampled.importance / scale, whole.importance / scale, atol=2e-4)
 
 
-def test_lissa_is_that_of_dattri_with_the_same_settings(subject: Subject) -> None:
+def test_lissa_is_that_folder_with_the_same_settings(subject: Subject) -> None:
     groups, settings, model = random_groups(160, 16, random_state=0), subject.task.lissa, subject.model
 
     def loss(parameters: dict[str, torch.Tensor], data: Any) -> torch.Tensor:
@@ -264,18 +269,18 @@ def test_pruning_takes_two_groupings_of_the_scale(folder: ResultFolder) -> None:
     assert found == {("Random", 8), ("Random", 16)}
 
 
-def test_lds_has_a_row_for_every_method_protocol_and_grouping_seed(folder: ResultFolder) -> None:
+def test_lds_has_a_row_for_every_method_protocol_and_grouping_seed(folder: ResultFolder, tmp_path: Path) -> None:
     """With eight retrainings for the calibration and some left to compare with; groups of equal size do not differ."""
-    size = replace(cells(CG, WHAT_IF, WARM_START, Random=(16,), none=(1,)), grouping_seeds=2)
+    size = replace(cells(CG, INFLUENCE, WHAT_IF, WARM_START, Random=(16,), none=(1,)), grouping_seeds=2)
     scale = tiny(lds={"cells": size, "subsets": 16, "left_out_groups": 10, "seeds": 2})
     experiments.run(["lds"], [TASK], scale, folder)
     rows = {(row["grouping"], row["grouping_seed"], row["protocol"], row["method"]): row for row in folder.rows}
-    methods = {CG, WHAT_IF, WARM_START, *TRIVIAL}
+    methods = {CG, INFLUENCE, WHAT_IF, WARM_START, *TRIVIAL}
     for seed in (0, 1):
         for protocol in PROTOCOLS:
             found = {name for *where, name in rows if where == ["Random", seed, protocol]}
             assert found == methods | (set() if protocol == "leave one out" else {LEAVE_GROUP_OUT})
-    assert {name for grouping, _, _, name in rows if grouping == "none"} == {CG, *TRIVIAL}
+    assert {name for grouping, _, _, name in rows if grouping == "none"} == {CG, INFLUENCE, *TRIVIAL}
     row = rows["Random", 0, "halves", WHAT_IF]
     assert row["mean"] > 0.2  # far from exact: ten epochs on 160 points do not end near an optimum
     assert {"pearson", "slope", "calibrated_slope", "ceiling", "additive_ceiling"} <= set(row)
@@ -284,9 +289,15 @@ def test_lds_has_a_row_for_every_method_protocol_and_grouping_seed(folder: Resul
     assert len(row["predicted"]) == len(row["real"]) == row["subsets"] == 16
     assert rows["Random", 0, "halves", "Kept points"]["mean"] is None
     assert row["real"] != rows["Random", 1, "halves", WHAT_IF]["real"]
-    (table,) = what_if_tables(read([folder.path]).of("lds"))
-    assert {CG, WHAT_IF, WARM_START, *TRIVIAL, "Ceiling", "Best additive score"} == set(table.frame["Predictor"])
+    results = read([folder.path])
+    (table,) = what_if_tables(results.of("lds"))
+    assert {CG, INFLUENCE, WHAT_IF, WARM_START, *TRIVIAL, "Ceiling", "Best additive score"} == set(
+        table.frame["Predictor"]
+    )
     assert set(table.frame["Protocol"]) == set(PROTOCOLS)
+    pictures = [*predicted_figures(results, tmp_path), *fidelity_figures(results, tmp_path)]
+    assert [picture.name.split("-heloc")[0] for picture in pictures] == ["predicted", "fidelity-speed"]
+    assert "Influence: Random 16" in pictures[0].svg.read_text()
     experiments.run(["lds"], [TASK], scale, folder)
     assert len(folder.rows) == len(rows)
 
@@ -312,6 +323,29 @@ def test_groupings_of_inputs_are_made_once_for_all_models(
     scale = tiny(noisy={"cells": CellScale((TRACIN,), dict.fromkeys(GROUPINGS, (16,))), "seeds": 2})
     experiments.run(["noisy"], [TASK], scale, folder)
     assert {name: made.count(name) for name in GROUPINGS} == dict(zip(GROUPINGS, (1, 1, 2, 2), strict=True))
+
+
+def test_dattris_settings_have_rows_of_its_original_code_and_of_what_if(folder: ResultFolder) -> None:
+    experiments.run(["noisy", "lds"], DATTRI_TASKS[1:], SMOKE, folder)
+    rows = {row["method"]: row for row in folder.rows}
+    assert {"What-if", "dattri TracIn", "dattri CG", "dattri TRAK-2", "Kept points of its class"} <= set(rows)
+    assert all(row["stand_in"] and row["subsets"] == 6 and row["test_points"] == 20 for row in rows.values())
+    (table,) = dattri_tables(read([folder.path]).of("dattri"))
+    assert table.frame.set_index("Method")["Published"]["dattri TracIn"] == "0.15"
+    count = len(folder.rows)
+    experiments.run(["lds"], DATTRI_TASKS[1:], SMOKE, folder)
+    assert len(folder.rows) == count
+
+
+def test_additive_predictions_folders_scores_have_its_own_lds(tmp_path: Path) -> None:
+    """Our mean over test points is that of `dattri.metric.lds`, up to the sign: kept points that help lower a loss."""
+    problem = dattri.Problem("dattri-mnist-lr", SMOKE.dattri, data.load("mnist", show_progress=False), tmp_path)
+    scores = torch.randn(100, 20, generator=torch.Generator().manual_seed(0))
+    kept = torch.stack([torch.from_numpy(points) for points in points_of(problem.groups, problem.kept)])
+    truth = torch.from_numpy(problem.losses.mean(0))
+    theirs = upstream_lds(scores, (truth, kept))[0].mean()
+    ours = agreement(dattri._additive(problem, scores), truth.numpy()).spearman.value
+    np.testing.assert_allclose(-ours, theirs, atol=1e-6)
 
 
 def test_unknown_experiments_are_refused_before_any_work(folder: ResultFolder) -> None:

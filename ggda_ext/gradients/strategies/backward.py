@@ -21,11 +21,19 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
         parameters = list(request.space.parameters.values())
         for groups, batch in request.grouped_batches(most_groups=1):
+            weights = request.weights_of(groups)
             with request.space.require_gradients(of_chosen=True):
-                gradients = torch.autograd.grad(
-                    request.loss.total(request.space.model, batch), parameters, allow_unused=True
-                )
-            row = torch.empty(request.space.size, dtype=request.space.dtype, device=request.space.device)
-            yield torch.from_numpy(groups.ids), request.space.flatten(gradients, row)[None], groups.complete
+                if weights is None:
+                    totals = [request.loss.total(request.space.model, batch)]
+                else:
+                    totals = list(weights @ request.loss.each(request.space.model, batch).to(weights))
+                found = [
+                    torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=number + 1 < len(totals))
+                    for number, total in enumerate(totals)
+                ]
+            rows = torch.empty(len(found), request.space.size, dtype=request.space.dtype, device=request.space.device)
+            for row, gradients in zip(rows, found, strict=True):
+                request.space.flatten(gradients, row)
+            yield torch.from_numpy(groups.ids), rows if weights is None else rows[None], groups.complete
 
     return merge_pieces(pieces(), max_rows)

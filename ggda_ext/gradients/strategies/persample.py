@@ -25,8 +25,11 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
 
     def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
         for groups, batch in request.grouped_batches(most_points=max_rows):
-            rows = point_gradients(request.loss_module, request.space, batch)
-            yield torch.from_numpy(groups.ids), segment_sum(rows, groups.starts.tolist()), groups.complete
+            rows, weights = point_gradients(request.loss_module, request.space, batch), request.weights_of(groups)
+            if weights is not None:
+                rows = rows[:, None] * weights.T[:, :, None]
+            sums = segment_sum(rows.flatten(1), groups.starts.tolist())
+            yield torch.from_numpy(groups.ids), sums.unflatten(1, rows.shape[1:]), groups.complete
 
     return merge_pieces(pieces(), max_rows)
 

@@ -33,7 +33,7 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
 
     def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
         for groups, batch in request.grouped_batches(most_groups=max_rows):
-            observer = _SegmentRows(request, groups.starts.tolist())
+            observer = _WeightedRows(request, groups.starts.tolist(), request.weights_of(groups))
             request.observe(batch, observer)
             yield torch.from_numpy(groups.ids), observer.finished(), groups.complete
 
@@ -94,14 +94,37 @@ class _SegmentScores(Observer):
         return self.directions[:, low:high]
 
 
+class _WeightedRows(Observer):
+    """Rows `[s, p]` of the segments of a batch, or `[s, w, p]` for weightings `[w, b]`, from one backward pass."""
+
+    def __init__(self, request: Request, starts: list[int], weights: Tensor | None) -> None:
+        space = request.space
+        leading = [len(starts) - 1] if weights is None else [len(starts) - 1, len(weights)]
+        self.rows = torch.empty(*leading, space.size, dtype=space.dtype, device=space.device)
+        self.weights = weights
+        parts = [self.rows] if weights is None else self.rows.unbind(1)
+        self.parts = [_SegmentRows(request, starts, part) for part in parts]
+
+    def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
+        for number, part in enumerate(self.parts):
+            weighted = d
+            if self.weights is not None:
+                own = self.weights[number].repeat_interleave(repeats)
+                weighted = d * own.view(-1, *[1] * (d.dim() - 1))
+            part.backward(layer, kept, weighted, repeats)
+
+    def finished(self) -> Tensor:
+        """The rows, with zeros for parameters that were not used."""
+        for part in self.parts:
+            part.fill_unused()
+        return self.rows
+
+
 class _SegmentRows(Observer):
     """Writes every layer's segment gradients into rows `[s, p]`, or adds them if the layer is called again."""
 
-    def __init__(self, request: Request, starts: list[int]) -> None:
-        self.space, self.starts = request.space, starts
-        self.rows = torch.empty(
-            len(starts) - 1, request.space.size, dtype=request.space.dtype, device=request.space.device
-        )
+    def __init__(self, request: Request, starts: list[int], rows: Tensor) -> None:
+        self.space, self.starts, self.rows = request.space, starts, rows
         self.written: set[int] = set()
 
     def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
@@ -122,9 +145,8 @@ class _SegmentRows(Observer):
         self.written.add(id(parameter))
         return self.space.part(self.rows, parameter), again
 
-    def finished(self) -> Tensor:
-        """The rows, with zeros for parameters that were not used."""
+    def fill_unused(self) -> None:
+        """Zeros for parameters that were not used."""
         for parameter in self.space.parameters.values():
             if id(parameter) not in self.written:
                 self.space.part(self.rows, parameter).zero_()
-        return self.rows

@@ -26,26 +26,22 @@ def check_batch(batch: Iterable[Tensor]) -> tuple[Tensor, ...]:
 def point_hashes(batch: tuple[Tensor, ...]) -> np.ndarray:
     """A hash of the content of every point of a batch `[b]`, never 0."""
     columns = [np.frombuffer(bytes_of(tensor), np.uint8).reshape(len(tensor), -1) for tensor in batch]
-    found = np.empty(len(batch[0]), np.uint64)
-    for j in range(len(found)):
-        seed = 0
-        for column in columns:
-            seed = xxhash.xxh3_64_intdigest(column[j].data, seed)
-        found[j] = seed or 1
-    return found
+    rows = np.concatenate(columns, 1) if len(columns) > 1 else columns[0]
+    found = np.fromiter((xxhash.xxh3_64_intdigest(row) for row in rows), np.uint64, len(rows))
+    return np.maximum(found, np.uint64(1))
 
 
-def training_indices(inds: Any, num_samples: int | None, start: int, size: int, n: int) -> np.ndarray:
-    """Training indices `[b]` of a batch, from `inds` or the next `num_samples`."""
-    return _indices(inds, num_samples, start, size, n, "training points")
+def given_indices(inds: Any, num_samples: int | None, start: int, size: int, n: int, of: str) -> np.ndarray:
+    """The indices `[b]` of a batch, from `inds` or the next `num_samples`.
 
-
-def target_indices(inds: Any, num_samples: int | None, start: int, size: int, n: int) -> np.ndarray:
-    """Target indices `[b]` of a batch, from `inds` or the next `num_samples`."""
-    return _indices(inds, num_samples, start, size, n, "targets")
-
-
-def _indices(inds: Any, num_samples: int | None, start: int, size: int, n: int, of: str) -> np.ndarray:
+    Args:
+        inds: indices in any form, or None.
+        num_samples: how many from `start` on, or None.
+        start: where `num_samples` counts from.
+        size: points in the batch.
+        n: points there are.
+        of: what the points are, in words.
+    """
     if (inds is None) == (num_samples is None):
         raise ValueError("pass exactly one of inds and num_samples.")
     if inds is None:

@@ -8,7 +8,6 @@ averaged over checkpoints, with P one of TRAK's projectors and F a Fisher of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,12 @@ from ggda_ext import GroupGradients
 from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.data import DataLike
-from ggda_ext.distributed import all_reduce_sum, my_share, together
+from ggda_ext.distributed import all_reduce_sum, together
 from ggda_ext.groups import GroupsLike
 from ggda_ext.methods.keeping import keep_scores
 from ggda_ext.properties import PointProperty, Property
-from ggda_trak.factored import FactoredProjector
 from ggda_trak.projection import Projection, check_dimension, describe
-from ggda_trak.rows import point_rows, property_rows
+from ggda_trak.targets import property_rows
 
 
 class FisherInfluence:
@@ -115,7 +113,7 @@ class FisherInfluence:
             for number in numbers:
                 if number == len(self._features):
                     self._features.append(self._made_features(number))
-                rows = property_rows(self.model, property, self.projection, number)
+                rows = property_rows(self.model, property, self.projection, number, self.provider)
                 part = rows @ self._features[number].T / len(self._checkpoints or [None])
                 scores = part if scores is None else scores + part
         assert scores is not None
@@ -128,39 +126,27 @@ class FisherInfluence:
             found = kept.array(self.provider, model_id, "sums", made_with, lambda: self._made_sums(model_id))
         sums, matrix = found[: len(self.groups)], found[len(self.groups) :]
         fisher = EmpiricalFisher(self.projection.dim, found.device)
-        mine = slice(my_share(len(sums)).start, my_share(len(sums)).stop)
         if self.fisher == "exact":
             fisher.matrix, fisher.rows = matrix.clone(), int(self.groups.sizes.sum())
         else:
-            fisher.add_groups(self.fisher, sums[mine], self.groups.sizes[mine]).all_reduce()
+            fisher.add_groups(self.fisher, sums, self.groups.sizes)
         damped, self.chosen_damping[model_id] = fisher.damped(self.damping)
-        features = torch.zeros_like(sums)
-        features[mine] = torch.linalg.solve(damped, sums[mine].T).T
-        return all_reduce_sum(features)
+        return torch.linalg.solve(damped, sums.T).T
 
     def _made_sums(self, model_id: int) -> Tensor:
         """Projected group sums `[k, proj_dim]`; below them, if it is exact, the Fisher of the points."""
-        space = self.provider.space
+        space, exact = self.provider.space, self.fisher == "exact"
         sums = torch.zeros(len(self.groups), self.projection.dim, dtype=space.dtype, device=space.device)
         fisher = EmpiricalFisher(self.projection.dim, space.device)
+        labels = torch.from_numpy(self.groups.labels.astype("int64")).to(space.device)
+        gradients = self.provider.on(self.provider.data) if exact else self.provider
         with together():
-            if self.fisher == "exact":
-                labels = torch.from_numpy(self.groups.labels.astype("int64")).to(space.device)
-                for at, rows in point_rows(self.provider.on(self.provider.data), self.projection, model_id):
-                    own = labels[at.to(space.device)]
-                    fisher.add(rows[own >= 0])
-                    sums.index_add_(0, own[own >= 0], rows[own >= 0])
-            else:
-                for ids, rows in self._group_rows(model_id):
-                    sums.index_add_(0, ids.to(space.device), rows)
+            for at, rows in self.projection.blocks(gradients, model_id):
+                ids = at.to(space.device)
+                if exact:
+                    inside = labels[ids] >= 0
+                    ids, rows = labels[ids[inside]], rows[inside]
+                    fisher.add(rows)
+                sums.index_add_(0, ids, rows)
         all_reduce_sum(sums)
-        return torch.cat([sums, fisher.all_reduce().matrix.to(sums)]) if self.fisher == "exact" else sums
-
-    def _group_rows(self, model_id: int) -> Iterator[tuple[Tensor, Tensor]]:
-        projector = self.projection.projector
-        if isinstance(projector, FactoredProjector) and projector.captures(self.provider):
-            for ids, projected in projector.blocks(self.provider, torch.ones(1, self.groups.n), model_id):
-                yield ids, projected[0] / self.projection.scale
-            return
-        for ids, rows in self.provider.blocks():
-            yield ids, self.projection(rows, model_id)
+        return torch.cat([sums, fisher.all_reduce().matrix.to(sums)]) if exact else sums

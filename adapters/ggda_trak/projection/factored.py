@@ -104,28 +104,29 @@ class FactoredProjector(AbstractProjector):
         own = self.space.spans.keys() == provider.space.spans.keys()
         return own and not provider.plan(None).facts.uncovered
 
-    def blocks(self, provider: GroupGradients, weights: Tensor, model_id: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Projected group sums of w_i ∇f_i, as `(group ids [s], projections [weightings, s, proj_dim])`.
+    def blocks(
+        self, provider: GroupGradients, model_id: int, weights: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Projected group sums of w_i ∇f_i, as `(group ids [s], projections [s, proj_dim])`.
 
         A large group comes in pieces, to be added up.
 
         Args:
             provider: knows model, outputs f, data and groups.
-            weights: one row of weights per weighting `[weightings, n]`.
             model_id: chooses the rotations.
+            weights: weightings of the points `[w, n]`: projections are then `[s, w, proj_dim]`.
         """
         self._draw(model_id)
         watched: list[_Projections] = []
+        given = torch.ones(1, provider.groups.n) if weights is None else weights
 
         def watch(groups: GroupBatch) -> Observer:
-            watched.append(_Projections(self, groups, weights))
+            watched.append(_Projections(self, groups, given))
             return watched[-1]
 
         for groups in provider.observe(watch):
-            observer = watched.pop()
-            for rest, projected in zip(observer.rest, observer.projected, strict=True):
-                self._add_rest(rest, projected)
-            yield torch.from_numpy(groups.ids), observer.projected
+            projected = watched.pop().finished()
+            yield torch.from_numpy(groups.ids), projected[:, 0] if weights is None else projected
 
     def free_memory(self) -> None:
         """Forget the rotations until they are needed again."""
@@ -156,7 +157,7 @@ class FactoredProjector(AbstractProjector):
 
 
 class _Projections(Observer):
-    """Projections of one batch: `projected` `[weightings, s, proj_dim]`, and the rows of what is not factored."""
+    """Projections of one batch, for every weighting: of factored weights, and the rows of all else."""
 
     def __init__(self, projector: FactoredProjector, groups: GroupBatch, weights: Tensor) -> None:
         self.projector, self.starts = projector, groups.starts.tolist()
@@ -165,6 +166,12 @@ class _Projections(Observer):
         segments = len(groups.ids)
         self.projected = self.weights.new_zeros(len(weights), segments, projector.proj_dim)
         self.rest = self.weights.new_zeros(len(weights), segments, projector._rest_size)
+
+    def finished(self) -> Tensor:
+        """The projections `[s, w, proj_dim]`, with what is not factored."""
+        for rest, projected in zip(self.rest, self.projected, strict=True):
+            self.projector._add_rest(rest, projected)
+        return self.projected.transpose(0, 1)
 
     def forward(self, layer: Layer, a: Tensor) -> Tensor:
         """The projected input, where the layer's weight is factored: all that is needed of it."""

@@ -1,0 +1,163 @@
+"""Parameters of the last layer alone: the model runs once without gradients, then its last layer is asked in its place.
+
+With a_i the input of the last layer, the gradient of point i is that of the layer alone at (a_i, y_i). So everything
+before the layer need not be proven, differentiated or run twice. That holds where the model's output is the layer's own
+output, and where an example's a_i does not depend on the other examples of its batch: both are looked at here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ggda_ext import GroupGradients, PointGradients
+from ggda_ext.data import IndexedData, to_device
+from ggda_ext.distributed import world_size
+from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
+from ggda_ext.methods.keeping import KeptScores, ScoresInMemory
+from ggda_ext.model import check_deterministic_modules, only_thread, training_kernels
+from ggda_ext.properties import property_gradient
+
+MOST_BYTES = 256 * 2**20
+"""Inputs of the last layer, of all points, take at most so much memory; else they are not kept."""
+_BATCH_BYTES, _LARGEST_BATCH, _FIRST = 64 * 2**20, 4096, 16
+_CLOSE = 1e-3
+
+Features = tuple[Tensor, Tensor]
+"""Inputs of the last layer `[n, d]` and targets `[n, …]`."""
+
+
+class Asked(NamedTuple):
+    """A question to the core: the training side, what is explained, and where scores are kept."""
+
+    provider: GroupGradients
+    explained: Any
+    """The `PointGradients` of test points, a property or its gradient; None to ask about the groups themselves."""
+    kept: KeptScores
+
+
+def layer_for(asked: Asked, model: nn.Module) -> nn.Linear | None:
+    """The layer that a question is about: it has all parameters that count, and losses hang on outputs alone.
+
+    None if there is none, and where a setting asks for the model itself: a strategy, a folder, several processes.
+    """
+    provider, explained, kept = asked
+    losses = [provider.loss, *([explained.loss] if isinstance(explained, PointGradients) else [])]
+    alone = provider.strategy == "auto" and isinstance(kept, ScoresInMemory) and world_size() == 1
+    if not alone or not all(map(_of_outputs, losses)):
+        return None
+    return owner_of(list(provider.space.parameters.values()), model)
+
+
+def asked_of(layer: nn.Linear | None, asked: Asked, model: nn.Module) -> Asked | None:
+    """The same question to the layer, at the parameters that the model has now; None where it cannot stand for it."""
+    provider, explained, kept = asked
+    known = None if layer is None else features(model, layer, provider.data)
+    if layer is None or known is None:
+        return None
+    if isinstance(explained, PointGradients):
+        tests = features(model, layer, explained.data, proven=True)
+        if tests is None:
+            return None
+        explained = PointGradients(explained.loss, IndexedData(tests, explained.data.name))
+    elif explained is not None:
+        explained = property_gradient(explained, model, provider.space.parameters)
+    by_layer = GroupGradients(
+        layer, provider.loss, IndexedData(known, provider.data.name), provider.groups,
+        parameters=list(provider.space.parameters.values()), memory_budget=provider.memory_budget,
+        show_progress=provider.show_progress,
+    )  # fmt: skip
+    return Asked(by_layer, explained, kept)
+
+
+def _of_outputs(loss: ExampleLoss) -> bool:
+    """Whether a loss hangs on the model's output alone."""
+    return getattr(loss, "loss_fn", None) is not None and (type(loss) is OutputLoss or hasattr(loss, "layer"))
+
+
+def owner_of(parameters: Sequence[nn.Parameter], model: nn.Module) -> nn.Linear | None:
+    """The linear layer inside of the model that holds all of these parameters; None if there is none."""
+    chosen = {id(parameter) for parameter in parameters}
+    owners = [one for one in model.modules() if any(id(own) in chosen for own in one.parameters(recurse=False))]
+    (owner,) = owners if len(owners) == 1 else (None,)
+    return owner if type(owner) is nn.Linear and owner is not model else None
+
+
+def features(model: nn.Module, layer: nn.Linear, data: IndexedData, *, proven: bool = False) -> Features | None:
+    """What the last layer sees of every example; None where it cannot stand for the model, or takes too much memory.
+
+    With `proven`, examples are known not to depend on the others of their batch.
+    """
+    if data.n is None or data.n * layer.in_features * layer.weight.dtype.itemsize > MOST_BYTES:
+        return None
+    check_deterministic_modules(model)
+    inputs, targets = list[Tensor](), list[Tensor]()
+    with only_thread(model), training_kernels(), torch.no_grad(), _Watch(model, layer) as watch:
+        for run, batch in _batches(data, watch, layer.weight.device):
+            found = watch.seen(batch)
+            if found is None or len(found[0]) != len(run) or len(found[1]) != len(run):
+                return None
+            if not proven and not inputs and not _alone_as_in_a_batch(watch, data, found[0], layer.weight.device):
+                return None
+            inputs.append(found[0])
+            targets.append(found[1])
+    return torch.cat(inputs), torch.cat(targets)
+
+
+def _batches(data: IndexedData, watch: _Watch, device: torch.device) -> Iterator[tuple[np.ndarray, Any]]:
+    """A few examples, then as many at once as their largest activation allows."""
+    size, start, end = _FIRST, 0, data.n or 0
+    while start < end:
+        run = np.arange(start, min(start + size, end))
+        yield run, to_device(next(iter(data.batches([run]))), device)
+        start += len(run)
+        each = max(1, watch.largest // len(run))
+        size = int(min(_LARGEST_BATCH, max(_FIRST, _BATCH_BYTES // each)))
+
+
+def _alone_as_in_a_batch(watch: _Watch, data: IndexedData, rows: Tensor, device: torch.device) -> bool:
+    """Whether the first and last example of a batch come out the same when they run alone."""
+    for at in {0, len(rows) - 1}:
+        found = watch.seen(to_device(next(iter(data.batches([np.array([at])]))), device))
+        if found is None or float((found[0][0] - rows[at]).abs().max()) > _CLOSE * float(rows.abs().max()):
+            return False
+    return True
+
+
+class _Watch:
+    """Runs a model and looks at its last layer, and at the largest output of any module."""
+
+    def __init__(self, model: nn.Module, layer: nn.Linear) -> None:
+        self.model, self.layer, self.largest = model, layer, 0
+        self._calls: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> _Watch:
+        self._hooks = ExitStack()
+        for module in self.model.modules():
+            hook = module.register_forward_hook(self._look)
+            self._hooks.callback(hook.remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def seen(self, batch: Any) -> Features | None:
+        """Input of the layer and target of a batch; None if the model's output is not the layer's."""
+        self._calls.clear()
+        output, target = model_output(self.model, batch)
+        if len(self._calls) != 1 or not isinstance(target, Tensor):
+            return None
+        args, given = self._calls[0]
+        whole = len(args) == 1 and given is output and args[0].dim() == 2
+        return (args[0], target) if whole else None
+
+    def _look(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self.largest = max(self.largest, output.numel() * output.element_size())
+        if module is self.layer:
+            self._calls.append((args, output))

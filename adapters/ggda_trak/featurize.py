@@ -1,0 +1,210 @@
+"""Featurizing one checkpoint: points in, their gradients projected and summed by group, and written to the store.
+
+    numerators   Σ_{i∈G} Q̄_i φ_i     fisher_rows  Σ_{i∈G} φ_i  (batched)     fisher  Σ_i φ_i φ_iᵀ  (exact)
+
+A group may come in any number of batches, and from any number of ranks. Rows that are expensive to project one by one
+are collected before.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_ext import GroupGradients, Groups
+from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind
+from ggda_trak.projection import Projection
+from ggda_trak.store import GroupStore
+
+LEAST_POINTS, LEAST_NUMBERS = 1024, 2**24
+"""Between writes: so many points, or points that have so many gradients, up to eight times as many points. Never by
+time, so that the sums do not depend on it, nor on kills."""
+ROWS_PER_DIMENSION = 32
+"""Points per dimension of the projection between writes, where every call draws the whole matrix anew."""
+
+
+class GroupSums:
+    """Adds batches of points to the group sums of a checkpoint.
+
+    Args:
+        store: where the sums end up.
+        groups: the groups of all training points.
+        fisher: ``"exact"``, ``"batched"`` or ``"paper"``.
+        projection: projects rows.
+        model_id: chooses the projection matrix.
+        memory_budget: bytes for rows that wait for their projection.
+        before: which points are in the sums already, of this rank or another `[n]`.
+    """
+
+    def __init__(
+        self,
+        store: GroupStore,
+        groups: Groups,
+        fisher: FisherKind,
+        projection: Projection,
+        model_id: int,
+        memory_budget: int,
+        before: np.ndarray,
+    ) -> None:
+        self.store, self.groups, self.fisher, self.before = store, groups, fisher, before
+        self.projection, self.model_id, self.memory_budget = projection, model_id, memory_budget
+        self.now = np.zeros(groups.n, dtype=bool)
+        self._fisher: Tensor | None = None
+        self.names = ("numerators", "fisher_rows") if fisher == "batched" else ("numerators",)
+        self._waiting = _Rows(projection, len(self.names), memory_budget, len(groups))
+        self._forget()
+
+    def add(
+        self,
+        gradients: GroupGradients,
+        batch: tuple[Tensor, ...],
+        indices: np.ndarray,
+        weights: Tensor,
+        hashes: np.ndarray,
+    ) -> None:
+        """Add points to the sums of their groups, all of them or (on an error) none.
+
+        Args:
+            gradients: of the task's outputs f_i.
+            batch: the points.
+            indices: their training indices `[b]`.
+            weights: their Q̄ `[b]`.
+            hashes: of their content `[b]`.
+        """
+        try:
+            inside = np.flatnonzero(self.groups.labels[indices] >= 0)
+            if len(inside) < len(indices):
+                batch, weights = tuple(tensor[inside] for tensor in batch), weights[inside]
+            if len(inside):
+                add = self._add_points if self.fisher == "exact" else self._add_groups
+                add(gradients, batch, self.groups.labels[indices[inside]], weights)
+        except BaseException:
+            self.now[np.concatenate([*self._indices, indices])] = False
+            self._forget()
+            raise
+        self._indices.append(indices)
+        self._hashes.append(hashes)
+        self.now[indices] = True
+        if self._due():
+            self.commit()
+
+    def _add_groups(
+        self, gradients: GroupGradients, batch: tuple[Tensor, ...], labels: np.ndarray, weights: Tensor
+    ) -> None:
+        ids, local = np.unique(labels, return_inverse=True)
+        groups = Groups.with_labels(local, len(ids), [self.groups.name(j) for j in ids])
+        given, of_batch = (
+            gradients.on(batch, groups),
+            torch.stack([weights, torch.ones_like(weights)][: len(self.names)]),
+        )
+        if not self.projection.collects:
+            for at, rows in self.projection.blocks(given, self.model_id, of_batch):
+                self._projected.append((ids[at.numpy()], rows))
+            return
+        for at, rows in given.blocks(self._waiting.capacity, of_batch):
+            self._add_rows(ids[at.numpy()], rows)
+
+    def _add_rows(self, ids: np.ndarray, rows: Tensor) -> None:
+        if not self._waiting.fits(ids):
+            self._project()
+        self._waiting.add(ids, rows)
+
+    def _add_points(
+        self, gradients: GroupGradients, batch: tuple[Tensor, ...], labels: np.ndarray, weights: Tensor
+    ) -> None:
+        for at, rows in self.projection.blocks(gradients.on(batch), self.model_id):
+            self._projected.append((labels[at.numpy()], (rows * weights[at].to(rows)[:, None])[:, None]))
+            product = rows.T @ rows
+            self._fisher = product if self._fisher is None else self._fisher + product
+
+    def _project(self) -> None:
+        ids, rows = self._waiting.take()
+        if len(ids):
+            self._projected.append((ids, self.projection(rows, self.model_id)))
+
+    def _due(self) -> bool:
+        if (self.before | self.now | (self.groups.labels < 0)).all():
+            return True
+        by_size = min(max(1, LEAST_NUMBERS // (LEAST_POINTS * self.projection.space.size)), 8)
+        points = max(LEAST_POINTS * by_size, self.groups.n // 100)
+        if self.projection.collects:
+            points = max(points, ROWS_PER_DIMENSION * self.projection.dim)
+        held = sum(rows.nbytes for _, rows in self._projected)
+        return held > self.memory_budget or sum(map(len, self._indices)) >= points
+
+    def commit(self) -> None:
+        """Project what waits, and add everything to the store."""
+        if not self._indices:
+            return
+        self._project()
+        every = [ids for ids, _ in self._projected]
+        ids = np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)
+        total = torch.zeros(len(ids), len(self.names), self.projection.dim)
+        for some, rows in self._projected:
+            total.index_add_(0, torch.from_numpy(np.searchsorted(ids, some)), rows.float().cpu())
+        sums = dict(zip(self.names, total.transpose(0, 1).numpy(), strict=True))
+        fisher = None if self._fisher is None else self._fisher.cpu().numpy()
+        self.store.add(np.concatenate(self._indices), ids, sums, fisher, np.concatenate(self._hashes))
+        self._forget()
+
+    def _forget(self) -> None:
+        self._indices: list[np.ndarray] = []
+        self._hashes: list[np.ndarray] = []
+        self._projected: list[tuple[np.ndarray, Tensor]] = []
+        self._fisher = None
+        self._waiting.take()
+
+
+class _Rows:
+    """Rows of gradients `[w, p]` by group, added up until they are taken. The first allocates the memory for all."""
+
+    def __init__(self, projection: Projection, weightings: int, memory_budget: int, most: int) -> None:
+        self._shape = (weightings, projection.space.size)
+        row = weightings * projection.space.size * projection.space.dtype.itemsize
+        self.capacity = int(min(max(1, memory_budget // row), most))
+        self._slots: dict[int, int] = {}
+        self._rows: Tensor | None = None
+
+    def fits(self, ids: np.ndarray) -> bool:
+        new = sum(1 for j in ids.tolist() if j not in self._slots)
+        return len(self._slots) + new <= self.capacity
+
+    def add(self, ids: np.ndarray, rows: Tensor) -> None:
+        if self._rows is None:
+            self._rows = rows.new_empty(self.capacity, *self._shape)
+        for j, row in zip(ids.tolist(), rows, strict=True):
+            if j in self._slots:
+                self._rows[self._slots[j]] += row
+            else:
+                self._slots[j] = len(self._slots)
+                self._rows[self._slots[j]] = row
+
+    def take(self) -> tuple[np.ndarray, Tensor]:
+        ids = np.fromiter(self._slots, np.int64, len(self._slots))
+        rows = torch.empty(0, *self._shape) if self._rows is None else self._rows[: len(ids)]
+        self._slots = {}
+        return ids, rows
+
+
+def damped_fisher(
+    store: GroupStore, numerators: Tensor, kind: FisherKind, damping: Damping, lambda_reg: float
+) -> tuple[Tensor, float]:
+    """The damped Fisher `[p, p]` of a finished store, and the relative ridge in it.
+
+    Args:
+        store: holds the sums.
+        numerators: of the groups `[k, p]`: loss gradients, but for their sign.
+        kind: of the Fisher.
+        damping: relative ridge.
+        lambda_reg: TRAK's own ridge, on top.
+    """
+    fisher = EmpiricalFisher(numerators.shape[1], numerators.device)
+    if store.fisher is not None:
+        fisher.matrix = torch.as_tensor(np.array(store.fisher), device=numerators.device)
+        fisher.rows = int(store.groups.sizes.sum())
+        return fisher.damped(0.0 if damping == "auto" else damping, lambda_reg)
+    sums = numerators
+    if kind == "batched":
+        sums = torch.as_tensor(np.array(store.sums["fisher_rows"]), device=numerators.device)
+    return fisher.add_groups(kind, sums, store.groups.sizes).damped(damping, lambda_reg)

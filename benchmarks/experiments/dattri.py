@@ -1,0 +1,264 @@
+"""dattri's public settings: MNIST with logistic regression and with an MLP, single points, LDS of every test point.
+
+The first 5,000 training and 500 test points, 50 random halves of the points, the loss of each test point, and the mean
+of its LDS over test points, as in dattri's own benchmark. Models come from dattri's own training functions (SGD, 20
+and 50 epochs), methods named "dattri" are its original code with its settings. Halves, seeds and models are drawn here:
+dattri's own are on a public hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dattri import algorithm as upstream
+from dattri.benchmark.datasets import mnist as upstream_mnist
+from dattri.task import AttributionTask
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import data
+from benchmarks.experiments.subject import Timed, timed
+from benchmarks.model_files import ModelFiles
+from benchmarks.results import ResultFolder
+from benchmarks.sizes import DattriScale, Scale
+from benchmarks.tasks import LOSS
+from ggda_ext import Groups, WhatIf, properties
+from ggda_ext.evaluation import agreement, points_of, random_subsets
+from ggda_ext.losses import example_losses
+from ggda_ext.storage.folder import digest
+from ggda_ext.training import Trained
+from ggda_ext.training.recipe import order_generator, shuffled
+
+NAME = "dattri"
+MEAN, SPREAD = 0.1307, 0.3081  # of MNIST's pixels, as dattri scales them
+EXPLAINED, TRUE_SEED, HALF_SEED = 0, 100, 1000  # seeds of explained models, of the truth, of TRAK's halves
+SUBSET_SEED = 300
+TRACIN, CG, TRAK = "dattri TracIn", "dattri CG", "dattri TRAK"
+WHAT_IF, OWN_CLASS = "What-if", "Kept points of its class"
+CG_STEPS, CG_DAMPING = 10, 0.1
+"""dattri's; it tries seven dampings and reports the best by LDS, this is the one its own documentation shows."""
+Predicted = tuple[np.ndarray, str]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model with the function of dattri that trains it, and the batch size of its command."""
+
+    title: str
+    make_model: Callable[[], nn.Module]
+    train: Callable[..., nn.Module]
+    batch_size: int
+
+
+SETTINGS = {
+    "dattri-mnist-lr": Setting(
+        "LR (dattri)", lambda: upstream_mnist.create_lr_model("mnist"), upstream_mnist.train_mnist_lr, 32
+    ),
+    "dattri-mnist-mlp": Setting(
+        "MLP (dattri)", lambda: upstream_mnist.create_mlp_model("mnist"), upstream_mnist.train_mnist_mlp, 64
+    ),
+}
+
+
+class Batches:
+    """Shuffled batches of some points, as the DataLoader that dattri's training functions expect."""
+
+    def __init__(self, points: Tensor, x: Tensor, y: Tensor, batch_size: int, seed: int) -> None:
+        self.points, self.x, self.y, self.batch_size = points, x, y, batch_size
+        self._order = order_generator(seed)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for at in shuffled(self.points, self._order).split(self.batch_size):
+            yield self.x[at], self.y[at]
+
+
+class Problem:
+    """One of dattri's settings: data, halves, models and what they are asked.
+
+    Args:
+        name: one of `SETTINGS`.
+        size: how much of everything.
+        source: MNIST, whole.
+        folder: where models are kept.
+    """
+
+    def __init__(self, name: str, size: DattriScale, source: data.DataSet, folder: Path) -> None:
+        self.name, self.setting, self.size, self.source = name, SETTINGS[name], size, source
+        self.train, self.test = (
+            ((x[:count].reshape(-1, 784) - MEAN) / SPREAD, y[:count])
+            for (x, y), count in ((source.train, size.train), (source.test, size.test))
+        )
+        self.groups = Groups.singletons(len(self.train[0]))
+        self.kept = random_subsets(self.groups, size.subsets, seed=SUBSET_SEED)
+        self._files = ModelFiles(folder)
+
+    def model(self, seed: int, points: np.ndarray | None = None) -> nn.Module:
+        """A model trained by dattri's function on some points, all by default; trained once."""
+        model = self.setting.make_model().eval()
+        chosen = torch.arange(len(self.train[0])) if points is None else torch.from_numpy(points)
+        epochs = self.size.epochs[self.name]
+        key = f"{self.name}-{epochs}-{seed}-{digest(chosen.numpy(), self.train[0].numpy(), self.train[1].numpy())}"
+        found = self._files.load(key)
+        if found is None:
+            batches = Batches(chosen, *self.train, self.setting.batch_size, seed)
+            with torch.random.fork_rng():
+                trained = self.setting.train(batches, seed=seed, epoch_num=epochs).eval()
+            self._files.save(key, Trained(trained))
+            return trained
+        model.load_state_dict(found.state)
+        return model
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """How dattri trains, as far as a row says it."""
+        epochs, batch_size = self.size.epochs[self.name], self.setting.batch_size
+        return {"optimizer": "SGD", "epochs": epochs, "batch_size": batch_size}
+
+    @cached_property
+    def losses(self) -> np.ndarray:
+        """Losses of the test points by models trained on the halves `[seeds, subsets, tests]`."""
+        halves = points_of(self.groups, self.kept)
+        return np.stack(
+            [[self._losses_of(self.model(TRUE_SEED + s, h)) for h in halves] for s in range(self.size.seeds)]
+        )
+
+    @torch.no_grad()
+    def _losses_of(self, model: nn.Module) -> np.ndarray:
+        return example_losses(LOSS, model(self.test[0]), self.test[1]).double().numpy()
+
+    def halves(self, count: int) -> list[nn.Module]:
+        """Models on other random halves, as TRAK asks for."""
+        kept = random_subsets(self.groups, count, seed=HALF_SEED)
+        return [self.model(HALF_SEED + j, points) for j, points in enumerate(points_of(self.groups, kept))]
+
+    def loader(self, part: tuple[Tensor, Tensor], batch_size: int) -> DataLoader[Any]:
+        """A part of the data as dattri wants it."""
+        return DataLoader(TensorDataset(*part), batch_size=batch_size)
+
+
+def run(name: str, scale: Scale, folder: ResultFolder, data_dir: Path | None = None) -> None:
+    """Write the rows of one setting that are not there yet."""
+    size, source = scale.dattri, data.load("mnist", data_dir)
+    folder.add_source(source.title, source.source, source.stand_in)
+    problem = Problem(name, size, source, folder.path / "models")
+    for method, (models, predict) in _methods(size).items():
+        key = f"{NAME}/{name}/{method}"
+        if folder.done(key):
+            continue
+        found = timed(predict, problem)
+        folder.append({"key": key, "models": models} | _row(problem, scale, method, found))
+
+
+def _methods(size: DattriScale) -> dict[str, tuple[int, Callable[[Problem], Predicted]]]:
+    """Method → how many models it explains, and its predictions `[subsets, tests]`."""
+    methods: dict[str, tuple[int, Callable[[Problem], Predicted]]] = {
+        OWN_CLASS: (0, own_class),
+        WHAT_IF: (1, partial(what_if, models=1)),
+        f"{WHAT_IF}, 3 models": (3, partial(what_if, models=3)),
+        f"{TRACIN}, 1 model": (1, partial(tracin, models=1)),
+        CG: (1, conjugate_gradients),
+        TRACIN: (size.tracin_models, partial(tracin, models=size.tracin_models)),
+    }
+    for count in size.trak_models:
+        methods[f"{TRAK}-{count}"] = (count, partial(trak, models=count))
+    return methods
+
+
+def _row(problem: Problem, scale: Scale, method: str, found: Timed[Predicted]) -> dict[str, Any]:
+    predicted, settings = found.value
+    losses = problem.losses
+    same = agreement(predicted, losses.mean(0))
+    ceiling = None
+    if len(losses) > 1:
+        ceiling = agreement(losses[1:].mean(0), losses[0], resamples=1).spearman.value
+    return {
+        "experiment": NAME, "data": "MNIST", "model": problem.setting.title, "method": method, "scale": scale.name,
+        "source": problem.source.source, "stand_in": problem.source.stand_in, "recipe": problem.recipe,
+        "train_points": len(problem.train[0]), "test_points": len(problem.test[0]), "settings": settings,
+        "mean": same.spearman.value, "interval": list(same.spearman.interval), "pearson": same.pearson.value,
+        "slope": same.slope, "ceiling": ceiling, "subsets": len(predicted), "seeds": len(losses),
+        "cpu_seconds": found.seconds,
+    }  # fmt: skip
+
+
+def own_class(problem: Problem) -> Predicted:
+    """Trivial: the more points of a test point's class are kept, the lower its loss."""
+    counts = np.stack([problem.kept @ (problem.train[1].numpy() == label) for label in range(10)], 1)
+    return -counts[:, problem.test[1].numpy()].astype(float), "no model"
+
+
+def what_if(problem: Problem, models: int) -> Predicted:
+    """Refits of the linearised model, averaged over models."""
+    first, *others = [problem.model(EXPLAINED + j) for j in range(models)]
+    refit = WhatIf(first, LOSS, problem.train, problem.groups, models=others, directions="eigen")
+    measure = properties.point_losses(problem.test, LOSS)
+    return refit.subsets(problem.kept, measure).numpy(), refit.explain()
+
+
+def tracin(problem: Problem, models: int) -> Predicted:
+    """dattri's TracIn over models of several seeds, equal weights."""
+    explained = [problem.model(EXPLAINED + j) for j in range(models)]
+    task = AttributionTask(_loss_of_one(explained[0]), explained[0], [model.state_dict() for model in explained])
+    attributor = upstream.tracin.TracInAttributor(
+        task, torch.ones(models) * 1e-3, False, {"proj_type": "identity"}
+    )  # fmt: skip
+    with torch.no_grad():
+        scores = attributor.attribute(problem.loader(problem.train, 500), problem.loader(problem.test, 500))
+    return _additive(problem, scores), f"{models} models"
+
+
+def conjugate_gradients(problem: Problem) -> Predicted:
+    """dattri's influence function by conjugate gradients."""
+    model = problem.model(EXPLAINED)
+
+    def loss(parameters: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> Tensor:
+        return LOSS(functional_call(model, parameters, (pair[0],)), pair[1].long())
+
+    attributor = upstream.influence_function.IFAttributorCG(
+        AttributionTask(loss, model, model.state_dict()), max_iter=CG_STEPS, regularization=CG_DAMPING
+    )
+    attributor.cache(problem.loader(problem.train, len(problem.train[0])))
+    with torch.no_grad():
+        scores = attributor.attribute(problem.loader(problem.train, 500), problem.loader(problem.test, 500))
+    return _additive(problem, scores), f"{CG_STEPS} steps, damping {CG_DAMPING:g}"
+
+
+def trak(problem: Problem, models: int) -> Predicted:
+    """dattri's TRAK over models trained on halves."""
+    explained = problem.halves(models)
+    loss = _loss_of_one(explained[0])
+
+    def odds(parameters: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> Tensor:
+        logarithm = -loss(parameters, pair)
+        return logarithm - torch.log(1 - torch.exp(logarithm))
+
+    def probability(parameters: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.exp(-loss(parameters, pair))
+
+    task = AttributionTask(odds, explained[0], [model.state_dict() for model in explained])
+    projector = {"proj_dim": problem.size.trak_dimensions, "proj_type": "normal", "device": "cpu"}
+    attributor = upstream.trak.TRAKAttributor(task, probability, projector)
+    attributor.cache(problem.loader(problem.train, 500))
+    with torch.no_grad():
+        scores = attributor.attribute(problem.loader(problem.test, 500))
+    return _additive(problem, scores), f"{models} models on halves, {problem.size.trak_dimensions} dimensions"
+
+
+def _loss_of_one(model: nn.Module) -> Callable[[dict[str, Tensor], tuple[Tensor, Tensor]], Tensor]:
+    def loss(parameters: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> Tensor:
+        outputs = functional_call(model, parameters, (pair[0].unsqueeze(0),))
+        return LOSS(outputs, pair[1].unsqueeze(0).long())
+
+    return loss
+
+
+def _additive(problem: Problem, scores: Tensor) -> np.ndarray:
+    """Predicted losses `[subsets, tests]` of scores `[points, tests]`: the loss falls by what is kept."""
+    return -problem.kept.astype(float) @ scores.double().numpy()
