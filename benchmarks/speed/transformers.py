@@ -75,7 +75,7 @@ def while_training(n: int) -> Iterator[Row]:
         callbacks: Any = [] if tracker is None else [tracker]
         Trainer(bert(), arguments, train_dataset=examples, callbacks=callbacks).train()
 
-    cases = {"training": lambda: train(None)} | {f"every {s}": lambda s=s: train(s) for s in STEPS}  # type: ignore[misc]
+    cases = {"training": lambda: train(None)} | {f"every {s}": lambda s=s: train(s) for s in STEPS}
     times = best_times(cases, 2)
     for every in STEPS:
         seconds = times[f"every {every}"]
@@ -99,8 +99,9 @@ def bert() -> nn.Module:
     """A small BERT."""
     from transformers import BertConfig, BertForSequenceClassification
 
+    config: Any = BertConfig
     return BertForSequenceClassification(
-        BertConfig(vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+        config(vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
                    intermediate_size=1024, max_position_embeddings=TOKENS, num_labels=CLASSES)
     )  # fmt: skip
 
@@ -109,15 +110,17 @@ def gpt2() -> nn.Module:
     """A small GPT-2."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=256, n_layer=4, n_head=4, n_positions=TOKENS))
+    config: Any = GPT2Config
+    return GPT2LMHeadModel(config(vocab_size=VOCABULARY, n_embd=256, n_layer=4, n_head=4, n_positions=TOKENS))
 
 
 def llama() -> nn.Module:
     """A small Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    config: Any = LlamaConfig
     return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+        config(vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
                     intermediate_size=768, num_key_value_heads=2, max_position_embeddings=TOKENS)
     )  # fmt: skip
 
@@ -126,8 +129,9 @@ def t5() -> nn.Module:
     """A small T5."""
     from transformers import T5Config, T5ForConditionalGeneration
 
+    config: Any = T5Config
     return T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, d_model=256, d_kv=64, d_ff=768, num_layers=3, num_heads=4,
+        config(vocab_size=VOCABULARY, d_model=256, d_kv=64, d_ff=768, num_layers=3, num_heads=4,
                  decoder_start_token_id=0)
     )  # fmt: skip
 
@@ -136,8 +140,9 @@ def vit() -> nn.Module:
     """A small ViT."""
     from transformers import ViTConfig, ViTForImageClassification
 
+    config: Any = ViTConfig
     return ViTForImageClassification(
-        ViTConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, image_size=64,
+        config(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, image_size=64,
                   patch_size=8, num_labels=CLASSES)
     )  # fmt: skip
 
@@ -147,8 +152,9 @@ def lora() -> nn.Module:
     import peft
 
     chosen = peft.LoraConfig(r=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
-    adapted = peft.get_peft_model(gpt2(), chosen)
-    return adapted  # type: ignore[no-any-return]
+    model: Any = gpt2()
+    adapted: nn.Module = peft.get_peft_model(model, chosen)
+    return adapted
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
