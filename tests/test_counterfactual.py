@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ggda_ext.counterfactual.convex import (
     convex_loss,
 )
 from ggda_ext.counterfactual.features import Linearizer
+from ggda_ext.curvature.damping import TrainingSteps
 from ggda_ext.data import IndexedData
 from ggda_ext.losses import as_example_loss
 from ggda_ext.model import ParameterSpace
@@ -307,6 +309,55 @@ def test_verify_finds_the_slope_and_nothing_left_out_stays_as_it_is():
         what_if.verify(retrain, measure, 3)
 
 
+def test_subsets_to_retrain_reach_from_the_lowest_prediction_to_the_highest():
+    data, model = points(), network()
+    measure = properties.mean_loss(data, LOSS)
+    what_if = WhatIf(model, LOSS, data, Groups(np.arange(N) % 10), rank=20)
+    among = np.random.default_rng(0).random((40, 10)) < 0.6
+    among[:, 0] = True
+    predicted = what_if.subsets(among, measure)
+    chosen = what_if.to_retrain(measure, 6, among=among)
+    assert chosen.shape == (6, 10)
+    assert len(np.unique(chosen, axis=0)) == 6
+    assert all((among == row).all(1).any() for row in chosen)
+    found = what_if.subsets(chosen, measure)
+    assert float(found.min()) == pytest.approx(float(predicted.min()), rel=1e-6)
+    assert float(found.max()) == pytest.approx(float(predicted.max()), rel=1e-6)
+
+
+def test_a_recipe_gives_the_ridge_in_the_metric_of_its_optimizer():
+    data, model = points(), network()
+    recipe = Recipe(epochs=3, learning_rate=0.01, batch_size=16, weight_decay=DECAY)
+    with_recipe, longer = (
+        WhatIf(model, LOSS, data, SOURCES, directions="all", recipe=replace(recipe, epochs=epochs)).models[0]
+        for epochs in (3, 30)
+    )
+    decay = DECAY * torch.eye(len(with_recipe.metric), dtype=torch.float64)
+    assert with_recipe.ridge / longer.ridge == pytest.approx(10, rel=0.05)
+    parts = (with_recipe.penalty() - decay).diagonal()
+    assert float((parts - parts.mean()).abs().max()) > 0  # Adam's steps differ from parameter to parameter
+    assert "Adam" in with_recipe.explain()
+    rates = TrainingSteps([0.1] * 20, weight_decay=DECAY)
+    plain = WhatIf(model, LOSS, data, SOURCES, directions="all", recipe=rates).models[0]
+    assert torch.allclose(plain.penalty(), (1 / 2 + DECAY) * torch.eye(len(plain.metric), dtype=torch.float64))
+
+
+def test_directions_hold_what_learned_groups_have_taught():
+    """Of points that are learned the gradient is nearly zero; what would take them back is among the directions."""
+    data, model = points(), network()
+    what_if = WhatIf(model, LOSS, data, Groups(np.arange(N) % 4), directions="groups", rank=30)
+    rows = what_if.models[0].directions.rows
+    for group in range(4):
+        model.zero_grad()
+        members = torch.arange(N) % 4 == group
+        outputs = model(data[0][members])
+        taught = 1 / 3 - F.one_hot(data[1][members], 3).double()
+        (outputs * taught).sum().backward()
+        row = torch.cat([value.grad.flatten() for value in model.parameters()])
+        assert (row - (rows @ row) @ rows).norm() < 1e-6 * row.norm()
+    model.zero_grad(set_to_none=True)
+
+
 def test_leave_group_out_is_each_group_alone():
     data, model = points(), network()
     measure = properties.mean_loss(data, LOSS)
@@ -359,6 +410,8 @@ def test_values_of_groups_have_the_sign_of_scores(kind):
     found = what_if.shapley(measure, samples=12, kind=kind)
     assert found.scores[2] < 0 < found.scores[3]
     assert (found.stderr >= 0).all()
+    assert "atoms=" in found.note
+    assert not what_if.shapley(measure, samples=2, kind=kind, atoms=15).note
     if kind == "shapley":  # they share out the whole change from no data to all of it
         assert found.scores.sum() == pytest.approx(np.log(2) - float(measure(model)), rel=1e-6)
 
@@ -426,13 +479,12 @@ def test_a_singular_small_problem_is_named():
         what_if.without(1)
 
 
-def test_the_story_of_the_readme_is_true():
+def test_the_story_of_the_page_is_true():
     """Eight sources, two redundant, one harmful: scores of single groups drop both of the pair, the search does not."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    section = re.split(r"^## ", readme, flags=re.MULTILINE)
-    (story,) = [part for part in section if part.startswith("What if?")]
+    page = (Path(__file__).parents[1] / "docs" / "howto" / "what_if.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
-    exec(compile(re.findall(r"```python\n(.*?)```", story, re.DOTALL)[0], "README.md", "exec"), names)
+    story = "\n".join(re.findall(r"```python\n(.*?)```", page.split("## ")[0], re.DOTALL))
+    exec(compile(story, "what_if.md", "exec"), names)
     best = names["best"]
     assert {"blog", "mirror", "spam"} == set(best.additive)
     assert "spam" in best.removed

@@ -34,6 +34,7 @@ def loaded_by(module: str, tmp_path: Path) -> set[str]:
         ("ggda_captum", {"captum", "matplotlib"}),  # captum imports matplotlib itself
         ("ggda_dattri", {"dattri", "matplotlib"}),
         ("ggda_trak", {"trak", "matplotlib"}),
+        ("ggda_transformers", {"transformers"}),
     ],
 )
 def test_importing_brings_only_the_packages_own_toolkit(module, allowed, tmp_path):
@@ -41,7 +42,13 @@ def test_importing_brings_only_the_packages_own_toolkit(module, allowed, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("module", "toolkit"), [("ggda_captum", "captum"), ("ggda_dattri", "dattri"), ("ggda_trak", "trak")]
+    ("module", "toolkit"),
+    [
+        ("ggda_captum", "captum"),
+        ("ggda_dattri", "dattri"),
+        ("ggda_trak", "trak"),
+        ("ggda_transformers", "transformers"),
+    ],
 )
 def test_a_missing_toolkit_names_the_extra_to_install(module, toolkit, tmp_path):
     code = f"""
@@ -62,7 +69,7 @@ def test_a_built_wheel_imports_from_outside_the_checkout(tmp_path):
     place = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), str(wheel)]
     subprocess.run(install, check=True, capture_output=True)
-    code = "import ggda_ext, ggda_captum, ggda_dattri, ggda_trak; print(ggda_ext.__file__)"
+    code = "import ggda_ext, ggda_captum, ggda_dattri, ggda_trak, ggda_transformers; print(ggda_ext.__file__)"
     assert python(code, cwd=tmp_path, path=place).startswith(str(place))
     assert (place / "ggda_ext" / "py.typed").exists()
     (metadata,) = place.glob("ggda_ext-*.dist-info/METADATA")

@@ -144,3 +144,22 @@ def gradients(
 def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """What the model returns."""
     return model(**batch).loss
+
+
+def trainer_of(model: nn.Module, rows: Any, folder: Any, **settings: Any) -> Any:
+    """A Trainer on the CPU that says little; `settings` of its arguments, or of the Trainer itself."""
+    from transformers import Trainer, TrainingArguments
+
+    own = {key: settings.pop(key) for key in ("callbacks", "eval_dataset", "compute_loss_func", "data_collator")
+           if key in settings}  # fmt: skip
+    kind = settings.pop("kind", Trainer)
+    usual = {"per_device_train_batch_size": 4, "max_steps": 4, "save_strategy": "no", "logging_steps": 1,
+             "learning_rate": 1e-2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 3}  # fmt: skip
+    arguments = TrainingArguments(output_dir=str(folder), **(usual | settings))
+    return kind(model=model, args=arguments, train_dataset=rows, **({"data_collator": collate} | own))
+
+
+def sources(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with a column that says where they come from."""
+    names = ["web", "books", "forum"]
+    return [row | {"source": names[(3 * i + i // 4) % 3]} for i, row in enumerate(rows)]

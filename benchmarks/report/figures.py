@@ -150,7 +150,7 @@ def speed_figures(results: Results, folder: Path) -> Iterator[Picture]:
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.4, -0.6)
     log_axis(axis, unit="×")
-    axis.set_xlabel(f"times faster than the original ({HIGHER})")
+    axis.set_xlabel(f"times faster than the original\n{HIGHER}")
     handles = [line(name, *SERIES[at % len(SERIES)], "") for at, name in enumerate(settings)]
     title = f"One property, groups of {HEADLINE_SIZE}: how many times faster than the original"
     finish(figure, title, handles)

@@ -21,6 +21,10 @@ _HOW = (
 _MODES = (
     "Default: the drop-in as it comes. Where its Fisher is an approximation, the exact one and their rank correlation."
 )
+_NOTES = {
+    ONE_PROPERTY: [_HOW, _MODES],
+    TEST_POINTS: ["As above. For groups of one the toolkit's own code runs, on the points of the original."],
+}
 
 
 def speed_tables(results: Results) -> Iterator[Table]:
@@ -34,14 +38,9 @@ def speed_tables(results: Results) -> Iterator[Table]:
         if some:
             sizes = sorted({cell["group_size"] for row in some for cell in row["cells"]})
             frame = pd.DataFrame([_line(row, sizes) for row in some])
-            yield Table(name, title, frame, keys=2, notes=[_HOW, _MODES, *_own_code(question)])
+            yield Table(name, title, frame, keys=2, notes=_NOTES[question])
     if rows:
         yield _grouping(rows)
-
-
-def _own_code(question: str) -> list[str]:
-    same = "For test points and groups of one the toolkit's own code runs, on the points of the original."
-    return [same] if question == TEST_POINTS else []
 
 
 def _line(row: dict[str, Any], sizes: list[int]) -> dict[str, str]:

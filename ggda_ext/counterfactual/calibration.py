@@ -5,7 +5,10 @@ So real changes are regressed on predicted ones and on the share of points left 
 
     real change ≈ slope · predicted change + level · share left out,
 
-both zero where nothing is left out. The ridge is chosen on the way, if another one predicts clearly better.
+both zero where nothing is left out. The ridge is chosen on the way, if another one predicts clearly better. Eight
+retrainings tell a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many
+random ones, those whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves
+the regression of real on predicted changes unbiased.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from ggda_ext.counterfactual.what_if import WhatIf
 
 FEWEST = 4
+DRAWN = 8
+"""Random subsets that are predicted for each one that is retrained."""
 RIDGES = (0.25, 1.0, 4.0)
 """Ridges that are tried, in units of the present one."""
 _BETTER = 0.6  # share of the present ridge's error below which another one is taken
@@ -87,13 +92,13 @@ def verified(
     what_if: WhatIf, retrain: Retrain, property: Property, subsets: Any, fraction: float, seed: int
 ) -> Verification:
     """See `WhatIf.verify`."""
-    kept = (
-        random_subsets(what_if.groups, subsets, fraction=fraction, seed=seed) if isinstance(subsets, int) else subsets
-    )
-    kept = np.asarray(kept, dtype=bool)
+    if isinstance(subsets, int):
+        _check_count(subsets)
+        kept = chosen_subsets(what_if, property, subsets, fraction, seed)
+    else:
+        kept = np.asarray(subsets, dtype=bool)
     weights = what_if.checked_weights(kept)
-    if len(kept) < FEWEST:
-        raise ValueError(f"subsets has {len(kept)} entries: a calibration needs at least {FEWEST}.")
+    _check_count(len(kept))
     labels = what_if.groups.labels
     points = [np.flatnonzero((labels < 0) | choice[labels]) for choice in kept]
     real = np.asarray(retrain(points), dtype=float).reshape(len(kept), -1)
@@ -121,6 +126,32 @@ def verified(
     found = Calibration(slope, level, error)
     what_if.calibrations[id(property)] = (property, found)
     return Verification(kept, real, values, others, found, tuple(model.ridge for model in what_if.models))
+
+
+def chosen_subsets(
+    what_if: WhatIf, property: Property, count: int, fraction: float, seed: int, among: Any = None
+) -> np.ndarray:
+    """See `WhatIf.to_retrain`."""
+    if among is None:
+        among = random_subsets(what_if.groups, DRAWN * count, fraction=fraction, seed=seed)
+    candidates = np.unique(np.asarray(among, dtype=bool), axis=0)
+    if len(candidates) <= count:
+        return candidates
+    values = what_if.subsets(candidates, property).numpy()
+    if values.ndim != 1:
+        raise ValueError(f"property gives {values.shape[1]} numbers: verify one number at a time.")
+    goals = np.linspace(values.min(), values.max(), count)
+    taken: list[int] = []
+    for goal in goals[np.argsort(-np.abs(goals - goals.mean()), kind="stable")]:  # the ends first: they tell the slope
+        away = np.abs(values - goal)
+        away[taken] = np.inf
+        taken.append(int(np.argmin(away)))
+    return candidates[np.sort(taken)]
+
+
+def _check_count(count: int) -> None:
+    if count < FEWEST:
+        raise ValueError(f"subsets has {count} entries: a calibration needs at least {FEWEST}.")
 
 
 def _predicted(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[np.ndarray, float]:

@@ -2,8 +2,10 @@
 
 The Gauss-Newton matrix of the training loss, GN = 1/n Σ J_iᵀ A_i J_i with A the curvature of the loss in the outputs,
 is sketched in one pass: points are put into m random groups, each point with a random cotangent of covariance A_i, so
-that the group-summed rows R `[m, p]` have RᵀR ≈ GN. Its leading eigenvectors span the space, together with what the
-groups' own gradients add. With the sketch (GN + λ)⁻¹ costs no more passes (Woodbury).
+that the group-summed rows R `[m, p]` have RᵀR ≈ GN. Its leading eigenvectors span half of the space. The groups add
+their gradients g_G and, because those of points that are learned are nearly zero, what they have *taught*: the
+gradients h_G that a model with outputs of zero would get from them, and (GN + λ)⁻¹ h_G, the way to take that back. With
+the sketch the inverse costs no pass (Woodbury).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ KINDS: tuple[Kind, ...] = ("auto", "all", "eigen", "groups", "both")
 OVERSAMPLED = 5
 """Rows of the sketch for every eigenvector taken from it."""
 _DEPENDENT = 1e-5  # share of the largest squared singular value below which a direction adds nothing
+_DAMPED = 1e-4  # λ of (GN + λ)⁻¹ h_G, in units of the largest eigenvalue
 _UNCOVERED = 0.01  # squared length of what a unit gradient must leave outside of the eigenvectors to count
 
 
@@ -155,23 +158,43 @@ def find_directions(
     if kind == "all" or (kind == "auto" and space.size <= rank):
         eye = torch.eye(space.size, dtype=space.dtype, device=space.device)
         return Directions(eye, 0.0, f"all {space.size} parameters")
-    basis, cut, parts = None, 0.0, []
+    basis, cut, parts, sketched = None, 0.0, [], None
     if kind in ("auto", "eigen", "both"):
-        count = min(rank, space.size)
+        count = max(1, min(rank if kind == "eigen" else rank // 2, space.size))
         sketched = sketch(provider, loss, outputs, weights, OVERSAMPLED * count, seed)
         values, vectors = eigenvectors(sketched, count)
         cut = float(values[min(count, len(values) - 1)])
         basis = orthonormal(vectors)
         parts.append(f"{len(basis)} leading Gauss-Newton eigenvectors")
     if kind in ("auto", "groups", "both"):
-        slope = loss.of_columns(
-            loss.slope(loss.state(loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None]))[:, :, 0]
-        )
-        gradients = pulled_back(provider, slope * weights.double()[:, None], provider.groups)
         before = 0 if basis is None else len(basis)
-        basis = orthonormal(gradients, rank if basis is None else max(1, rank // 2), basis)
-        parts.append(f"{len(basis) - before} directions of the {k} groups' gradients")
+        basis = orthonormal(_of_groups(provider, loss, outputs, weights, sketched), rank, basis)
+        parts.append(f"{len(basis) - before} directions of what the {k} groups teach")
     assert basis is not None
     if not len(basis):
         raise ValueError("the gradients of all groups are zero: there is no direction in which a refit could move.")
     return Directions(basis, cut, f"{len(basis)} directions: {' and '.join(parts)}")
+
+
+def _of_groups(
+    provider: GroupGradients, loss: ConvexLoss, outputs: Tensor, weights: Tensor, sketched: Tensor | None
+) -> Tensor:
+    """Gradients g_G of the groups, h_G at outputs of zero and, given a sketch, (GN + λ)⁻¹ h_G: `[2k or 3k, p]`."""
+    columns = loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None]
+    found = []
+    for at in (columns, torch.zeros_like(columns)):
+        slope = loss.of_columns(loss.slope(loss.state(at))[:, :, 0])
+        if bool(torch.isfinite(slope).all()):
+            found.append(pulled_back(provider, slope * weights.double()[:, None], provider.groups))
+    if sketched is not None:
+        found.append(_inverted(sketched, found[-1]))
+    return torch.cat(found)
+
+
+def _inverted(sketched: Tensor, rows: Tensor) -> Tensor:
+    """(RᵀR + λ)⁻¹ of rows `[k, p]`, up to their length, by Woodbury's identity."""
+    inner = (sketched @ sketched.T).double()
+    damping = _DAMPED * torch.linalg.matrix_norm(inner, 2) + 1e-30
+    inner.diagonal().add_(damping)
+    covered = torch.linalg.solve(inner, (sketched @ rows.T).double())
+    return rows - covered.T.to(sketched) @ sketched

@@ -2,14 +2,14 @@
 
 With outputs f_i + Φ_i d and weights w of the groups, the refit is
 
-    min_d  Σ_i w_i ℓ_i(f_i + Φ_i d) / Σ_i w_i  −  ⟨ḡ, d⟩  +  λ/2 |d|²
+    min_d  Σ_i w_i ℓ_i(f_i + Φ_i d) / Σ_i w_i  −  ⟨ḡ, d⟩  +  1/2 dᵀ Λ d
 
 where ḡ, the gradient of all training points at d = 0, makes d = 0 the answer if nothing changes (with weight decay
-and at the optimum it is the decay's own pull), and λ is the weight decay and a ridge that keeps the answer where the
-linearisation holds. Without weight decay a linear model has next to no λ: there a refit stops where outputs have moved
-by the loss's radius, because with a class left out nothing else bounds them. Newton steps, each by conjugate gradients
-preconditioned with the groups' own curvature at d = 0, for many subsets at once: all products with Φ are matrix
-products shared by a block of subsets.
+and at the optimum it is the decay's own pull), and the penalty Λ `[r, r]` is the weight decay and a ridge that keeps
+the answer where the linearisation holds. Without weight decay a linear model has next to no Λ: there a refit stops
+where outputs have moved by the loss's radius, because with a class left out nothing else bounds them. Newton steps, each by
+conjugate gradients preconditioned with the groups' own curvature at d = 0, for many subsets at once: all products with
+Φ are matrix products shared by a block of subsets.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ class Refit:
         self.masses = torch.zeros(self.k + 1, dtype=torch.float64, device=tangents.device)
         self.masses.index_add_(0, self._labels, point_weights.double())
         ones = torch.ones(1, self.k + 1, dtype=torch.float64, device=tangents.device)
-        block = _Block(self, ones, 0.0, pull=torch.zeros(self.r, dtype=torch.float64, device=tangents.device))
+        nothing = torch.zeros(self.r, self.r, dtype=torch.float64, device=tangents.device)
+        block = _Block(self, ones, nothing, pull=torch.zeros(self.r, dtype=torch.float64, device=tangents.device))
         self.pull = block.gradient()[0]
         self._curvature = self._group_curvature()
 
-    def solve(self, weights: Tensor, ridge: float) -> Tensor:
+    def solve(self, weights: Tensor, penalty: Tensor) -> Tensor:
         """The answers d `[s, r]` of weights of groups `[s, k]`; exactly zero where all groups weigh the same."""
         weights = weights.to(self.flat.device, torch.float64)
         stay = torch.ones(len(weights), 1, dtype=torch.float64, device=weights.device)
@@ -80,17 +81,17 @@ class Refit:
         whole = weights if self.masses[-1] > 0 else weights[:, :-1]  # nothing is fixed by points in no group
         changed = (whole != whole[:, :1]).any(1).nonzero()[:, 0]
         for rows in changed.split(self._at_once()):
-            found[rows] = self._solved(weights[rows], ridge)
+            found[rows] = self._solved(weights[rows], penalty)
         return found
 
     def _at_once(self) -> int:
         return int(max(1, min(64, self.most_bytes // (4 * self.n * self.c * self.flat.element_size()))))
 
-    def _solved(self, weights: Tensor, ridge: float) -> Tensor:
+    def _solved(self, weights: Tensor, penalty: Tensor) -> Tensor:
         answers = torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
         going = torch.arange(len(weights), device=weights.device)
-        block = _Block(self, weights, ridge)
-        tolerance = 1e-9 if self.dtype == torch.float32 else 1e-17
+        block = _Block(self, weights, penalty)
+        tolerance = 1e-8 if self.dtype == torch.float32 else 1e-17
         for step in range(MOST_STEPS):
             if step and step % _REFRESH == 0:
                 block.refresh()
@@ -101,23 +102,23 @@ class Refit:
                 return answers
             if not bool(open_.all()):
                 going, block = going[open_], block.only(open_)
-        raise singular(len(going), ridge)
+        raise singular(len(going))
 
-    def preconditioner(self, weights: Tensor, ridge: float) -> Tensor:
+    def preconditioner(self, weights: Tensor, penalty: Tensor) -> Tensor:
         """Cholesky factors `[s, r, r]` or `[1, r, r]` of the curvature at d = 0."""
         if self._curvature.shape[0] == 1:
             matrix = self._curvature.double() / self.masses.sum()
         else:
             flat = weights.to(self._curvature) @ self._curvature.flatten(1)
             matrix = flat.double().view(-1, self.r, self.r) / (weights @ self.masses)[:, None, None]
-        return self.factored(matrix, ridge)
+        return self.factored(matrix, penalty)
 
-    def factored(self, matrix: Tensor, ridge: float) -> Tensor:
-        """Cholesky factors of curvatures `[s, r, r]` with the ridge, and a little more against rounding."""
+    def factored(self, matrix: Tensor, penalty: Tensor) -> Tensor:
+        """Cholesky factors of curvatures `[s, r, r]` with the penalty, and a little more against rounding."""
         scale = matrix.diagonal(dim1=1, dim2=2).mean(1)
         floor = 1e-7 if self.dtype == torch.float32 else 1e-12
-        matrix.diagonal(dim1=1, dim2=2).add_((ridge + floor * scale + 1e-30)[:, None])
-        return torch.linalg.cholesky(matrix)
+        matrix.diagonal(dim1=1, dim2=2).add_((floor * scale + 1e-30)[:, None])
+        return torch.linalg.cholesky(matrix + penalty)
 
     def _group_curvature(self) -> Tensor:
         """Σ_{i∈G} Φᵀ A Φ of every group at d = 0 `[k + 1, r, r]`; only their sum `[1, r, r]` if they are too many."""
@@ -154,8 +155,8 @@ class Refit:
 class _Block:
     """Subsets that are solved together, at their current d `[s, r]`."""
 
-    def __init__(self, problem: Refit, weights: Tensor, ridge: float, pull: Tensor | None = None) -> None:
-        self.problem, self.weights, self.ridge = problem, weights, ridge
+    def __init__(self, problem: Refit, weights: Tensor, penalty: Tensor, pull: Tensor | None = None) -> None:
+        self.problem, self.weights, self.penalty = problem, weights, penalty
         self.share = problem.weights_of_points(weights)
         self.d = torch.zeros(len(weights), problem.r, dtype=torch.float64, device=weights.device)
         self.columns = problem.outputs[:, :, None].expand(-1, -1, len(weights)).contiguous()
@@ -166,7 +167,7 @@ class _Block:
     def only(self, rows: Tensor) -> _Block:
         """The same for some of the subsets."""
         other = object.__new__(_Block)
-        other.problem, other.ridge, other.pull = self.problem, self.ridge, self.pull
+        other.problem, other.penalty, other.pull = self.problem, self.penalty, self.pull
         other.weights, other.d, other.objective = self.weights[rows], self.d[rows], self.objective[rows]
         other.share, other.columns = self.share[:, rows], self.columns[:, :, rows]
         factors = self.factors
@@ -181,7 +182,7 @@ class _Block:
                 roots = loss.root(loss.state(self.columns[low:high, :, j : j + 1]))
                 rows = torch.bmm(roots * self.share[low:high, j, None, None].sqrt(), self.problem.tangents(low, high))
                 matrix[j] += (rows.flatten(0, 1).T @ rows.flatten(0, 1)).double()
-        self.factors = self.problem.factored(matrix, self.ridge)
+        self.factors = self.problem.factored(matrix, self.penalty)
 
     def gradient(self) -> Tensor:
         """Of the objective at d `[s, r]`."""
@@ -189,12 +190,12 @@ class _Block:
         for low, high, loss in self.problem.chunks(len(self.d)):
             slope = loss.slope(loss.state(self.columns[low:high])).mul_(self.share[low:high, None])
             total += self._back(slope, low, high)
-        return total - self.pull + self.ridge * self.d
+        return total - self.pull + self.d @ self.penalty
 
     def step(self) -> Tensor:
         """One Newton step with a line search; by how much the objective fell `[s]`."""
         if self.factors is None:
-            self.factors = self.problem.preconditioner(self.weights, self.ridge)
+            self.factors = self.problem.preconditioner(self.weights, self.penalty)
         gradient = self.gradient()
         move = self._newton(gradient)
         columns = self._forth(move)
@@ -240,7 +241,7 @@ class _Block:
             curvature = (direction * bent).sum(1)
             going = (size > goal) & (curvature > 0)
             if first and bool(((size > 0) & (curvature <= 0)).any()):
-                raise singular(int(((size > 0) & (curvature <= 0)).sum()), self.ridge)
+                raise singular(int(((size > 0) & (curvature <= 0)).sum()))
             length = torch.where(going, size / curvature.clamp_min(1e-300), 0.0)
             move += length[:, None] * direction
             residual -= length[:, None] * bent
@@ -259,7 +260,7 @@ class _Block:
 
     def _bend(self, states: Tensor, directions: Tensor) -> Tensor:
         """H times directions `[s, r]`."""
-        total = self.ridge * directions
+        total = directions @ self.penalty
         moves = directions.T.to(self.problem.dtype).contiguous()
         for low, high, loss in self.problem.chunks(len(directions)):
             forth = self.problem.flat[low * self.problem.c : high * self.problem.c] @ moves
@@ -287,13 +288,13 @@ class _Block:
         total = torch.zeros(len(d), dtype=torch.float64, device=d.device)
         for low, high, loss in self.problem.chunks(len(d)):
             total += (loss.value(columns[low:high]) * self.share[low:high]).double().sum(0)
-        return total - d @ self.pull + self.ridge / 2 * d.square().sum(1)
+        return total - d @ self.pull + ((d @ self.penalty) * d).sum(1) / 2
 
 
-def singular(count: int, ridge: float) -> ValueError:
+def singular(count: int) -> ValueError:
     """The error for a small problem without an optimum."""
     return ValueError(
         f"a refit has no optimum, or none within {MOST_STEPS} steps, for {count} subsets: the small problem is "
-        f"singular, because nothing bounds the outputs in some direction. Pass a larger ridge than {ridge:.3g}, or "
-        "the weight_decay of the training."
+        "singular, because nothing bounds the outputs in some direction. Pass a larger ridge, or the weight_decay of "
+        "the training."
     )

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["shapley", "banzhaf"]
 _AT_ONCE = 1024
+_CAN_BE_GAMED = (
+    "Whoever splits a group into two gets more in total: pass atoms= to share something out by these values."
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Semivalues:
         names: of the groups.
         kind: which values these are.
         refits: how many sets of groups were looked at.
+        note: what to know before these values are used to share something out; empty with `atoms`.
     """
 
     scores: np.ndarray
@@ -47,6 +51,7 @@ class Semivalues:
     names: tuple[Hashable, ...]
     kind: str
     refits: int
+    note: str = ""
 
 
 def found_semivalues(
@@ -102,7 +107,9 @@ def found_semivalues(
             gain[:] = np.where(kept[row], value[:-1] - value[-1], value[-1] - value[:-1])
     summed = gains @ (owner[:, None] == np.arange(len(groups)))
     error = summed.std(0, ddof=1) / np.sqrt(samples)
-    return Semivalues(summed.mean(0), error, tuple(what_if.names), kind, len(sets))
+    return Semivalues(
+        summed.mean(0), error, tuple(what_if.names), kind, len(sets), _CAN_BE_GAMED if atoms is None else ""
+    )
 
 
 def _values(what_if: WhatIf, property: Property, pieces: Groups, sets: np.ndarray) -> np.ndarray:
@@ -113,10 +120,9 @@ def _values(what_if: WhatIf, property: Property, pieces: Groups, sets: np.ndarra
     total = np.zeros(len(filled))
     for j, model in enumerate(what_if.models):
         refit = model.refit if pieces is what_if.groups else model.regrouped(pieces)
-        penalty = model.settings.weight_decay + model.ridge
         for low in range(0, len(filled), _AT_ONCE):
             weights = torch.from_numpy(sets[filled[low : low + _AT_ONCE]])
-            values = what_if._values(j, property, refit.solve(weights, penalty))
+            values = what_if._values(j, property, refit.solve(weights, model.penalty()))
             if values.dim() > 1:
                 raise ValueError(f"property gives {values.shape[1]} numbers: ask for one number at a time.")
             total[low : low + _AT_ONCE] += values.cpu().numpy()

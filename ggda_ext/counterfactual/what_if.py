@@ -23,18 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.counterfactual.calibration import Calibration, Verification, verified
+from ggda_ext.counterfactual.calibration import Calibration, Verification, chosen_subsets, verified
 from ggda_ext.counterfactual.directions import KINDS, Kind
 from ggda_ext.counterfactual.features import Features
 from ggda_ext.counterfactual.leave_group_out import LeaveGroupOut
 from ggda_ext.counterfactual.linearized import LinearizedModel, Settings
 from ggda_ext.counterfactual.measured import of_outputs_only, value_of
+from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.evaluation import Retrain
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.properties import Property
-from ggda_ext.training import Recipe
 
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.interactions import Interactions
@@ -57,14 +57,16 @@ class WhatIf:
         data: the training set.
         groups: a `Groups` or anything it accepts. Points in no group always stay.
         weight_decay: the L2 penalty of the training, λ in λ/2 |θ|²; or pass its `recipe`.
-        recipe: how the model was trained, for its weight decay.
+        recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: for its weight decay and for
+            the ridge. Worth passing: without it the ridge is a guess.
         models: more models trained the same way with other seeds; values are averaged over all of them.
-        directions: ``"all"`` parameters, the leading ``"eigen"`` vectors of the Gauss-Newton matrix, the ``"groups"``'
-            gradients, ``"both"``; ``"auto"`` takes all parameters if there are at most `rank` of them, else both.
-        rank: how many eigenvectors.
-        ridge: keeps refits near the model, where the linearisation holds; by default half the curvature at which
-            eigenvectors are cut off, and next to nothing for models that are linear in their parameters. `verify` may
-            choose another.
+        directions: ``"all"`` parameters, the leading ``"eigen"`` vectors of the Gauss-Newton matrix, what the
+            ``"groups"`` teach, ``"both"``; ``"auto"`` takes all parameters if there are at most `rank` of them, else
+            both.
+        rank: half of it eigenvectors (all of it for ``"eigen"``), and at most as many directions of the groups.
+        ridge: keeps refits near the model, where the linearisation holds. By default what the recipe's number of steps
+            amounts to, for Adam in its own metric; without a recipe a tenth of the curvature at which eigenvectors are
+            cut off; next to nothing for models that are linear in their parameters. `verify` may choose another.
         point_weights: of every training point in the training loss `[n]`; 1 if left out.
         parameters: names of parameters or modules that may move; all that require a gradient if left out.
         most_points: training points a refit looks at; more are drawn from evenly.
@@ -82,7 +84,7 @@ class WhatIf:
         groups: GroupsLike,
         *,
         weight_decay: float | None = None,
-        recipe: Recipe | None = None,
+        recipe: Training | None = None,
         models: Sequence[nn.Module] = (),
         directions: Kind = "auto",
         rank: int = 200,
@@ -107,7 +109,7 @@ class WhatIf:
             raise ValueError("weight_decay and recipe are both given: pass one of them.")
         decay = weight_decay if weight_decay is not None else recipe.weight_decay if recipe is not None else 0.0
         settings = Settings(
-            directions, rank, ridge, decay, most_points, memory_budget, Path(folder) if folder else None, seed
+            directions, rank, ridge, recipe, decay, most_points, memory_budget, Path(folder) if folder else None, seed
         )
         inside = IndexedData(data, "the training data")
         if inside.n is None:
@@ -212,11 +214,25 @@ class WhatIf:
             retrain: training indices to keep, one array per subset → values of the property `[subsets, seeds]`; a
                 `ggda_ext.evaluation.Retrainer`, or your own. Pass all points first to it yourself for the full value.
             property: the property that `retrain` measures, one number.
-            subsets: which groups to keep `[s, k]`, or how many random choices to draw.
+            subsets: which groups to keep `[s, k]`, or how many to choose: see `to_retrain`.
             fraction: of the groups that a random choice keeps: about what you are going to ask for.
             seed: of the choice.
         """
         return verified(self, retrain, property, subsets, fraction, seed)
+
+    def to_retrain(
+        self, property: Property, count: int = 8, *, fraction: float = 0.5, among: Any = None, seed: int = 0
+    ) -> np.ndarray:
+        """Subsets worth a retraining, for `verify`: which groups to keep `[count, k]`, their predictions spread evenly.
+
+        Args:
+            property: one number.
+            count: how many; fewer if there are no more.
+            fraction: of the groups that a subset keeps.
+            among: subsets to choose from `[s, k]`, instead of random ones.
+            seed: of the draw.
+        """
+        return chosen_subsets(self, property, count, fraction, seed, among)
 
     def values(self, property: Property, weights: Tensor, ridge: float | None = None) -> Tensor:
         """Values `[models, s]` or `[models, s, m]` of a property for weights of groups `[s, k]`, not calibrated."""

@@ -1,0 +1,16 @@
+"""Which data source helped or hurt a fine-tuning: group attribution for Hugging Face's `Trainer` and PEFT.
+
+>>> from ggda_transformers import GroupTracker, attribute_trainer
+"""
+
+try:
+    import transformers  # noqa: F401
+except ImportError as error:  # pragma: no cover
+    raise ImportError("ggda_transformers needs transformers: pip install 'ggda-ext[transformers]'") from error
+
+from ggda_transformers.attribution import attribute_trainer
+from ggda_transformers.columns import Binned, Nested
+from ggda_transformers.setup import TrainerSetup
+from ggda_transformers.tracker import GroupTracker
+
+__all__ = ["attribute_trainer", "GroupTracker", "Binned", "Nested", "TrainerSetup"]

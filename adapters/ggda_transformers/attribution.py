@@ -1,0 +1,174 @@
+"""`attribute_trainer`: group scores from what a Trainer leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import nn
+
+from ggda_ext import attribute
+from ggda_ext.curvature.damping import TrainingSteps
+from ggda_ext.methods import Method
+from ggda_ext.model import ParameterChoice, ParameterSpace
+from ggda_ext.results import Attribution
+from ggda_ext.row_reductions import Tokens
+from ggda_transformers.adam import AdamTracIn
+from ggda_transformers.checkpoints import TrainerCheckpoint, found_checkpoints
+from ggda_transformers.columns import groups_of
+from ggda_transformers.peft_models import counted_parameters, unmerged
+from ggda_transformers.properties import property_of
+from ggda_transformers.setup import TrainerSetup, check_rows
+
+MethodChoice = Literal["auto", "tracin", "influence", "fisher", "ekfac"]
+FEW_PARAMETERS = 2_000_000
+"""Up to here (adapters, heads) the curvature is solved with; above it is factored, which takes fewer passes."""
+
+
+def attribute_trainer(
+    trainer_or_model: Any,
+    train_dataset: Any,
+    groups: Any,
+    property: Any = "eval_loss",
+    checkpoints: Any = None,
+    preconditioner: Literal["adam"] | None = None,
+    *,
+    method: MethodChoice | Method = "auto",
+    eval_dataset: Any = None,
+    tokens: Tokens = "mean",
+    data_collator: Callable[[list[Any]], Any] | None = None,
+    processing_class: Any = None,
+    compute_loss_func: Callable[..., Any] | None = None,
+    weights: Sequence[float] | None = None,
+    damping: float | None = None,
+    parameters: ParameterChoice = None,
+    strategy: str = "auto",
+    batch_size: int | None = None,
+    show_progress: bool | None = None,
+    **options: Any,
+) -> Attribution:
+    """Which groups of the training data helped or hurt: positive where the property is predicted to rise without it.
+
+    Args:
+        trainer_or_model: the `transformers.Trainer` after training, or the trained model (a PEFT model as well, whose
+            adapter's parameters count). Dropout is switched off meanwhile; the model is left as it was.
+        train_dataset: the rows as they were given to the Trainer: a `datasets.Dataset`, a list of dicts, or a map-style
+            Dataset. Columns that the model does not take may stay.
+        groups: the name of a column (``"source"``, ``"meta.source"``), `Binned`, `Nested`, a list of these for the
+            combinations of their values, or one label per row.
+        property: a callable ``g(model)``, one of `ggda_ext.properties`, or a name: ``"eval_loss"``, ``"accuracy"``
+            (mean probability of the right label), ``"f1"``, ``"probability"`` (of the whole answer), ``"perplexity"``,
+            or ``"difference"`` (loss of the first of two sets minus that of the second).
+        checkpoints: None for the current parameters; ``"output_dir"`` for all ``checkpoint-*`` of the Trainer's output
+            folder; a folder; or a list of folders.
+        preconditioner: ``"adam"`` divides as Adam does (TracIn only), with the second moments of each checkpoint's
+            ``optimizer.pt``, or of the Trainer's optimizer at the current parameters.
+        method: that of `ggda_ext.attribute`. ``"auto"`` takes curvature into account: ``"influence"`` for up to two
+            million parameters (adapters, heads), ``"ekfac"`` above, ``"tracin"`` with a preconditioner. The result says
+            which it was. Curvature takes some passes; ``"tracin"`` takes one for each checkpoint.
+        eval_dataset: what a property by name is of; by default the Trainer's. A dict gives a row for each set.
+        tokens: the loss of a sequence is the ``"mean"`` of its tokens, as its loss alone, or their ``"sum"``. A Trainer
+            takes the mean over all tokens of a batch, which is neither: sequences count by length there, as in the sum.
+        data_collator: by default the Trainer's.
+        processing_class: the tokenizer, to pad with where there is no Trainer.
+        compute_loss_func: by default the Trainer's.
+        weights: one for each checkpoint; by default, for TracIn, the learning rates in ``trainer_state.json``.
+        damping: of the curvature; by default from the Trainer's steps, else from the curvature itself.
+        parameters: which count; by default those that require a gradient.
+        strategy: as in `attribute`.
+        batch_size: rows per batch; by default the Trainer's for training.
+        show_progress: as in `attribute`.
+        **options: `save_dir`, `tag` and `memory_budget` as in `attribute`.
+
+    Returns:
+        An `Attribution` with scores `[m, k]` and the names of the groups.
+    """
+    setup = TrainerSetup.of(
+        trainer_or_model, data_collator=data_collator, processing_class=processing_class,
+        compute_loss_func=compute_loss_func, batch_size=batch_size,
+    )  # fmt: skip
+    check_rows(train_dataset, "train_dataset")
+    partition = groups_of(train_dataset, groups, len(train_dataset))
+    goal = property_of(setup, property, eval_dataset)
+    listed = found_checkpoints(checkpoints, getattr(getattr(setup.trainer, "args", None), "output_dir", None))
+    chosen = counted_parameters(setup.model) if parameters is None else parameters
+    with evaluated(setup.model):
+        by, recipe = _method(method, preconditioner, setup, damping, ParameterSpace(setup.model, chosen).size)
+        result = attribute(
+            setup.model, setup.loss(tokens), setup.rows(train_dataset, "train_dataset"), partition, goal, method=by,
+            damping=damping, recipe=recipe, checkpoints=listed, weights=_weights(listed, weights, by),
+            load_checkpoint=by.load if isinstance(by, AdamTracIn) else _load, parameters=chosen, strategy=strategy,
+            batch_size=batch_size, show_progress=show_progress, **options,
+        )  # fmt: skip
+    return result.replace(notes=(*result.notes, _token_note(tokens)))
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Dropout off and merged adapters out of the weights, for a while."""
+    modes = [(module, module.training) for module in model.modules()]
+    with unmerged(model):
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def _load(model: nn.Module, checkpoint: TrainerCheckpoint) -> None:
+    checkpoint.load(model)
+
+
+def _method(
+    method: MethodChoice | Method, preconditioner: str | None, setup: TrainerSetup, damping: float | None, p: int
+) -> tuple[Any, TrainingSteps | None]:
+    """The method, and what is known of the training for its damping."""
+    if preconditioner not in (None, "adam"):
+        raise ValueError(f"preconditioner={preconditioner!r} is not one of None, 'adam'.")
+    if preconditioner == "adam":
+        if method not in ("auto", "tracin"):
+            raise ValueError(f"preconditioner='adam' is for TracIn, and method={method!r} has its own: leave out one.")
+        return AdamTracIn(getattr(setup.trainer, "optimizer", None), setup.trainer), None
+    if method == "auto":
+        method = "influence" if p <= FEW_PARAMETERS else "ekfac"
+    curved = isinstance(method, str) and method in ("influence", "ekfac")
+    return method, training_steps(setup.trainer) if curved and damping is None else None
+
+
+def training_steps(trainer: Any) -> TrainingSteps | None:
+    """What a Trainer's log tells about its steps; None if it tells too little."""
+    state: Any = getattr(trainer, "state", None)
+    logged = [entry["learning_rate"] for entry in getattr(state, "log_history", []) if "learning_rate" in entry]
+    if not logged or not state.global_step or not sum(logged) > 0:
+        return None
+    optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    if not optimizer.startswith(("adamw", "sgd")):
+        return None
+    rate = sum(logged) / len(logged)
+    batch = (
+        trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size
+    )
+    return TrainingSteps(
+        rate * state.global_step, "adam" if optimizer.startswith("adamw") else "sgd",
+        weight_decay=trainer.args.weight_decay, batch_size=batch,
+    )  # fmt: skip
+
+
+def _weights(
+    listed: list[TrainerCheckpoint] | None, weights: Sequence[float] | None, method: Any
+) -> Sequence[float] | None:
+    """One weight per checkpoint: for TracIn the learning rates that were logged."""
+    if listed is None or weights is not None or not (method == "tracin" or isinstance(method, AdamTracIn)):
+        return weights
+    found = [checkpoint.learning_rate for checkpoint in listed]
+    if not any(found):
+        raise ValueError(
+            "the logged learning rate of every checkpoint is 0, so all scores would be: pass weights=, one for each."
+        )
+    return found
+
+
+def _token_note(tokens: Tokens) -> str:
+    return f"The loss of a row is the {tokens} over its tokens, where it has several."

@@ -1,0 +1,175 @@
+"""The folders that a Trainer leaves behind: parameters, learning rates, Adam's moments; no code in them is run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.model import unwrapped
+from ggda_transformers.peft_models import is_peft, load_adapter
+
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+@dataclass(frozen=True)
+class TrainerCheckpoint:
+    """A folder ``checkpoint-<step>``, or any other that a model was saved to."""
+
+    path: Path
+
+    @property
+    def step(self) -> int | None:
+        """The step it was saved after."""
+        found = re.fullmatch(r"checkpoint-(\d+)", self.path.name)
+        return int(found.group(1)) if found else None
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of its step, as `trainer_state.json` logged it: the last one up to there."""
+        path = self.path / "trainer_state.json"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{self.path} has no trainer_state.json, so its learning rate is not known: pass weights=, one for "
+                "each checkpoint."
+            )
+        state = json.loads(path.read_text(encoding="utf-8"))
+        logged = [
+            (entry["step"], float(entry["learning_rate"]))
+            for entry in state.get("log_history", [])
+            if "learning_rate" in entry
+        ]
+        if not logged:
+            raise ValueError(
+                f"{path} logs no learning rate up to step {state.get('global_step')}: train with logging_steps no "
+                "larger than save_steps, or pass weights=, one for each checkpoint."
+            )
+        step = int(state.get("global_step", logged[-1][0]))
+        return max((entry for entry in logged if entry[0] <= step), default=logged[0])[1]
+
+    def load(self, model: nn.Module) -> None:
+        """Load its parameters into a model; those of another model are refused."""
+        model = unwrapped(model)
+        adapter = next((self.path / name for name in _ADAPTER if (self.path / name).is_file()), None)
+        if adapter is not None:
+            load_adapter(model, self.path, read_tensors(adapter))
+            return
+        if is_peft(model):
+            raise FileNotFoundError(
+                f"{self.path} has no adapter ({' or '.join(_ADAPTER)}), and the model is a PEFT model: pass "
+                "checkpoints of its training."
+            )
+        state = self._state()
+        _check_fits(model, state, self.path)
+        model.load_state_dict(state, strict=False)
+
+    def _state(self) -> dict[str, Tensor]:
+        """All parameters by name, from one file or from shards."""
+        for name in _WHOLE:
+            if (self.path / name).is_file():
+                return read_tensors(self.path / name)
+        for name in _SHARDED:
+            if (self.path / name).is_file():
+                index = json.loads((self.path / name).read_text(encoding="utf-8"))
+                files = sorted(set(index["weight_map"].values()))
+                inside = [self.path / Path(file).name for file in files]  # by name: an index may not lead elsewhere
+                absent = [file.name for file in inside if not file.is_file()]
+                if absent:
+                    raise FileNotFoundError(f"{self.path} lacks {absent[0]!r}, which {name} lists: copy all shards.")
+                return {key: value for file in inside for key, value in read_tensors(file).items()}
+        held = ", ".join(sorted(file.name for file in self.path.iterdir())[:10]) or "nothing"
+        raise FileNotFoundError(
+            f"{self.path} holds no parameters ({', '.join((*_WHOLE, *_SHARDED, *_ADAPTER))}), but {held}."
+        )
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """What `optimizer.pt` holds; loaded without running code."""
+        path = self.path / "optimizer.pt"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{self.path} has no optimizer.pt, which preconditioner='adam' needs: train with "
+                "save_only_model=False, or leave out preconditioner."
+            )
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return dict(found)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or of a PyTorch file loaded without running code."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return dict(load_file(path))
+    return dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _check_fits(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
+    """Refuse a state of another model; names that share memory with a saved one need not be saved."""
+    own = model.state_dict()
+    saved = {own[name].data_ptr() for name in own if name in state}
+    absent = [name for name in own if name not in state and own[name].data_ptr() not in saved]
+    strange = [name for name in state if name not in own]
+    other = [name for name in own if name in state and own[name].shape != state[name].shape]
+    if absent or strange or other:
+        if other:
+            why = f"{other[0]!r} is {list(state[other[0]].shape)} there and {list(own[other[0]].shape)} in the model"
+        else:
+            why = f"it lacks {absent[0]!r}" if absent else f"it has {strange[0]!r}"
+        raise ValueError(
+            f"{folder} is the checkpoint of another model: {why} ({len(absent)} missing, {len(strange)} unexpected, "
+            f"{len(other)} of another shape). Pass checkpoints of this model's training."
+        )
+
+
+def found_checkpoints(checkpoints: Any, output_dir: str | None) -> list[TrainerCheckpoint] | None:
+    """Checkpoints as folders, by step; None for the current parameters.
+
+    Args:
+        checkpoints: ``"output_dir"`` for those of the Trainer's output folder, a folder that holds ``checkpoint-*`` or
+            is one, or a list of folders.
+        output_dir: of the Trainer, or None.
+    """
+    if checkpoints is None:
+        return None
+    if isinstance(checkpoints, str) and checkpoints == "output_dir":
+        if output_dir is None:
+            raise ValueError(
+                "checkpoints='output_dir' stands for the Trainer's output folder, but a model is given: pass the "
+                "folder, or a list of checkpoint folders."
+            )
+        checkpoints = output_dir
+    if isinstance(checkpoints, str | PathLike):
+        return _in_folder(Path(checkpoints))
+    if not isinstance(checkpoints, Iterable):
+        raise TypeError(f"checkpoints is a {type(checkpoints).__name__}: pass a folder, or a list of folders.")
+    listed = [TrainerCheckpoint(Path(path)) for path in checkpoints]
+    absent = [str(one.path) for one in listed if not one.path.is_dir()]
+    if absent:
+        raise FileNotFoundError(f"checkpoints names {absent[0]!r}, which is no folder.")
+    if not listed:
+        raise ValueError("checkpoints is empty: pass at least one folder, or None for the current parameters.")
+    return listed
+
+
+def _in_folder(folder: Path) -> list[TrainerCheckpoint]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"checkpoints={str(folder)!r} is no folder.")
+    inside = [TrainerCheckpoint(path) for path in folder.glob("checkpoint-*") if path.is_dir()]
+    inside = sorted((one for one in inside if one.step is not None), key=lambda one: one.step or 0)
+    if inside:
+        return inside
+    if any((folder / name).is_file() for name in (*_WHOLE, *_SHARDED, *_ADAPTER)):
+        return [TrainerCheckpoint(folder)]
+    raise FileNotFoundError(
+        f"{folder} holds no checkpoint-* folders: train with save_strategy='steps' or 'epoch', or pass "
+        "checkpoints=None for the current parameters."
+    )

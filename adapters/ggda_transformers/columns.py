@@ -1,0 +1,149 @@
+"""Groups from the columns of a data set: by name, several at once, nested names, bins of a number or date."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ggda_ext.groups import Groups
+
+
+@dataclass(frozen=True)
+class Binned:
+    """Bins of a column of numbers or dates.
+
+    Attributes:
+        column: its name.
+        bins: how many bins of about equal counts, or their edges.
+        freq: for dates, ``"Y"``, ``"M"``, ``"W"`` or ``"D"``.
+    """
+
+    column: str
+    bins: int | Sequence[Any] | None = None
+    freq: str | None = None
+
+
+@dataclass(frozen=True)
+class Nested:
+    """The upper levels of a column of nested names: at depth 1 ``"web/forum/cars"`` is ``"web"``.
+
+    Attributes:
+        column: its name.
+        depth: how many levels count.
+        separator: between levels.
+    """
+
+    column: str
+    depth: int = 1
+    separator: str = "/"
+
+
+Part = str | Binned | Nested
+
+
+def groups_of(dataset: Any, groups: Any, n: int) -> Groups:
+    """Groups of the rows of a data set.
+
+    Args:
+        dataset: `datasets.Dataset`, a list of dicts, or any map-style data set of dicts.
+        groups: the name of a column, with dots for a column inside of another; `Binned` or `Nested`; a list of these
+            for the combinations of their values; or labels, one for each row, or a `Groups`.
+        n: number of rows.
+    """
+    if isinstance(groups, str | Binned | Nested):
+        return _named(dataset, groups, n)
+    if _are_parts(groups, dataset, n):
+        columns = [_values(dataset, part, n) for part in groups]
+        return Groups(_objects(list(zip(*columns, strict=True))), n)
+    if not isinstance(groups, Groups) and hasattr(groups, "__len__") and _is_labels(groups) and len(groups) != n:
+        raise ValueError(
+            f"groups has {len(groups)} labels for {n} rows of the training data: pass one label per row, in the order "
+            "of the data set given to Trainer, or the name of a column."
+        )
+    return Groups.of(groups, n)
+
+
+def _is_labels(groups: Any) -> bool:
+    return len(groups) > 0 and not isinstance(groups[0] if isinstance(groups, list) else 0, list | np.ndarray)
+
+
+def _are_parts(groups: Any, dataset: Any, n: int) -> bool:
+    """Whether groups is a list of columns, not of labels."""
+    if (
+        not isinstance(groups, list | tuple)
+        or not groups
+        or not all(isinstance(g, str | Binned | Nested) for g in groups)
+    ):
+        return False
+    if any(not isinstance(part, str) for part in groups):
+        return True
+    names = set(column_names(dataset))
+    inside = [part for part in groups if part.split(".")[0] in names]
+    return len(inside) == len(groups) or (bool(inside) and len(groups) != n)
+
+
+def _named(dataset: Any, part: Part, n: int) -> Groups:
+    return Groups(_objects(_values(dataset, part, n)), n)
+
+
+def _objects(values: list[Any]) -> Any:
+    found: Any = np.empty(len(values), dtype=object)
+    found[:] = values
+    return found
+
+
+def _values(dataset: Any, part: Part, n: int) -> list[Any]:
+    """One value per row."""
+    values = column_values(dataset, part if isinstance(part, str) else part.column)
+    if isinstance(part, Nested):
+        if part.depth < 1:
+            raise ValueError(f"depth={part.depth} of Nested({part.column!r}): pass at least 1.")
+        return [
+            None if value is None else part.separator.join(str(value).split(part.separator)[: part.depth])
+            for value in values
+        ]
+    if isinstance(part, Binned):
+        from ggda_ext.grouping import by_column
+
+        bins = by_column(np.asarray(values), n, bins=part.bins, freq=part.freq)
+        return [bins.name(int(label)) for label in bins.labels]
+    return values
+
+
+def column_names(dataset: Any) -> list[str]:
+    """Names of the columns: those that the data set says it has, or the keys of its first row."""
+    names = getattr(dataset, "column_names", None)
+    if isinstance(names, list):
+        return names
+    row = dataset[0] if len(dataset) else {}
+    return [str(name) for name in row] if isinstance(row, Mapping) else []
+
+
+def column_values(dataset: Any, name: str) -> list[Any]:
+    """A column as a list of plain values."""
+    first, *inner = name.split(".")
+    names = column_names(dataset)
+    if name in names:
+        first, inner = name, []
+    if first not in names:
+        have = ", ".join(map(repr, names[:20])) or "none"
+        raise ValueError(
+            f"groups names the column {name!r}, which the training data does not have; its columns are {have}. If a "
+            "map or a Trainer (remove_unused_columns) took it away, pass the data set as it was before, or labels, one "
+            "for each row."
+        )
+    plain = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
+    values = (
+        list(plain[first])
+        if hasattr(plain, "column_names")
+        else [row[first] for row in map(plain.__getitem__, range(len(plain)))]
+    )
+    for key in inner:
+        if not isinstance(values[0], Mapping) or key not in values[0]:
+            have = ", ".join(map(repr, values[0])) if isinstance(values[0], Mapping) else "no columns of its own"
+            raise ValueError(f"groups names the column {name!r}, but {first!r} holds {have}.")
+        values = [value[key] for value in values]
+    return [value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value for value in values]

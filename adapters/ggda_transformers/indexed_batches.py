@@ -1,0 +1,120 @@
+"""Which row is which in a Trainer's shuffled batches: every batch carries its rows' numbers to the model's door.
+
+A callback sees neither batches nor their order. So the data loader that the Trainer will iterate is given a data set
+whose rows know their number, and a collator that hangs the numbers, with the whole batch, onto the batch under a key of
+its own. A hook on the model takes them off before the model sees them. Shuffling, several epochs, skipped batches after
+a resume and the shares of several ranks are as the Trainer makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ggda_ext.data import batch_length
+from ggda_transformers.setup import check_rows
+
+KEY = "ggda_rows"
+
+
+@dataclass
+class Carried:
+    """A batch of training rows on its way to the model.
+
+    Attributes:
+        rows: their numbers in the data set.
+        batch: what the collator made of them.
+    """
+
+    rows: list[int]
+    batch: dict[str, Any]
+
+
+class _NumberedRows:
+    """A data set whose rows are ``(number, row)``."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> tuple[int, Any]:
+        return number, self.dataset[number]
+
+    def __getitems__(self, numbers: list[int]) -> list[tuple[int, Any]]:
+        fetch = getattr(self.dataset, "__getitems__", None)
+        rows = fetch(numbers) if fetch is not None else [self.dataset[number] for number in numbers]
+        return list(zip(numbers, rows, strict=True))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+class _NumberedCollator:
+    """A collator that hangs the numbers of its rows onto the batch."""
+
+    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
+        self.collator = collator
+
+    def __call__(self, numbered: list[tuple[int, Any]]) -> Any:
+        numbers, rows = [int(number) for number, _ in numbered], [row for _, row in numbered]
+        batch = self.collator(rows)
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"the data collator returned a {type(batch).__name__}: GroupTracker needs a dict.")
+        if batch_length(batch) != len(numbers):
+            raise ValueError(
+                f"the data collator made a batch of {batch_length(batch)} rows from {len(numbers)} examples (it "
+                "flattens or packs them), so GroupTracker cannot tell its rows apart: use a collator that pads."
+            )
+        return dict(batch) | {KEY: Carried(numbers, dict(batch))}
+
+
+def number_rows(loader: Any, expected: int) -> Callable[[], None]:
+    """Let a Trainer's data loader give batches that carry the numbers of their rows; returns what undoes it.
+
+    Args:
+        loader: the Trainer's, as accelerate prepared it.
+        expected: number of rows that the groups are of.
+    """
+    inner: Any = loader
+    while "base_dataloader" in vars(inner):  # out of accelerate's wrapper, which passes for a DataLoader
+        inner = inner.base_dataloader
+    if not isinstance(inner, DataLoader):
+        raise TypeError(f"the Trainer's data loader is a {type(loader).__name__}: GroupTracker needs a DataLoader.")
+    dataset: Any = inner.dataset
+    collator = inner.collate_fn
+    check_rows(dataset, "the Trainer's training data")
+    if len(dataset) != expected:
+        raise ValueError(
+            f"groups is of {expected} rows, and the Trainer trains on {len(dataset)}: pass GroupTracker the data set "
+            "that the Trainer was given."
+        )
+    numbered, carrying = _NumberedRows(dataset), _NumberedCollator(collator)
+
+    def put(data: Any, collate: Any) -> None:
+        vars(inner)["dataset"], vars(inner)["collate_fn"] = data, collate  # which a DataLoader refuses as attributes
+
+    put(numbered, carrying)
+    return lambda: put(dataset, collator)
+
+
+def take_at_the_door(model: nn.Module, take: Callable[[Carried], None]) -> Callable[[], None]:
+    """Take carried batches off the arguments of a model; returns what ends it."""
+
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        carried = kwargs.pop(KEY, None)
+        if carried is not None:
+            take(carried)
+        return args, kwargs
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    return handle.remove

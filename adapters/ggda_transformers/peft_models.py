@@ -1,0 +1,107 @@
+"""PEFT models: which parameters count, adapters that are merged, adapters in checkpoint folders, quantized models.
+
+PEFT is imported only if a model comes from it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether a model is one of PEFT's."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The model inside of a PEFT model, or the model itself."""
+    return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
+
+
+def counted_parameters(model: nn.Module) -> list[str] | None:
+    """Names of the parameters that count by default: None for those that require a gradient.
+
+    An adapter loaded for inference is frozen with its base; then its own parameters count.
+    """
+    if not is_peft(model) or any(parameter.requires_grad for parameter in model.parameters()):
+        return None
+    saved = {id(value) for value in _adapter_parameters(model)}
+    return [name for name, value in model.named_parameters() if id(value) in saved]
+
+
+def _adapter_parameters(model: Any) -> list[nn.Parameter]:
+    """Parameters of the active adapters."""
+    names = tuple(model.active_adapters)
+    prefix = getattr(model.base_model, "prefix", "")
+    found = []
+    for name, value in model.named_parameters():
+        parts = name.split(".")
+        of_adapter = any(adapter in parts for adapter in names)
+        if of_adapter and (not prefix or prefix in name or "modules_to_save" in parts or "prompt_encoder" in parts):
+            found.append(value)
+    return found
+
+
+def check_not_quantized(model: nn.Module) -> None:
+    """Refuse a model in 4 or 8 bits."""
+    flags = ("is_loaded_in_4bit", "is_loaded_in_8bit")
+    bits = next((flag for flag in flags if getattr(base_of(model), flag, False)), None)
+    kinds = {type(parameter).__name__ for parameter in model.parameters()}
+    if bits is None and not kinds & {"Params4bit", "Int8Params"}:
+        return
+    raise ValueError(
+        f"the model is loaded in {'8' if bits == flags[1] or 'Int8Params' in kinds else '4'} bits, whose gradients are "
+        "those of a rounded model and were not compared with autograd: load the base model with dtype=torch.bfloat16 "
+        "or float32, and its adapter with peft.PeftModel.from_pretrained(base, folder)."
+    )
+
+
+@contextmanager
+def unmerged(model: nn.Module) -> Iterator[None]:
+    """Take merged adapters out of the weights for a while, where they have no gradient of their own."""
+    layers = (
+        [module for module in model.modules() if getattr(module, "merged", False) is True] if is_peft(model) else []
+    )
+    kept = []
+    for layer in layers:
+        weight = layer.get_base_layer().weight  # type: ignore[operator]
+        kept.append((layer, list(layer.merged_adapters), weight, weight.detach().clone()))  # type: ignore[arg-type]
+    try:
+        for layer, *_ in kept:
+            layer.unmerge()  # type: ignore[operator]
+        yield
+    finally:
+        for layer, adapters, weight, before in kept:
+            layer.merge(adapter_names=adapters)  # type: ignore[operator]
+            weight.data.copy_(before)  # merging again may round otherwise
+
+
+def load_adapter(model: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Load the adapter of a checkpoint folder into a PEFT model that has one of the same kind."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    if not is_peft(model):
+        raise ValueError(
+            f"{folder} holds a PEFT adapter, and the model is a {type(model).__name__} without one: pass the "
+            "PeftModel, e.g. peft.get_peft_model(model, PeftConfig.from_pretrained(folder))."
+        )
+    (name,) = model.active_adapters[:1]  # type: ignore[index]
+    expected = get_peft_model_state_dict(model, adapter_name=name)
+    absent, strange = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
+    other = [key for key in expected if key in state and expected[key].shape != state[key].shape]
+    if absent or strange or other:
+        first = (absent or strange or other)[0]
+        raise ValueError(
+            f"{folder} is the checkpoint of another adapter: it "
+            f"{'lacks' if absent else 'has' if strange else 'has another shape of'} {first!r} "
+            f"({len(absent)} missing, {len(strange)} unexpected, {len(other)} of another shape). Pass checkpoints of "
+            "this model's training."
+        )
+    set_peft_model_state_dict(model, dict(state), adapter_name=name)

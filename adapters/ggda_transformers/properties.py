@@ -1,0 +1,116 @@
+"""Properties by name, of a Trainer's evaluation set or another: loss, accuracy, F1, perplexity, probability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ggda_ext import properties
+from ggda_ext.properties import MeanProperty, Property, named, stack, weighted_sum
+from ggda_ext.properties.classes import ReadyProperty
+from ggda_transformers.setup import TrainerSetup
+
+NAMES = ("eval_loss", "difference", "accuracy", "f1", "probability", "perplexity")
+
+
+def negative_exponential(loss: Tensor) -> Tensor:
+    """A probability from its negative logarithm."""
+    return (-loss).exp()
+
+
+def property_of(setup: TrainerSetup, property: Any, eval_dataset: Any) -> Property:
+    """A property by name, or the property itself.
+
+    Args:
+        setup: how rows become losses.
+        property: a callable ``g(model)``, or one of `NAMES`.
+        eval_dataset: the rows it is of; a dict of several sets gives one component for each.
+    """
+    if not isinstance(property, str):
+        return property
+    if property not in NAMES:
+        raise ValueError(
+            f"property={property!r} is not one of {', '.join(map(repr, NAMES))}, and no callable g(model)."
+        )
+    if eval_dataset is None:
+        eval_dataset = getattr(setup.trainer, "eval_dataset", None)
+    if eval_dataset is None:
+        raise ValueError(
+            f"property={property!r} is of an evaluation set, and there is none: pass eval_dataset=, or a Trainer that "
+            "has one."
+        )
+    if property == "difference":
+        return _difference(setup, eval_dataset)
+    make = _MAKERS[property]
+    if not isinstance(eval_dataset, Mapping):
+        return named(make(setup, eval_dataset), property)
+    return stack(*(named(make(setup, data), f"{property} of {name}") for name, data in eval_dataset.items()))
+
+
+def _mean_loss(setup: TrainerSetup, dataset: Any) -> Property:
+    return _mean(setup, dataset, False)
+
+
+def _accuracy(setup: TrainerSetup, dataset: Any) -> Property:
+    """Mean probability of the right label, of every token for a language model."""
+    return _mean(setup, dataset, True, of_token=negative_exponential)
+
+
+def _probability(setup: TrainerSetup, dataset: Any) -> Property:
+    """Mean probability of the whole answer: of all labels of a row together."""
+    return _mean(setup, dataset, True, tokens="sum", of_example=negative_exponential)
+
+
+def _mean(setup: TrainerSetup, dataset: Any, higher_is_better: bool, **kind: Any) -> MeanProperty:
+    data = setup.rows(dataset, "eval_dataset")
+    return MeanProperty(data, setup.loss(**kind), setup.batch_size, higher_is_better=higher_is_better)
+
+
+def _f1(setup: TrainerSetup, dataset: Any) -> Property:
+    return properties.soft_f1(setup.rows(dataset, "eval_dataset"), batch_size=setup.batch_size)
+
+
+def _difference(setup: TrainerSetup, sets: Any) -> Property:
+    if not isinstance(sets, Mapping) or len(sets) != 2:
+        raise ValueError(
+            "property='difference' is the loss of one set minus that of another: pass eval_dataset={'a': …, 'b': …}."
+        )
+    first, second = sets
+    parts = [_mean_loss(setup, data) for data in sets.values()]
+    return weighted_sum(parts, (1.0, -1.0), name=f"eval_loss of {first} minus {second}")
+
+
+class Perplexity(ReadyProperty):
+    """exp of the mean loss of all tokens of a set, ``exp(Σ losses / Σ tokens)``."""
+
+    components = 1
+
+    def __init__(self, setup: TrainerSetup, dataset: Any) -> None:
+        self.name, self.higher_is_better = "perplexity", False
+        self._total = _mean(setup, dataset, False, tokens="sum")
+        ones = _mean(setup, dataset, False, tokens="sum", of_token=torch.ones_like)
+        self._tokens: Callable[[nn.Module], Tensor] = ones
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            tokens = self._tokens(model)
+        return (self._total(model) / tokens).exp()
+
+    def gradient(self, model: nn.Module, parameters: Any) -> Tensor:
+        """The row `[1, p]`: the perplexity times the gradient of the mean loss."""
+        with torch.no_grad():
+            tokens = self._tokens(model)
+            value = (self._total(model) / tokens).exp()
+        return self._total.gradient(model, parameters) * (value / tokens)
+
+
+_MAKERS: dict[str, Callable[[TrainerSetup, Any], Property]] = {
+    "eval_loss": _mean_loss,
+    "accuracy": _accuracy,
+    "f1": _f1,
+    "probability": _probability,
+    "perplexity": Perplexity,
+}

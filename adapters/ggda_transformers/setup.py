@@ -1,0 +1,190 @@
+"""What a Trainer, or a model alone, says about a training: model, collator, columns, loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, default_data_collator
+from transformers.data.data_collator import DataCollatorWithPadding
+
+from ggda_ext.data import IndexedData, batch_length
+from ggda_ext.row_reductions import Tokens
+from ggda_transformers.losses import TrainerLoss
+from ggda_transformers.peft_models import base_of, check_not_quantized
+
+BATCH_SIZE = 8
+"""Rows per batch of a model that comes without a Trainer."""
+
+
+@dataclass
+class TrainerSetup:
+    """How rows of a data set become batches, and batches losses.
+
+    Attributes:
+        model: the model itself, out of any wrapper.
+        collator: makes a batch of rows.
+        columns: those that reach the collator; None for all.
+        batch_size: rows per batch.
+        trainer: where all this comes from, or None.
+    """
+
+    model: nn.Module
+    collator: Callable[[list[Any]], Any]
+    columns: frozenset[str] | None
+    batch_size: int
+    trainer: Any = None
+    compute_loss_func: Callable[..., Any] | None = None
+    _losses: dict[Any, TrainerLoss] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        trainer_or_model: Any,
+        *,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        processing_class: Any = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        batch_size: int | None = None,
+    ) -> TrainerSetup:
+        """Read it from a Trainer, or from a model with what a Trainer would be given.
+
+        Args:
+            trainer_or_model: a `transformers.Trainer`, or the trained model.
+            data_collator: by default the Trainer's; with a model, one that pads if there is a tokenizer.
+            processing_class: the tokenizer, for a model that comes without a Trainer.
+            compute_loss_func: as given to Trainer.
+            batch_size: rows per batch; by default the Trainer's for training.
+        """
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: pass a positive number, or leave it out.")
+        if isinstance(trainer_or_model, Trainer):
+            trainer = trainer_or_model
+            _check_not_packed(trainer)
+            model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=True)
+            check_not_quantized(model)
+            columns = _trainer_columns(trainer, model) if trainer.args.remove_unused_columns else None
+            return cls(
+                model, data_collator or trainer.data_collator, columns,
+                batch_size or trainer.args.per_device_train_batch_size, trainer,
+                compute_loss_func or getattr(trainer, "compute_loss_func", None),
+            )  # fmt: skip
+        if not isinstance(trainer_or_model, nn.Module):
+            raise TypeError(
+                f"trainer_or_model is a {type(trainer_or_model).__name__}: pass the transformers.Trainer, or the model."
+            )
+        check_not_quantized(trainer_or_model)
+        if data_collator is None:
+            padded = processing_class is not None
+            data_collator = DataCollatorWithPadding(processing_class) if padded else default_data_collator
+        return cls(
+            trainer_or_model, data_collator, _columns(trainer_or_model), batch_size or BATCH_SIZE, None,
+            compute_loss_func,
+        )  # fmt: skip
+
+    def loss(
+        self,
+        tokens: Tokens = "mean",
+        of_token: Callable[[Tensor], Tensor] | None = None,
+        of_example: Callable[[Tensor], Tensor] | None = None,
+    ) -> TrainerLoss:
+        """The training loss of each row."""
+        key = tokens, of_token, of_example
+        if key not in self._losses:
+            smoother = getattr(self.trainer, "label_smoother", None)
+            own = type(self.trainer).compute_loss if self.trainer is not None else Trainer.compute_loss
+            overrides = own is not Trainer.compute_loss and not own.__module__.startswith("trl.")
+            self._losses[key] = TrainerLoss(
+                tokens, compute_loss_func=self.compute_loss_func, smoother=smoother,
+                compute_loss=self.trainer.compute_loss if overrides else None, shifts=shifts_labels(self.model),
+                owner=self.trainer, of_token=of_token, of_example=of_example,
+            )  # fmt: skip
+        return self._losses[key]
+
+    def rows(self, dataset: Any, name: str) -> IndexedData:
+        """A data set as batches by index; example i is row i.
+
+        Args:
+            dataset: a `datasets.Dataset`, a list of dicts, or a map-style torch Dataset.
+            name: how errors call it.
+        """
+        check_rows(dataset, name)
+        loader: DataLoader[Any] = DataLoader(dataset, batch_size=self.batch_size, collate_fn=self.collate)
+        data = IndexedData(loader, name)
+        data.anchors = (dataset, self.collator)
+        return data
+
+    def collate(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """A batch of rows, from the columns that a Trainer leaves."""
+        kept = [self._kept(row) for row in rows]
+        batch = self.collator(kept)
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"the data collator returned a {type(batch).__name__}: it must return a dict of tensors, the arguments "
+                "of the model."
+            )
+        found = dict(batch)
+        if batch_length(found) != len(rows):
+            raise ValueError(
+                f"the data collator made a batch of {batch_length(found)} rows from {len(rows)} examples (it flattens "
+                "or packs them), so a row has no loss of its own: pass data_collator= one that pads, such as "
+                "DataCollatorWithPadding."
+            )
+        return found
+
+    def _kept(self, row: Any) -> Any:
+        if self.columns is None or not isinstance(row, Mapping):
+            return row
+        kept = {name: value for name, value in row.items() if name in self.columns}
+        if not kept:
+            raise ValueError(
+                f"no column of the data is an argument of the model: it has {', '.join(map(repr, row))}. Tokenize it "
+                "first, or use a Trainer with remove_unused_columns=False if its collator does."
+            )
+        return kept
+
+
+def check_rows(dataset: Any, name: str) -> None:
+    """Refuse what has no rows by index, with what to do about it."""
+    if isinstance(dataset, DataLoader):
+        raise TypeError(f"{name} is a DataLoader: pass its data set, as it was given to Trainer.")
+    streamed = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    if streamed or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"{name} is a {type(dataset).__name__}, which is streamed, so its rows have no index to be told apart by: "
+            "pass a data set with rows, e.g. datasets.Dataset.from_generator(lambda: iter(stream)) or list(stream)."
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"{name} is empty: it holds no rows.")
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether a model predicts label i + 1 at position i."""
+    name = type(base_of(model)).__name__
+    config = getattr(model, "config", None)
+    return ("ForCausalLM" in name or "LMHeadModel" in name) and not getattr(config, "is_encoder_decoder", False)
+
+
+def _columns(model: nn.Module) -> frozenset[str]:
+    """Columns that are arguments of a model, or labels."""
+    parameters = inspect.signature(base_of(model).forward).parameters
+    return frozenset({*parameters, "label", "label_ids", "labels"})
+
+
+def _trainer_columns(trainer: Trainer, model: nn.Module) -> frozenset[str]:
+    """Columns that the Trainer leaves: subclasses may leave others than the model's arguments."""
+    trainer._set_signature_columns_if_needed()
+    return frozenset(trainer._signature_columns or ()) | _columns(model)
+
+
+def _check_not_packed(trainer: Trainer) -> None:
+    if getattr(trainer.args, "packing", False) or getattr(trainer.args, "padding_free", False):
+        raise ValueError(
+            "the Trainer packs several documents into a row (packing or padding_free), so a row belongs to several "
+            "groups and its documents cannot be told apart: train, or make a Trainer for the attribution, with "
+            "packing=False and padding_free=False; the model may stay the one trained on packed rows."
+        )

@@ -1,0 +1,349 @@
+"""`GroupTracker`: group scores while a Trainer trains, at the parameters of each step, without checkpoints.
+
+At step t the points of the step's batches are scored against the property's gradient at the parameters θ_t before the
+step, and added up by group, with the learning rate of the step:
+
+    τ_G = Σ_t η_t Σ_{i ∈ G, in the batches of t} ⟨P_t ∇g(θ_t), ∇ℓ_i(θ_t)⟩
+
+Dropout is off meanwhile; P_t is the identity, or Adam's division. It is a monitor and no verdict: it has no curvature,
+so it says in which direction each source pulls while the model learns, not what would have become of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from ggda_ext.attribution import property_directions
+from ggda_ext.data import to_device
+from ggda_ext.distributed import all_reduce_sum, alone
+from ggda_ext.gradients import GroupGradients, PointGradients
+from ggda_ext.groups import Groups
+from ggda_ext.results import Attribution, MethodFacts
+from ggda_ext.row_reductions import Tokens
+from ggda_transformers.adam import live_divisors
+from ggda_transformers.attribution import evaluated
+from ggda_transformers.columns import groups_of
+from ggda_transformers.indexed_batches import Carried, number_rows, take_at_the_door
+from ggda_transformers.peft_models import check_not_quantized, counted_parameters
+from ggda_transformers.properties import property_of
+from ggda_transformers.setup import TrainerSetup, check_rows
+
+FILE = "ggda_tracker.json"
+_logger = logging.getLogger(__name__)
+
+
+class GroupTracker(TrainerCallback):
+    """A callback that adds up group scores during training; its state is k numbers for each property.
+
+    Pass it as ``Trainer(callbacks=[tracker])``. Scores are logged with the Trainer's log as ``ggda/<group>``;
+    `attach` puts the tracker before reporters such as TensorBoard, so that they see them too. At the end a table is
+    printed and a picture saved to the output folder; `result` is the `Attribution`. Its unit is ``"rank"``.
+
+    Args:
+        train_dataset: the rows given to the Trainer, with the column that `groups` names.
+        groups: as in `attribute_trainer`.
+        property: as in `attribute_trainer`. Its gradient is taken at every scored step, so a small evaluation set keeps
+            the tracker cheap.
+        eval_dataset: what a property by name is of.
+        every: score each s-th step, counted from the first.
+        share: score each of these steps with this probability, the same on all ranks.
+        preconditioner: ``"adam"`` divides as Adam does, with the second moments before the step.
+        tokens: as in `attribute_trainer`.
+        data_collator: for the rows of a property by name; by default the Trainer's.
+        compute_loss_func: as given to Trainer.
+        parameters: which count; by default those that require a gradient.
+        seed: of the draw of steps.
+        show: whether to print the table and save the picture at the end.
+    """
+
+    def __init__(
+        self,
+        train_dataset: Any,
+        groups: Any,
+        property: Any = "eval_loss",
+        *,
+        eval_dataset: Any = None,
+        every: int = 1,
+        share: float = 1.0,
+        preconditioner: Literal["adam"] | None = None,
+        tokens: Tokens = "mean",
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        parameters: Any = None,
+        seed: int = 0,
+        show: bool = True,
+    ) -> None:
+        check_rows(train_dataset, "train_dataset")
+        self.groups: Groups = groups_of(train_dataset, groups, len(train_dataset))
+        if every < 1:
+            raise ValueError(f"every={every}: pass at least 1.")
+        if not 0 < share <= 1:
+            raise ValueError(f"share={share}: pass a number above 0, up to 1.")
+        if preconditioner not in (None, "adam"):
+            raise ValueError(f"preconditioner={preconditioner!r} is not one of None, 'adam'.")
+        self.every, self.share, self.preconditioner, self.tokens, self.seed = every, share, preconditioner, tokens, seed
+        self.show = show
+        self._property, self._eval_dataset, self._parameters = property, eval_dataset, parameters
+        self._collator, self._loss_func = data_collator, compute_loss_func
+        self._labels = torch.from_numpy(self.groups.labels.astype("int64"))
+        self._trainer: Any = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.sums: Tensor | None = None
+        """Scores so far `[m, k]`, of this rank."""
+        self.scored_steps = 0
+        self.seconds, self.training_seconds = 0.0, 0.0
+        self.history: list[tuple[int, list[list[float]]]] = []
+        """Scores `[m, k]` at the steps that were logged."""
+        self._pending: list[Carried] = []
+        self._provider: GroupGradients | None = None
+        self._setup: TrainerSetup | None = None
+        self._goal: Any = None
+        self._undo: list[Callable[[], None]] = []
+        self._taking = False
+
+    def attach(self, trainer: Any) -> GroupTracker:
+        """Put the tracker before the Trainer's other callbacks, and take collator, loss and evaluation set from it."""
+        callbacks = trainer.callback_handler.callbacks
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.insert(0, self)
+        self._trainer = trainer
+        return self
+
+    # ---- what the Trainer calls
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give batches their rows' numbers, and take up sums of a run that is resumed."""
+        self._close()
+        self._reset()
+        model, loader = kwargs["model"], kwargs["train_dataloader"]
+        check_not_quantized(model)
+        collator = self._collator or _collator_of(loader)
+        self._setup = TrainerSetup.of(
+            self._trainer or model, data_collator=collator, compute_loss_func=self._loss_func,
+            batch_size=args.per_device_train_batch_size,
+        )  # fmt: skip
+        self._goal = property_of(self._setup, self._property, self._eval_dataset or _dataset_of(kwargs))
+        self._undo = [number_rows(loader, self.groups.n), take_at_the_door(self._setup.model, self._take)]
+        if state.global_step:
+            self._resume(args, state)
+        self._started = perf_counter()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Decide whether the step that begins is scored."""
+        self._pending = []
+        drawn = self.share == 1 or random.Random(f"{self.seed}-{state.global_step}").random() < self.share
+        self._taking = state.global_step % self.every == 0 and drawn
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Score the batches of the step, before it changes the parameters."""
+        if not self._pending:
+            return
+        start = perf_counter()
+        self._taking = False
+        self._score(self._pending, kwargs["optimizer"])
+        self._pending = []
+        self.seconds += perf_counter() - start
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the scores so far to the Trainer's log."""
+        if self.sums is None or logs is None or "loss" not in logs:
+            return
+        scores = self._all_sums()
+        self.history.append((int(state.global_step), scores.tolist()))
+        logged = self._logged(scores)
+        logs.update(logged)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(logged)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the sums in the checkpoint's folder, for a run that is resumed from it."""
+        scores = self._all_sums()
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            known = {"groups": [str(name) for name in self.groups.all_names], "scored_steps": self.scored_steps,
+                     "scores": scores.tolist(), "seconds": self.seconds}  # fmt: skip
+            (folder / FILE).write_text(json.dumps(known), encoding="utf-8")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave model and loader as they were; print the table, save the picture."""
+        self.training_seconds = perf_counter() - self._started
+        self._close()
+        if self.sums is None:
+            _logger.warning("GroupTracker scored no step: every=%s, share=%s.", self.every, self.share)
+            return
+        self.sums = self._all_sums() if state.is_world_process_zero else self._all_sums() * 0
+        if self.show and state.is_world_process_zero:
+            print(self.result)
+            _save_picture(self, Path(args.output_dir) / "group_tracker.png")
+
+    # ---- what came out
+
+    @property
+    def result(self) -> Attribution:
+        """The scores so far, as a result with names; under several ranks, on rank 0 after training."""
+        if self.sums is None:
+            raise ValueError("GroupTracker has scored no step yet: pass it to Trainer(callbacks=[…]), and train.")
+        settings: dict[str, Any] = {"every": self.every, "scored steps": self.scored_steps}
+        if self.share < 1:
+            settings["share"] = self.share
+        if self.preconditioner is not None:
+            settings["preconditioner"] = self.preconditioner
+        method = MethodFacts("tracin during training", "rank", settings, seconds=self.seconds)
+        notes = ["Added up while training, without curvature: a monitor, not what removing the group would do."]
+        if self.training_seconds:
+            notes.append(f"It took {self.overhead:.0%} on top of the training.")
+        return Attribution.of(self.sums.clone(), self.groups, self._goal, method=method, test_axis=0, notes=notes)
+
+    @property
+    def overhead(self) -> float:
+        """Time spent on scores, as a share of the time of training without them."""
+        return self.seconds / max(self.training_seconds - self.seconds, 1e-9)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Scores of the first property by step, one line for each group; needs the extra ``[plot]``."""
+        from matplotlib import pyplot
+
+        ax = pyplot.subplots(figsize=(7, 4), layout="constrained")[1] if ax is None else ax
+        steps = [0, *(step for step, _ in self.history)]
+        for j, name in enumerate(self.groups.all_names):
+            ax.plot(steps, [0.0, *(scores[0][j] for _, scores in self.history)], label=str(name))
+        ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
+        ax.set(xlabel="step", ylabel="score so far", title=self.result.properties[0])
+        ax.legend(frameon=False)
+        return ax
+
+    # ---- the work
+
+    def _take(self, carried: Carried) -> None:
+        if self._taking:
+            self._pending.append(carried)
+
+    def _score(self, batches: list[Carried], optimizer: Any) -> None:
+        """Add the scores of some batches, at the model's current parameters."""
+        assert self._setup is not None
+        model = self._setup.model
+        with evaluated(model):
+            device = next(model.parameters()).device
+            sent = [to_device(carried.batch, device) for carried in batches]
+            provider = self._provider_of(sent[0])
+            directions = property_directions(provider, self._goal)
+            if isinstance(directions, PointGradients):
+                directions = self._goal.gradient(model, provider.space.parameters)
+            directions = directions * _learning_rates(optimizer, provider)
+            if self.preconditioner == "adam":
+                divisors = live_divisors(optimizer, provider.space.parameters)
+                row = provider.space.flatten(list(divisors.values()), directions.new_empty(provider.p))
+                directions = directions / row
+            if self.sums is None:
+                self.sums = torch.zeros(len(directions), len(self.groups), dtype=torch.float64)
+            with alone():  # every rank has other batches
+                for carried, batch in zip(batches, sent, strict=True):
+                    scores = provider.on(batch).scores(directions).double().cpu()
+                    self._add(scores, carried.rows)
+        self.scored_steps += 1
+
+    def _add(self, scores: Tensor, rows: list[int]) -> None:
+        assert self.sums is not None
+        labels = self._labels[rows]
+        inside = labels >= 0
+        self.sums.index_add_(1, labels[inside], scores[:, inside])
+
+    def _provider_of(self, batch: dict[str, Any]) -> GroupGradients:
+        """The provider of gradients, which looks at the model once."""
+        assert self._setup is not None
+        if self._provider is None:
+            model = self._setup.model
+            chosen = counted_parameters(model) if self._parameters is None else self._parameters
+            with alone():
+                self._provider = GroupGradients(
+                    model, self._setup.loss(self.tokens), batch, parameters=chosen, show_progress=False,
+                    batch_size=self._setup.batch_size,
+                )  # fmt: skip
+                self._provider.plan(1)
+        return self._provider
+
+    def _all_sums(self) -> Tensor:
+        """The sums of all ranks `[m, k]`."""
+        if self.sums is None:
+            return torch.zeros(1, len(self.groups), dtype=torch.float64)
+        return all_reduce_sum(self.sums.clone())
+
+    def _logged(self, scores: Tensor) -> dict[str, float]:
+        names = self.result.properties
+        return {
+            f"ggda/{name}" if len(scores) == 1 else f"ggda/{names[row]}/{name}": float(scores[row, j])
+            for row in range(len(scores))
+            for j, name in enumerate(self.groups.all_names)
+        }
+
+    def _resume(self, args: Any, state: Any) -> None:
+        """Take up the sums of the checkpoint that the run goes on from."""
+        given = args.resume_from_checkpoint
+        places = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
+        places += [Path(given)] if isinstance(given, str) else []
+        path = next((place / FILE for place in places if (place / FILE).is_file()), None)
+        if path is None:
+            raise FileNotFoundError(
+                f"training goes on from step {state.global_step}, and {places[0] / FILE} is not there: the scores of "
+                "the steps before are lost. Resume from a checkpoint that a GroupTracker was part of, or leave it out."
+            )
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["groups"] != [str(name) for name in self.groups.all_names]:
+            raise ValueError(f"{path} is of other groups: {kept['groups'][:5]}. Pass the same groups, or start again.")
+        scores = torch.tensor(kept["scores"], dtype=torch.float64)
+        self.sums = scores if state.is_world_process_zero else torch.zeros_like(scores)
+        self.scored_steps, self.seconds = kept["scored_steps"], kept["seconds"]
+
+    def _close(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo, self._provider, self._pending = [], None, []
+
+
+def _learning_rates(optimizer: Any, provider: GroupGradients) -> Tensor | float:
+    """The learning rate of the step: one number, or one for each parameter `[p]` where they differ."""
+    rates = {id(value): float(group["lr"]) for group in optimizer.param_groups for value in group["params"]}
+    each = [rates.get(id(value), 0.0) for value in provider.space.parameters.values()]
+    if len(set(each)) == 1:
+        return each[0]
+    space = provider.space
+    parts = [torch.full_like(value, rate) for value, rate in zip(space.parameters.values(), each, strict=True)]
+    return space.flatten(parts, torch.empty(space.size, dtype=space.dtype, device=space.device))
+
+
+def _collator_of(loader: Any) -> Any:
+    """The Trainer's collator, without the part that removes columns, which `TrainerSetup` does itself."""
+    collator = loader.collate_fn
+    removes = type(collator).__name__ == "RemoveColumnsCollator"
+    return collator.data_collator if removes else collator
+
+
+def _dataset_of(kwargs: dict[str, Any]) -> Any:
+    """The evaluation set of the Trainer, where it has made a loader for it."""
+    loader = kwargs.get("eval_dataloader")
+    return getattr(loader, "dataset", None)
+
+
+def _save_picture(tracker: GroupTracker, path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        _logger.info("GroupTracker saves no picture: pip install 'ggda-ext[plot]'.")
+        return
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    tracker.plot(figure.subplots())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

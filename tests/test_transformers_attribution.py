@@ -1,0 +1,307 @@
+"""Group scores from what a Trainer leaves behind, against plain autograd on every sequence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from cases import relative_error
+from ggda_transformers import Binned, Nested, attribute_trainer
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers_cases import MODELS, collate, examples, gradients, made, own_loss, sources, trainer_of
+
+from ggda_ext import Groups
+
+N = 11
+
+
+def without_source(rows):
+    return [{key: value for key, value in row.items() if key != "source"} for row in rows]
+
+
+def truth_of(model, rows, tests, losses=own_loss, divisor=None):
+    """Scores `[k]` of the groups by source for the mean loss of the tests, one backward pass each, in float64."""
+    goal = gradients(model, own_loss, tests).mean(0)
+    goal = goal if divisor is None else goal / divisor
+    groups = Groups([row["source"] for row in rows])
+    return groups.names, groups.sum(gradients(model, losses, without_source(rows)), 0) @ goal
+
+
+@pytest.fixture(params=list(MODELS))
+def case(request):
+    name = request.param
+    return made(name), sources(examples(name, N)), examples(name, 3, seed=1)
+
+
+def test_scores_are_the_sum_of_one_backward_pass_for_each_sequence(case):
+    model, rows, tests = case
+    result = attribute_trainer(
+        model, rows, "source", eval_dataset=tests, data_collator=collate, method="tracin", batch_size=4
+    )
+    names, truth = truth_of(model, rows, tests)
+    assert result.names == names
+    assert relative_error(result.scores[0], truth) <= 1e-10
+    assert result.properties == ("eval_loss",)
+    assert result.higher_is_better == (False,)
+
+
+def test_tokens_may_be_summed():
+    model, rows, tests = made("gpt2"), sources(examples("gpt2", N)), examples("gpt2", 3, seed=1)
+
+    def summed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(**batch).loss * (batch["labels"][:, 1:] != -100).sum()
+
+    result = attribute_trainer(
+        model, rows, "source", eval_dataset=tests, data_collator=collate, method="tracin", tokens="sum"
+    )
+    _, truth = truth_of(model, rows, tests, summed)
+    assert relative_error(result.scores[0], truth) <= 1e-6
+    assert any("sum over its tokens" in note for note in result.notes)
+
+
+# ---- the Trainer's own losses
+
+
+def func(outputs, labels, num_items_in_batch=None):
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = nn.functional.cross_entropy(logits, targets, reduction="sum")
+    return 2 * total / num_items_in_batch
+
+
+class Halved(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (0.5 * outputs.loss, outputs) if return_outputs else 0.5 * outputs.loss
+
+
+@pytest.mark.parametrize("kind", ["function", "smoothed", "overridden"])
+def test_the_loss_is_the_trainers(kind, tmp_path):
+    model, rows, tests = made("gpt2"), sources(examples("gpt2", N)), examples("gpt2", 3, seed=1)
+    settings = {
+        "function": {"compute_loss_func": func},
+        "smoothed": {"label_smoothing_factor": 0.2},
+        "overridden": {"kind": Halved},
+    }[kind]
+    trainer = trainer_of(model, rows, tmp_path, eval_dataset=tests, **settings)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        batch = dict(batch)
+        if kind == "overridden":
+            return 0.5 * model(**batch).loss
+        labels = batch.pop("labels")
+        outputs = model(**batch)
+        if kind == "function":
+            return func(outputs, labels, (labels[:, 1:] != -100).sum())
+        return trainer.label_smoother(outputs, labels, shift_labels=True)
+
+    result = attribute_trainer(trainer, rows, "source", lambda m: own_loss(m, collate(tests[:1])), method="tracin")
+    _, truth = truth_of(model, rows, tests[:1], loss)
+    assert relative_error(result.scores[0], truth) <= (1e-10 if kind == "function" else 1e-6)
+
+
+# ---- checkpoints
+
+
+def trained(tmp_path, name="gpt2", **settings):
+    model, rows = made(name, torch.float32), sources(examples(name, N, dtype=torch.float32))
+    settings = {"save_strategy": "steps", "save_steps": 2, "weight_decay": 0.1} | settings
+    trainer = trainer_of(model, rows, tmp_path, eval_dataset=examples(name, 3, seed=1), **settings)
+    trainer.train()
+    return trainer, rows
+
+
+@pytest.mark.parametrize("preconditioner", [None, "adam"])
+def test_checkpoints_are_read_with_learning_rates_and_moments(preconditioner, tmp_path):
+    trainer, rows = trained(tmp_path)
+    model, before = trainer.model, {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    result = attribute_trainer(
+        trainer, rows, "source", checkpoints="output_dir", preconditioner=preconditioner, method="tracin"
+    )
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    other, total = made("gpt2", torch.float32), 0.0
+    for step in (2, 4):
+        folder = tmp_path / f"checkpoint-{step}"
+        state = type(other).from_pretrained(folder).state_dict()
+        other.load_state_dict(state)
+        log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        rate = next(entry["learning_rate"] for entry in log if entry["step"] == step and "learning_rate" in entry)
+        divisor = None
+        if preconditioner == "adam":
+            saved = torch.load(folder / "optimizer.pt", weights_only=True)
+            decays = set(trainer.get_decay_parameter_names(other))
+            names = [n for n, _ in other.named_parameters() if n in decays]
+            names += [n for n, _ in other.named_parameters() if n not in decays]
+            group = saved["param_groups"][0]
+            moments = {
+                name: (saved["state"][j]["exp_avg_sq"] / (1 - group["betas"][1] ** step)).sqrt() + group["eps"]
+                for j, name in enumerate(names)
+            }
+            divisor = torch.cat([moments[name].flatten() for name, _ in other.named_parameters()])
+        _, part = truth_of(other, rows, trainer.eval_dataset, divisor=divisor)
+        total = total + rate * part
+    assert relative_error(result.scores[0], total) <= 1e-4
+    assert result.method.settings["checkpoints"] == 2
+
+
+def test_adam_at_the_current_parameters_takes_the_trainers_optimizer(tmp_path):
+    trainer, rows = trained(tmp_path)
+    last = [tmp_path / "checkpoint-4"]
+    now = attribute_trainer(trainer, rows, "source", preconditioner="adam")
+    saved = attribute_trainer(trainer, rows, "source", checkpoints=last, weights=[1.0], preconditioner="adam")
+    assert relative_error(now.scores, saved.scores) <= 1e-5
+    assert now.method.name == "tracin"
+
+
+def test_shards_are_read(tmp_path):
+    trainer, rows = trained(tmp_path)
+    trainer.model.save_pretrained(tmp_path / "shards", max_shard_size="6KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    with torch.no_grad():
+        kept = attribute_trainer(trainer, rows, "source", method="tracin")
+        next(trainer.model.parameters()).mul_(2)
+    read = attribute_trainer(trainer, rows, "source", checkpoints=tmp_path / "shards", weights=[1.0], method="tracin")
+    torch.testing.assert_close(read.scores, kept.scores)
+
+
+# ---- methods and properties
+
+
+def test_curvature_is_the_default_and_the_result_says_so(tmp_path):
+    trainer, rows = trained(tmp_path, "bert", save_strategy="no")
+    result = attribute_trainer(trainer, rows, "source")
+    assert result.method.name == "influence"
+    assert result.method.unit == "property"
+    assert "Adam" in str(result.method) or "adam" in str(result.method)
+
+
+@pytest.mark.parametrize("property", ["eval_loss", "accuracy", "f1", "probability", "perplexity"])
+def test_properties_by_name_have_the_gradient_of_their_value(property):
+    name = "bert" if property == "f1" else "gpt2"
+    model, rows = made(name), sources(examples(name, N))
+    tests = examples(name, 5, seed=1)
+    result = attribute_trainer(
+        model, rows, "source", property, eval_dataset=tests, data_collator=collate, method="tracin", batch_size=4
+    )
+
+    def value(model: nn.Module) -> Tensor:
+        parts = [model(**{k: v for k, v in collate([row]).items() if k != "labels"}).logits for row in tests]
+        if property == "f1":
+            probabilities, labels = torch.cat(parts).softmax(1), torch.tensor([row["labels"] for row in tests])
+            hits = probabilities * nn.functional.one_hot(labels, 3)
+            return (2 * hits.sum(0) / (probabilities.sum(0) + labels.bincount(minlength=3))).mean()
+        losses = [
+            nn.functional.cross_entropy(z[0, :-1], torch.tensor(row["labels"])[1:], reduction="none")[
+                torch.tensor(row["labels"])[1:] != -100
+            ]
+            for z, row in zip(parts, tests, strict=True)
+        ]
+        if property == "perplexity":
+            return torch.cat(losses).mean().exp()
+        each = {
+            "eval_loss": lambda loss: loss.mean(),
+            "accuracy": lambda loss: (-loss).exp().mean(),
+            "probability": lambda loss: (-loss.sum()).exp(),
+        }[property]
+        return torch.stack([each(loss) for loss in losses]).mean()
+
+    plain = attribute_trainer(model, rows, "source", value, data_collator=collate, method="tracin", batch_size=4)
+    assert relative_error(result.scores, plain.scores) <= 1e-5  # the model's own loss goes through float32
+    assert result.properties == (property,)
+
+
+def test_sets_by_name_give_a_row_each_and_their_difference():
+    model, rows = made("gpt2"), sources(examples("gpt2", N))
+    sets = {"a": examples("gpt2", 3, seed=1), "b": examples("gpt2", 4, seed=2)}
+    both = attribute_trainer(model, rows, "source", eval_dataset=sets, data_collator=collate, method="tracin")
+    assert both.properties == ("eval_loss of a", "eval_loss of b")
+    gap = attribute_trainer(
+        model, rows, "source", "difference", eval_dataset=sets, data_collator=collate, method="tracin"
+    )
+    torch.testing.assert_close(gap.scores[0], both.scores[0] - both.scores[1])
+
+
+# ---- groups from columns
+
+
+@pytest.mark.parametrize(("groups", "names"), [
+    ("source", {"web", "books", "forum"}),
+    ("meta.lang", {"en", "de"}),
+    (["source", "meta.lang"], {("web", "en"), ("web", "de"), ("books", "en"), ("books", "de"), ("forum", "en"),
+                               ("forum", "de")}),
+    (Nested("path"), {"a", "b"}),
+    (Nested("path", 2), {"a/0", "a/1", "b/0", "b/1"}),
+    (Binned("year", bins=[2000, 2004, 2012]), {"[2000, 2004)", "[2004, 2012]"}),
+    ([0] * 6 + [1] * 6, {0, 1}),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["list", "datasets"])
+def test_groups_come_from_columns(groups, names, kind):
+    rows = [
+        row | {"meta": {"lang": "en" if i % 2 else "de"}, "path": f"{'ab'[i % 2]}/{i // 2 % 2}/x", "year": 2000 + i}
+        for i, row in enumerate(sources(examples("bert", 12)))
+    ]
+    if kind == "datasets":
+        rows = pytest.importorskip("datasets").Dataset.from_list(rows).shuffle(seed=1)
+    model = made("bert")
+    result = attribute_trainer(
+        model, rows, groups, eval_dataset=examples("bert", 2, seed=1), data_collator=collate, method="tracin"
+    )
+    assert set(result.names) == names
+    assert sum(result.sizes) == 12
+
+
+# ---- bad input
+
+
+def test_mistakes_are_named_with_the_fix(tmp_path):
+    from torch.utils.data import DataLoader
+
+    model, rows, tests = made("bert"), sources(examples("bert", 6)), examples("bert", 2, seed=1)
+
+    def run(given=model, data=rows, groups="source", property="eval_loss", **more):
+        options = {"eval_dataset": tests, "data_collator": collate, "method": "tracin"} | more
+        return attribute_trainer(given, data, groups, property, **options)
+
+    def refused(kind, message, **arguments):
+        with pytest.raises(kind, match=message):
+            run(**arguments)
+
+    refused(ValueError, "'sources'.*its columns are 'input_ids', 'labels', 'source'", groups="sources")
+    refused(ValueError, "its columns are 'input_ids', 'labels'. If a map or a Trainer", data=without_source(rows))
+    refused(ValueError, "groups has 3 labels for 6 rows", groups=["a", "b", "a"])
+    refused(TypeError, "train_dataset is a generator, which is streamed", data=(row for row in rows))
+    refused(TypeError, "train_dataset is a DataLoader: pass its data set", data=DataLoader(rows))
+    refused(ValueError, "property='loss' is not one of 'eval_loss'", property="loss")
+    refused(ValueError, "pass eval_dataset=", eval_dataset=None)
+    refused(ValueError, "'difference' is the loss of one set minus", property="difference")
+    refused(TypeError, "trainer_or_model is a str", given="bert")
+    refused(ValueError, "made a batch of 1 rows from", data_collator=lambda rows: collate(rows[:1]))
+    refused(ValueError, "checkpoints='output_dir' stands for", checkpoints="output_dir")
+    refused(FileNotFoundError, "holds no checkpoint-", checkpoints=tmp_path)
+    refused(FileNotFoundError, "which is no folder", checkpoints=[tmp_path / "nothing"])
+    refused(ValueError, "preconditioner='sgd' is not one of", preconditioner="sgd")
+    refused(ValueError, "needs the optimizer: pass the Trainer", preconditioner="adam")
+    refused(ValueError, "is for TracIn", preconditioner="adam", method="ekfac")
+    made("gpt2").save_pretrained(tmp_path / "other")
+    refused(ValueError, "is the checkpoint of another model", checkpoints=[tmp_path / "other"], weights=[1.0])
+    made("bert").save_pretrained(tmp_path / "same")
+    refused(FileNotFoundError, "no trainer_state.json", checkpoints=[tmp_path / "same"])
+    refused(FileNotFoundError, "no optimizer.pt", checkpoints=[tmp_path / "same"], weights=[1], preconditioner="adam")
+    assert not model.training
+
+
+def test_a_streamed_data_set_of_hugging_face_is_refused():
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_list(sources(examples("bert", 4))).to_iterable_dataset()
+    with pytest.raises(TypeError, match="train_dataset is a IterableDataset, which is streamed"):
+        attribute_trainer(made("bert"), stream, "source", eval_dataset=examples("bert", 2))
+
+
+def test_packed_rows_are_refused(tmp_path):
+    trainer = trainer_of(made("gpt2"), examples("gpt2", 4), tmp_path)
+    trainer.args.packing = True
+    with pytest.raises(ValueError, match="packs several documents into a row"):
+        attribute_trainer(trainer, sources(examples("gpt2", 4)), "source", eval_dataset=examples("gpt2", 2))

@@ -1,0 +1,204 @@
+"""Scores added up while a Trainer trains, against a plain loop over the same steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from cases import relative_error
+from ggda_transformers import GroupTracker
+from transformers import TrainerCallback
+from transformers_cases import collate, examples, gradients, made, own_loss, sources, trainer_of
+
+from ggda_ext import Groups
+
+N = 11
+
+
+def plain_rows(rows):
+    return [{key: value for key, value in row.items() if key not in ("source", "number")} for row in rows]
+
+
+class PlainLoop(TrainerCallback):
+    """What the tracker should find: every batch of every scored step, row by row, with plain autograd."""
+
+    def __init__(self, rows, tests, every=1, adam=False):
+        self.rows, self.tests, self.every, self.adam = rows, tests, every, adam
+        self.groups = Groups([row["source"] for row in rows])
+        self.sums = torch.zeros(len(self.groups), dtype=torch.float64)
+        self.collated, self.batches = [], []
+
+    def collate(self, rows):
+        """As a Trainer's collator that sees all columns, and remembers which rows it was given."""
+        self.collated.append([row["number"] for row in rows])
+        return collate(plain_rows(rows))
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.left, self.steps = args.gradient_accumulation_steps, []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        count = args.gradient_accumulation_steps
+        per_epoch = -(-len(self.rows) // args.per_device_train_batch_size)
+        position = sum(len(step) for step in self.steps)
+        step = list(range(position, position + min(count, per_epoch - position % per_epoch)))
+        self.steps.append(step)
+        if (len(self.steps) - 1) % self.every:
+            return
+        model.eval()
+        goal = gradients(model, own_loss, self.tests).mean(0).double()
+        if self.adam:
+            goal = goal / self._divisors(model, optimizer)
+        for batch in step:
+            numbers = self.collated[batch]
+            rows = gradients(model, own_loss, plain_rows([self.rows[i] for i in numbers])).double()
+            scores = optimizer.param_groups[0]["lr"] * rows @ goal
+            self.sums.index_add_(0, torch.from_numpy(self.groups.labels[numbers]).long(), scores)
+        model.train()
+
+    @staticmethod
+    def _divisors(model, optimizer):
+        state, group = optimizer.state, optimizer.param_groups[0]
+        parts = [
+            (state[p]["exp_avg_sq"] / (1 - group["betas"][1] ** float(state[p]["step"]))).sqrt() + group["eps"]
+            if state.get(p)
+            else torch.ones_like(p)
+            for p in model.parameters()
+        ]
+        return torch.cat([part.flatten() for part in parts]).detach().double()
+
+
+def run(tmp_path, name="gpt2", every=1, adam=False, dtype=torch.float64, **settings):
+    rows = [row | {"number": i} for i, row in enumerate(sources(examples(name, N, dtype=dtype)))]
+    tests = examples(name, 3, seed=1, dtype=dtype)
+    loop = PlainLoop(rows, tests, every, adam)
+    tracker = GroupTracker(
+        rows, "source", eval_dataset=tests, every=every, preconditioner="adam" if adam else None,
+        data_collator=collate, show=False,
+    )  # fmt: skip
+    defaults = {"max_steps": -1, "num_train_epochs": 2, "remove_unused_columns": False}
+    trainer = trainer_of(
+        made(name, dtype), rows, tmp_path, data_collator=loop.collate, callbacks=[loop, tracker],
+        **(defaults | settings),
+    )  # fmt: skip
+    trainer.train()
+    return loop, tracker, trainer
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_the_sums_are_those_of_a_plain_loop(name, accumulation, tmp_path):
+    loop, tracker, trainer = run(tmp_path, name, gradient_accumulation_steps=accumulation)
+    assert len(loop.steps) == trainer.state.global_step == tracker.scored_steps
+    assert sorted(number for batch in loop.collated[:3] for number in batch) == list(
+        range(N)
+    )  # 4 + 4 + 3 rows: an uneven last batch
+    assert loop.collated[0] != sorted(loop.collated[0])  # the Trainer shuffles
+    assert relative_error(tracker.result.scores[0], loop.sums) <= 1e-10
+    assert tracker.result.method.unit == "rank"
+    assert tracker.overhead > 0
+
+
+@pytest.mark.parametrize(("settings", "bound"), [
+    ({"every": 2}, 1e-10), ({"adam": True}, 1e-6), ({"name": "t5"}, 1e-10), ({"name": "vit"}, 1e-10),
+    ({"dtype": torch.float32}, 1e-4), ({"lr_scheduler_type": "cosine", "warmup_steps": 2}, 1e-10),
+    ({"dataloader_num_workers": 0, "average_tokens_across_devices": False}, 1e-10),
+])  # fmt: skip
+def test_the_sums_hold_for_other_settings(settings, bound, tmp_path):
+    loop, tracker, _ = run(tmp_path, **settings)
+    assert relative_error(tracker.result.scores[0], loop.sums) <= bound
+
+
+def test_the_training_is_what_it_is_without_a_tracker(tmp_path):
+    loop, _, trainer = run(tmp_path)
+    other = trainer_of(
+        made("gpt2"), loop.rows, tmp_path, data_collator=lambda rows: collate(plain_rows(rows)), max_steps=-1,
+        num_train_epochs=2, remove_unused_columns=False,
+    )  # fmt: skip
+    other.train()
+    for one, two in zip(trainer.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_scores_are_in_the_log_and_in_a_picture_and_a_table(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    rows, tests = sources(examples("bert", N, dtype=torch.float32)), examples("bert", 2, seed=1)
+    tracker = GroupTracker(rows, "source", eval_dataset=tests, every=2)
+    seen = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    trainer = trainer_of(made("bert", torch.float32), rows, tmp_path, callbacks=[Reporter()])
+    tracker.attach(trainer)
+    trainer.train()
+    for logged in (seen[-2], trainer.state.log_history[-2]):
+        assert logged["ggda/web"] == pytest.approx(float(tracker.result["web"]), rel=1e-6)
+    assert "Attribution of eval_loss" in capsys.readouterr().out
+    assert (tmp_path / "group_tracker.png").stat().st_size > 1000
+    assert len(tracker.history) == 4
+    assert "monitor" in tracker.result.notes[0]
+
+
+def test_columns_that_the_trainer_removes_still_name_groups(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(sources(examples("bert", N)))
+    tracker = GroupTracker(rows, "source", eval_dataset=examples("bert", 2, seed=1), show=False)
+    trainer_of(made("bert", torch.float32), rows, tmp_path, callbacks=[tracker]).train()
+    assert set(tracker.result.names) == {"web", "books", "forum"}
+    assert bool((tracker.result.scores != 0).all())
+
+
+def test_a_resumed_run_ends_with_the_sums_of_one_that_was_not_stopped(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 3}
+    _, whole, _ = run(tmp_path / "one", **settings)
+    loop, _, _ = run(tmp_path / "two", **settings)
+    rows, tests = loop.rows, loop.tests
+    tracker = GroupTracker(rows, "source", eval_dataset=tests, data_collator=collate, show=False)
+    trainer = trainer_of(
+        made("gpt2"), rows, tmp_path / "two", data_collator=lambda rows: collate(plain_rows(rows)), max_steps=-1,
+        num_train_epochs=2, remove_unused_columns=False, callbacks=[tracker], **settings,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
+    assert tracker.scored_steps == whole.scored_steps
+    assert relative_error(tracker.result.scores, whole.result.scores) <= 1e-6
+    kept = json.loads((tmp_path / "two" / "checkpoint-3" / "ggda_tracker.json").read_text())
+    assert kept["scored_steps"] == 3
+    (tmp_path / "two" / "checkpoint-3" / "ggda_tracker.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"ggda_tracker.json is not there"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
+
+
+def test_mixed_precision_is_scored_as_it_is_trained(tmp_path):
+    loop, tracker, _ = run(tmp_path, dtype=torch.float32, bf16=True)
+    assert relative_error(tracker.result.scores[0], loop.sums) <= 0.1
+
+
+def test_mistakes_are_named_with_the_fix(tmp_path):
+    rows, tests = sources(examples("bert", 6, dtype=torch.float32)), examples("bert", 2, seed=1)
+
+    def refused(kind, message, **arguments):
+        with pytest.raises(kind, match=message):
+            GroupTracker(**({"train_dataset": rows, "groups": "source", "eval_dataset": tests} | arguments))
+
+    refused(ValueError, "every=0", every=0)
+    refused(ValueError, "share=2", share=2)
+    refused(ValueError, "preconditioner='sgd'", preconditioner="sgd")
+    refused(ValueError, "its columns are 'input_ids', 'labels', 'source'", groups="origin")
+    refused(ValueError, "groups has 2 labels for 6 rows", groups=["a", "b"])
+    refused(TypeError, "which is streamed", train_dataset=iter(rows))
+    with pytest.raises(ValueError, match="has scored no step yet"):
+        _ = GroupTracker(rows, "source", eval_dataset=tests).result
+    tracker = GroupTracker(rows[:4], "source", eval_dataset=tests)
+    with pytest.raises(ValueError, match="groups is of 4 rows, and the Trainer trains on 6"):
+        trainer_of(made("bert", torch.float32), rows, tmp_path, callbacks=[tracker]).train()
+    tracker = GroupTracker(rows, "source", eval_dataset=tests, show=False)
+
+    def flattening(some):
+        return {key: value.reshape(1, -1) for key, value in collate(plain_rows(some)).items()}
+
+    trainer = trainer_of(made("bert", torch.float32), rows, tmp_path, callbacks=[tracker], data_collator=flattening)
+    with pytest.raises(ValueError, match="made a batch of 1 rows from 4 examples"):
+        trainer.train()
