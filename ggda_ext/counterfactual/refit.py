@@ -7,9 +7,9 @@ With outputs f_i + Φ_i d and weights w of the groups, the refit is
 where ḡ, the gradient of all training points at d = 0, makes d = 0 the answer if nothing changes (with weight decay
 and at the optimum it is the decay's own pull), and the penalty Λ `[r, r]` is the weight decay and a ridge that keeps
 the answer where the linearisation holds. Without weight decay a linear model has next to no Λ: there a refit stops
-where outputs have moved by the loss's radius, because with a class left out nothing else bounds them. Newton steps, each by
-conjugate gradients preconditioned with the groups' own curvature at d = 0, for many subsets at once: all products with
-Φ are matrix products shared by a block of subsets.
+where outputs have moved by the loss's radius, because with a class left out nothing else bounds them. Newton steps,
+each by conjugate gradients preconditioned with the groups' own curvature at d = 0, for many subsets at once: all
+products with Φ are matrix products shared by a block of subsets.
 """
 
 from __future__ import annotations
