@@ -109,7 +109,7 @@ class IndexedData:
         self._tensors = None if own_collate or by_example or self.is_stream else _as_tensors(source, name)
         if self._loader is not None:
             self.batch_size = self._loader.batch_size
-        elif self._tensors is not None:
+        elif self._tensors is not None and not _holds_tensors(source):
             self.index, self._doubles = index_of(source), holds_doubles(source)
         self.n = self._length()
         if self.n == 0:
@@ -244,6 +244,10 @@ class SomePoints(IndexedData):
         self.data, self.positions = data, positions
         self.name, self.n, self.is_stream = data.name, len(positions), False
 
+    def suit(self, model: nn.Module) -> None:
+        """The data set they are of gives them."""
+        self.data.suit(model)
+
     def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
         """One batch for every sequence of indices, in that order."""
         return self.data.batches(self.positions[np.asarray(indices)] for indices in index_batches)
@@ -301,27 +305,38 @@ def _loader_order(loader: DataLoader, name: str) -> np.ndarray | None:
 
 def _as_tensors(source: Any, name: str) -> Any:
     """The tensors behind `source` with examples along dim 0, or None if it is not made of tensors."""
-    if isinstance(source, Tensor | np.ndarray) or is_table(source):
-        return tensor_of(source, name)
+    if isinstance(source, Tensor):
+        return source
     if type(source) is TensorDataset:
         return source.tensors
     if type(source) is Subset:
         inner = _as_tensors(source.dataset, name)
         return None if inner is None else _Selected(inner, _from_the_front(source, name))
+    plain = _holds_tensors(source)
+    if not plain and (isinstance(source, np.ndarray) or is_table(source)):
+        return tensor_of(source, name)
     arrays = list(source.values()) if isinstance(source, Mapping) else source
     if not isinstance(arrays, tuple | list) or not arrays or isinstance(source, Dataset):
         return None
-    if not all(isinstance(array, Tensor | np.ndarray) or is_table(array) for array in arrays):
+    if not plain and not all(isinstance(array, Tensor | np.ndarray) or is_table(array) for array in arrays):
         raise TypeError(why_no_data(source, arrays, name))
     lengths = [len(array) for array in arrays]
     if len(set(lengths)) > 1:
         raise ValueError(f"{name} holds tensors of different lengths: {lengths}.")
+    if plain:
+        return dict(source) if isinstance(source, Mapping) else tuple(source)
     index, rest = index_of(source), f"the first table of {name}"
     tensors = [
         tensor_of(aligned(array, index, f"part {j} of {name}", rest), f"part {j} of {name}")
         for j, array in enumerate(arrays)
     ]
     return dict(zip(source, tensors, strict=True)) if isinstance(source, Mapping) else tuple(tensors)
+
+
+def _holds_tensors(source: Any) -> bool:
+    """Whether data is made of tensors alone: nothing to convert, and no rows to match."""
+    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else [source]
+    return all(isinstance(part, Tensor) for part in parts)
 
 
 def _from_the_front(subset: Subset, name: str) -> np.ndarray:

@@ -183,7 +183,7 @@ def _check_same(same: Mapping[str, Any]) -> None:
             )
 
 
-def fingerprint(tensors: Iterable[Tensor]) -> str:
+def checksum(tensors: Iterable[Tensor]) -> str:
     """A short text that differs for other tensors, to be compared by `together`."""
     found = 0
     for tensor in tensors:

@@ -33,6 +33,7 @@ from ggda_ext.data import IndexedData
 from ggda_ext.distributed import all_reduce_sum, gather_rows, in_order, my_share, rank, world_size
 from ggda_ext.evaluation import Retrainer
 from ggda_ext.losses import as_example_loss
+from ggda_ext.methods import METHODS
 from ggda_ext.model import ParameterSpace
 from ggda_ext.training import Recipe
 
@@ -147,6 +148,11 @@ def of_properties() -> Iterator[tuple[str, Any]]:
     }.items():
         yield f"property: {name}", properties.property_gradient(of, case.model, parameters)
         yield f"attribute: {name}", attribute(case.model, loss, case.data, UNEVEN, of, method="tracin")
+    mean = properties.mean_loss(data, loss)
+    for kind in METHODS:
+        result = attribute(case.model, loss, case.data, UNEVEN, mean, method=METHODS[kind](), intervals=True)
+        yield f"attribute: by {kind}", result
+        yield f"attribute: how sure by {kind}", result.high
 
 
 def curvature() -> Iterator[tuple[str, Any]]:

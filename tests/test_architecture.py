@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import ggda_ext
 
@@ -25,6 +28,8 @@ LAYERS = [
     {"counterfactual"},
 ]
 """Rooms from the ground up: a module imports from its own layer and those below, at its top level."""
+
+HEIGHTS = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 
 
 def room(module: str) -> str:
@@ -46,9 +51,8 @@ FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.parent != ROOT or p
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    heights = {name: height for height, layer in enumerate(LAYERS) for name in layer}
     own = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    above = [name for name in imported(path) if heights[room(name)] > heights[own]]
+    above = [name for name in imported(path) if HEIGHTS[room(name)] > HEIGHTS[own]]
     assert not above, f"{own} imports from a room above it: {above}"
 
 
@@ -62,3 +66,44 @@ def test_importing_the_package_brings_torch_and_little_more():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     brought = {name.split(".")[0] for name in done.stdout.split()}
     assert not brought & {"sklearn", "pandas", "scipy", "matplotlib", "transformers", "captum", "dattri", "trak"}
+
+
+def walk(call) -> tuple[list[str], set[tuple[str, str]]]:
+    """Files of the package that a call enters, in order, and which of them calls which (hooks come through torch)."""
+    files: list[str] = []
+    calls: set[tuple[str, str]] = set()
+
+    def name(frame) -> str | None:
+        path = Path(frame.f_code.co_filename)
+        return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else None
+
+    def watch(frame, event, _):
+        here = name(frame) if event == "call" else None
+        if here is None:
+            return
+        if here not in files:
+            files.append(here)
+        resumed = frame.f_code.co_flags & inspect.CO_GENERATOR  # by whoever iterates over it
+        caller = None if resumed or frame.f_back is None else name(frame.f_back)
+        if caller is not None and caller != here:
+            calls.add((caller, here))
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return files, calls
+
+
+def test_attribute_in_memory_crosses_few_files_and_goes_one_way():
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), nn.CrossEntropyLoss()
+    data = torch.randn(20, 4), torch.randint(0, 3, (20,))
+    groups, explained = ggda_ext.Groups(torch.arange(20) % 4), ggda_ext.properties.mean_loss(data, loss)
+    files, calls = walk(lambda: ggda_ext.attribute(model, loss, data, groups, explained, method="tracin"))
+    assert not [name for name in files if name.startswith("storage")]
+    assert len(files) <= 25, f"attribute crosses {len(files)} files: {files}"
+    rooms = {(Path(a).parts[0].removesuffix(".py"), Path(b).parts[0].removesuffix(".py")) for a, b in calls}
+    up = [(a, b) for a, b in rooms if HEIGHTS[a] < HEIGHTS[b]]
+    assert not up, f"calls go from a room to one above it: {up}"

@@ -6,6 +6,8 @@ import copy
 import datetime
 import io
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -436,3 +438,10 @@ def test_per_member_divides_by_size() -> None:
     assert found.scores[:, -1].tolist() == [0.5, 0.0]
     assert found.high is not None
     assert found.high[0].tolist() == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_a_new_process_reads_what_torch_saved(tmp_path: Path) -> None:
+    torch.save(small(), tmp_path / "scores.pt")
+    code = f"import torch, ggda_ext; print(torch.load({str(tmp_path / 'scores.pt')!r}, weights_only=True).names)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == str(small().names), done.stderr

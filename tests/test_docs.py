@@ -15,14 +15,14 @@ WITH_CODE = [name for name in NAMES if pages.blocks((pages.ROOT / name).read_tex
 
 @pytest.mark.parametrize("name", WITH_CODE)
 def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(name, tmp_path, monkeypatch):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
+    pytest.importorskip("matplotlib").use("Agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.chdir(tmp_path)
     for block, came in pages.printed(pages.ROOT / name):
         if block.shown is not None:
             found = pages.difference(block.shown, came)
             assert found is None, f"{name}, block at line {block.line}: {found}"
-    matplotlib.pyplot.close("all")
+    pyplot.close("all")
 
 
 @pytest.mark.parametrize(

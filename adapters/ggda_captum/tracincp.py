@@ -16,7 +16,7 @@ from ggda_captum.last_layer import Asked, asked_of, layer_for
 from ggda_ext import PointGradients
 from ggda_ext.attribution import property_directions
 from ggda_ext.gradients import Directions
-from ggda_ext.methods.keeping import weighted_sum
+from ggda_ext.methods.keeping import sum_scores
 from ggda_ext.model import left_as_it_was
 
 
@@ -75,12 +75,12 @@ class CheckpointInfluence(GroupInfluence):
                 elif aggregate:
                     directions = directions.sum(0, keepdim=True)
                 parts.append((rate, now.provider.scores(directions)))
-        return weighted_sum(parts)
+        return sum_scores(parts)
 
     def _group_self_influence(self, asked: Asked) -> Tensor:
         provider, _, kept = asked
         with kept, closing(self._loaded_checkpoints()) as loaded:
-            return weighted_sum(
+            return sum_scores(
                 (rate, kept.array(provider, number, "squared_norms", {}, provider.squared_norms))
                 for number, rate in loaded
             )

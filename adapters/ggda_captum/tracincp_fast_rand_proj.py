@@ -16,13 +16,14 @@ from captum.influence._utils.common import KMostInfluentialResults
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ggda_captum.arguments import WORDS
 from ggda_captum.group_influence import OfProperty
 from ggda_captum.last_layer import Asked
 from ggda_captum.nearest_neighbors import ExactNearestNeighbors
 from ggda_captum.tracincp import CheckpointInfluence
 from ggda_ext import ExampleLoss, PointGradients
 from ggda_ext.attribution import property_directions
-from ggda_ext.drop_in import KEYWORDS
+from ggda_ext.drop_in import KEYWORDS, refuse_words
 from ggda_ext.losses import example_losses, model_output
 from ggda_ext.storage.fingerprint import sketch_of
 
@@ -100,6 +101,7 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         own = {word: kwargs.pop(word) for word in KEYWORDS if word in kwargs}
+        refuse_words(kwargs, WORDS, captum.influence.TracInCPFastRandProj, type(self).__name__)
         bound = inspect.signature(captum.influence.TracInCPFastRandProj).bind(*args, **kwargs)
         exact = own.get("groups") is not None or find_spec("annoy") is None
         if exact and bound.arguments.get("nearest_neighbors") is None:

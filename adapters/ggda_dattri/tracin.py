@@ -22,7 +22,7 @@ from ggda_dattri.projection import GroupedProjection
 from ggda_ext.attribution import property_directions
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import GroupGradients, PointGradients
-from ggda_ext.methods.keeping import KeptScores, weighted_sum
+from ggda_ext.methods.keeping import KeptScores, sum_scores
 from ggda_ext.properties import Property
 
 
@@ -82,7 +82,7 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
                         yield float(weight), kept.scores(provider, directions, index)
 
             in_memory = self._projects or self.normalized_grad
-            return _result((weighted_sum if in_memory else kept.total)(parts()).T)
+            return _result((sum_scores if in_memory else kept.total)(parts()).T)
 
     def self_attribute(self, train_dataloader: DataLoader) -> Tensor:
         """Squared norm of every group's gradient `(groups,)`, or the weights' sum if gradients are normalised."""

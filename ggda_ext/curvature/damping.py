@@ -163,7 +163,7 @@ def damped(curvature: SampledCurvature, damping: float | None, recipe: Training 
     if damping is not None and recipe is not None:
         raise ValueError("damping and recipe are both given: pass one of them.")
     if damping is not None:
-        return Damped(curvature, damping, "given", fixed=True)
+        return Damped(curvature, damping, "the call", fixed=True)
     if recipe is None:
         cost = _PROBES * 2.0 * curvature.points / curvature.total
         share = SHARE * told_by_points(curvature.provider.p, curvature.total)

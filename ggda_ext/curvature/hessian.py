@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from ggda_ext.data import IndexedData, batch_length, to_device
-from ggda_ext.distributed import all_reduce_sum, fingerprint, from_first_rank, my_share, rank, together, world_size
+from ggda_ext.distributed import all_reduce_sum, checksum, from_first_rank, my_share, rank, together, world_size
 from ggda_ext.model import ParameterSpace, sums_on
 
 BatchLossFn = Callable[[nn.Module, Any], Tensor]
@@ -92,7 +92,7 @@ class Hessian:
         """What has to be the same on all ranks, so that their shares of a product add up."""
         if world_size() == 1:
             return {}
-        parameters = fingerprint(self.space.model.parameters())
+        parameters = checksum(self.space.model.parameters())
         return {"the vectors": m, "the points of the Hessian": self.n, "the parameters": parameters}
 
     def matrix(self) -> Tensor:

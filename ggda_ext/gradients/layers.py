@@ -50,6 +50,10 @@ class LayerRule:
         """layer(a; weight, bias), linear in (weight, bias)."""
         raise NotImplementedError
 
+    def row_scores(self, layer: Any, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """⟨layer(a; weight, bias), d⟩ of every row `[b]`."""
+        return self.apply(layer, a, weight, bias).mul_(d).reshape(len(d), -1).sum(1)
+
     def weight_rows(self, layer: Any, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
         """Write the weight's gradient of every segment to `out` `[s, *weight.shape]`."""
         raise NotImplementedError
@@ -63,6 +67,16 @@ class _Linear(LayerRule):
     def apply(self, layer: nn.Linear, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(a, weight, bias)
 
+    def row_scores(self, layer: nn.Linear, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """By W a or by Wᵀ d, whichever is shorter; a bias needs one product with d and no copy of itself per row."""
+        size, (out, into) = len(d), weight.shape
+        a, d = a.reshape(-1, into), d.reshape(-1, out)
+        products = torch.mm(a, weight.T).mul_(d) if out <= into else torch.mm(d, weight).mul_(a)
+        scores = products.sum(1)
+        if bias is not None:
+            scores = torch.addmv(scores, d, bias)
+        return scores if len(scores) == size else scores.reshape(size, -1).sum(1)
+
     def weight_rows(self, layer: nn.Linear, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
         _outer_products(d, a, starts, out)
 
@@ -75,6 +89,9 @@ class _TransposedLinear(_Linear):
 
     def apply(self, layer: nn.Module, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(a, weight.T, bias)
+
+    def row_scores(self, layer: Any, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().row_scores(layer, a, d, weight.T, bias)
 
     def weight_rows(self, layer: nn.Module, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
         _outer_products(a, d, starts, out)
@@ -262,6 +279,12 @@ class Layer:
         if weight is None:
             weight = torch.zeros_like(self.module.weight)  # type: ignore[arg-type]
         return self.rule.apply(self.module, a, weight, bias)
+
+    def row_scores(self, a: Tensor, d: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """⟨layer(a; weight, bias), d⟩ of every row `[b]`, with zeros for a parameter that was not chosen."""
+        if weight is None:
+            weight = torch.zeros_like(self.module.weight)  # type: ignore[arg-type]
+        return self.rule.row_scores(self.module, a, d, weight, bias)
 
 
 class Observer:

@@ -18,16 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ggda_ext.data import DataLike, IndexedData, to_device
-from ggda_ext.distributed import (
-    all_reduce_sum,
-    alone,
-    fingerprint,
-    in_order,
-    my_share,
-    sum_of_ranks,
-    together,
-    world_size,
-)
+from ggda_ext.distributed import all_reduce_sum, alone, checksum, in_order, my_share, sum_of_ranks, together, world_size
 from ggda_ext.gradients.layers import Observer
 from ggda_ext.gradients.plan import Plan, Request, check_finite_rows, check_finite_scores, check_strategy, choose, named
 from ggda_ext.gradients.probe import Probe
@@ -195,7 +186,9 @@ class GroupGradients:
         """Groups of the data; a pandas column in the order of the data's own index."""
         if groups is None:
             return Groups.singletons(self.data.n or 0)
-        return Groups.of(aligned(groups, self.data.index, "groups", self.data.name), self.data.n)
+        if self.data.index is not None:
+            groups = aligned(groups, self.data.index, "groups", self.data.name)
+        return Groups.of(groups, self.data.n)
 
     def plan(self, directions: int | Directions | None = 1) -> Plan:
         """What will be done for a number of directions, for test points, or (None) for gradient rows."""
@@ -437,8 +430,8 @@ class GroupGradients:
             "the number of directions": m,
             "the number of training points": self.data.n,
             "the groups": f"{zlib.crc32(self.groups.labels.data):08x}",
-            "the parameters": fingerprint(self.model.parameters()),
-            "the buffers": fingerprint(self.model.buffers()),
+            "the parameters": checksum(self.model.parameters()),
+            "the buffers": checksum(self.model.buffers()),
             "the chosen parameters": list(self.space.parameters),
             "the strategy": self.strategy,
         }

@@ -44,7 +44,7 @@ class EKFAC(Method):
         """1/n (H + λ)⁻¹ `directions [m, p]`."""
         sample, total = sample_of(provider, self.points, self.seed)
         curvature = Kronecker(provider, sample, self.seed)
-        source, damping = "given", self.damping
+        source, damping = "the call", self.damping
         if damping is None and self.recipe is not None:
             source, damping = mean_damping(provider, sample, total, self.recipe)
         elif damping is None:

@@ -47,7 +47,7 @@ class ScoresInMemory:
 
     def total(self, parts: Iterable[tuple[Weight, Any]]) -> Tensor:
         """Weighted sum of scores `[m, k]`."""
-        return weighted_sum(parts)
+        return sum_scores(parts)
 
     def write(self, made_of: str, m: int, k: int, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:
         """``rows(0, m)``."""
@@ -74,7 +74,7 @@ def keep_scores(save_dir: str | Path | None, tag: str | None = None) -> KeptScor
     return ScoresInMemory()
 
 
-def weighted_sum(parts: Iterable[tuple[Weight, Tensor]]) -> Tensor:
+def sum_scores(parts: Iterable[tuple[Weight, Tensor]]) -> Tensor:
     """Sum of weighted scores, added up as they come."""
     total: Tensor | None = None
     for weight, part in parts:

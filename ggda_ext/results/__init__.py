@@ -1,6 +1,7 @@
 """Results: scores with the names of what they are about, that rank, print, save and load themselves."""
 
+from ggda_ext.results import saving  # lets torch.load read an Attribution in a process that has not saved one
 from ggda_ext.results.attribution import Attribution
 from ggda_ext.results.method import MethodFacts
 
-__all__ = ["Attribution", "MethodFacts"]
+__all__ = ["saving", "Attribution", "MethodFacts"]

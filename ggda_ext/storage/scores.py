@@ -20,7 +20,7 @@ from torch import Tensor
 from ggda_ext.data import SomePoints
 from ggda_ext.distributed import from_first_rank, together
 from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
-from ggda_ext.methods.keeping import Weight, weighted_sum
+from ggda_ext.methods.keeping import Weight, sum_scores
 from ggda_ext.storage import fingerprint
 from ggda_ext.storage.blocks import (
     Block,
@@ -154,7 +154,7 @@ class ScoreStore:
             return first.whole()
 
         def rows(low: int, high: int) -> Tensor:
-            return weighted_sum((weight, blocks.rows(low, high)) for weight, blocks in listed)
+            return sum_scores((weight, blocks.rows(low, high)) for weight, blocks in listed)
 
         return self.write(json.dumps(made_of), first.m, first.k, first.dtype, rows)
 

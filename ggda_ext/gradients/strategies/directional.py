@@ -28,11 +28,9 @@ class _PointScores(Observer):
     def __init__(self, parts: dict[int, Tensor], scores: Tensor) -> None:
         self.parts, self.scores = parts, scores
 
-    def forward(self, layer: Layer, a: Tensor) -> list[Tensor]:
+    def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
         weights = self.parts[id(layer.weight)] if layer.weight is not None else [None] * len(self.scores)
         biases = self.parts[id(layer.bias)] if layer.bias is not None else [None] * len(self.scores)
-        return [layer.apply(a, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-
-    def backward(self, layer: Layer, kept: list[Tensor], d: Tensor, repeats: int) -> None:
-        for row, tangent in zip(self.scores, kept, strict=True):
-            row += tangent.mul_(d).reshape(len(row), -1).sum(1)
+        for row, weight, bias in zip(self.scores, weights, biases, strict=True):
+            found = layer.row_scores(kept, d, weight, bias)
+            row += found if repeats == 1 else found.reshape(len(row), -1).sum(1)
