@@ -8,7 +8,7 @@ METHODS = (
     "IFAttributorLiSSA", "TracInAttributor", "TRAKAttributor", "TRAKer", "FisherInfluence",
 )  # fmt: skip
 """Of all toolkits, in the order of the tables; known without importing them."""
-SPEED_PARTS = ("core", "captum", "dattri", "trak", "grouping", "training", "scaling")
+SPEED_PARTS = ("core", "captum", "dattri", "trak", "grouping", "training", "scaling", "transformers")
 FETCHABLE = ("heloc", "heloc-clean", "mnist", "cifar10", "qnli", "bert", "all")
 
 TRACIN, FISHER, LISSA, TRAK = PAPER_METHODS = ("TracIn", "Inf. (Fisher)", "Inf. (LiSSA)", "TRAK")

@@ -244,6 +244,10 @@ class SomePoints(IndexedData):
         self.data, self.positions = data, positions
         self.name, self.n, self.is_stream = data.name, len(positions), False
 
+    def suit(self, model: nn.Module) -> None:
+        """The data set they are of gives them."""
+        self.data.suit(model)
+
     def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
         """One batch for every sequence of indices, in that order."""
         return self.data.batches(self.positions[np.asarray(indices)] for indices in index_batches)

@@ -73,6 +73,14 @@ def several_processes(found: dict[str, Any], folder: Path) -> None:
     found["torch"].testing.assert_close(found["two"], found["one"])
 
 
+def text_sources(found: dict[str, Any], folder: Path) -> None:
+    """Every domain is helped most by its own part of the training data; the tracker says the same of one."""
+    matrix = found["matrix"]
+    for domain in found["STEPS"]:
+        assert matrix.of_property(f"eval_loss of {domain}").helpful().names[0] == domain
+    assert found["tracker"].result.helpful().names[0] == "law"
+
+
 CHECKS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     check.__name__: check
     for check in (
@@ -83,6 +91,7 @@ CHECKS: dict[str, Callable[[dict[str, Any], Path], None]] = {
         image_clusters,
         long_runs,
         several_processes,
+        text_sources,
     )
 }
 

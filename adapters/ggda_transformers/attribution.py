@@ -99,7 +99,7 @@ def attribute_trainer(
             setup.model, setup.loss(tokens), setup.rows(train_dataset, "train_dataset"), partition, goal, method=by,
             damping=damping, recipe=recipe, checkpoints=listed, weights=_weights(listed, weights, by),
             load_checkpoint=by.load if isinstance(by, AdamTracIn) else _load, parameters=chosen, strategy=strategy,
-            batch_size=batch_size, show_progress=show_progress, **options,
+            batch_size=setup.batch_size, show_progress=show_progress, **options,
         )  # fmt: skip
     return result.replace(notes=(*result.notes, _token_note(tokens)))
 

@@ -1,0 +1,162 @@
+"""Hugging Face models: scores after training in forward+backward passes, and what the tracker adds to a training.
+
+Random weights of moderate size, as only the work counts. A pass is the forward and backward pass that training makes:
+for LoRA, of its adapters. Half precision is measured against a pass in half precision.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.speed.timing import Row, best_times
+from ggda_ext import GroupGradients
+from ggda_ext.own_loss import OwnLoss
+
+GOAL, TOKENS, BATCH, VOCABULARY, CLASSES = 1.3, 64, 8, 2000, 4
+STEPS = (1, 4, 16)
+
+
+def rows(quick: bool = False) -> Iterator[Row]:
+    """Passes after training for each model and precision, then the tracker's overhead."""
+    n = 16 if quick else 64
+    for name, build in MODELS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            if not (quick and dtype == torch.bfloat16):
+                yield after_training(name, build, dtype, n)
+    yield from while_training(48 if quick else 256)
+
+
+def after_training(name: str, build: Callable[[], nn.Module], dtype: torch.dtype, n: int) -> Row:
+    """One property, groups of one point, against a pass over the same batches."""
+    torch.manual_seed(0)
+    model = build().to(dtype).eval()
+    data = data_for(name, n, dtype)
+    provider = GroupGradients(model, None, data, batch_size=BATCH, show_progress=False)
+    directions = torch.randn(1, provider.p, dtype=dtype)
+    plan = provider.plan(1)
+    trained = [value for value in model.parameters() if value.requires_grad]
+    loss = OwnLoss()
+
+    def one_pass() -> None:
+        for low in range(0, n, BATCH):
+            batch = {key: value[low : low + BATCH] for key, value in data.items()}
+            torch.autograd.grad(loss.value(model, batch), trained)
+
+    times = best_times({"pass": one_pass, "scores": lambda: provider.scores(directions)}, 3)
+    kind = str(dtype).removeprefix("torch.")
+    return Row(
+        "transformers", name, f"{plan.strategy}, {kind}", 1, times["scores"], "pass", times["scores"] / times["pass"],
+        "passes", GOAL, f"n = {n}, {TOKENS} tokens, {provider.p:,} parameters, batches of {BATCH}",
+    )  # fmt: skip
+
+
+def while_training(n: int) -> Iterator[Row]:
+    """What a tracker adds to a training, by how often it scores a step."""
+    from ggda_transformers import GroupTracker
+    from transformers import Trainer, TrainingArguments
+
+    data = data_for("BERT", n, torch.float32)
+    examples = [{key: value[i].tolist() for key, value in data.items()} for i in range(n)]
+
+    def train(every: int | None) -> None:
+        torch.manual_seed(0)
+        goal = examples[:BATCH]
+        labels = [i % 4 for i in range(n)]
+        tracker = None if every is None else GroupTracker(examples, labels, eval_dataset=goal, every=every, show=False)
+        arguments = TrainingArguments(
+            tempfile.mkdtemp(), num_train_epochs=1, per_device_train_batch_size=BATCH, save_strategy="no",
+            report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        callbacks: Any = [] if tracker is None else [tracker]
+        Trainer(bert(), arguments, train_dataset=examples, callbacks=callbacks).train()
+
+    cases = {"training": lambda: train(None)} | {f"every {s}": lambda s=s: train(s) for s in STEPS}
+    times = best_times(cases, 2)
+    for every in STEPS:
+        seconds = times[f"every {every}"]
+        share = seconds / times["training"] - 1
+        note = f"n = {n}, property of {BATCH} rows, share of the training's time"
+        yield Row("transformers", "BERT", f"tracker, every {every} steps", None, seconds, "training", share, "times",
+                  None, note)  # fmt: skip
+
+
+def data_for(name: str, n: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Random examples for a model."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, CLASSES, (n,), generator=generator)
+    if name == "ViT":
+        return {"pixel_values": torch.randn(n, 3, 64, 64, generator=generator).to(dtype), "labels": labels}
+    ids = torch.randint(1, VOCABULARY, (n, TOKENS), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels if name == "BERT" else ids}
+
+
+def bert() -> nn.Module:
+    """A small BERT."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config: Any = BertConfig
+    return BertForSequenceClassification(
+        config(vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+                   intermediate_size=1024, max_position_embeddings=TOKENS, num_labels=CLASSES)
+    )  # fmt: skip
+
+
+def gpt2() -> nn.Module:
+    """A small GPT-2."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config: Any = GPT2Config
+    return GPT2LMHeadModel(config(vocab_size=VOCABULARY, n_embd=256, n_layer=4, n_head=4, n_positions=TOKENS))
+
+
+def llama() -> nn.Module:
+    """A small Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config: Any = LlamaConfig
+    return LlamaForCausalLM(
+        config(vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+                    intermediate_size=768, num_key_value_heads=2, max_position_embeddings=TOKENS)
+    )  # fmt: skip
+
+
+def t5() -> nn.Module:
+    """A small T5."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config: Any = T5Config
+    return T5ForConditionalGeneration(
+        config(vocab_size=VOCABULARY, d_model=256, d_kv=64, d_ff=768, num_layers=3, num_heads=4,
+                 decoder_start_token_id=0)
+    )  # fmt: skip
+
+
+def vit() -> nn.Module:
+    """A small ViT."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config: Any = ViTConfig
+    return ViTForImageClassification(
+        config(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, image_size=64,
+                  patch_size=8, num_labels=CLASSES)
+    )  # fmt: skip
+
+
+def lora() -> nn.Module:
+    """The small GPT-2 with LoRA on its attention and MLP."""
+    import peft
+
+    chosen = peft.LoraConfig(r=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
+    model: Any = gpt2()
+    adapted: nn.Module = peft.get_peft_model(model, chosen)
+    return adapted
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "GPT-2": gpt2, "Llama": llama, "BERT": bert, "ViT": vit, "T5": t5, "GPT-2 LoRA": lora,
+}  # fmt: skip

@@ -1,0 +1,62 @@
+"""From start to end: four sources, one with flipped labels, one shuffled; named, removed, and trained again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ggda_transformers import GroupTracker, attribute_trainer
+from transformers import BertConfig, BertForSequenceClassification, default_data_collator
+from transformers_cases import trainer_of
+
+SOURCES = ("wiki", "news", "flipped", "shuffled")
+
+
+def made(n: int, source: str) -> list[dict]:
+    """Rows whose label is whether the first token is a high one; wrong, or of another row, in the broken sources."""
+    tokens = torch.randint(4, 40, (n, 6))
+    labels = (tokens[:, 0] >= 22).long()
+    if source == "flipped":
+        labels = 1 - labels
+    if source == "shuffled":
+        labels = labels[torch.randperm(n)]
+    return [
+        {"input_ids": ids, "labels": label, "source": source}
+        for ids, label in zip(tokens.tolist(), labels.tolist(), strict=True)
+    ]
+
+
+def fitted(rows, seed, folder, callbacks=()):
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=8, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    trainer = trainer_of(
+        BertForSequenceClassification(config), rows, folder, callbacks=list(callbacks), max_steps=-1,
+        num_train_epochs=4, per_device_train_batch_size=20, learning_rate=5e-3, logging_steps=10, seed=seed,
+        data_collator=default_data_collator,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def right(trainer, rows):
+    batch = default_data_collator([{key: row[key] for key in ("input_ids", "labels")} for row in rows])
+    model = trainer.model.eval()
+    with torch.no_grad():
+        return float((model(**batch).logits.argmax(1) == batch["labels"]).double().mean())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_broken_source_is_named_while_training_and_after_and_its_removal_helps(seed, tmp_path):
+    torch.manual_seed(100 + seed)
+    rows = [row for source in SOURCES for row in made(60, source)]
+    goal, tests = made(60, "goal"), made(300, "test")
+    tracker = GroupTracker(rows, "source", eval_dataset=goal, every=2, show=False)
+    trainer = fitted(rows, seed, tmp_path, [tracker])
+    after = attribute_trainer(trainer, rows, "source", eval_dataset=goal)
+    assert after.method.name == "influence"
+    for result in (tracker.result, after):
+        assert result.harmful().names[0] == "flipped"
+    kept = [row for row in rows if row["source"] != "flipped"]
+    assert right(fitted(kept, seed, tmp_path), tests) > right(trainer, tests)
