@@ -7,6 +7,7 @@ of its own, so that a crash of the interpreter is seen, and a mutation is known 
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import logging
@@ -155,7 +156,7 @@ def forge_result(folder: Path, draw: random.Random) -> None:
         holder: Any = header
         for key in way:
             holder = holder[key]
-        holder[last] = draw.choice(STRANGE)
+        holder[last] = copy.deepcopy(draw.choice(STRANGE))
     if draw.random() < 0.3:
         numbers = draw.randbytes(draw.randrange(len(numbers) + 1))
     header["result"] = json.dumps(header["result"])
