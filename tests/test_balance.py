@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from ggda_ext import attribute, properties
 from ggda_ext.groups.balance import class_shift, why_not_additive
 
 
@@ -34,3 +37,18 @@ def test_random_groups_add_up_and_classes_do_not():
 def test_wrong_numbers_of_labels_are_named():
     with pytest.raises(ValueError, match="labels has 3 entries for 4 training points"):
         class_shift([0, 0, 1, 1], [0, 1, 0])
+
+
+def test_a_result_says_that_scores_of_coherent_groups_do_not_add_up():
+    torch.manual_seed(0)
+    x, y = torch.randn(4000, 3), torch.arange(4000) % 2
+    goal = properties.mean_loss((x[:50], y[:50]), nn.CrossEntropyLoss())
+    mixed, coherent = torch.arange(4000) // 200, y * 10 + torch.arange(4000) // 400
+    told = [
+        any(
+            "Ask ggda_ext.WhatIf" in note
+            for note in attribute(nn.Linear(3, 2), nn.CrossEntropyLoss(), (x, y), g, goal).notes
+        )
+        for g in (mixed, coherent)
+    ]
+    assert told == [False, True]

@@ -43,9 +43,7 @@ PROPERTIES = {
 
 def test_folds_of_a_pandas_table_come_in_the_dtype_of_the_model():
     pandas = pytest.importorskip("pandas")
-    train, test = (
-        (pandas.DataFrame(x.numpy()), pandas.Series(y.numpy())) for x, y in (points(N, 0), points(TESTS, 1))
-    )
+    train, test = ((pandas.DataFrame(x.numpy()), pandas.Series(y.numpy())) for x, y in (points(N, 0), points(TESTS, 1)))
     result = attribute(network().float(), CE, train, GROUPS, properties.mean_loss(test, CE), intervals=True)
     assert bool((result.high > result.low).all())
 

@@ -7,8 +7,9 @@ An additive score has one number per group. Without a half of the groups the sha
 and a loss rises whichever way it moves: by the square of the sum, which no sum of scores can follow. Random groups have
 √(s_c (1 − s_c) / n). Measured on halves: with up to 7 times that (random groups; k-means of inputs on HELOC, of pixels
 on 4,000 images of MNIST) additive influence has an LDS of .71 to .79, and the best additive score fitted to retrainings
-.5 to .9; from 9 times on (Grad-K-Means on HELOC and MNIST, any size; k-means on 60,000 images) influence has .47 to .51
-with changes 3 to 25 times too small, and the best additive score −.3 to .35.
+.5 to .9; from 9 times on (Grad-K-Means on HELOC with ANN-S and on 4,000 images) influence has .47 to .51 with changes 3 to 25
+times too small; there, and with k-means on 60,000 images, the best additive score has −.3 to .35. The limit was chosen
+on these cases.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ggda_ext.data import IndexedData, SomePoints
 from ggda_ext.gradients import GroupGradients
+from ggda_ext.groups.balance import why_not_additive
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import LABEL_KEYS
 
@@ -23,6 +24,7 @@ trace) about that share of the curvature is gone, so the effect is larger by 1 /
 WHOLE_CLASS = 0.9
 """Without nearly all of a class the model never predicts it: not a small step from the trained parameters."""
 SEVERAL = "Scores of large groups, or of groups that are alike, do not add up: ask WhatIf about several at once."
+_MOST_GROUPS = 10_000  # beyond, nobody removes several by hand, and counting classes would cost
 _LOOKED_AT = 512  # points whose gradients tell the shares of the curvature
 
 
@@ -47,6 +49,20 @@ def cautions(provider: GroupGradients, *, curvature: bool) -> dict[Hashable, tup
         for j in np.flatnonzero((share > LARGE) & ~large):
             found[int(j)].append(f"has {share[j]:.0%} of the curvature: the real effect is larger")
     return {groups.name(j): tuple(found[j]) for j in sorted(found)}
+
+
+def why_not_added(provider: GroupGradients, warned: Mapping[Hashable, tuple[str, ...]]) -> list[str]:
+    """A note on what several groups do together, where the sum of their scores does not say it.
+
+    Args:
+        provider: the training side.
+        warned: what `cautions` found.
+    """
+    groups = provider.groups
+    targets = None if groups.is_by_rule or len(groups) > _MOST_GROUPS else labels_of(provider.data)
+    known = targets is not None and len(targets) == groups.n
+    why = why_not_additive(groups, targets.numpy()) if known else None  # type: ignore[union-attr]
+    return [why] if why else [SEVERAL] if warned else []
 
 
 def _curvature_share(provider: GroupGradients) -> np.ndarray:
