@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ggda_ext import attribute, properties
-from ggda_ext.groups.balance import class_shift, why_not_additive
+from ggda_ext.methods.cautions import class_shift, why_not_additive
 
 
 def test_the_shift_is_that_of_random_halves():

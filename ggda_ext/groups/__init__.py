@@ -1,6 +1,5 @@
 """The partition of the training set: `Groups`, from whatever labels users have. Depends on nothing else here."""
 
-from ggda_ext.groups.balance import class_shift, why_not_additive
 from ggda_ext.groups.partition import GroupBatch, Groups, GroupsLike, Rest
 
-__all__ = ["Groups", "GroupsLike", "GroupBatch", "Rest", "class_shift", "why_not_additive"]
+__all__ = ["Groups", "GroupsLike", "GroupBatch", "Rest"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from ggda_ext.methods.cautions import why_not_additive
 from ggda_ext.methods.ekfac import EKFAC
 from ggda_ext.methods.fisher import Fisher
 from ggda_ext.methods.influence import Influence
@@ -13,7 +14,18 @@ from ggda_ext.methods.tracin import TracIn
 MethodName = Literal["tracin", "influence", "fisher", "ekfac"]
 METHODS: dict[str, type[Method]] = {kind.name: kind for kind in (TracIn, Influence, Fisher, EKFAC)}
 
-__all__ = ["METHODS", "EKFAC", "Fisher", "Influence", "Method", "MethodName", "Preconditioned", "TracIn", "chosen"]
+__all__ = [
+    "METHODS",
+    "EKFAC",
+    "Fisher",
+    "Influence",
+    "Method",
+    "MethodName",
+    "Preconditioned",
+    "TracIn",
+    "chosen",
+    "why_not_additive",
+]
 
 
 def chosen(method: MethodName | Method, **settings: Any) -> Method:
