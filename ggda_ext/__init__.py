@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from ggda_ext import properties
 from ggda_ext.attribution import attribute, property_scores
-from ggda_ext.counterfactual import WhatIf
-from ggda_ext.estimation import estimate
 from ggda_ext.gradients import STRATEGIES, GroupGradients, Plan, PointGradients
 from ggda_ext.groups import Groups
-from ggda_ext.label_issues import LabelIssues, find_label_issues
 from ggda_ext.losses import BatchLoss, ExampleLoss
 from ggda_ext.properties import property_gradient
 from ggda_ext.results import Attribution, MethodFacts
 
 if TYPE_CHECKING:
-    from ggda_ext import grouping
+    from ggda_ext import counterfactual, evaluation, grouping, training
+    from ggda_ext.counterfactual import WhatIf
+    from ggda_ext.estimation import estimate
+    from ggda_ext.label_issues import LabelIssues, find_label_issues
     from ggda_ext.storage.gradients import GradientStore
 
 __version__ = "0.2.0"
@@ -33,6 +33,9 @@ __all__ = [
     "LabelIssues",
     "properties",
     "grouping",
+    "counterfactual",
+    "evaluation",
+    "training",
     "GroupGradients",
     "PointGradients",
     "GradientStore",
@@ -45,8 +48,15 @@ __all__ = [
     "property_scores",
 ]
 
-_LATER = {"grouping": "ggda_ext.grouping", "GradientStore": "ggda_ext.storage.gradients"}
-"""Names whose modules need scikit-learn, or a folder: imported when they are asked for."""
+_LATER = {
+    "WhatIf": "ggda_ext.counterfactual",
+    "find_label_issues": "ggda_ext.label_issues",
+    "LabelIssues": "ggda_ext.label_issues",
+    "GradientStore": "ggda_ext.storage.gradients",
+    "estimate": "ggda_ext.estimation",
+    **{room: f"ggda_ext.{room}" for room in ("grouping", "counterfactual", "evaluation", "training")},
+}
+"""What the front door does without: imported when it is asked for, so that ``import ggda_ext`` is quick."""
 
 
 def __getattr__(name: str) -> Any:
@@ -54,3 +64,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LATER[name])
     return module if module.__name__.endswith(f".{name}") else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
