@@ -70,7 +70,7 @@ def answers(seed):
     data, sources, test = drawn(seed)
     test_loss = properties.mean_loss(test, LOSS)
     model = train_one(initial_model(make_model, seed), LOSS, data, RECIPE, seed=seed).model
-    what_if = WhatIf(model, LOSS, data, sources, recipe=RECIPE)
+    what_if = WhatIf(model, LOSS, data, sources, weight_decay=RECIPE.weight_decay)  # 40 epochs: it has converged
     predicted = {gone: what_if.without(gone).change(test_loss).item() for gone in COPIES}
     scores = attribute(model, LOSS, data, sources, test_loss, method="influence", recipe=RECIPE)
     added = {gone: sum(float(scores[name]) for name in gone) for gone in COPIES}

@@ -56,9 +56,9 @@ class WhatIf:
         loss_fn: the training loss, ``loss_fn(output, target)``, convex in the output.
         data: the training set.
         groups: a `Groups` or anything it accepts. Points in no group always stay.
-        weight_decay: the L2 penalty of the training, λ in λ/2 |θ|²; or pass its `recipe`.
+        weight_decay: the L2 penalty of the training, λ in λ/2 ‖θ‖²; or pass its `recipe`.
         recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: for its weight decay and for
-            the ridge. Worth passing: without it the ridge is a guess.
+            the ridge of a training that stopped before its optimum. For one that has converged pass `weight_decay`.
         models: more models trained the same way with other seeds; values are averaged over all of them.
         directions: ``"all"`` parameters, the leading ``"eigen"`` vectors of the Gauss-Newton matrix, what the
             ``"groups"`` teach, ``"both"``; ``"auto"`` takes all parameters if there are at most `rank` of them, else
