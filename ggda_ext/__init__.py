@@ -15,7 +15,7 @@ from ggda_ext.properties import property_gradient
 from ggda_ext.results import Attribution, MethodFacts
 
 if TYPE_CHECKING:
-    from ggda_ext import counterfactual, evaluation, grouping, training
+    from ggda_ext import grouping
     from ggda_ext.counterfactual import WhatIf
     from ggda_ext.estimation import estimate
     from ggda_ext.label_issues import LabelIssues, find_label_issues
@@ -33,9 +33,6 @@ __all__ = [
     "LabelIssues",
     "properties",
     "grouping",
-    "counterfactual",
-    "evaluation",
-    "training",
     "GroupGradients",
     "PointGradients",
     "GradientStore",
