@@ -38,6 +38,7 @@ SEVERAL = "Scores of large groups, or of groups that are alike, do not add up: a
 SHIFTED = 8.0
 """Times the shift of random groups from which on scores are not to be added up."""
 FEWEST_GROUPS = 3
+_MOST_CLASSES = 1000  # labels below it are classes as they are, without sorting them
 _MOST_GROUPS = 10_000  # beyond, nobody removes several by hand, and counting classes would cost
 _LOOKED_AT = 512  # points whose gradients tell the shares of the curvature
 
@@ -137,12 +138,15 @@ def class_shift(groups: GroupsLike, labels: Any) -> tuple[float, float]:
     (0.354, 0.25)
     """
     groups = Groups.of(groups)
-    classes = np.unique(np.asarray(labels), return_inverse=True)[1].reshape(-1)
+    classes = np.asarray(labels).reshape(-1)
+    if len(classes) and not (classes.dtype.kind in "iu" and 0 <= classes.min() <= classes.max() < _MOST_CLASSES):
+        classes = np.unique(classes, return_inverse=True)[1].reshape(-1)
     if len(classes) != groups.n:
         raise ValueError(f"labels has {len(classes)} entries for {groups.n} training points: pass one for each.")
     inside = groups.labels >= 0
-    counts = np.zeros((len(groups), int(classes.max()) + 1))
-    np.add.at(counts, (groups.labels[inside], classes[inside]), 1)
+    held = int(classes.max()) + 1
+    pairs = groups.labels[inside].astype(np.int64) * held + classes[inside]
+    counts = np.bincount(pairs, minlength=len(groups) * held).reshape(len(groups), held).astype(float)
     n = counts.sum()
     shares = counts.sum(0) / n
     shift = np.sqrt(((counts - counts.sum(1, keepdims=True) * shares) ** 2).sum(0)) / n
