@@ -93,7 +93,8 @@ def _curvature_share(provider: GroupGradients) -> np.ndarray:
 
 def _may_hold_a_class(groups: Groups, targets: Tensor) -> bool:
     """Whether the largest group is as large as nearly all of the smallest class that has two points."""
-    counts = targets.unique(return_counts=True)[1]
+    small = len(targets) > 0 and 0 <= int(targets.min()) <= int(targets.max()) < _MOST_CLASSES
+    counts = targets.bincount() if small else targets.unique(return_counts=True)[1]
     several = counts[counts > 1]
     return len(several) > 0 and int(groups.sizes.max()) >= WHOLE_CLASS * int(several.min())
 
