@@ -109,7 +109,7 @@ class GroupTracker(TrainerCallback):
 
     def _reset(self) -> None:
         self.sums: Tensor | None = None
-        """Scores so far `[m, k]`, of this rank."""
+        """Scores so far `[m, k]`, of this rank; after training, of all ranks."""
         self.scored_steps = 0
         self.seconds, self.training_seconds = 0.0, 0.0
         self.history: list[tuple[int, list[list[float]]]] = []
@@ -192,7 +192,7 @@ class GroupTracker(TrainerCallback):
         if self.sums is None:
             _logger.warning("GroupTracker scored no step: every=%s, share=%s.", self.every, self.share)
             return
-        self.sums = self._all_sums() if state.is_world_process_zero else self._all_sums() * 0
+        self.sums = self._all_sums()
         if self.show and state.is_world_process_zero:
             print(self.result)
             _save_picture(self, Path(args.output_dir) / "group_tracker.png")
@@ -201,7 +201,7 @@ class GroupTracker(TrainerCallback):
 
     @property
     def result(self) -> Attribution:
-        """The scores so far, as a result with names; under several ranks, on rank 0 after training."""
+        """The scores so far, as a result with names; under several ranks those of all, after training."""
         if self.sums is None:
             raise ValueError("GroupTracker has scored no step yet: pass it to Trainer(callbacks=[…]), and train.")
         settings: dict[str, Any] = {"every": self.every, "scored steps": self.scored_steps}
