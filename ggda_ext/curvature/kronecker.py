@@ -115,12 +115,11 @@ class Kronecker:
             return
         left, right = (part.flatten(0, 1).to(self.dtype) for part in _tokens(layer, a, d, 1))
         if layer.name not in self.matrices:
-            sides = [
-                None if width > LARGEST else left.new_zeros(width, width, dtype=torch.float64)
-                for width in (left.shape[1], right.shape[1])
-            ]
             squares = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
-            self.matrices[layer.name] = layer, _Factors(*sides, squares)
+            empty_left, empty_right = (
+                None if width > LARGEST else squares.new_zeros(width, width) for width in squares.shape
+            )
+            self.matrices[layer.name] = layer, _Factors(empty_left, empty_right, squares)
         found = self.matrices[layer.name][1]
         for total, part in ((found.left, left), (found.right, right)):
             if total is not None:
