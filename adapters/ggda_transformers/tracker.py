@@ -30,6 +30,7 @@ from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups import Groups
 from ggda_ext.results import Attribution, MethodFacts
 from ggda_ext.row_reductions import Tokens
+from ggda_ext.words import without
 from ggda_transformers.adam import live_divisors
 from ggda_transformers.attribution import evaluated
 from ggda_transformers.columns import groups_of
@@ -66,6 +67,13 @@ class GroupTracker(TrainerCallback):
         show: whether to print the table and save the picture at the end.
     """
 
+    @without(
+        strategy="each step's batch is scored as it comes, by the strategy that suits it; leave it out",
+        batch_size="the batches are the Trainer's own; set per_device_train_batch_size there",
+        memory_budget="the batches are the Trainer's own; choose their size there",
+        show_progress="the Trainer shows the progress; show=False leaves out the table at its end",
+        keeping="the scores are saved with the Trainer's checkpoints, and go on from there",
+    )
     def __init__(
         self,
         train_dataset: Any,
