@@ -274,7 +274,8 @@ def test_as_an_attribution_all_say_alike_who_helps(name: str, property: str, bet
 @pytest.mark.parametrize(
     ("name", "unit"),
     [
-        ("attribute", 1.0), ("attribute ekfac", 1.0), ("attribute_trainer", 1.0), ("NaiveInfluenceFunction", 1.0), ("FisherInfluence exact", 1.0),
+        ("attribute", 1.0), ("attribute ekfac", 1.0), ("attribute_trainer", 1.0),
+        ("NaiveInfluenceFunction", 1.0), ("FisherInfluence exact", 1.0),
         ("IFAttributorExplicit", N), ("IFAttributorCG", N), ("IFAttributorLiSSA", N), ("IFAttributorEKFAC", N),
     ],
 )  # fmt: skip
