@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ggda_transformers
 import pytest
 import torch
 from torch import nn
@@ -71,6 +72,15 @@ def test_importing_the_package_brings_torch_and_little_more():
     assert not rooms & {"storage", "training", "counterfactual", "grouping", "evaluation", "label_issues"}
     drawing = {"plots", "drawing", "page", "thumbnails", "verifying"}
     assert not {f"ggda_ext.results.{name}" for name in drawing} & set(done.stdout.split())
+
+
+def test_what_not_every_trainer_needs_is_imported_where_it_is_used():
+    for path in Path(ggda_transformers.__file__).parent.glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            roots = {name.split(".")[0] for name in found}
+            assert not roots & {"peft", "trl", "datasets", "accelerate", "safetensors", "matplotlib"}, path.name
 
 
 def walk(call) -> tuple[list[str], set[tuple[str, str]]]:
