@@ -370,6 +370,14 @@ class Counterfactual:
         found = self.what_if.calibration_of(property)
         return None if found is None else found.error
 
+    def interval(self, property: Property, confidence: float = 0.95) -> tuple[float, float] | None:
+        """Where the value of a retrained model lies, by the retrainings of `verify`; None where there were none."""
+        found = self.what_if.calibration_of(property)
+        if found is None:
+            return None
+        value, width = float(self.value(property)), found.width(confidence)
+        return value - width, value + width
+
     def outputs(self, data: DataLike, model: int = 0) -> Tensor:
         """Outputs on any data `[N]` or `[N, C]`, of one of the models."""
         return self.what_if.features(data)[model].moved(self._coefficients[model])
