@@ -55,7 +55,7 @@ def cautions(provider: GroupGradients, *, curvature: bool) -> dict[Hashable, tup
     large = groups.sizes > LARGE * groups.n
     found: dict[int, list[str]] = defaultdict(list)
     for j in np.flatnonzero(large):
-        found[int(j)].append(f"holds {groups.sizes[j] / groups.n:.0%} of all points: the real effect may be far from this")
+        found[int(j)].append(f"holds {groups.sizes[j] / groups.n:.0%} of all points: the real effect may be far off")
     targets = None if groups.is_by_rule else labels_of(data)
     if targets is not None and len(targets) == groups.n and _may_hold_a_class(groups, targets):
         for j in np.flatnonzero(class_share(groups, targets) >= WHOLE_CLASS):
@@ -63,7 +63,7 @@ def cautions(provider: GroupGradients, *, curvature: bool) -> dict[Hashable, tup
     if curvature and not data.is_stream and groups.sizes.max() > LARGE / 10 * groups.n:
         share = _curvature_share(provider)
         for j in np.flatnonzero((share > LARGE) & ~large):
-            found[int(j)].append(f"has {share[j]:.0%} of the curvature: the real effect may be far from this")
+            found[int(j)].append(f"has {share[j]:.0%} of the curvature: the real effect may be far off")
     return {groups.name(j): tuple(found[j]) for j in sorted(found)}
 
 
