@@ -415,7 +415,7 @@ def everything(folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """By all ranks that `torchrun` started, then by all but the last: what a rank of many finds is in `rank-of-many.pt`."""
+    """By all ranks that `torchrun` started, then by all but the last; every rank leaves what it found."""
     dist.init_process_group("gloo")
     mine, many = rank(), world_size()
     for count in (many, many - 1):
