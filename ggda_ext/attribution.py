@@ -24,7 +24,7 @@ from ggda_ext.data import DataLike
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.methods import Method, MethodName, chosen
-from ggda_ext.methods.cautions import cautions, why_not_added
+from ggda_ext.methods.cautions import cautions
 from ggda_ext.methods.intervals import Intervals, Sources, directions_of, ends
 from ggda_ext.methods.keeping import keep_scores
 from ggda_ext.methods.scoring import Account, scores_by
@@ -120,8 +120,8 @@ def attribute(
             each.append(scores_by(solver, provider, directions, account, kept, at, property))
         apart = [kept.total([(1.0, one)]).clone() for one in each] if sources.checkpoints else []
         scores = kept.total(zip(factors, each, strict=True))
-        warned = cautions(provider, curvature=solver.needs_rows)
-    details: dict[str, Any] = {"notes": [*provider.data.notes, *account.notes, *why_not_added(provider, warned)]}
+        warned, cautious = cautions(provider, curvature=solver.needs_rows)
+    details: dict[str, Any] = {"notes": [*provider.data.notes, *account.notes, *cautious]}
     if sources:
         m = len(scores) if m is None else m
         details["low"], details["high"], details["interval"] = ends(scores, m, apart, factors, sources)

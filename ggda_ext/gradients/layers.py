@@ -68,11 +68,11 @@ class _Linear(LayerRule):
         return F.linear(a, weight, bias)
 
     def row_scores(self, layer: nn.Linear, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """By W a or by Wᵀ d, whichever is shorter; a bias needs one product with d and no copy of itself per row."""
+        """By W a or by Wᵀ d, whichever is shorter; rows are added up by a product with ones, faster than by `sum`."""
         size, (out, into) = len(d), weight.shape
         a, d = a.reshape(-1, into), d.reshape(-1, out)
         products = torch.mm(a, weight.T).mul_(d) if out <= into else torch.mm(d, weight).mul_(a)
-        scores = products.sum(1)
+        scores = torch.mv(products, products.new_ones(products.shape[1]))
         if bias is not None:
             scores = torch.addmv(scores, d, bias)
         return scores if len(scores) == size else scores.reshape(size, -1).sum(1)
