@@ -32,7 +32,8 @@ from ggda_ext.losses import LABEL_KEYS
 
 LARGE = 0.2
 """A first-order estimate keeps the curvature of the full data. Without a share s of the points (or of the Fisher's
-trace) about that share of the curvature is gone, so the effect is larger by 1 / (1 − s): a quarter at one fifth."""
+trace) about that share of the curvature is gone, so the parameters move further by 1 / (1 − s): a quarter at one fifth.
+The property itself may change by more, or, near its best value, by less."""
 WHOLE_CLASS = 0.9
 """Without nearly all of a class the model never predicts it: not a small step from the trained parameters."""
 SEVERAL = "Scores of large groups, or of groups that are alike, do not add up: ask WhatIf about several at once."
@@ -56,7 +57,7 @@ def cautions(provider: GroupGradients, *, curvature: bool) -> tuple[dict[Hashabl
     large = groups.sizes > LARGE * groups.n
     found: dict[int, list[str]] = defaultdict(list)
     for j in np.flatnonzero(large):
-        found[int(j)].append(f"holds {groups.sizes[j] / groups.n:.0%} of all points: the real effect is larger")
+        found[int(j)].append(f"holds {groups.sizes[j] / groups.n:.0%} of all points: the real effect may be far off")
     table = _table_of(provider)
     if table is not None:
         for j in np.flatnonzero(table.largest_share() >= WHOLE_CLASS):
@@ -64,7 +65,7 @@ def cautions(provider: GroupGradients, *, curvature: bool) -> tuple[dict[Hashabl
     if curvature and not data.is_stream and groups.sizes.max() > LARGE / 10 * groups.n:
         share = _curvature_share(provider)
         for j in np.flatnonzero((share > LARGE) & ~large):
-            found[int(j)].append(f"has {share[j]:.0%} of the curvature: the real effect is larger")
+            found[int(j)].append(f"has {share[j]:.0%} of the curvature: the real effect may be far off")
     why = None if table is None or len(groups) > _MOST_GROUPS else _why_not_additive(table)
     return {groups.name(j): tuple(found[j]) for j in sorted(found)}, [why] if why else [SEVERAL] if found else []
 
