@@ -21,7 +21,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from ggda_ext.data import IndexedData, batch_length, pick, to_device
 from ggda_ext.gradients.layers import Layer, Observer, copied_parameter, known_layers
 from ggda_ext.gradients.plan import Facts, LossModule
-from ggda_ext.gradients.proof import CapturedLayers, Findings, NotForward, Unproven, recall, remember, strays
+from ggda_ext.gradients.proof import (
+    CapturedLayers,
+    Findings,
+    NotForward,
+    Unproven,
+    altered_in,
+    recall,
+    remember,
+    strays,
+)
 from ggda_ext.gradients.strategies import forward, persample
 from ggda_ext.gradients.truth import (
     FAILS,
@@ -35,13 +44,13 @@ from ggda_ext.gradients.truth import (
     total_scores,
     truth_alone,
 )
-from ggda_ext.gradients.watch import altered_gradients, hidden_hooks
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, SavedState
+from ggda_ext.watch import hidden_hooks
 
-LARGEST_BATCH = 16_384
-CACHED_BYTES = 13 * 2**20  # a batch whose activations stay near the cache; more makes small models slower
+LARGEST_BATCH = 65_536
+CACHED_BYTES = 48 * 2**20  # of activations of a batch: fewer, and what is done once per batch counts on small models
 ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
 _BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent
 _MORE, _ROUNDS = 16, 2  # examples looked at, so many times, for a parameter that the first ones do not touch
@@ -164,9 +173,8 @@ class Probe:
         space, found = self._space, hidden_hooks(self._space.model, list(self._space.parameters.values()))
         if found is not None:
             return found
-        with space.require_gradients(of_chosen=True):
-            each = (altered_gradients(space.model, self._loss, b, batch_length(b)) for b in self._found.batches)
-            return next((altered for altered in each if altered is not None), None)
+        each = (altered_in(space, self._loss, batch) for batch in self._found.batches)
+        return next((altered for altered in each if altered is not None), None)
 
     def _truth_now(self) -> Truth:
         """The truth about the examples at the parameters that the model has now."""

@@ -44,9 +44,9 @@ from ggda_ext.gradients.truth import (
     truth_of,
     wide,
 )
-from ggda_ext.gradients.watch import Watch, altered_gradients
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
+from ggda_ext.watch import Watch, altered_gradients
 
 _MOST_KEPT = 8  # sets of findings per model
 
@@ -261,8 +261,7 @@ class CapturedLayers:
         """
         if watch.hooks is None and not watch.asks and watch.called in self.found.forward_proven:
             return
-        with self.space.require_gradients(of_chosen=True):
-            altered = altered_gradients(self.space.model, self.loss, batch, watch.size)
+        altered = altered_in(self.space, self.loss, batch)
         if altered is not None:
             raise NotForward(f"{altered} changes gradients, which forward-mode differentiation does not see")
         total, room = total_along(self.space, self.loss, batch, tangent), float(wide(scores).double().abs().sum())
@@ -357,6 +356,14 @@ class CapturedLayers:
         raise Unproven(
             dict.fromkeys(sorted(missing), "no example could be found to compare its gradient with autograd")
         )
+
+
+def altered_in(space: ParameterSpace, loss: ExampleLoss, batch: Any) -> str | None:
+    """What makes gradients of a batch other than derivatives of its loss, or None."""
+    with space.require_gradients(of_chosen=True):
+        with Watch(0) as watch:
+            total = loss.total(space.model, batch)
+        return altered_gradients(total, watch)
 
 
 def strays(space: ParameterSpace, calls: Calls) -> dict[str, str]:

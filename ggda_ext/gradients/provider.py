@@ -126,7 +126,7 @@ class GroupGradients:
         parameters: names of parameters or modules, modules or parameters that count; by default all that
             require a gradient.
         strategy: ``"auto"``, or the name of one (see `plan`).
-        batch_size: points per batch; by default as many as fit the budget, at most 1024 or those of a DataLoader.
+        batch_size: points per batch; by default those of a DataLoader, else as many as run fast and fit the budget.
         memory_budget: bytes for one batch's activations and for one block of rows.
         show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
     """

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ggda_ext.data import batch_length
 from ggda_ext.gradients.plan import Request
-from ggda_ext.gradients.watch import Watch
 from ggda_ext.model import ParameterSpace
+from ggda_ext.watch import Watch
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:

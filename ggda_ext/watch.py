@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from ggda_ext.losses import ExampleLoss
-
 _LOOKED_AT = 100_000  # nodes of a graph
 
 
@@ -69,10 +67,13 @@ def hidden_hooks(model: nn.Module, parameters: Sequence[nn.Parameter]) -> str | 
     return "a hook on the gradient of a parameter" if hooked else None
 
 
-def altered_gradients(model: nn.Module, loss: ExampleLoss, batch: Any, size: int) -> str | None:
-    """What makes gradients other than derivatives, in a batch that is run with gradients: a hook, or a `Function`."""
-    with Watch(size) as watch:
-        total = loss.total(model, batch)
+def altered_gradients(total: Tensor, watch: Watch) -> str | None:
+    """What makes gradients of a value other than its derivatives: a hook, or a `Function`; None if nothing does.
+
+    Args:
+        total: the value, computed with gradients.
+        watch: what was called for it.
+    """
     if watch.hooks is not None:
         return "a hook on a gradient"
     seen: set[Any] = set()
