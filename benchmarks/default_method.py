@@ -14,7 +14,7 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,17 +65,21 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[problem.name for problem in PROBLEMS])
+    parser.add_argument("--groupings", nargs="*", default=["random", "Grad-K-Means", "K-Means"])
+    parser.add_argument("--grouping-seed", type=int, default=11)
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     for problem in PROBLEMS:
         if problem.name in chosen.only:
             with (chosen.out / "rows.jsonl").open("a") as file:
-                for row in measured(problem, chosen.data_dir, chosen.out):
+                for row in measured(problem, chosen.data_dir, chosen.out, chosen.groupings, chosen.grouping_seed):
                     print(json.dumps(row), file=file, flush=True)
                     print(row, flush=True)
 
 
-def measured(problem: Problem, folder: Path | None, out: Path) -> Iterator[dict[str, Any]]:
+def measured(
+    problem: Problem, folder: Path | None, out: Path, names: Sequence[str], grouping_seed: int
+) -> Iterator[dict[str, Any]]:
     """A row for every grouping and method."""
     train, test = points_for(problem, folder)
     everything = np.arange(len(train[0]))
@@ -83,16 +87,19 @@ def measured(problem: Problem, folder: Path | None, out: Path) -> Iterator[dict[
     model.eval()
     _scores(model, (train[0][:200], train[1][:200]), Groups(np.arange(200) % 4), goal_of(test), Influence())  # warms up
     one_pass = pass_seconds(model, train)
-    for name, groups in groupings(model, train):
+    for name in names:
+        groups = GROUPINGS[name](model, train, grouping_seed)
         kept = random_subsets(groups, HALVES, seed=500, equal_points=True)
-        real = retrained(problem, train, test, groups, kept, out / f"{problem.name.replace(' / ', '-')}-{name}.npy")
+        file_name = f"{problem.name.replace(' / ', '-')}-{name}" + (f"-{grouping_seed}" if grouping_seed != 11 else "")
+        real = retrained(problem, train, test, groups, kept, out / f"{file_name}.npy")
         for method, scores in scored(problem, model, train, test, groups):
             start = time.process_time()
             found = scores()
             seconds = time.process_time() - start
             lds = group_lds(found, kept, real.mean(1))
             yield {
-                "problem": problem.name, "grouping": name, "method": method, "lds": round(lds.value, 3),
+                "problem": problem.name, "grouping": name, "grouping seed": grouping_seed, "method": method,
+                "lds": round(lds.value, 3),
                 "interval": [round(end, 3) for end in lds.interval], "passes": round(seconds / one_pass, 2),
                 "ceiling": round(float(np.corrcoef(real.T)[0, 1]), 3),
             }  # fmt: skip
@@ -108,13 +115,18 @@ def points_for(problem: Problem, folder: Path | None) -> tuple[Pair, Pair]:
     return (x, y), test
 
 
-def groupings(model: nn.Module, train: Pair) -> Iterator[tuple[str, Groups]]:
-    """Three groupings of one size."""
-    yield "random", grouping.random_groups(len(train[0]), GROUP_SIZE, random_state=11)
-    clustering = grouping.GradKMeansGroups(model, LOSS, group_size=GROUP_SIZE, max_size=4 * GROUP_SIZE, random_state=11)
-    yield "Grad-K-Means", clustering.fit_groups(train)
-    plain = grouping.KMeansGroups(group_size=GROUP_SIZE, max_size=4 * GROUP_SIZE, random_state=11)
-    yield "K-Means", plain.fit_groups(train)
+def _clustered(model: nn.Module, train: Pair, seed: int, *, by_gradient: bool) -> Groups:
+    size: dict[str, Any] = {"group_size": GROUP_SIZE, "max_size": 4 * GROUP_SIZE, "random_state": seed}
+    found = grouping.GradKMeansGroups(model, LOSS, **size) if by_gradient else grouping.KMeansGroups(**size)
+    return found.fit_groups(train)
+
+
+GROUPINGS: dict[str, Callable[[nn.Module, Pair, int], Groups]] = {
+    "random": lambda model, train, seed: grouping.random_groups(len(train[0]), GROUP_SIZE, random_state=seed),
+    "Grad-K-Means": partial(_clustered, by_gradient=True),
+    "K-Means": partial(_clustered, by_gradient=False),
+}
+"""Three groupings of one size."""
 
 
 def retrained(problem: Problem, train: Pair, test: Pair, groups: Groups, kept: np.ndarray, path: Path) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints
+from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints, states_of
 from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
@@ -46,6 +46,7 @@ def attribute(
     recipe: Training | None = None,
     intervals: Intervals = False,
     frame: Any = None,
+    models: Sequence[nn.Module] = (),
     checkpoints: Checkpoints | None = None,
     weights: Sequence[float] | None = None,
     load_checkpoint: LoadCheckpoint | None = None,
@@ -80,6 +81,8 @@ def attribute(
         intervals: around the scores, at 95 %: over ``"test points"`` (ten folds of those that the property is measured
             on), over ``"checkpoints"``, ``"both"``, or True for what there is. No further pass over the training data.
         frame: the pandas table whose columns `groups` names, with a row for every training point.
+        models: more models trained the same way with other seeds. Scores are those of all of them, as over checkpoints:
+            a mean in the property's unit, which holds more of what any retrained model would do.
         checkpoints: a state dict or its path, or several; the model's current parameters if left out. The model gets
             its own parameters back afterwards.
         weights: one weight per checkpoint, equal ones if left out. Scores in the property's unit are weighted means.
@@ -107,6 +110,10 @@ def attribute(
         memory_budget=memory_budget, show_progress=show_progress,
     )  # fmt: skip
     solver = chosen(method, damping=damping, recipe=recipe)
+    if models:
+        if checkpoints is not None:
+            raise ValueError("models and checkpoints are both given: pass one of them.")
+        checkpoints = states_of(model, models)
     listed, factors = _weighted(checkpoints, weights, mean=solver.unit == "property")
     sources, asked = Sources.of(intervals, len(factors)), as_points(property)
     start, account, each = perf_counter(), Account(), []
@@ -145,7 +152,7 @@ def _weighted(
     """Checkpoints, None for the current parameters, with their weights; those of a mean add up to 1."""
     if checkpoints is None:
         if weights is not None:
-            raise ValueError("weights is given without checkpoints: pass both, or neither.")
+            raise ValueError("weights is given without checkpoints or models: pass both, or neither.")
         return None, [1.0]
     listed = listed_checkpoints(checkpoints)
     factors = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]

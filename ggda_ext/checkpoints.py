@@ -24,6 +24,22 @@ def listed_checkpoints(checkpoints: Checkpoints) -> list[Any]:
     return listed
 
 
+def states_of(model: nn.Module, models: Sequence[nn.Module]) -> list[Mapping[str, Any]]:
+    """The states of a model, copied, and of others of the same kind, as checkpoints of the first."""
+    own = unwrapped(model).state_dict()
+    found: list[Mapping[str, Any]] = [{name: value.clone() for name, value in own.items()}]
+    for number, other in enumerate(models):
+        if not isinstance(other, nn.Module):
+            raise TypeError(f"models[{number}] is a {type(other).__name__}: pass modules like the model.")
+        state = unwrapped(other).state_dict()
+        odd = [name for name in {**own, **state} if name not in own or name not in state]
+        odd += [name for name in own if name in state and own[name].shape != state[name].shape]
+        if odd:
+            raise ValueError(f"models[{number}] differs from the model in {odd[0]}: pass models of the same kind.")
+        found.append(state)
+    return found
+
+
 def at_checkpoints(
     model: nn.Module, checkpoints: Sequence[Any] | None, load: LoadCheckpoint | None = None
 ) -> Generator[int, None, None]:

@@ -12,10 +12,7 @@ adapter's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -116,17 +113,3 @@ class DropIn:
             strategy=self.strategy, memory_budget=self.memory_budget,
             show_progress=self.show_progress if show_progress is None else show_progress,
         )  # fmt: skip
-
-
-def refuse_words(given: Mapping[str, Any], elsewhere: Mapping[str, str], toolkit: Callable[..., Any], who: str) -> None:
-    """Refuse keywords of `attribute` that a toolkit has another word for.
-
-    Args:
-        given: keywords that the toolkit's class would be called with.
-        elsewhere: word → what to pass instead.
-        toolkit: the toolkit's own constructor, whose words are not refused.
-        who: the class.
-    """
-    for word in given:
-        if word in elsewhere and word not in signature(toolkit).parameters:
-            raise TypeError(f"{who} takes no {word}=: {elsewhere[word]}.")

@@ -20,6 +20,7 @@ from ggda_ext.data import IndexedData, SomePoints
 from ggda_ext.distributed import alone
 from ggda_ext.gradients import GroupGradients, Plan
 from ggda_ext.groups.partition import Groups
+from ggda_ext.words import WORDS, without
 
 ETHERNET = 1.25e9  # bytes per second, 10 Gbit/s
 _NATURAL = ("directional", "forward", "ghost")
@@ -82,6 +83,7 @@ class Estimate:
         )
 
 
+@without(**dict.fromkeys(WORDS, "an estimate is of a provider's pass; pass it to GroupGradients, or to attribute"))
 def estimate(
     provider: GroupGradients,
     n: int | None = None,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ggda_ext import Attribution, Groups, MethodFacts, WhatIf, attribute, properties
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
+from ggda_ext.results.sentences import answers
 from ggda_ext.training import Recipe
 
 LOSS = nn.CrossEntropyLoss()
@@ -368,7 +369,7 @@ def test_captum_dattri_and_trak_in_either_shape_have_one_sign() -> None:
     assert torch.equal(Attribution.of(square, groups, test_axis=1, positive="rises"), square.T)
 
 
-def test_leave_group_out_and_what_if_become_one() -> None:
+def test_leave_group_out_and_what_if_become_one(tmp_path) -> None:
     frame = patients(60)
     data, recipe = tensors(frame), Recipe(epochs=1, learning_rate=0.1, batch_size=20)
     goal = properties.soft_accuracy(data)
@@ -381,11 +382,14 @@ def test_leave_group_out_and_what_if_become_one() -> None:
     assert "over 2" in result.interval
     assert result.method is not None
     assert result.method.unit == "property"
+    assert "measured changes" in str(result)
+    assert "predicted" not in f"{result} {answers(result, 0)} {Attribution.load(result.save(tmp_path / 'result'))}"
     of_loss = leave_group_out(network, LOSS, data, frame["clinic"], data, recipe, seeds=[0])
     assert Attribution.of(of_loss, frame["clinic"]).properties == ("mean_loss",)
     asked = WhatIf(network(), LOSS, data, frame["clinic"], weight_decay=0.01).leave_group_out(goal)
     torch.testing.assert_close(asked.attribution().scores[0], asked.scores)
     assert asked.attribution().names == tuple(np.unique(CLINICS))
+    assert "predicted changes" in str(asked.attribution())
 
 
 # ---- groups back to names and points

@@ -205,6 +205,17 @@ def test_scores_in_the_propertys_unit_are_averaged_over_checkpoints_and_tracin_i
     torch.testing.assert_close(weighted.scores, first.scores / 4 + second.scores * 3 / 4)
 
 
+def test_more_models_are_averaged_like_checkpoints_and_all_stay_as_they_were():
+    (x, y), goal = data(), properties.mean_loss(data(1), CE)
+    models = [network(seed) for seed in (1, 2, 3)]
+    before = [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
+    together = attribute(models[0], CE, (x, y), GROUPS, goal, models=models[1:]).scores
+    each = [attribute(model, CE, (x, y), GROUPS, goal).scores for model in models]
+    torch.testing.assert_close(together, sum(each) / 3)
+    for model, state in zip(models, before, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("name", ["influence", "ekfac", "fisher"])
 def test_a_folder_keeps_the_solve_and_its_facts(tmp_path, name, monkeypatch):
     (x, y), model, goal = data(), network(), properties.mean_loss(data(1), CE)

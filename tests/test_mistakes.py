@@ -113,7 +113,10 @@ MISTAKES: dict[str, Mistake] = {
     # settings
     "a strategy that does not exist": (lambda: ask(strategy="fast"), ValueError, "'fast' is not one of 'auto'"),
     "an empty batch": (lambda: ask(batch_size=0), ValueError, "batch_size=0: pass a positive number"),
-    "weights without checkpoints": (lambda: ask(weights=[1.0]), ValueError, "without checkpoints: pass both"),
+    "weights without checkpoints": (lambda: ask(weights=[1.0]), ValueError, "without checkpoints or models: pass both"),
+    "models of another kind": (lambda: ask(models=[nn.Linear(2, 3)]), ValueError, r"models\[0\] differs from"),
+    "states for models": (lambda: ask(models=[{}]), TypeError, r"models\[0\] is a dict"),
+    "models and checkpoints": (lambda: ask(models=[MODEL], checkpoints=[{}]), ValueError, "both given"),
     # the result
     "a misspelt group": (lambda: RESULT["nort"], KeyError, "there is no group 'nort'; did you mean 'north'"),
     "a misspelt property": (lambda: RESULT["mean_los"], KeyError, "did you mean 'mean_loss'"),

@@ -3,53 +3,88 @@
 from __future__ import annotations
 
 import inspect
+import re
+from dataclasses import fields
 
 import ggda_captum
 import ggda_dattri
 import pytest
 import torch
+from ggda_trak import FisherInfluence, TRAKer
+from ggda_trak.options import GroupOptions
+from ggda_transformers import GroupTracker, attribute_trainer
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ggda_ext import GroupGradients, WhatIf, attribute, find_label_issues
+from ggda_ext import GradientStore, GroupGradients, WhatIf, attribute, estimate, find_label_issues
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
 from ggda_ext.groups import Groups
+from ggda_ext.words import WORDS
 
-WORDS = {"parameters", "strategy", "batch_size", "memory_budget", "save_dir", "tag", "show_progress"}
+GROUP_OPTIONS = {field.name for field in fields(GroupOptions)}
+
 KEEPING = {"save_dir", "tag"}
 CAPTUM = [getattr(ggda_captum, name) for name in ggda_captum.__all__ if name.startswith("TracInCP") or "Func" in name]
 CAPTUM = [entry for entry in CAPTUM if hasattr(entry, "_asked")]
 DATTRI = [getattr(ggda_dattri, name) for name in ggda_dattri.__all__]
-TAKES = {
-    attribute: WORDS,
-    GroupGradients: WORDS - KEEPING,
-    Groups.summary: WORDS - KEEPING,
-    find_label_issues: {"parameters", "batch_size", "memory_budget", "show_progress"},
-    WhatIf: {"parameters", "batch_size", "memory_budget"},
+OWN = {
+    attribute: set(WORDS),
+    FisherInfluence: set(WORDS),
+    TRAKer: set(WORDS),
+    attribute_trainer: set(WORDS),
+    GroupTracker: {"parameters"},
+    Groups.summary: set(WORDS) - KEEPING,
+    find_label_issues: set(WORDS) - KEEPING,
+    WhatIf: set(WORDS) - KEEPING - {"strategy"},
     leave_group_out: {"save_dir", "tag", "show_progress"},
+    GradientStore: KEEPING,
+    estimate: set(),
 }
-"""What each entry point takes at least; it trains or scores what the other words do not apply to."""
+"""What each entry point takes; the other words it refuses, and says why."""
 
 
-@pytest.mark.parametrize("entry", TAKES, ids=lambda entry: entry.__qualname__)
-def test_a_word_reaches_an_entry_point_or_is_refused_by_name(entry) -> None:
-    known = set(inspect.signature(entry).parameters)
-    assert TAKES[entry] <= known
-    for word in WORDS - known:
-        with pytest.raises(TypeError, match=word):
+def words_of(entry) -> set[str]:
+    """The words that a call can pass, to our class or to the toolkit's below it."""
+    kinds = entry.__mro__[:-1] if isinstance(entry, type) else [entry]
+    return {word for kind in kinds for word in WORDS if word in inspect.signature(kind).parameters}
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("entry", [*OWN, *CAPTUM, *DATTRI], ids=lambda entry: entry.__qualname__)
+def test_a_word_reaches_an_entry_point_or_is_refused_by_name_with_what_to_do(entry, word) -> None:
+    if entry in OWN:
+        assert (word in words_of(entry)) == (word in OWN[entry]) or entry is TRAKer
+    if word not in words_of(entry) and not (entry is TRAKer and word in GROUP_OPTIONS):
+        name = entry.__qualname__.split(".<")[0]
+        with pytest.raises(TypeError, match=rf"^{re.escape(name)} takes no {word}=: .{{20,}}\.$"):
             entry(**{word: 1})
 
 
-@pytest.mark.parametrize("entry", [*CAPTUM, *DATTRI], ids=lambda entry: entry.__name__)
-def test_a_toolkit_that_has_another_word_says_which(entry) -> None:
-    own = {"parameters": "layers=" if entry in CAPTUM else "layer_name="}
-    own |= {"show_progress": "to influence"} if entry in CAPTUM else {}
-    toolkit = next(base for base in entry.__mro__ if base.__module__.split(".")[0] in ("captum", "dattri"))
-    for word, instead in own.items():
-        if word in inspect.signature(toolkit).parameters:  # a word of its own
-            continue
-        with pytest.raises(TypeError, match=f"{entry.__name__} takes no {word}=: .*{instead}"):
-            entry(**{word: 1})
+@pytest.mark.parametrize("word", sorted(KEEPING))
+def test_gradients_alone_are_not_kept(word) -> None:
+    assert set(WORDS) - words_of(GroupGradients) == KEEPING
+    with pytest.raises(TypeError, match=word):
+        GroupGradients(nn.Linear(2, 2), nn.CrossEntropyLoss(), (torch.zeros(2, 2), torch.zeros(2).long()), **{word: 1})
+
+
+def test_what_if_shows_its_progress_when_asked_and_not_otherwise(capsys) -> None:
+    x, y = torch.randn(20, 3), torch.arange(20) % 2
+    for show in (True, False, None):
+        WhatIf(nn.Linear(3, 2), nn.CrossEntropyLoss(), (x, y), y, weight_decay=0.1, show_progress=show)
+        assert ("directions" in capsys.readouterr().err) == (show is True)
+
+
+@pytest.mark.parametrize("strategy", ["segmented", "backward", "persample"])
+def test_label_issues_are_the_same_under_every_strategy_that_forms_rows(strategy) -> None:
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), nn.CrossEntropyLoss()
+    x, y = torch.randn(12, 3).double(), torch.arange(12) % 2
+    found, expected = (
+        find_label_issues(model, loss, (x, y), validation=(x[:4] + 0.1, y[:4]), strategy=by)
+        for by in (strategy, "auto")
+    )
+    assert found.self_influence == pytest.approx(expected.self_influence, rel=1e-9)
+    assert found.influence == pytest.approx(expected.influence, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize(

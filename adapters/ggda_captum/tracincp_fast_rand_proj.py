@@ -23,9 +23,10 @@ from ggda_captum.nearest_neighbors import ExactNearestNeighbors
 from ggda_captum.tracincp import CheckpointInfluence
 from ggda_ext import ExampleLoss, PointGradients
 from ggda_ext.attribution import property_directions
-from ggda_ext.drop_in import KEYWORDS, refuse_words
+from ggda_ext.drop_in import KEYWORDS
 from ggda_ext.losses import example_losses, model_output
 from ggda_ext.storage.fingerprint import sketch_of
+from ggda_ext.words import refuse_words
 
 Projections = tuple[Tensor, Tensor] | None
 

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader
 
 from ggda_dattri.checkpoint import MEMORY_BUDGET, Checkpoint, TaskLosses
 from ggda_ext.data import IndexedData
-from ggda_ext.drop_in import DropIn, refuse_words
+from ggda_ext.drop_in import DropIn
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.properties import Property
+from ggda_ext.words import refuse_words
 
 WORDS = {
     "parameters": "pass layer_name=, the names of the parameters that count",

@@ -23,6 +23,7 @@ from ggda_ext.data import DataLike
 from ggda_ext.distributed import all_reduce_sum, together
 from ggda_ext.groups import GroupsLike
 from ggda_ext.methods.keeping import keep_scores
+from ggda_ext.model import ParameterChoice
 from ggda_ext.properties import PointProperty, Property
 from ggda_trak.projection import Projection, check_dimension, describe
 from ggda_trak.targets import property_rows
@@ -51,7 +52,12 @@ class FisherInfluence:
         save_dir: a folder that keeps the projected sums of every checkpoint once they are finished, so that they serve
             other test points, properties and dampings, and another process, without another pass.
         tag: with `save_dir`, names what cannot be seen from here, such as the version of the data; another is refused.
-        **provider_options: see `GroupGradients`: `parameters`, `strategy`, `batch_size`, `show_progress`, …
+        parameters: names of parameters or modules, modules or parameters that count; by default all that require a
+            gradient.
+        strategy: how gradients are formed, ``"auto"`` or one of `ggda_ext.STRATEGIES`; all give the same numbers.
+        batch_size: points per batch; by default those of a DataLoader, else as many as fit the budget, at most 1024.
+        memory_budget: bytes for one batch's activations and for one block of rows.
+        show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
 
     Attributes:
         chosen_damping: checkpoint → relative ridge in its Fisher, once scores were asked for.
@@ -73,13 +79,20 @@ class FisherInfluence:
         damping: Damping = "auto",
         save_dir: str | Path | None = None,
         tag: str | None = None,
-        **provider_options: Any,
+        parameters: ParameterChoice = None,
+        strategy: str = "auto",
+        batch_size: int | None = None,
+        memory_budget: int = 256 * 2**20,
+        show_progress: bool | None = None,
     ) -> None:
         self.fisher = check_fisher(fisher)
         if proj_dim < 1:
             raise ValueError(f"proj_dim={proj_dim}: pass at least 1.")
         self.damping: Damping = "auto" if damping == "auto" else check_damping(damping)
-        self.provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
+        self.provider = GroupGradients(
+            model, loss_fn, data, groups, parameters=parameters, strategy=strategy, batch_size=batch_size,
+            memory_budget=memory_budget, show_progress=show_progress,
+        )  # fmt: skip
         self.model, self.groups = self.provider.model, self.provider.groups
         space = self.provider.space
         if projector is None and space.size > proj_dim:

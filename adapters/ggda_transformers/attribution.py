@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -45,8 +46,10 @@ def attribute_trainer(
     parameters: ParameterChoice = None,
     strategy: str = "auto",
     batch_size: int | None = None,
+    memory_budget: int = 256 * 2**20,
     show_progress: bool | None = None,
-    **options: Any,
+    save_dir: str | Path | None = None,
+    tag: str | None = None,
 ) -> Attribution:
     """Which groups of the training data helped or hurt: positive where the property is predicted to rise without it.
 
@@ -78,8 +81,7 @@ def attribute_trainer(
         parameters: which count; by default those that require a gradient.
         strategy: as in `attribute`.
         batch_size: rows per batch; by default the Trainer's for training.
-        show_progress: as in `attribute`.
-        **options: `save_dir`, `tag` and `memory_budget` as in `attribute`.
+        memory_budget, show_progress, save_dir, tag: as in `attribute`.
 
     Returns:
         An `Attribution` with scores `[m, k]` and the names of the groups.
@@ -99,7 +101,8 @@ def attribute_trainer(
             setup.model, setup.loss(tokens), setup.rows(train_dataset, "train_dataset"), partition, goal, method=by,
             damping=damping, recipe=recipe, checkpoints=listed, weights=_weights(listed, weights, by),
             load_checkpoint=by.load if isinstance(by, AdamTracIn) else _load, parameters=chosen, strategy=strategy,
-            batch_size=setup.batch_size, show_progress=show_progress, **options,
+            batch_size=setup.batch_size, memory_budget=memory_budget, show_progress=show_progress, save_dir=save_dir,
+            tag=tag,
         )  # fmt: skip
     return result.replace(notes=(*result.notes, _token_note(tokens)))
 

@@ -30,6 +30,7 @@ from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups import Groups
 from ggda_ext.results import Attribution, MethodFacts
 from ggda_ext.row_reductions import Tokens
+from ggda_ext.words import without
 from ggda_transformers.adam import live_divisors
 from ggda_transformers.attribution import evaluated
 from ggda_transformers.columns import groups_of
@@ -66,6 +67,13 @@ class GroupTracker(TrainerCallback):
         show: whether to print the table and save the picture at the end.
     """
 
+    @without(
+        strategy="each step's batch is scored as it comes, by the strategy that suits it; leave it out",
+        batch_size="the batches are the Trainer's own; set per_device_train_batch_size there",
+        memory_budget="the batches are the Trainer's own; choose their size there",
+        show_progress="the Trainer shows the progress; show=False leaves out the table at its end",
+        keeping="the scores are saved with the Trainer's checkpoints, and go on from there",
+    )
     def __init__(
         self,
         train_dataset: Any,
@@ -101,7 +109,7 @@ class GroupTracker(TrainerCallback):
 
     def _reset(self) -> None:
         self.sums: Tensor | None = None
-        """Scores so far `[m, k]`, of this rank."""
+        """Scores so far `[m, k]`, of this rank; after training, of all ranks."""
         self.scored_steps = 0
         self.seconds, self.training_seconds = 0.0, 0.0
         self.history: list[tuple[int, list[list[float]]]] = []
@@ -184,7 +192,7 @@ class GroupTracker(TrainerCallback):
         if self.sums is None:
             _logger.warning("GroupTracker scored no step: every=%s, share=%s.", self.every, self.share)
             return
-        self.sums = self._all_sums() if state.is_world_process_zero else self._all_sums() * 0
+        self.sums = self._all_sums()
         if self.show and state.is_world_process_zero:
             print(self.result)
             _save_picture(self, Path(args.output_dir) / "group_tracker.png")
@@ -193,7 +201,7 @@ class GroupTracker(TrainerCallback):
 
     @property
     def result(self) -> Attribution:
-        """The scores so far, as a result with names; under several ranks, on rank 0 after training."""
+        """The scores so far, as a result with names; under several ranks those of all, after training."""
         if self.sums is None:
             raise ValueError("GroupTracker has scored no step yet: pass it to Trainer(callbacks=[…]), and train.")
         settings: dict[str, Any] = {"every": self.every, "scored steps": self.scored_steps}

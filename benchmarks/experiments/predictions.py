@@ -20,7 +20,8 @@ from ggda_ext import Groups, WhatIf
 from ggda_ext.evaluation import Correlation, additive_ceiling, points_of
 
 RETRAINED = 8
-"""Retrainings that calibrate what-if; its calibrated values are compared on the others."""
+"""Retrainings that calibrate what-if, chosen by `to_retrain` among the first half of the choices of groups; calibrated
+values are compared on the second half, none of which was looked at."""
 FEWEST_FITTED = 15
 """Choices of groups an additive score is fitted to."""
 OTHER_SEEDS = (501, 502)
@@ -50,7 +51,8 @@ class Prediction:
         values: the predictions.
         settings: how they were made, in words.
         seconds: CPU seconds by part, for all of them together.
-        calibrated: by eight of the retrained models `[s]`; None for methods that cannot be.
+        calibrated: by eight of the first retrained models, for the second half `[s − s // 2]`; None for methods that
+            cannot be.
     """
 
     values: np.ndarray
@@ -126,22 +128,25 @@ class Predictor:
 
 
 def _refitted(asked: Timed[WhatIf], truth: Truth, bench: Bench) -> Prediction:
-    """What-if's predictions, and those after `verify` with the first few retrained models."""
+    """What-if's predictions, and those after `verify` with a few of the retrained models."""
     refit, measure = asked.value, bench.subject.property
     found = timed(refit.subsets, truth.kept, measure)
     calibrated = None
-    if len(truth.kept) - RETRAINED >= 3:
+    if len(truth.kept) >= 2 * RETRAINED - 1:
         calibrated = _verified(refit, truth, bench)
     seconds = {"gradients": asked.seconds, "scoring": found.seconds}
     return Prediction(found.value.numpy(), refit.explain(), seconds, calibrated)
 
 
 def _verified(refit: WhatIf, truth: Truth, bench: Bench) -> np.ndarray:
-    """Calibrated predictions; the refit is left as it was, for the other protocols."""
+    """Calibrated predictions of the second half; the refit is left as it was, for the other protocols."""
     measure, ridges = bench.subject.property, [model.ridge for model in refit.models]
+    first, second = truth.kept[: len(truth.kept) // 2], truth.kept[len(truth.kept) // 2 :]
+    chosen = refit.to_retrain(measure, RETRAINED, among=first)
+    places = [int(np.flatnonzero((first == one).all(1))[0]) for one in chosen]
     try:
-        refit.verify(lambda subsets: truth.losses[:RETRAINED], measure, truth.kept[:RETRAINED])
-        return refit.subsets(truth.kept, measure).numpy()
+        refit.verify(lambda subsets: truth.losses[places], measure, chosen)
+        return refit.subsets(second, measure).numpy()
     finally:
         refit.calibrations.clear()
         for model, ridge in zip(refit.models, ridges, strict=True):

@@ -1,14 +1,16 @@
 """A few real retrainings beside the predictions: what level and slope later predictions need, and how wrong they are.
 
 A refit ranks counterfactuals better than it knows their level: the linearised model forgets less than a new one would.
-So real changes are regressed on predicted ones and on the share of points left out,
+So real changes are compared with predicted ones and with the share of points left out,
 
     real change ≈ slope · predicted change + level · share left out,
 
-both zero where nothing is left out. The ridge is chosen on the way, if another one predicts clearly better. Eight
-retrainings tell a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many
-random ones, those whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves
-the regression of real on predicted changes unbiased.
+both zero where nothing is left out. The slope is the median of the slopes between any two retrainings (Theil and Sen):
+a few far predictions, which a refit makes, would turn a line of least squares. Three slopes of 1, what an exact refit
+has, are among them, so that few retrainings that agree on nothing leave predictions as they are. The ridge is chosen on
+the way, if another one predicts clearly better. Eight retrainings tell a slope only if their predictions lie apart, so
+the subsets to retrain are chosen by them: of many random ones, those whose predictions are spread evenly from the
+lowest to the highest. Choosing by the prediction leaves the relation of real to predicted changes unbiased.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ DRAWN = 8
 """Random subsets that are predicted for each one that is retrained."""
 RIDGES = (0.25, 1.0, 4.0)
 """Ridges that are tried, in units of the present one."""
+_FITTED = 2  # numbers that a calibration fits
+_PRIOR = 3  # slopes of 1 among those between retrainings
 _BETTER = 0.6  # share of the present ridge's error below which another one is taken
 
 
@@ -42,22 +46,32 @@ class Calibration:
         slope: of real on predicted changes.
         level: rise of the property per share of points left out that the predictions miss.
         error: standard error of a calibrated prediction: of the retrainings, each predicted from the others.
+        retrainings: how many it was found from.
     """
 
     slope: float
     level: float
     error: float
+    retrainings: int
 
     def change(self, predicted: Tensor, removed: Tensor) -> Tensor:
         """Calibrated changes of predicted ones `[s, …]`, given the share of points left out `[s]`."""
         shape = (-1,) + (1,) * (predicted.dim() - 1)
         return self.slope * predicted + self.level * removed.to(predicted).view(shape)
 
+    def width(self, confidence: float = 0.95) -> float:
+        """Half the width of an interval for a retrained model: a quantile of Student's t, for few retrainings."""
+        if not 0 < confidence < 1:
+            raise ValueError(f"confidence={confidence}: pass a share between 0 and 1, e.g. 0.95.")
+        from scipy.special import stdtrit
+
+        return float(stdtrit(self.retrainings - _FITTED, (1 + confidence) / 2)) * self.error
+
     def explain(self) -> str:
         """In words."""
         return (
-            f"calibrated: real changes are {self.slope:.3g} times the predicted ones and {self.level:+.3g} per share "
-            f"of points left out, give or take {self.error:.2g}"
+            f"calibrated by {self.retrainings} retrainings: real changes are {self.slope:.3g} times the predicted ones "
+            f"and {self.level:+.3g} per share of points left out, give or take {self.error:.2g}"
         )
 
 
@@ -114,7 +128,7 @@ def verified(
             model.ridge = factor * ridge
         values, base = _predicted(what_if, property, weights)
         others = base + _from_others(values - base, removed, real.mean(1) - base)
-        error = float(np.sqrt(np.mean((others - real.mean(1)) ** 2)))
+        error = float(np.sqrt(np.sum((others - real.mean(1)) ** 2) / (len(kept) - _FITTED)))
         if best is None or error < _BETTER * best[1]:
             best = factor, error, values, others
     assert best is not None
@@ -123,7 +137,7 @@ def verified(
         model.ridge = factor * ridge
     base = _predicted(what_if, property, weights[:1])[1]
     slope, level = _fit(values - base, removed, real.mean(1) - base)
-    found = Calibration(slope, level, error)
+    found = Calibration(slope, level, error, len(kept))
     what_if.calibrations[id(property)] = (property, found)
     return Verification(kept, real, values, others, found, tuple(model.ridge for model in what_if.models))
 
@@ -165,12 +179,28 @@ def _predicted(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[np
 
 
 def _fit(predicted: np.ndarray, removed: np.ndarray, real: np.ndarray) -> tuple[float, float]:
-    """Slope and level by least squares; a slope is never negative, which would turn the ranks around."""
-    slope, level = np.linalg.lstsq(np.stack([predicted, removed], 1), real, rcond=None)[0]
-    if slope <= 0 or not np.isfinite(slope):
-        size = float((removed * removed).sum())
-        return 0.0, float((removed * real).sum() / size) if size else 0.0
-    return float(slope), float(level)
+    """Slope and level by medians, weighted by shares; a slope is never negative, which would turn the ranks around."""
+    told = removed > 0
+    predicted, removed, real = predicted[told], removed[told], real[told]
+    if not len(real):
+        return 1.0, 0.0
+    first, second = np.triu_indices(len(real), 1)
+    run = predicted[first] * removed[second] - predicted[second] * removed[first]
+    rise = real[first] * removed[second] - real[second] * removed[first]
+    weight = removed[first] * removed[second]
+    apart = np.abs(run) > 1e-12 * (np.abs(predicted).max() * removed.max() + 1e-300)
+    prior = weight.mean() if len(weight) else 1.0
+    slopes = np.append(rise[apart] / run[apart], np.ones(_PRIOR))
+    slope = max(0.0, _median(slopes, np.append(weight[apart], np.full(_PRIOR, prior))))
+    return slope, _median((real - slope * predicted) / removed, removed)
+
+
+def _median(values: np.ndarray, weights: np.ndarray) -> float:
+    """The value with half of the weight below it and half above, between two where both would do."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order]) / weights.sum()
+    low, high = (min(int(np.searchsorted(below, half)), len(order) - 1) for half in (0.5 - 1e-12, 0.5 + 1e-12))
+    return float(values[order[low]] + values[order[high]]) / 2
 
 
 def _from_others(predicted: np.ndarray, removed: np.ndarray, real: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ggda_ext.data import IndexedData, to_device
+from ggda_ext.data import IndexedData, progress, to_device
 from ggda_ext.distributed import all_reduce_sum, together, world_size
 from ggda_ext.gradients.strategies import forward
 from ggda_ext.losses import model_output
@@ -57,6 +57,7 @@ class Linearizer:
         batch_size: examples per pass.
         memory_budget: bytes of features kept in memory; more go to a file.
         folder: where to put such files; a temporary folder if left out.
+        show_progress: whether to show a progress bar; None, on passes over 5 seconds.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class Linearizer:
         batch_size: int = 1024,
         memory_budget: int = 2**30,
         folder: Path | None = None,
+        show_progress: bool | None = False,
     ) -> None:
         self.space, self.batch_size, self.memory_budget, self.folder = space, batch_size, memory_budget, folder
-        self.rank = len(directions)
+        self.rank, self.show_progress = len(directions), show_progress
         still = forward.tangents(space, directions)  # an embedding's padding row does not move
         self._moves = {name: torch.stack([move[name] for move in still]) for name in space.parameters}
         self._module = OutputModule(space.model)
@@ -84,12 +86,14 @@ class Linearizer:
         outputs = output.new_zeros(data.n, *output.shape[1:])
         targets = None if target is None else target.new_zeros(data.n, *target.shape[1:])
         tangents = self._empty((data.n, *moves.shape[1:]), moves)
-        with together({"the number of examples": data.n}):
+        title = f"outputs along {self.rank} directions"
+        with together({"the number of examples": data.n}), progress(data.n, title, self.show_progress) as bar:
             for indices, batch in data.my_share(self.batch_size, whole_batches=True):
                 at = slice(int(indices[0]), int(indices[-1]) + 1)
                 outputs[at], target, tangents[at] = self.of_batch(to_device(batch, self.space.device))
                 if targets is not None and target is not None:
                     targets[at] = target
+                bar.update(len(indices) * world_size())  # what all ranks do
         if world_size() > 1:
             for shared in (outputs, tangents, targets):
                 if shared is not None:

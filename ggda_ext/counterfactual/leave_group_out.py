@@ -32,6 +32,7 @@ from ggda_ext.training.loop import LossFn, MakeModel
 from ggda_ext.training.many import layout_of, models_at_once
 from ggda_ext.training.order import by_falling_steps
 from ggda_ext.training.recipe import checked_data
+from ggda_ext.words import without
 
 Pair = tuple[Tensor, Tensor]
 PARTS, SMALLEST_STACK = 8, 32
@@ -48,6 +49,7 @@ class LeaveGroupOut:
         groups: those that `group_ids` are ids of.
         measured: the property.
         made_by: how, in a word or two.
+        retrained: whether models were trained without each group, or their values predicted.
     """
 
     per_seed: Tensor
@@ -56,6 +58,7 @@ class LeaveGroupOut:
     groups: Groups | None = None
     measured: Any = None
     made_by: str = "leave group out"
+    retrained: bool = True
 
     @property
     def scores(self) -> Tensor:
@@ -105,11 +108,17 @@ class LeaveGroupOut:
         if seeds > 1:
             low, high = (torch.atleast_2d(end) for end in self.interval)
             details = {"low": low, "high": high, "interval": f"95 %, over {seeds} seeds of training"}
-        facts = MethodFacts(self.made_by, "property", {"seeds": seeds})
+        facts = MethodFacts(self.made_by, "property", {"seeds": seeds}, measured=self.retrained)
         chosen = known.some(self.group_ids.tolist())
         return Attribution.of(scores, chosen, asked, higher_is_better, method=facts, test_axis=0, **details)
 
 
+@without(
+    parameters="all that require a gradient are trained; freeze others in make_model, by requires_grad_(False)",
+    strategy="it trains models; there are no gradients of groups to sum",
+    batch_size="it is part of the training; set it in the recipe",
+    memory_budget="pass at_once=, how many models are trained at once",
+)
 def leave_group_out(
     make_model: MakeModel,
     loss_fn: LossFn,
@@ -123,7 +132,7 @@ def leave_group_out(
     at_once: int | None = None,
     save_dir: str | Path | None = None,
     tag: str | None = None,
-    show_progress: bool = False,
+    show_progress: bool | None = None,
 ) -> LeaveGroupOut:
     """Train without each group in turn, and compare with models trained on all points.
 
@@ -143,7 +152,7 @@ def leave_group_out(
         save_dir: folder for finished trainings. Called again with the same arguments, a stopped run goes on from there;
             another model, loss, property, data set, recipe or other groups are refused.
         tag: with `save_dir`, names what cannot be seen from here, such as a file that the property reads.
-        show_progress: show a progress bar.
+        show_progress: whether to show a progress bar; by default once it takes over 5 seconds.
     """
     if tag is not None and save_dir is None:
         raise ValueError(f"tag={tag!r} is given without save_dir: pass the folder it is for, or leave it out.")

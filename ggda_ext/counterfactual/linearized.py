@@ -74,7 +74,12 @@ class LinearizedModel:
             settings.seed,
         )  # fmt: skip
         self._linearizer = Linearizer(
-            self.space, self.directions.rows, batch_size, settings.memory_budget, settings.folder
+            self.space,
+            self.directions.rows,
+            batch_size,
+            settings.memory_budget,
+            settings.folder,
+            provider.show_progress,
         )
         check_forward_mode(self._linearizer, provider.data)
         self.chosen, self._chosen_weights = _evenly_drawn(

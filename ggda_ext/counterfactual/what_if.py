@@ -35,6 +35,7 @@ from ggda_ext.evaluation import Retrain
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.properties import Property
+from ggda_ext.words import without
 
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.interactions import Interactions
@@ -74,8 +75,13 @@ class WhatIf:
         memory_budget: bytes for features and for solving; features that need more go to a file.
         folder: for such files; a temporary folder if left out.
         seed: of sketches and draws.
+        show_progress: whether to show progress bars while it is set up; by default on passes over 5 seconds.
     """
 
+    @without(
+        strategy="outputs are pushed along directions, and there is one way to do it; leave it out",
+        keeping="a set-up takes some passes and is not kept; save its answers, or keep the object",
+    )
     def __init__(
         self,
         model: nn.Module,
@@ -96,6 +102,7 @@ class WhatIf:
         memory_budget: int = 2**30,
         folder: str | Path | None = None,
         seed: int = 0,
+        show_progress: bool | None = None,
     ) -> None:
         if directions not in KINDS:
             raise ValueError(f"directions={directions!r} is not one of {', '.join(map(repr, KINDS))}.")
@@ -119,7 +126,7 @@ class WhatIf:
         for one in (model, *models):
             provider = GroupGradients(
                 one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size or inside.batch_size,
-                memory_budget=memory_budget, show_progress=False,
+                memory_budget=memory_budget, show_progress=show_progress,
             )  # fmt: skip
             self.models.append(LinearizedModel(provider, settings, weights))
         self.groups = self.models[0].provider.groups
@@ -185,7 +192,9 @@ class WhatIf:
         if found is not None:
             rises = torch.stack([found.change(rise, self.removed(weights)) for rise in rises])
         per_model = rises.transpose(1, -1) if rises.dim() > 2 else rises
-        return LeaveGroupOut(per_model, full, np.arange(k), self.groups, property, "refit of the linearised model")
+        return LeaveGroupOut(
+            per_model, full, np.arange(k), self.groups, property, "refit of the linearised model", False
+        )
 
     def interactions(self, property: Property, names: Names | None = None) -> Interactions:
         """Which pairs of groups matter together otherwise than one by one; see `Interactions`."""
@@ -360,6 +369,14 @@ class Counterfactual:
         """Standard error of `value`, from the retrainings of `verify`; None where there were none."""
         found = self.what_if.calibration_of(property)
         return None if found is None else found.error
+
+    def interval(self, property: Property, confidence: float = 0.95) -> tuple[float, float] | None:
+        """Where the value of a retrained model lies, by the retrainings of `verify`; None where there were none."""
+        found = self.what_if.calibration_of(property)
+        if found is None:
+            return None
+        value, width = float(self.value(property)), found.width(confidence)
+        return value - width, value + width
 
     def outputs(self, data: DataLike, model: int = 0) -> Tensor:
         """Outputs on any data `[N]` or `[N, C]`, of one of the models."""

@@ -140,21 +140,22 @@ def summarize(
     property: Property | None = None,
     features: Any = None,
     targets: Any = None,
-    **provider_options: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> Summary:
-    """Diagnostics of `groups`, as far as what is given allows; see `Groups.summary`."""
+    """Diagnostics of `groups`, as far as what is given allows; see `Groups.summary`, whose words are `options`."""
+    options = options or {}
     if model is not None and data is None:
         raise ValueError("model is given without data: pass model, loss_fn and data.")
     if model is None and data is not None and not hasattr(features, "whitened_features"):
         raise ValueError("data is given without a model: pass model, loss_fn and data.")
-    if model is None and (property is not None or provider_options):
-        what = "property" if property is not None else next(iter(provider_options))
+    if model is None and (property is not None or options):
+        what = "property" if property is not None else next(iter(options))
         raise ValueError(f"{what}= is given without a model: pass model, loss_fn and data as well.")
     found: dict[str, Any] = {}
     if features is not None:
         found |= _spread(groups, features, data)
     if model is not None:
-        provider = GroupGradients(model, loss_fn, data, groups, **provider_options)
+        provider = GroupGradients(model, loss_fn, data, groups, **options)
         points = provider.on(provider.data, Groups.singletons(groups.n))
         if property is not None:
             found |= _signs(groups, points, property)

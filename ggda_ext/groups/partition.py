@@ -22,6 +22,7 @@ from torch.utils.data import Sampler
 
 from ggda_ext.groups.labels import first_few, is_list_of_lists, labels_of_lists, labels_of_values
 from ggda_ext.groups.naming import Share, id_of, labels_of_some, names_at, spread_over
+from ggda_ext.words import without
 
 if TYPE_CHECKING:
     from ggda_ext.data import DataLike
@@ -327,6 +328,7 @@ class Groups:
         sizes = f", sizes {self.sizes.min()}…{self.sizes.max()}" if len(self) else ""
         return f"Groups(k={len(self)}, n={self.n}{sizes})"
 
+    @without(keeping="a summary takes a few passes and is not kept; print it, or keep its arrays")
     def summary(
         self,
         model: nn.Module | None = None,
@@ -364,7 +366,7 @@ class Groups:
         }  # fmt: skip
         return summarize(
             self, model, loss_fn, data, property=property, features=features, targets=targets,
-            **{name: value for name, value in options.items() if value is not None},
+            options={name: value for name, value in options.items() if value is not None},
         )  # fmt: skip
 
     def sum(self, values: Tensor, dim: int = -1) -> Tensor:

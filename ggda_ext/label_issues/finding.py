@@ -20,11 +20,13 @@ from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.label_issues.issues import LabelIssues, RankedBy
 from ggda_ext.model import ParameterChoice, only_thread
+from ggda_ext.words import without
 
 _BATCH = 256
 RankBy = Literal["auto", "loss", "self_influence", "influence", "loss and influence"]
 
 
+@without(keeping="its signals take a few passes and are not kept; save issues.loss, .self_influence and .influence")
 def find_label_issues(
     model: nn.Module,
     loss_fn: Any,
@@ -34,6 +36,7 @@ def find_label_issues(
     groups: GroupsLike | None = None,
     rank_by: RankBy = "auto",
     parameters: ParameterChoice = None,
+    strategy: str = "auto",
     batch_size: int | None = None,
     memory_budget: int = 256 * 2**20,
     show_progress: bool | None = None,
@@ -55,6 +58,8 @@ def find_label_issues(
         rank_by: ``"auto"``, or ``"loss"``, ``"self_influence"``, ``"influence"``, ``"loss and influence"``.
         parameters: names of parameters or modules that count for gradients; all by default. Of a large network the
             last layers are much cheaper: a gradient per point is needed unless all layers are Linear.
+        strategy: how gradients are formed, ``"auto"`` or one of `STRATEGIES` that can form those of single points:
+            ``"segmented"``, ``"backward"`` or ``"persample"``; all give the same numbers.
         batch_size: points per batch; by default as many as fit the budget.
         memory_budget: bytes for a batch's activations, for a block of gradients, and for a block of cosines.
         show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
@@ -73,7 +78,7 @@ def find_label_issues(
     if validation is None and "influence" in rank_by.replace("self_influence", ""):
         raise ValueError(f"rank_by={rank_by!r} needs clean points: pass validation=(x, y), points with right labels.")
     options: dict[str, Any] = {
-        "parameters": parameters, "batch_size": batch_size, "memory_budget": memory_budget,
+        "parameters": parameters, "strategy": strategy, "batch_size": batch_size, "memory_budget": memory_budget,
         "show_progress": show_progress,
     }  # fmt: skip
     points = GroupGradients(model, loss_fn, data, **options)

@@ -121,7 +121,7 @@ def score_label(result: Attribution, j: int) -> str:
     """What the axis of the scores says: unit and direction."""
     name = shown(result.properties[j])
     if result.method is not None and result.method.unit == "property":
-        words = f"predicted change of {name}\nwithout the group"
+        words = f"{'measured' if result.method.measured else 'predicted'} change of {name}\nwithout the group"
     elif result.method is not None:
         words = f"score for {name}\n(ranks only, no unit)"
     else:

@@ -16,11 +16,12 @@ class MethodFacts:
 
     Attributes:
         name: of the method, such as ``"tracin"``.
-        unit: ``"property"`` if a score is the predicted change of the property if the group is removed, in the
-            property's own unit; ``"rank"`` if only sign and order mean something.
+        unit: ``"property"`` if a score is the change of the property if the group is removed, in the property's own
+            unit; ``"rank"`` if only sign and order mean something.
         settings: what was chosen, such as ``{"damping": 0.01}``.
         passes: the cost in passes over the training data (forward and backward), where known.
         seconds: the cost in seconds, where known.
+        measured: whether models were trained without each group: then the scores are what came out, no predictions.
 
     >>> print(MethodFacts("influence", "property", {"damping": 0.01}, seconds=6))
     influence with damping 0.01; scores are predicted changes in the property's unit; cost: 6 s
@@ -31,6 +32,7 @@ class MethodFacts:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     passes: float | None = None
     seconds: float | None = None
+    measured: bool = False
 
     def __post_init__(self) -> None:
         if self.unit not in ("property", "rank"):
@@ -50,7 +52,7 @@ class MethodFacts:
     def meaning(self) -> str:
         """What the size of a score means."""
         if self.unit == "property":
-            return "scores are predicted changes in the property's unit"
+            return f"scores are {'measured' if self.measured else 'predicted'} changes in the property's unit"
         return "scores rank groups: their size is not in the property's unit"
 
     def __str__(self) -> str:

@@ -42,7 +42,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "notes": lambda found: _all(found, str),
     "method": lambda found: found is None or (isinstance(found, dict) and all(
         name in found and is_one(found[name]) for name, is_one in _METHOD.items()
-    )),
+    ) and isinstance(found.get("measured", False), bool)),
 }  # fmt: skip
 _METHOD: dict[str, Callable[[Any], bool]] = {
     "name": lambda found: isinstance(found, str),
@@ -110,7 +110,7 @@ def encoded(result: Attribution) -> tuple[str, dict[str, Tensor]]:
             "notes": result.notes,
             "method": None if method is None else {
                 "name": method.name, "unit": method.unit, "settings": dict(method.settings),
-                "passes": method.passes, "seconds": method.seconds,
+                "passes": method.passes, "seconds": method.seconds, "measured": method.measured,
             },
         }
     )  # fmt: skip

@@ -57,17 +57,19 @@ def _about(result: Attribution, row: int, group: int, effect: str) -> str:
     words = f"{effect} most" if effect in ("hurts", "helps") else "matters most in this direction"
     if len(result.groups) == 1:
         words = words.replace(" most", "")
+    words += f": without it, {name} {_foretold(result)} {verb}"
     if result.method is not None and result.method.unit == "property":
-        words += (
-            f": without it, {name} is predicted to {verb} by {abs(score):.3g}{_interval(result, row, group, score)}."
-        )
-    else:
-        words += f": without it, {name} is predicted to {verb}."
+        words += f" by {abs(score):.3g}{_interval(result, row, group, score)}"
+    words += "."
     if ranking.effects(result, row)[group] == "unclear":
         words += " Its interval holds 0, so even the direction is unclear."
     if result.groups.name(group) in result.warnings:
         words += " There is a warning about this group."
     return words
+
+
+def _foretold(result: Attribution) -> str:
+    return "was seen to" if result.method is not None and result.method.measured else "is predicted to"
 
 
 def _interval(result: Attribution, row: int, group: int, score: float) -> str:
@@ -87,6 +89,8 @@ def magnitude(result: Attribution) -> str:
         return "How the scores were made is not known here: trust their order before their size."
     if result.method.unit == "rank":
         return "The method ranks groups: the sign and order of scores mean something, their size has no unit."
+    if result.method.measured:
+        return "A score is the change that was measured when the model was trained again without the group."
     return "A score is the predicted change if the group is removed and the model trained again."
 
 

@@ -139,7 +139,8 @@ def _below(result: Attribution) -> list[str]:
     if m > ranking.SHOWN_PROPERTIES and not ranking.by_mean(result):
         lines.append(f"… and {m - ranking.SHOWN_PROPERTIES} more properties: see .of_property(name)")
     if None in result.higher_is_better and k:
-        lines.append("rises, falls: what the property is predicted to do if the group is removed")
+        measured = result.method is not None and result.method.measured
+        lines.append(f"rises, falls: what the property {'did' if measured else 'is predicted to do'} without the group")
     if result.low is not None and result.interval:
         lines.append(f"interval: {result.interval}")
     if result.method is not None:

@@ -93,7 +93,8 @@ def _locked(folder: Path) -> int | None:
             "each process."
         ) from None
     if _OURS.fullmatch(os.read(handle, 64)):  # another file of that name, or a hard link to one, stays as it is
-        os.ftruncate(handle, 0)
+        mine = f"process {os.getpid()}".encode()
         os.lseek(handle, 0, os.SEEK_SET)
-        os.write(handle, f"process {os.getpid()}".encode())
+        os.write(handle, mine)
+        os.ftruncate(handle, len(mine))  # not to 0 before: some file systems wait for the disk then on closing
     return handle

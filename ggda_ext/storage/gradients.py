@@ -25,6 +25,7 @@ from ggda_ext.storage.blocks import Block, Range, finish, group_ranges, opened, 
 from ggda_ext.storage.files import open_array
 from ggda_ext.storage.folder import digest
 from ggda_ext.storage.scores import gradients_of
+from ggda_ext.words import without
 
 
 class GradientStore:
@@ -49,6 +50,12 @@ class GradientStore:
     torch.Size([1, 10])
     """
 
+    @without(
+        **dict.fromkeys(
+            ("parameters", "strategy", "batch_size", "memory_budget", "show_progress"),
+            "it stores the gradients of a provider; pass it to GroupGradients",
+        )
+    )
     def __init__(
         self,
         provider: GroupGradients,

@@ -1,0 +1,49 @@
+"""A Trainer with a `GroupTracker`: by `torchrun` on every rank, and by the tests in one process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ggda_transformers import GroupTracker
+from transformers_cases import examples, made, sources, trainer_of
+
+N, ROWS_OF_A_STEP = 12, 4
+ADAM: dict[str, Any] = {"every": 2, "preconditioner": "adam"}
+
+
+def tracked(folder: Path, ranks: int, resumed: bool = False, **settings: Any) -> GroupTracker:
+    """A tracker after two epochs; the ranks together take as many rows in a step as one process does."""
+    data = sources(examples("gpt2", N))
+    tracker = GroupTracker(data, "source", eval_dataset=examples("gpt2", 3, seed=1), show=False, **settings)
+    model = made("gpt2")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # each rank would draw its own
+    trainer = trainer_of(
+        model, data, folder, callbacks=[tracker], per_device_train_batch_size=ROWS_OF_A_STEP // ranks,
+        max_steps=-1, num_train_epochs=2, save_strategy="epoch", logging_steps=2, average_tokens_across_devices=True,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resumed else None)
+    return tracker
+
+
+def everything(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
+    """Scores `[1, k]` of every step, of the same run taken up after its first epoch, and of every second step."""
+    found = {}
+    for name, settings in {"plain": {}, "resumed": {"resumed": True}, "adam": ADAM}.items():
+        tracker = tracked(folder / ("adam" if name == "adam" else "plain"), ranks, **settings)
+        found[name] = tracker.result.scores
+        found[f"{name}, logged"] = torch.tensor(tracker.history[-1][1], dtype=torch.float64)
+    return found
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1])
+    result = everything(where, int(os.environ["WORLD_SIZE"]))
+    torch.save(result, where / f"rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()
