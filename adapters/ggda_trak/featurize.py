@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind
+from ggda_ext.distributed import alone
 from ggda_trak.batches import Batch, WaitingPoints
 from ggda_trak.projection import Projection
 from ggda_trak.store import GroupStore
@@ -102,8 +103,8 @@ class GroupSums:
             raise
 
     def _take_points(self) -> None:
-        """Form the gradients of the points that wait."""
-        with self._points.taken() as (waiting, indices):
+        """Form the gradients of the points that wait; other ranks have points of their own."""
+        with alone(), self._points.taken() as (waiting, indices):
             inside = np.flatnonzero(self.groups.labels[indices] >= 0)
             if not len(inside):
                 return
