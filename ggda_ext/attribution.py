@@ -11,7 +11,7 @@ over checkpoints (its weights are their learning rates); methods in the property
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints, states_of
 from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike
-from ggda_ext.gradients import Directions, GroupGradients, PointGradients
+from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups.partition import GroupsLike
-from ggda_ext.methods import Method, MethodName, chosen
+from ggda_ext.methods import METHODS, Method, MethodName, TracIn
 from ggda_ext.methods.cautions import cautions, why_not_added
-from ggda_ext.methods.intervals import Intervals, Sources, directions_of, ends
-from ggda_ext.methods.keeping import keep_scores
-from ggda_ext.methods.scoring import Account, scores_by
+from ggda_ext.methods.intervals import Intervals, Sources, ends, jackknifed_directions
+from ggda_ext.methods.scoring import Account, keep_scores, scores_by
 from ggda_ext.model import ParameterChoice, only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
+from ggda_ext.properties.described import directions_of, names_of
 from ggda_ext.results import Attribution
 from ggda_ext.tables import group_column
 
@@ -109,41 +109,63 @@ def attribute(
         model, loss_fn, data, groups, parameters=parameters, strategy=strategy, batch_size=batch_size,
         memory_budget=memory_budget, show_progress=show_progress,
     )  # fmt: skip
-    solver = chosen(method, damping=damping, recipe=recipe)
+    solver = _chosen(method, damping=damping, recipe=recipe)
     if models:
         if checkpoints is not None:
             raise ValueError("models and checkpoints are both given: pass one of them.")
         checkpoints = states_of(model, models)
     listed, factors = _weighted(checkpoints, weights, mean=solver.unit == "property")
-    sources, asked = Sources.of(intervals, len(factors)), as_points(property)
+    sources = None if intervals is False else Sources.of(intervals, len(factors))
+    asked, m = as_points(property), None
     start, account, each = perf_counter(), Account(), []
     with (
         only_thread(model),
-        closing(at_checkpoints(model, listed, load_checkpoint)) as numbers,
+        nullcontext([0]) if listed is None else closing(at_checkpoints(model, listed, load_checkpoint)) as numbers,
         keep_scores(save_dir, tag) as kept,
     ):
         for at in numbers:
-            directions, m = _directions(provider, property if sources.tests else asked, sources)
+            if sources and sources.tests:
+                directions, m = jackknifed_directions(property, provider)
+            else:
+                directions = property_directions(provider, asked)
             each.append(scores_by(solver, provider, directions, account, kept, at, property))
-        apart = [kept.total([(1.0, one)]).clone() for one in each] if sources.checkpoints else []
+        apart = [kept.total([(1.0, one)]).clone() for one in each] if sources and sources.checkpoints else []
         scores = kept.total(zip(factors, each, strict=True))
         warned = cautions(provider, curvature=solver.needs_rows)
     details: dict[str, Any] = {"notes": [*provider.data.notes, *account.notes, *why_not_added(provider, warned)]}
+    m = len(scores) if m is None else m
     if sources:
-        m = len(scores) if m is None else m
         details["low"], details["high"], details["interval"] = ends(scores, m, apart, factors, sources)
         scores = scores[:m]
-    facts = account.facts(solver, len(factors), perf_counter() - start)
-    return Attribution.of(scores, provider.groups, property, method=facts, test_axis=0, warnings=warned, **details)
+    details["method"] = account.facts(solver, len(factors), perf_counter() - start)
+    return Attribution(
+        scores, provider.groups, names_of(property, m), directions_of(property, m), warnings=warned, **details
+    )
 
 
-def _directions(
-    provider: GroupGradients, asked: Property | PointGradients, sources: Sources
-) -> tuple[Directions, int | None]:
-    """A property as directions; with intervals over test points, its changes after it, and how many are its own."""
-    if sources.tests and not isinstance(asked, PointGradients):
-        return directions_of(asked, provider)
-    return property_directions(provider, asked), None
+def _chosen(method: MethodName | Method, **settings: Any) -> Method:
+    """A method by name with settings, of which those that are None are left to it; or one that has its settings.
+
+    Args:
+        method: its name, or the method itself.
+        **settings: `damping`, `recipe`.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    if isinstance(method, Method):
+        if given:
+            name, value = next(iter(given.items()))
+            raise ValueError(f"{name}={value!r} is given beside a method with its own settings: pass it there.")
+        return method
+    kind = METHODS.get(method) if isinstance(method, str) else None
+    if kind is None:
+        raise ValueError(
+            f"method={method!r} is not one of {', '.join(map(repr, METHODS))}; for other settings pass one of "
+            "ggda_ext.methods, such as Influence(curvature='hessian')."
+        )
+    if kind is TracIn and given:
+        name, value = next(iter(given.items()))
+        raise ValueError(f"{name}={value!r} is given, which method='tracin' does not use: leave it out.")
+    return kind(**given)
 
 
 def _weighted(

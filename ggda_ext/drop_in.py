@@ -23,7 +23,7 @@ from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.plan import check_strategy
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.methods.keeping import KeptScores, keep_scores
+from ggda_ext.methods.scoring import KeptScores, keep_scores
 from ggda_ext.model import ParameterChoice
 
 KEYWORDS = ("groups", "strategy", "save_dir", "tag", "memory_budget")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ggda_transformers
 import pytest
 import torch
 from torch import nn
@@ -68,6 +69,15 @@ def test_importing_the_package_brings_torch_and_little_more():
     assert not brought & {"sklearn", "pandas", "scipy", "matplotlib", "transformers", "captum", "dattri", "trak"}
 
 
+def test_what_not_every_trainer_needs_is_imported_where_it_is_used():
+    for path in Path(ggda_transformers.__file__).parent.glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            roots = {name.split(".")[0] for name in found}
+            assert not roots & {"peft", "trl", "datasets", "accelerate", "safetensors", "matplotlib"}, path.name
+
+
 def walk(call) -> tuple[list[str], set[tuple[str, str]]]:
     """Files of the package that a call enters, in order, and which of them calls which (hooks come through torch)."""
     files: list[str] = []
@@ -103,7 +113,7 @@ def test_attribute_in_memory_crosses_few_files_and_goes_one_way():
     groups, explained = ggda_ext.Groups(torch.arange(20) % 4), ggda_ext.properties.mean_loss(data, loss)
     files, calls = walk(lambda: ggda_ext.attribute(model, loss, data, groups, explained, method="tracin"))
     assert not [name for name in files if name.startswith("storage")]
-    assert len(files) <= 25, f"attribute crosses {len(files)} files: {files}"
+    assert len(files) <= 20, f"attribute crosses {len(files)} files: {files}"
     rooms = {(Path(a).parts[0].removesuffix(".py"), Path(b).parts[0].removesuffix(".py")) for a, b in calls}
     up = [(a, b) for a, b in rooms if HEIGHTS[a] < HEIGHTS[b]]
     assert not up, f"calls go from a room to one above it: {up}"

@@ -10,6 +10,7 @@ from typing import Any
 import ggda_captum
 import ggda_dattri
 import ggda_trak
+import ggda_transformers
 import numpy as np
 import pytest
 import torch
@@ -124,6 +125,44 @@ def fisher_influence(fisher: Any) -> Score:
     return scores
 
 
+class OwnLoss(nn.Module):
+    """A model as Hugging Face's are: with labels it returns its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.inner(x)
+        return logits if labels is None else {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+def trainer_rows(case: Truth) -> list[dict[str, Any]]:
+    return [{"x": x, "labels": int(y)} for x, y in zip(*case.train, strict=True)]
+
+
+def after_training(case: Truth, property: Any) -> Tensor:
+    goal = property or properties.point_losses(case.test, LOSS)
+    return ggda_transformers.attribute_trainer(
+        OwnLoss(case.model), trainer_rows(case), case.groups, goal, damping=RIDGE
+    )
+
+
+def while_training(case: Truth, property: Any) -> Tensor:
+    from transformers import Trainer, TrainingArguments
+
+    goal, rows = property or properties.point_losses(case.test, LOSS), trainer_rows(case)
+    tracker = ggda_transformers.GroupTracker(rows, case.groups, goal, show=False)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, num_train_epochs=4, per_device_train_batch_size=60, learning_rate=0.3, optim="sgd", report_to=[],
+            save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        torch.manual_seed(0)
+        Trainer(OwnLoss(nn.Linear(4, 2)), arguments, train_dataset=rows, callbacks=[tracker]).train()
+    return tracker.result
+
+
 IDENTITY = {"projector_kwargs": {"proj_type": "identity"}}
 RAISES_ON_REMOVAL: dict[str, Score] = {
     "attribute": attribute_("influence"),
@@ -131,6 +170,8 @@ RAISES_ON_REMOVAL: dict[str, Score] = {
     "attribute ekfac": attribute_("ekfac"),
     "attribute fisher": attribute_("fisher"),
     "GroupGradients.scores": provider_scores,
+    "attribute_trainer": after_training,
+    "GroupTracker": while_training,
     **{
         name: captum(name)
         for name in (
@@ -233,7 +274,8 @@ def test_as_an_attribution_all_say_alike_who_helps(name: str, property: str, bet
 @pytest.mark.parametrize(
     ("name", "unit"),
     [
-        ("attribute", 1.0), ("attribute ekfac", 1.0), ("NaiveInfluenceFunction", 1.0), ("FisherInfluence exact", 1.0),
+        ("attribute", 1.0), ("attribute ekfac", 1.0), ("attribute_trainer", 1.0),
+        ("NaiveInfluenceFunction", 1.0), ("FisherInfluence exact", 1.0),
         ("IFAttributorExplicit", N), ("IFAttributorCG", N), ("IFAttributorLiSSA", N), ("IFAttributorEKFAC", N),
     ],
 )  # fmt: skip
@@ -280,6 +322,7 @@ def test_evaluation_wants_the_rise_of_the_loss() -> None:
 @pytest.mark.parametrize(
     "name",
     ["attribute", "property_scores", "GroupGradients.scores", "leave_group_out", "TRAKer", "FisherInfluence"]
+    + ["attribute_trainer", "GroupTracker"]
     + [name for name in ggda_captum.__all__ if name.startswith("TracInCP") or "Function" in name]
     + ggda_dattri.__all__,
 )

@@ -16,7 +16,7 @@ from ggda_captum.last_layer import Asked, asked_of, layer_for
 from ggda_ext import PointGradients
 from ggda_ext.attribution import property_directions
 from ggda_ext.gradients import Directions
-from ggda_ext.methods.keeping import sum_scores
+from ggda_ext.methods.scoring import sum_scores
 from ggda_ext.model import left_as_it_was
 
 

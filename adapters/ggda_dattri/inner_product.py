@@ -22,7 +22,7 @@ from ggda_dattri.grouping import Grouped, check_one_of
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.methods.keeping import KeptScores
+from ggda_ext.methods.scoring import KeptScores
 from ggda_ext.properties import Property
 from ggda_ext.storage.fingerprint import name_of, of_data
 from ggda_ext.storage.folder import digest

@@ -22,7 +22,7 @@ from ggda_dattri.projection import GroupedProjection
 from ggda_ext.attribution import property_directions
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import GroupGradients, PointGradients
-from ggda_ext.methods.keeping import KeptScores, sum_scores
+from ggda_ext.methods.scoring import KeptScores, sum_scores
 from ggda_ext.properties import Property
 
 

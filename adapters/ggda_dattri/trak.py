@@ -25,7 +25,7 @@ from ggda_ext.data import IndexedData, to_device
 from ggda_ext.distributed import in_order, sum_of_ranks, together
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
-from ggda_ext.methods.keeping import KeptScores
+from ggda_ext.methods.scoring import KeptScores
 from ggda_ext.properties import Property
 from ggda_ext.storage.fingerprint import sketch_of
 

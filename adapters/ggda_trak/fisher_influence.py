@@ -22,7 +22,7 @@ from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, chec
 from ggda_ext.data import DataLike
 from ggda_ext.distributed import all_reduce_sum, together
 from ggda_ext.groups import GroupsLike
-from ggda_ext.methods.keeping import keep_scores
+from ggda_ext.methods.scoring import keep_scores
 from ggda_ext.model import ParameterChoice
 from ggda_ext.properties import PointProperty, Property
 from ggda_trak.projection import Projection, check_dimension, describe

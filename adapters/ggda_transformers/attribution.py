@@ -95,10 +95,11 @@ def attribute_trainer(
     goal = property_of(setup, property, eval_dataset)
     listed = found_checkpoints(checkpoints, getattr(getattr(setup.trainer, "args", None), "output_dir", None))
     chosen = counted_parameters(setup.model) if parameters is None else parameters
+    data = setup.rows(setup.prepared(train_dataset), "train_dataset")
     with evaluated(setup.model):
         by, recipe = _method(method, preconditioner, setup, damping, ParameterSpace(setup.model, chosen).size)
         result = attribute(
-            setup.model, setup.loss(tokens), setup.rows(train_dataset, "train_dataset"), partition, goal, method=by,
+            setup.model, setup.loss(tokens), data, partition, goal, method=by,
             damping=damping, recipe=recipe, checkpoints=listed, weights=_weights(listed, weights, by),
             load_checkpoint=by.load if isinstance(by, AdamTracIn) else _load, parameters=chosen, strategy=strategy,
             batch_size=setup.batch_size, memory_budget=memory_budget, show_progress=show_progress, save_dir=save_dir,

@@ -14,6 +14,7 @@ from transformers.data.data_collator import DataCollatorWithPadding
 
 from ggda_ext.data import IndexedData, batch_length
 from ggda_ext.row_reductions import Tokens
+from ggda_transformers.columns import column_names, column_values
 from ggda_transformers.losses import TrainerLoss
 from ggda_transformers.peft_models import base_of, check_not_quantized
 
@@ -64,7 +65,7 @@ class TrainerSetup:
             raise ValueError(f"batch_size={batch_size}: pass a positive number, or leave it out.")
         if isinstance(trainer_or_model, Trainer):
             trainer = trainer_or_model
-            _check_not_packed(trainer)
+            check_not_packed(trainer.args)
             model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=True)
             check_not_quantized(model)
             columns = _trainer_columns(trainer, model) if trainer.args.remove_unused_columns else None
@@ -104,6 +105,23 @@ class TrainerSetup:
                 owner=self.trainer, of_token=of_token, of_example=of_example,
             )  # fmt: skip
         return self._losses[key]
+
+    def prepared(self, dataset: Any) -> Any:
+        """The training data with the model's columns: those given, or what a Trainer that tokenizes made of them."""
+        own = getattr(self.trainer, "train_dataset", None)
+        if own is None or own is dataset or self.columns is None or self.columns & set(column_names(dataset)):
+            return dataset
+        shared = [name for name in column_names(dataset) if name in column_names(own)]
+        if len(own) == len(dataset) and shared:
+            pairs = (zip(column_values(dataset, name), column_values(own, name), strict=True) for name in shared)
+            if all(given == made or str(made).startswith(str(given)) for pair in pairs for given, made in pair):
+                return own  # a text may have been given its end of sequence
+        have = ", ".join(map(repr, column_names(dataset)))
+        raise ValueError(
+            f"no column of train_dataset is an argument of the model: it has {have}. The Trainer made its own rows of "
+            f"it ({len(own)} of {len(dataset)}), and which is which cannot be told: pass trainer.train_dataset, with "
+            "the column that groups names kept in it."
+        )
 
     def rows(self, dataset: Any, name: str) -> IndexedData:
         """A data set as batches by index; example i is row i.
@@ -181,8 +199,9 @@ def _trainer_columns(trainer: Trainer, model: nn.Module) -> frozenset[str]:
     return frozenset(trainer._signature_columns or ()) | _columns(model)
 
 
-def _check_not_packed(trainer: Trainer) -> None:
-    if getattr(trainer.args, "packing", False) or getattr(trainer.args, "padding_free", False):
+def check_not_packed(arguments: Any) -> None:
+    """Refuse rows into which several documents are packed."""
+    if getattr(arguments, "packing", False) or getattr(arguments, "padding_free", False):
         raise ValueError(
             "the Trainer packs several documents into a row (packing or padding_free), so a row belongs to several "
             "groups and its documents cannot be told apart: train, or make a Trainer for the attribution, with "

@@ -37,7 +37,7 @@ from ggda_transformers.columns import groups_of
 from ggda_transformers.indexed_batches import Carried, number_rows, take_at_the_door
 from ggda_transformers.peft_models import check_not_quantized, counted_parameters
 from ggda_transformers.properties import property_of
-from ggda_transformers.setup import TrainerSetup, check_rows
+from ggda_transformers.setup import TrainerSetup, check_not_packed, check_rows
 
 FILE = "ggda_tracker.json"
 _logger = logging.getLogger(__name__)
@@ -138,6 +138,7 @@ class GroupTracker(TrainerCallback):
         self._reset()
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         check_not_quantized(model)
+        check_not_packed(args)
         collator = self._collator or _collator_of(loader)
         self._setup = TrainerSetup.of(
             self._trainer or model, data_collator=collator, compute_loss_func=self._loss_func,

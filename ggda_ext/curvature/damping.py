@@ -37,6 +37,7 @@ ADAM = 10.0
 gradients were larger."""
 _PROBES = 4  # random vectors that the scale of the curvature is estimated with
 _MOMENT_POINTS = 256  # points whose gradients tell Adam's second moments
+_MOMENT_NUMBERS = 2**31  # numbers in these gradients: fewer points tell them for a large model, but at least 8
 _LEAST = 1e-6  # of the largest curvature; below it a matrix counts as singular
 _ABOVE_NEGATIVE = 1.5  # how far damping goes beyond the most negative curvature
 
@@ -210,7 +211,8 @@ def scale_of(curvature: SampledCurvature) -> float:
 def _second_moments(provider: GroupGradients, sample: IndexedData, batch_size: int) -> Tensor:
     """E (batch gradient)² of every parameter `[p]`, from the gradients of some points."""
     n = sample.n or 0
-    some = SomePoints(sample, np.linspace(0, n - 1, min(_MOMENT_POINTS, n)).astype(np.int64))
+    count = min(_MOMENT_POINTS, n, max(8, _MOMENT_NUMBERS // provider.p))
+    some = SomePoints(sample, np.linspace(0, n - 1, count).astype(np.int64))
     points = provider.on(some, Groups.singletons(len(some.positions)))
     squares, total = (torch.zeros(provider.p, dtype=torch.float64) for _ in range(2))
     for _, rows in points.all_blocks():

@@ -3,7 +3,8 @@
 With a the input of a Linear or Conv layer and d the gradient at its output for a random cotangent (so that d dᵀ is, on
 average, the Gauss–Newton matrix of that output), the basis of a layer are the eigenvectors of E a aᵀ and of E d dᵀ; the
 curvature in it is diagonal, E (U_dᵀ d aᵀ U_a)², the mean squared gradient of a point. Other layers (norms, embeddings)
-have a diagonal curvature of their own. One pass over a sample for the bases, one for the diagonals.
+have a diagonal curvature of their own. One pass over a sample for the bases, one for the diagonals. A side with more
+than `LARGEST` entries (the vocabulary of a language model) keeps its own basis, as if its factor were diagonal.
 """
 
 from __future__ import annotations
@@ -24,19 +25,23 @@ from ggda_ext.gradients.weighting import WeightedData
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import BatchLoss, OutputLoss, model_output
 
+LARGEST = 4096
+"""Entries of a layer's input or output up to which a basis is looked for: its cost grows with their cube."""
+_AT_ONCE = 2**23  # numbers of gradients that are formed at a time
+
 
 @dataclass
 class _Factors:
     """Sums over points for the parameters of one layer.
 
     Attributes:
-        left: Σ d dᵀ `[out, out]`, then its eigenvectors.
-        right: Σ a aᵀ `[in, in]`, then its eigenvectors.
+        left: Σ d dᵀ `[out, out]`, then its eigenvectors; None for a side that keeps its own basis.
+        right: Σ a aᵀ `[in, in]`, then its eigenvectors; or None.
         squares: Σ (gradient in the basis)² `[out, in]`.
     """
 
-    left: Tensor
-    right: Tensor
+    left: Tensor | None
+    right: Tensor | None
     squares: Tensor
 
 
@@ -51,14 +56,15 @@ class Kronecker:
 
     def __init__(self, provider: GroupGradients, sample: IndexedData, seed: int) -> None:
         self.space, self.n = provider.space, sample.n or 0
+        self.dtype = torch.promote_types(self.space.dtype, torch.float32)
+        """In which products are formed; sums over batches are kept in double precision."""
         self.empirical, source = _with_cotangents(provider, sample, seed)
         self.matrices: dict[str, tuple[Layer, _Factors]] = {}
         self.diagonals: dict[int, Tensor] = {}
         for batch in source.observe(lambda _: _Each(self._add_factors)):
             del batch
         for _, found in self.matrices.values():
-            found.left, found.right = (_eigenvectors(part) for part in (found.left, found.right))
-            found.squares = found.left.new_zeros(len(found.left), len(found.right))
+            found.left, found.right = (self._eigenvectors(part) for part in (found.left, found.right))
         for batch in source.observe(lambda batch: _Each(self._add_squares, len(batch))):
             del batch
         for _, found in self.matrices.values():
@@ -79,9 +85,9 @@ class Kronecker:
                 part = self.space.part(vectors, parameter).double()
                 self.space.part(result, parameter).copy_(part / (self.diagonals[id(parameter)] + damping))
         for layer, found in self.matrices.values():
-            turned = torch.einsum("oa,moi,ib->mab", found.left, self._matrix(vectors, layer), found.right)
-            solved = torch.einsum("oa,mab,ib->moi", found.left, turned / (found.squares + damping), found.right)
-            self._write(result, layer, solved)
+            turned = _turned(self._matrix(vectors, layer), found.left, found.right)
+            back = (None if side is None else side.mT for side in (found.left, found.right))
+            self._write(result, layer, _turned(turned / (found.squares + damping), *back))
         return result.to(vectors)
 
     def _matrix(self, rows: Tensor, layer: Layer) -> Tensor:
@@ -107,13 +113,20 @@ class Kronecker:
     def _add_factors(self, layer: Layer, a: Tensor, d: Tensor, size: int) -> None:
         if not _is_matrix(layer):
             return
-        left, right = (part.flatten(0, 1).double() for part in _tokens(layer, a, d, 1))
+        left, right = (part.flatten(0, 1).to(self.dtype) for part in _tokens(layer, a, d, 1))
         if layer.name not in self.matrices:
-            empty = left.new_zeros(left.shape[1], right.shape[1])
-            self.matrices[layer.name] = layer, _Factors(empty @ empty.T, empty.T @ empty, empty)
+            squares = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
+            empty_left, empty_right = (
+                None if width > LARGEST else squares.new_zeros(width, width) for width in squares.shape
+            )
+            self.matrices[layer.name] = layer, _Factors(empty_left, empty_right, squares)
         found = self.matrices[layer.name][1]
-        found.left += left.T @ left
-        found.right += right.T @ right
+        for total, part in ((found.left, left), (found.right, right)):
+            if total is not None:
+                total += part.T @ part
+
+    def _eigenvectors(self, matrix: Tensor | None) -> Tensor | None:
+        return None if matrix is None else torch.linalg.eigh(all_reduce_sum(matrix).to(self.dtype))[1]
 
     def _add_squares(self, layer: Layer, a: Tensor, d: Tensor, size: int) -> None:
         if not _is_matrix(layer):
@@ -121,19 +134,31 @@ class Kronecker:
             return
         found = self.matrices[layer.name][1]
         left, right = _tokens(layer, a, d, size)
-        left, right = left.double() @ found.left, right.double() @ found.right
+        left, right = (
+            part.to(self.dtype) if side is None else part.to(self.dtype) @ side
+            for part, side in ((left, found.left), (right, found.right))
+        )
         if left.shape[1] == 1:
             found.squares += left[:, 0].square().T @ right[:, 0].square()
             return
-        for one, other in zip(left.split(16), right.split(16), strict=True):
-            found.squares += torch.bmm(one.mT, other).square().sum(0)
+        step = max(1, _AT_ONCE // found.squares.numel())
+        for one, other in zip(left.split(step), right.split(step), strict=True):
+            found.squares += torch.bmm(one.mT, other).square_().sum(0)
 
     def _add_diagonals(self, layer: Layer, a: Tensor, d: Tensor, size: int) -> None:
+        if type(layer.module) is nn.Embedding and layer.weight is not None:
+            if layer.module.padding_idx is not None:
+                d = d.masked_fill((a == layer.module.padding_idx)[..., None], 0)
+            _add_token_squares(self._diagonal(layer.weight), a, d, size)
+            return
         starts = list(range(0, len(d) + 1, len(d) // size))
         for parameter, rows in _own_rows(layer, a, d, starts):
-            squares = rows.double().square().sum(0).reshape(parameter.shape)
-            before = self.diagonals.get(id(parameter))
-            self.diagonals[id(parameter)] = squares if before is None else before + squares
+            self._diagonal(parameter).add_(rows.double().square().sum(0).reshape(parameter.shape))
+
+    def _diagonal(self, parameter: nn.Parameter) -> Tensor:
+        if id(parameter) not in self.diagonals:
+            self.diagonals[id(parameter)] = torch.zeros_like(parameter, dtype=torch.float64, requires_grad=False)
+        return self.diagonals[id(parameter)]
 
 
 class _Each(Observer):
@@ -189,8 +214,19 @@ def _own_rows(layer: Layer, a: Tensor, d: Tensor, starts: list[int]) -> Iterator
             yield layer.weight, rows
 
 
-def _eigenvectors(matrix: Tensor) -> Tensor:
-    return torch.linalg.eigh(all_reduce_sum(matrix))[1]
+def _turned(matrices: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """leftᵀ times matrices `[m, out, in]` times right; None is the identity."""
+    turned = matrices if left is None else left.mT.double() @ matrices
+    return turned if right is None else turned @ right.double()
+
+
+def _add_token_squares(total: Tensor, tokens: Tensor, d: Tensor, size: int) -> None:
+    """Add the squared gradients of `size` points by an embedding `[vocabulary, h]`, from the rows that tokens take."""
+    found, d = tokens.reshape(size, -1), d.reshape(size, -1, d.shape[-1])
+    places = torch.arange(size, device=found.device)[:, None] * len(total) + found
+    taken, which = places.flatten().unique(return_inverse=True)
+    rows = d.new_zeros(len(taken), d.shape[-1], dtype=torch.float64).index_add_(0, which, d.flatten(0, 1).double())
+    total.index_add_(0, taken % len(total), rows.square_())
 
 
 def _with_cotangents(provider: GroupGradients, sample: IndexedData, seed: int) -> tuple[bool, GroupGradients]:

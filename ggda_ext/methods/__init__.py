@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from ggda_ext.methods.cautions import why_not_additive
 from ggda_ext.methods.ekfac import EKFAC
@@ -23,31 +23,5 @@ __all__ = [
     "MethodName",
     "Preconditioned",
     "TracIn",
-    "chosen",
     "why_not_additive",
 ]
-
-
-def chosen(method: MethodName | Method, **settings: Any) -> Method:
-    """A method by name with settings, of which those that are None are left to it; or one that has its settings.
-
-    Args:
-        method: its name, or the method itself.
-        **settings: `damping`, `recipe`.
-    """
-    given = {name: value for name, value in settings.items() if value is not None}
-    if isinstance(method, Method):
-        if given:
-            name, value = next(iter(given.items()))
-            raise ValueError(f"{name}={value!r} is given beside a method with its own settings: pass it there.")
-        return method
-    kind = METHODS.get(method) if isinstance(method, str) else None
-    if kind is None:
-        raise ValueError(
-            f"method={method!r} is not one of {', '.join(map(repr, METHODS))}; for other settings pass one of "
-            "ggda_ext.methods, such as Influence(curvature='hessian')."
-        )
-    if kind is TracIn and given:
-        name, value = next(iter(given.items()))
-        raise ValueError(f"{name}={value!r} is given, which method='tracin' does not use: leave it out.")
-    return kind(**given)

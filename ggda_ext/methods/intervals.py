@@ -47,7 +47,7 @@ class Sources:
         return cls(intervals in (True, "test points", "both"), several)
 
 
-def directions_of(property: Property, provider: GroupGradients) -> tuple[Tensor, int]:
+def jackknifed_directions(property: Property, provider: GroupGradients) -> tuple[Tensor, int]:
     """The property's gradient `[m, p]`, then its changes without each fold of test points; and m."""
     whole, changes = jackknifed(property, provider.model, provider.space.parameters, FOLDS)
     return torch.cat([whole, changes.flatten(0, 1)]), len(whole)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ggda_ext.data import SomePoints
 from ggda_ext.distributed import from_first_rank, together
 from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
-from ggda_ext.methods.keeping import Weight, sum_scores
+from ggda_ext.methods.scoring import Weight, sum_scores
 from ggda_ext.storage import fingerprint
 from ggda_ext.storage.blocks import (
     Block,
