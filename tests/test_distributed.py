@@ -43,17 +43,24 @@ def by_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return distributed_script.everything(tmp_path_factory.mktemp("one"))
 
 
-@pytest.fixture(scope="module", params=RANKS, ids=lambda count: f"{count} ranks")
-def by_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every rank finds when `torchrun` starts the script."""
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the script, after `torchrun` has started it with the most ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(distributed_script.__file__)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={request.param}", "--standalone"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={max(RANKS)}", "--standalone"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": tree_under_test(script.parent)}
     done = subprocess.run([*command, script, folder], env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    found = [torch.load(folder / f"rank{j}.pt", weights_only=True) for j in range(request.param)]
-    return [result | {"files": sorted(path.name for path in folder.iterdir())} for result in found]
+    return folder
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=lambda count: f"{count} ranks")
+def by_ranks(request: pytest.FixtureRequest, started: Path) -> list[dict[str, Any]]:
+    """What every rank finds."""
+    count = request.param
+    found = [torch.load(started / f"{j}-of-{count}.pt", weights_only=True) for j in range(count)]
+    return [result | {"files": sorted(path.name for path in (started / str(count)).iterdir())} for result in found]
 
 
 def flat(value: Any) -> list[Any]:

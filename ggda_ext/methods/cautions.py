@@ -31,7 +31,8 @@ from ggda_ext.losses import LABEL_KEYS
 
 LARGE = 0.2
 """A first-order estimate keeps the curvature of the full data. Without a share s of the points (or of the Fisher's
-trace) about that share of the curvature is gone, so the effect is larger by 1 / (1 − s): a quarter at one fifth."""
+trace) about that share of the curvature is gone, so the parameters move further by 1 / (1 − s): a quarter at one fifth.
+The property itself may change by more, or, near its best value, by less."""
 WHOLE_CLASS = 0.9
 """Without nearly all of a class the model never predicts it: not a small step from the trained parameters."""
 SEVERAL = "Scores of large groups, or of groups that are alike, do not add up: ask WhatIf about several at once."
@@ -54,7 +55,7 @@ def cautions(provider: GroupGradients, *, curvature: bool) -> dict[Hashable, tup
     large = groups.sizes > LARGE * groups.n
     found: dict[int, list[str]] = defaultdict(list)
     for j in np.flatnonzero(large):
-        found[int(j)].append(f"holds {groups.sizes[j] / groups.n:.0%} of all points: the real effect is larger")
+        found[int(j)].append(f"holds {groups.sizes[j] / groups.n:.0%} of all points: the real effect may be far off")
     targets = None if groups.is_by_rule else labels_of(data)
     if targets is not None and len(targets) == groups.n and _may_hold_a_class(groups, targets):
         for j in np.flatnonzero(class_share(groups, targets) >= WHOLE_CLASS):
@@ -62,7 +63,7 @@ def cautions(provider: GroupGradients, *, curvature: bool) -> dict[Hashable, tup
     if curvature and not data.is_stream and groups.sizes.max() > LARGE / 10 * groups.n:
         share = _curvature_share(provider)
         for j in np.flatnonzero((share > LARGE) & ~large):
-            found[int(j)].append(f"has {share[j]:.0%} of the curvature: the real effect is larger")
+            found[int(j)].append(f"has {share[j]:.0%} of the curvature: the real effect may be far off")
     return {groups.name(j): tuple(found[j]) for j in sorted(found)}
 
 

@@ -75,6 +75,7 @@ class Plots:
         ax.axvline(0, color="black", lw=0.8)
         drawing.plain_ticks(ax.yaxis, range(len(names)), names)
         ax.set_ylim(len(names) - 0.4, -0.6)
+        drawing.few_ticks(ax)
         ax.set_xlabel(drawing.score_label(result, j), parse_math=False)
         drawing.legend(ax, {effects[g] for g in chosen.ids if g is not None})
         drawing.tidy(ax)
