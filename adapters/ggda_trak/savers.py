@@ -31,11 +31,8 @@ from ggda_ext.storage.files import (
 )
 from ggda_ext.storage.fingerprint import of_parameters
 from ggda_ext.storage.folder import StoreDamaged, StoreMismatch, check_folder, clear_errors, difference
-<<<<<<< HEAD
-from ggda_trak.hashes import hash_of, row_hashes
-=======
 from ggda_ext.storage.folder_lock import LOCK
->>>>>>> main
+from ggda_trak.hashes import hash_of, row_hashes
 
 __all__ = ["AbstractSaver", "MmapSaver", "ModelIDException"]
 
