@@ -170,10 +170,9 @@ class Probe:
 
     def _altered(self) -> str | None:
         """What makes gradients of the examples other than derivatives, or None."""
-        space, found = self._space, hidden_hooks(self._space.model, list(self._space.parameters.values()))
-        if found is not None:
-            return found
-        each = (altered_in(space, self._loss, batch) for batch in self._found.batches)
+        space, found = self._space, self._found
+        each = [altered_in(space, self._loss, batch, found.called) for batch in found.batches]
+        each.append(hidden_hooks(space.model, list(space.parameters.values())))
         return next((altered for altered in each if altered is not None), None)
 
     def _truth_now(self) -> Truth:
