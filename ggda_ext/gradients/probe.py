@@ -50,7 +50,7 @@ from ggda_ext.model import ParameterSpace, SavedState
 from ggda_ext.watch import hidden_hooks
 
 LARGEST_BATCH = 65_536
-CACHED_BYTES = 48 * 2**20  # of activations of a batch: fewer, and what is done once per batch counts on small models
+CACHED_BYTES = 26 * 2**20  # of activations of a batch: fewer, and what is done once per batch counts on small models
 ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
 _BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent
 _MORE, _ROUNDS = 16, 2  # examples looked at, so many times, for a parameter that the first ones do not touch
