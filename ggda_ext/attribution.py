@@ -29,7 +29,7 @@ from ggda_ext.methods.intervals import Intervals, Sources, ends, jackknifed_dire
 from ggda_ext.methods.scoring import Account, keep_scores, scores_by
 from ggda_ext.model import ParameterChoice, only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
-from ggda_ext.properties.described import directions_of, names_of
+from ggda_ext.properties.described import names_of, whether_higher_is_better
 from ggda_ext.results import Attribution
 from ggda_ext.tables import group_column
 
@@ -138,9 +138,8 @@ def attribute(
         details["low"], details["high"], details["interval"] = ends(scores, m, apart, factors, sources)
         scores = scores[:m]
     details["method"] = account.facts(solver, len(factors), perf_counter() - start)
-    return Attribution(
-        scores, provider.groups, names_of(property, m), directions_of(property, m), warnings=warned, **details
-    )
+    details["higher_is_better"] = whether_higher_is_better(property, m)
+    return Attribution(scores, provider.groups, names_of(property, m), warnings=warned, **details)
 
 
 def _chosen(method: MethodName | Method, **settings: Any) -> Method:
