@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ggda_trak.batches
 import ggda_trak.featurize
 import ggda_trak.store
 import numpy as np
@@ -227,6 +228,7 @@ def test_interrupted_batch_leaves_its_points_to_be_done(tmp_path: Path, monkeypa
     expected = scores(TRAKer, given, tmp_path / "a", groups=uneven_labels())
     row = 4 * sum(parameter.numel() for parameter in given.model.parameters())
     traker = made(tmp_path / "b", memory_budget=2 * 6 * row)  # rows of few groups wait at a time
+    monkeypatch.setattr(ggda_trak.batches, "ENOUGH_NUMBERS", 1)  # and no points
     traker.load_checkpoint(checkpoint, 0)
     every = list(batches())
     traker.featurize(take(given.train, every[0]), inds=every[0])
@@ -244,6 +246,27 @@ def test_interrupted_batch_leaves_its_points_to_be_done(tmp_path: Path, monkeypa
     monkeypatch.undo()
     for at in every:
         traker.featurize(take(given.train, at), inds=at)
+    assert error(scored(traker, given, [checkpoint]), expected) < 2e-5
+
+
+def test_points_that_wait_are_those_that_were_given_at_the_parameters_of_then(tmp_path: Path) -> None:
+    """The user fills the same memory with every batch, and does something else with the model before the last one."""
+    given, checkpoint = case(TASK), case(TASK).checkpoints(1)[0]
+    expected = scores(TRAKer, given, tmp_path / "a", groups=uneven_labels())
+    traker = made(tmp_path / "b")
+    traker.load_checkpoint(checkpoint, 0)
+    *every, last = batches()
+    memory = [tensor.clone() for tensor in take(given.train, every[0])]
+    for at in every:
+        for here, tensor in zip(memory, take(given.train, at), strict=True):
+            here.copy_(tensor)
+        traker.featurize(memory, inds=at)
+    assert traker._sums._points._batches, "the points did not wait"
+    with torch.no_grad():
+        for parameter in traker.model.parameters():
+            parameter.mul_(2)
+    traker.load_checkpoint(checkpoint, 0)
+    traker.featurize(take(given.train, last), inds=last)
     assert error(scored(traker, given, [checkpoint]), expected) < 2e-5
 
 

@@ -113,18 +113,18 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         if self._is_dattri and property is None:
             own = super().attribute
             return self._in_group_order(train_dataloader, lambda: own(test_dataloader, train_dataloader))
-        features = self._training_side(train_dataloader)
+        solved = self._solved(train_dataloader)
         tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
         total: Tensor | None = None
-        for index, feature in zip(self._checkpoints, features, strict=True):
+        for index, by_group in zip(self._checkpoints, solved, strict=True):
             checkpoint = self._checkpoint(index)
             (projected,) = self._project(
                 checkpoint, checkpoint.test_rows(checkpoint.explained(tests, property), shared=True)
             )
-            scores = (projected / self.norm_scaler) @ feature.solved
+            scores = (projected / self.norm_scaler) @ by_group
             total = scores if total is None else total + scores
         assert total is not None
-        return (total / len(features)).T.detach().to(self.device)
+        return (total / len(solved)).T.detach().to(self.device)
 
     def self_attribute(self, train_dataloader: DataLoader | None = None) -> Tensor:
         """Influence of every group on itself, ``(Σ x_i)ᵀ F⁻¹ Σ Q_i x_i``, as dattri a column `(groups, 1)`."""
@@ -141,6 +141,13 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         if self._cached is None:
             raise ValueError("chosen_damping is known after cache: call cache(full_train_dataloader) first.")
         return {index: feature.damping for index, feature in enumerate(self._cached)}
+
+    def _solved(self, train_dataloader: DataLoader | None) -> list[Tensor]:
+        """``F⁻¹ Σ Q_i x_i`` of every group `[proj_dim, k]`, by checkpoint; of groups of one from dattri's own cache."""
+        if self._is_dattri and train_dataloader is None and self.full_train_dataloader is not None:
+            weights = self.Q.flatten()
+            return [self._drop_in.in_group_order(rows * weights) for rows in self.inv_XTX_XT_list]
+        return [feature.solved for feature in self._training_side(train_dataloader)]
 
     def _training_side(self, train_dataloader: DataLoader | None) -> list[_Features]:
         if train_dataloader is not None and self.full_train_dataloader is not None:

@@ -1,18 +1,25 @@
-"""What users pass to `featurize` and `score`, checked: batches of tensors, and indices in any form."""
+"""What users pass to `featurize` and `score`: batches of tensors and indices in any form, checked, and kept waiting."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
+from ggda_ext.model import SavedState, left_as_it_was
 from ggda_ext.storage.content import bytes_of
 
+Batch = tuple[Tensor, ...]
+ENOUGH_NUMBERS, ENOUGH_BYTES = 2**24, 2**24
+"""Points do not wait for more once their gradients have so many numbers, or they themselves so many bytes."""
 
-def check_batch(batch: Iterable[Tensor]) -> tuple[Tensor, ...]:
+
+def check_batch(batch: Iterable[Tensor]) -> Batch:
     """A batch as a tuple of tensors of one length."""
     tensors = tuple(batch)
     if not tensors or not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors):
@@ -23,7 +30,7 @@ def check_batch(batch: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tensors
 
 
-def point_hashes(batch: tuple[Tensor, ...]) -> np.ndarray:
+def point_hashes(batch: Batch) -> np.ndarray:
     """A hash of the content of every point of a batch `[b]`, never 0."""
     columns = [np.frombuffer(bytes_of(tensor), np.uint8).reshape(len(tensor), -1) for tensor in batch]
     rows = np.concatenate(columns, 1) if len(columns) > 1 else columns[0]
@@ -58,3 +65,66 @@ def given_indices(inds: Any, num_samples: int | None, start: int, size: int, n: 
     if len(np.unique(indices)) < len(indices):
         raise ValueError(f"{name} holds some of the {of} twice: give every one once.")
     return indices.astype(np.int64)
+
+
+class WaitingPoints:
+    """Batches of points that wait to be run as one, at the parameters the model had when they came.
+
+    Args:
+        model: the model they will be run through.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all points."""
+        self._batches: list[Batch] = []
+        self._indices: list[np.ndarray] = []
+        self._state: SavedState | None = None
+
+    def are_like(self, batch: Batch) -> bool:
+        """Whether a batch can be run together with what waits: same shapes, types and parameters."""
+        if not self._batches:
+            return True
+        first = self._batches[0]
+        same = len(first) == len(batch) and all(
+            a.shape[1:] == b.shape[1:] and a.dtype == b.dtype and a.device == b.device
+            for a, b in zip(first, batch, strict=True)
+        )
+        return same and not self._changed
+
+    def add(self, batch: Batch, indices: np.ndarray, keep: bool) -> None:
+        """Add a batch; `keep` it as it is now, because the user may fill the same memory with the next one."""
+        if keep and self._state is None:
+            self._state = SavedState(self._model)
+        self._batches.append(tuple(tensor.detach().clone() for tensor in batch) if keep else batch)
+        self._indices.append(indices)
+
+    def are_enough(self, parameters: int) -> bool:
+        """Whether they should wait no longer."""
+        numbers = sum(map(len, self._indices)) * parameters
+        size = sum(tensor.nbytes for batch in self._batches for tensor in batch)
+        return numbers >= ENOUGH_NUMBERS or size >= ENOUGH_BYTES
+
+    @contextmanager
+    def taken(self) -> Iterator[tuple[Batch, np.ndarray]]:
+        """All points and their indices, to be run here, where the model is as it was when they came."""
+        batches, indices, state, changed = self._batches, self._indices, self._state, self._changed
+        self.forget()
+        if not batches:
+            yield (), np.empty(0, np.int64)
+            return
+        with left_as_it_was(self._model) if changed else nullcontext():
+            if changed and state is not None:
+                state.restore()
+            if len(batches) == 1:
+                yield batches[0], indices[0]
+            else:
+                yield tuple(map(torch.cat, zip(*batches, strict=True))), np.concatenate(indices)
+
+    @property
+    def _changed(self) -> bool:
+        """Whether the model has other parameters or buffers than when the first of them came."""
+        return self._state is not None and bool(self._state.changed())

@@ -2,11 +2,15 @@
 
     numerators   Σ_{i∈G} Q̄_i φ_i     fisher_rows  Σ_{i∈G} φ_i  (batched)     fisher  Σ_i φ_i φ_iᵀ  (exact)
 
-A group may come in any number of batches, and from any number of ranks. Rows that are expensive to project one by one
-are collected before.
+A group may come in any number of batches, and from any number of ranks. A batch has a price of its own, which for small
+models is most of it: points wait until there are enough of them. Rows that are expensive to project one by one are
+collected as well.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -14,6 +18,8 @@ from torch import Tensor
 
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind
+from ggda_ext.distributed import alone
+from ggda_trak.batches import Batch, WaitingPoints
 from ggda_trak.projection import Projection
 from ggda_trak.store import GroupStore
 
@@ -35,6 +41,7 @@ class GroupSums:
         model_id: chooses the projection matrix.
         memory_budget: bytes for rows that wait for their projection.
         before: which points are in the sums already, of this rank or another `[n]`.
+        gradients: of the task's outputs f_i, for points like those of a batch.
     """
 
     def __init__(
@@ -46,52 +53,68 @@ class GroupSums:
         model_id: int,
         memory_budget: int,
         before: np.ndarray,
+        gradients: Callable[[Batch], GroupGradients],
     ) -> None:
         self.store, self.groups, self.fisher, self.before = store, groups, fisher, before
         self.projection, self.model_id, self.memory_budget = projection, model_id, memory_budget
         self.now = np.zeros(groups.n, dtype=bool)
+        self._gradients, self._points = gradients, WaitingPoints(projection.space.model)
         self._fisher: Tensor | None = None
         self.names = ("numerators", "fisher_rows") if fisher == "batched" else ("numerators",)
         self._waiting = _Rows(projection, len(self.names), memory_budget, len(groups))
         self._forget()
 
-    def add(
-        self,
-        gradients: GroupGradients,
-        batch: tuple[Tensor, ...],
-        indices: np.ndarray,
-        weights: Tensor,
-        hashes: np.ndarray,
-    ) -> None:
-        """Add points to the sums of their groups, all of them or (on an error) none.
+    def add(self, batch: Batch, indices: np.ndarray, weights: Tensor, hashes: np.ndarray) -> bool:
+        """Add points to the sums of their groups, sooner or later: all that wait, or (on an error) none of them.
 
         Args:
-            gradients: of the task's outputs f_i.
             batch: the points.
             indices: their training indices `[b]`.
             weights: their Q̄ `[b]`.
             hashes: of their content `[b]`.
+
+        Returns:
+            Whether all that waited is in the store now.
         """
-        try:
-            inside = np.flatnonzero(self.groups.labels[indices] >= 0)
-            if len(inside) < len(indices):
-                batch, weights = tuple(tensor[inside] for tensor in batch), weights[inside]
-            if len(inside):
-                add = self._add_points if self.fisher == "exact" else self._add_groups
-                add(gradients, batch, self.groups.labels[indices[inside]], weights)
-        except BaseException:
-            self.now[np.concatenate([*self._indices, indices])] = False
-            self._forget()
-            raise
+        if not self._indices:
+            self._gradients(batch).plan(None)  # what cannot be done is refused here and now
         self._indices.append(indices)
         self._hashes.append(hashes)
         self.now[indices] = True
-        if self._due():
+        due = self._due()
+        with self._all_or_none():
+            if not self._points.are_like((*batch, weights)):
+                self._take_points()
+            self._points.add((*batch, weights), indices, keep=not due)
+            if due or self._points.are_enough(self.projection.space.size):
+                self._take_points()
+        if due or self._held > self.memory_budget:
             self.commit()
+        return not self._indices
 
-    def _add_groups(
-        self, gradients: GroupGradients, batch: tuple[Tensor, ...], labels: np.ndarray, weights: Tensor
-    ) -> None:
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """On an error, what is not in the store counts as not done."""
+        try:
+            yield
+        except BaseException:
+            self.now[np.concatenate(self._indices)] = False
+            self._forget()
+            raise
+
+    def _take_points(self) -> None:
+        """Form the gradients of the points that wait; other ranks have points of their own."""
+        with alone(), self._points.taken() as (waiting, indices):
+            inside = np.flatnonzero(self.groups.labels[indices] >= 0)
+            if not len(inside):
+                return
+            if len(inside) < len(indices):
+                waiting, indices = tuple(tensor[inside] for tensor in waiting), indices[inside]
+            *batch, weights = waiting
+            add = self._add_points if self.fisher == "exact" else self._add_groups
+            add(self._gradients(tuple(batch)), tuple(batch), self.groups.labels[indices], weights)
+
+    def _add_groups(self, gradients: GroupGradients, batch: Batch, labels: np.ndarray, weights: Tensor) -> None:
         ids, local = np.unique(labels, return_inverse=True)
         groups = Groups.with_labels(local, len(ids), [self.groups.name(j) for j in ids])
         given, of_batch = (
@@ -110,9 +133,7 @@ class GroupSums:
             self._project()
         self._waiting.add(ids, rows)
 
-    def _add_points(
-        self, gradients: GroupGradients, batch: tuple[Tensor, ...], labels: np.ndarray, weights: Tensor
-    ) -> None:
+    def _add_points(self, gradients: GroupGradients, batch: Batch, labels: np.ndarray, weights: Tensor) -> None:
         for at, rows in self.projection.blocks(gradients.on(batch), self.model_id):
             self._projected.append((labels[at.numpy()], (rows * weights[at].to(rows)[:, None])[:, None]))
             product = rows.T @ rows
@@ -130,14 +151,20 @@ class GroupSums:
         points = max(LEAST_POINTS * by_size, self.groups.n // 100)
         if self.projection.collects:
             points = max(points, ROWS_PER_DIMENSION * self.projection.dim)
-        held = sum(rows.nbytes for _, rows in self._projected)
-        return held > self.memory_budget or sum(map(len, self._indices)) >= points
+        return sum(map(len, self._indices)) >= points
+
+    @property
+    def _held(self) -> int:
+        """Bytes of projected rows that are not in the store."""
+        return sum(rows.nbytes for _, rows in self._projected)
 
     def commit(self) -> None:
-        """Project what waits, and add everything to the store."""
+        """Form and project what waits, and add everything to the store."""
         if not self._indices:
             return
-        self._project()
+        with self._all_or_none():
+            self._take_points()
+            self._project()
         every = [ids for ids, _ in self._projected]
         ids = np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)
         total = torch.zeros(len(ids), len(self.names), self.projection.dim)
@@ -153,6 +180,7 @@ class GroupSums:
         self._hashes: list[np.ndarray] = []
         self._projected: list[tuple[np.ndarray, Tensor]] = []
         self._fisher = None
+        self._points.forget()
         self._waiting.take()
 
 

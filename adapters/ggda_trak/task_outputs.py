@@ -1,7 +1,8 @@
 """TRAK's tasks as the core sees them: outputs f(z_i, θ) as per-example losses, and the averaged reweighting terms Q̄_i.
 
 TRAK's tasks are written for one example, to be run under vmap, which Hugging Face models do not survive. So the
-model is run once on the whole batch, and only the task's arithmetic on its outputs is vectorised.
+model is run once on the whole batch, and only the task's arithmetic on its outputs is vectorised; where it is TRAK's
+margin of image classification, it is written out here, because vmap itself takes longer than a small model.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from trak.modelout_functions import ImageClassificationModelOutput
 
 from ggda_ext.checkpoints import load_state
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import left_as_it_was
 from ggda_trak.store import PointMeans
 
-Route = Literal["batched", "staged", "vmap", "loop"]
+Route = Literal["batched", "margin", "staged", "vmap", "loop"]
 
 
 class TaskOutputs(ExampleLoss):
@@ -30,7 +32,8 @@ class TaskOutputs(ExampleLoss):
         batched: whether its `get_output` takes whole batches, as iterative tasks do.
         model: the model the task is called with.
         sample: a batch to try the task on; the first two examples decide how it is run:
-            ``"staged"`` (model on the batch, the rest of the task on each output), ``"vmap"``, or ``"loop"``.
+            ``"margin"`` (written out), ``"staged"`` (model on the batch, the rest of the task on each output),
+            ``"vmap"``, or ``"loop"``.
     """
 
     def __init__(self, task: Any, batched: bool, model: nn.Module, sample: tuple[Tensor, ...]) -> None:
@@ -51,6 +54,8 @@ class TaskOutputs(ExampleLoss):
     def _outputs(self, route: Route, model: nn.Module, sample: tuple[Tensor, ...]) -> Tensor:
         if route == "batched":
             return self.task.get_output(model, None, None, *sample)
+        if route == "margin":
+            return margins(model(sample[0]), sample[1])
         weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         if route == "staged":
             model, weights, buffers = _OutsideOfVmap(model), {}, {}
@@ -65,8 +70,8 @@ class TaskOutputs(ExampleLoss):
     def _first_that_agrees(self, model: nn.Module, sample: tuple[Tensor, ...]) -> Route:
         with torch.no_grad():
             expected = self._outputs("loop", model, sample)
-            routes: tuple[Route, Route] = ("staged", "vmap")
-            for route in routes:
+            routes: tuple[Route, ...] = ("margin", "staged", "vmap")
+            for route in routes if _is_margin(self.task) else routes[1:]:
                 try:
                     found = self._outputs(route, model, sample)
                 except Exception:  # whatever a model or a task does not support under vmap
@@ -74,6 +79,21 @@ class TaskOutputs(ExampleLoss):
                 if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-5):
                     return route
         return "loop"
+
+
+def _is_margin(task: Any) -> bool:
+    """Whether a task's outputs are those of TRAK's image classification."""
+    own = getattr(type(task), "get_output", None) is ImageClassificationModelOutput.get_output
+    return own and "get_output" not in vars(task)
+
+
+def margins(logits: Tensor, labels: Tensor) -> Tensor:
+    """The log-odds of the labels `[b]` under logits `[b, classes]`."""
+    if logits.dim() != 2:
+        raise TypeError(f"the model gives {list(logits.shape)}, not one row of logits per example")
+    own = labels[:, None]
+    others = logits.scatter(1, own, -torch.inf)
+    return logits.gather(1, own)[:, 0] - others.logsumexp(1)
 
 
 class _OutsideOfVmap(nn.Module):

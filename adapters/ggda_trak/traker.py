@@ -187,7 +187,7 @@ class TRAKer(trak.TRAKer):
             assert self.groups is not None
             self._sums = GroupSums(
                 store, self.groups, self._options.fisher, self._projection, model_id,
-                self._options.memory_budget // 2, ranks.points_before(store),
+                self._options.memory_budget // 2, ranks.points_before(store), self._gradients,
             )  # fmt: skip
             self.saver.serialize_current_model_id_metadata()
 
@@ -251,9 +251,9 @@ class TRAKer(trak.TRAKer):
         if len(mine):
             own = _part(batch, mine)
             with alone():
-                weights = self._weights(own, indices[mine])
-                sums.add(self._gradients(own), own, indices[mine], weights, hashes[mine])
-            self.saver.serialize_current_model_id_metadata()
+                written = sums.add(own, indices[mine], self._weights(own, indices[mine]), hashes[mine])
+            if written:
+                self.saver.serialize_current_model_id_metadata()
         sums.now[indices] = True
 
     def _commit(self) -> None:

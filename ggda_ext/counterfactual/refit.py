@@ -26,7 +26,7 @@ from ggda_ext.counterfactual.convex import ConvexLoss
 MOST_STEPS = 60
 _REFRESH = 12  # steps after which the preconditioner is that of the present curvature, for subsets far from d = 0
 _INNER = 20
-_FORCING = 1e-3  # how far conjugate gradients reduce the squared residual in one Newton step
+_FORCING = 1e-2  # how far conjugate gradients reduce the squared residual in one Newton step
 _ARMIJO = 1e-4
 _HALVINGS = 30
 _CHUNK_BYTES = 4 * 2**20  # columns of all subsets worked on at once, so that they stay near the cache
@@ -91,7 +91,7 @@ class Refit:
         answers = torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
         going = torch.arange(len(weights), device=weights.device)
         block = _Block(self, weights, penalty)
-        tolerance = 1e-8 if self.dtype == torch.float32 else 1e-17
+        tolerance = 1e-6 if self.dtype == torch.float32 else 1e-17  # what is left after such a step is far less
         for step in range(MOST_STEPS):
             if step and step % _REFRESH == 0:
                 block.refresh()

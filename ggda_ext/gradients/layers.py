@@ -235,6 +235,9 @@ def _outer_products(left: Tensor, right: Tensor, starts: Starts, out: Tensor) ->
     tokens = left[0].numel() // left.shape[-1]
     left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
     length = starts[1] - starts[0]
+    if len(left) == len(starts) - 1:  # every segment is one example: not worth a matrix product
+        torch.mul(left[:, :, None], right[:, None, :], out=out)
+        return
     if starts[-1] == length * (len(starts) - 1) and starts == list(range(0, starts[-1] + 1, length)):
         shape = (len(starts) - 1, length * tokens, -1)
         torch.bmm(left.view(shape).transpose(1, 2), right.view(shape), out=out)
