@@ -24,12 +24,12 @@ from ggda_ext.data import DataLike
 from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.methods import METHODS, Method, MethodName, TracIn
-from ggda_ext.methods.cautions import cautions, why_not_added
+from ggda_ext.methods.cautions import cautions
 from ggda_ext.methods.intervals import Intervals, Sources, ends, jackknifed_directions
 from ggda_ext.methods.scoring import Account, keep_scores, scores_by
 from ggda_ext.model import ParameterChoice, only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
-from ggda_ext.properties.described import directions_of, names_of
+from ggda_ext.properties.described import names_of, whether_higher_is_better
 from ggda_ext.results import Attribution
 from ggda_ext.tables import group_column
 
@@ -95,7 +95,7 @@ def attribute(
         parameters: names of parameters or modules, modules or parameters that count; by default all that require a
             gradient.
         strategy: how gradients are summed, ``"auto"`` or one of `STRATEGIES`; all give the same numbers.
-        batch_size: points per batch; by default those of a DataLoader, else as many as fit the budget, at most 1024.
+        batch_size: points per batch; by default those of a DataLoader, else as many as run fast and fit the budget.
         memory_budget: bytes for one batch's activations and for one block of rows.
         show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
 
@@ -131,16 +131,15 @@ def attribute(
             each.append(scores_by(solver, provider, directions, account, kept, at, property))
         apart = [kept.total([(1.0, one)]).clone() for one in each] if sources and sources.checkpoints else []
         scores = kept.total(zip(factors, each, strict=True))
-        warned = cautions(provider, curvature=solver.needs_rows)
-    details: dict[str, Any] = {"notes": [*provider.data.notes, *account.notes, *why_not_added(provider, warned)]}
+        warned, cautious = cautions(provider, curvature=solver.needs_rows)
+    details: dict[str, Any] = {"notes": [*provider.data.notes, *account.notes, *cautious]}
     m = len(scores) if m is None else m
     if sources:
         details["low"], details["high"], details["interval"] = ends(scores, m, apart, factors, sources)
         scores = scores[:m]
     details["method"] = account.facts(solver, len(factors), perf_counter() - start)
-    return Attribution(
-        scores, provider.groups, names_of(property, m), directions_of(property, m), warnings=warned, **details
-    )
+    details["higher_is_better"] = whether_higher_is_better(property, m)
+    return Attribution(scores, provider.groups, names_of(property, m), warnings=warned, **details)
 
 
 def _chosen(method: MethodName | Method, **settings: Any) -> Method:

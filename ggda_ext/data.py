@@ -157,9 +157,13 @@ class IndexedData:
             yield from self._stream(batch_size)
             return
         assert self.n is not None
-        starts = range(0, self.n, batch_size)
-        runs = [np.arange(start, min(start + batch_size, self.n)) for start in starts]
-        yield from zip(runs, self.batches(runs), strict=True)
+        yield from self._runs(0, self.n, batch_size)
+
+    def _runs(self, low: int, high: int, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
+        """Examples low … high - 1 in order, as `(indices, batch)`."""
+        runs = [range(start, min(start + batch_size, high)) for start in range(low, high, batch_size)]
+        for run, batch in zip(runs, self.batches(runs), strict=True):
+            yield np.arange(run.start, run.stop), batch
 
     def my_share(self, batch_size: int, *, whole_batches: bool = False) -> Iterator[tuple[np.ndarray, Any]]:
         """This rank's share of all examples in order, as `(indices, batch)`; all of them on one rank.
@@ -183,8 +187,7 @@ class IndexedData:
             low, high = mine.start * batch_size, min(mine.stop * batch_size, self.n)
         else:
             low, high = my_share(self.n).start, my_share(self.n).stop
-        runs = [np.arange(start, min(start + batch_size, high)) for start in range(low, high, batch_size)]
-        yield from zip(runs, self.batches(runs), strict=True)
+        yield from self._runs(low, high, batch_size)
 
     def _stream(self, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
         loader = self._loader
@@ -219,7 +222,7 @@ class IndexedData:
                 batch = _index(self._tensors, self._positions(indices))
                 yield batch if self._cast is None else _map(self._as_cast, batch)
         else:
-            positions = (self._positions(indices).tolist() for indices in index_batches)
+            positions = (np.asarray(self._positions(indices)).tolist() for indices in index_batches)
             yield from _own_loader(self._source, self._loader, batch_sampler=_Batches(positions))
 
     def _as_cast(self, tensor: Tensor) -> Tensor:
@@ -232,9 +235,11 @@ class IndexedData:
         assert self.n is not None
         return next(iter(self.batches([np.arange(min(count, self.n))])))
 
-    def _positions(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        indices = np.asarray(indices)
-        return indices if self._order is None else self._order[indices]
+    def _positions(self, indices: Sequence[int] | np.ndarray) -> np.ndarray | range:
+        """Where the examples are in the data set; a range stays one, which tensors are cut by."""
+        if self._order is not None:
+            return self._order[np.asarray(indices)]
+        return indices if isinstance(indices, range) else np.asarray(indices)
 
 
 class SomePoints(IndexedData):
@@ -364,12 +369,19 @@ def _first_tensor(tensors: Any) -> Sized:
     return tensors[0] if isinstance(tensors, tuple) else tensors
 
 
-def _index(tensors: Any, indices: np.ndarray) -> Any:
+def _index(tensors: Any, indices: np.ndarray | range) -> Any:
     if isinstance(tensors, _Selected):
-        return _index(tensors.tensors, tensors.positions[indices])
-    run = len(indices) > 0 and indices[-1] - indices[0] == len(indices) - 1 and bool((np.diff(indices) == 1).all())
-    at: Any = slice(int(indices[0]), int(indices[-1]) + 1) if run else torch.from_numpy(indices.astype(np.int64))
-    return _map(lambda tensor: tensor[at if run else at.to(tensor.device)], tensors)
+        return _index(tensors.tensors, tensors.positions[np.asarray(indices)])
+    if isinstance(indices, range):
+        run = len(indices) > 0 and indices.step == 1
+        indices = indices if run else np.asarray(indices)
+    else:
+        run = len(indices) > 0 and indices[-1] - indices[0] == len(indices) - 1 and bool((np.diff(indices) == 1).all())
+    if run:
+        low, high = int(indices[0]), int(indices[-1]) + 1
+        return _map(lambda tensor: tensor[low:high], tensors)
+    at = torch.from_numpy(np.array(indices, dtype=np.int64))
+    return _map(lambda tensor: tensor[at.to(tensor.device)], tensors)
 
 
 def _map(function: Any, batch: Any) -> Any:

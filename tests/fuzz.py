@@ -79,13 +79,13 @@ class Reader:
 
 
 def make_store(folder: Path) -> None:
-    with Store(folder, {"seed": 0, "sketch": [1.0, 2.0]}, parts={"checkpoint-000": {"values": "a"}}) as store:
+    with Store(folder, {"seed": 0, "sums": [1.0, 2.0]}, parts={"checkpoint-000": {"values": "a"}}) as store:
         store.save("a", np.arange(12.0).reshape(3, 4))
         store.save("b", np.arange(5, dtype=np.int8))
 
 
 def read_store(folder: Path) -> dict[str, Any]:
-    with Store(folder, {"seed": 0, "sketch": [1.0, 2.0]}, parts={"checkpoint-000": {"values": "a"}}) as store:
+    with Store(folder, {"seed": 0, "sums": [1.0, 2.0]}, parts={"checkpoint-000": {"values": "a"}}) as store:
         return {name: np.array(store.load(name)) for name in store.names if name in store}
 
 

@@ -17,7 +17,7 @@ import ggda_ext
 
 ROOT = Path(ggda_ext.__file__).parent
 LAYERS = [
-    {"distributed", "model", "groups", "tables", "row_reductions", "words"},
+    {"distributed", "model", "groups", "tables", "row_reductions", "watch", "words"},
     {"data", "losses", "own_loss", "checkpoints"},
     {"training", "gradients"},
     {"properties"},
@@ -67,6 +67,11 @@ def test_importing_the_package_brings_torch_and_little_more():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     brought = {name.split(".")[0] for name in done.stdout.split()}
     assert not brought & {"sklearn", "pandas", "scipy", "matplotlib", "transformers", "captum", "dattri", "trak"}
+    assert not brought & {"jinja2", "tokenizers", "datasets", "PIL", "IPython"}
+    rooms = {name.split(".")[1] for name in done.stdout.split() if name.startswith("ggda_ext.")}
+    assert not rooms & {"storage", "training", "counterfactual", "grouping", "evaluation", "label_issues"}
+    drawing = {"plots", "drawing", "page", "thumbnails", "verifying"}
+    assert not {f"ggda_ext.results.{name}" for name in drawing} & set(done.stdout.split())
 
 
 def test_what_not_every_trainer_needs_is_imported_where_it_is_used():

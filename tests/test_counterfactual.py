@@ -505,3 +505,20 @@ def test_a_singular_small_problem_is_named():
     what_if = WhatIf(model, falling, data, [0, 0, 0, 1], ridge=0.0)
     with pytest.raises(ValueError, match="the small problem is singular"):
         what_if.without(1)
+
+
+def test_a_thousand_groups_are_no_trouble():
+    """Also where the curvature of each apart would not fit the memory, and only their sum is kept."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2_000, 3).double(), torch.arange(2_000) % 2
+    model, measure = (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(),
+        properties.mean_loss((x, y), LOSS),
+    )
+    what_if = WhatIf(model, LOSS, (x, y), np.arange(2_000) // 2, weight_decay=DECAY, rank=6)
+    kept = np.random.default_rng(0).random((3, 1_000)) < 0.5
+    apart = what_if.subsets(kept, measure)
+    refit = what_if.models[0].refit
+    assert refit._curvature.shape[0] == 1_001
+    refit._curvature = refit._curvature.sum(0, keepdim=True)
+    torch.testing.assert_close(what_if.subsets(kept, measure), apart, rtol=1e-9, atol=0)

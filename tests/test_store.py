@@ -123,11 +123,11 @@ def test_another_fingerprint_is_refused_and_named(tmp_path: Path) -> None:
 
 
 def test_sketches_may_differ_by_rounding_only(tmp_path: Path) -> None:
-    Store(tmp_path, {"sketch": [1.0, -2.0]}).close()
-    Store(tmp_path, {"sketch": [1.0 + 1e-7, -2.0]}).close()
+    Store(tmp_path, {"sums": [1.0, -2.0]}).close()
+    Store(tmp_path, {"sums": [1.0 + 1e-7, -2.0]}).close()
     for other in ([1.0 + 1e-5, -2.0], [1.0], [float("nan"), -2.0]):
-        with pytest.raises(StoreMismatch, match="sketch"):
-            Store(tmp_path, {"sketch": other})
+        with pytest.raises(StoreMismatch, match="sums"):
+            Store(tmp_path, {"sums": other})
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:

@@ -193,6 +193,13 @@ def test_store_of_plain_trak_is_refused(tmp_path: Path) -> None:
         made(tmp_path)
 
 
+@pytest.mark.parametrize("left", ["ggda.json.part", "store.lock"])
+def test_what_a_kill_inside_the_first_write_leaves_is_no_foreign_folder(tmp_path: Path, left: str) -> None:
+    (tmp_path / left).touch()
+    assert made(tmp_path) is not None
+    assert (tmp_path / "ggda.json").stat().st_size > 0
+
+
 def test_bad_input_is_refused_and_the_store_left_intact(tmp_path: Path) -> None:
     given, checkpoint = case(TASK), case(TASK).checkpoints(1)[0]
     expected = scores(TRAKer, given, tmp_path / "a", groups=uneven_labels())

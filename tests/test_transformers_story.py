@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ggda_transformers import GroupTracker, attribute_trainer
+from ggda_transformers import GroupTracker, TrainerSetup, attribute_trainer, what_if_trainer
+from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, default_data_collator
-from transformers_cases import trainer_of
+from transformers_cases import collate, examples, sources, trainer_of
+from transformers_cases import made as language_model
+
+from ggda_ext import properties
 
 SOURCES = ("wiki", "news", "flipped", "shuffled")
 
@@ -59,4 +63,29 @@ def test_the_broken_source_is_named_while_training_and_after_and_its_removal_hel
     for result in (tracker.result, after):
         assert result.harmful().names[0] == "flipped"
     kept = [row for row in rows if row["source"] != "flipped"]
-    assert right(fitted(kept, seed, tmp_path), tests) > right(trainer, tests)
+    again = fitted(kept, seed, tmp_path)
+    assert right(again, tests) > right(trainer, tests)
+    if seed == 0:
+        check_what_if(trainer, again, rows, goal)
+
+
+def check_what_if(trainer, again, rows, goal):
+    """A refit tells that the loss falls without the broken source, and not without the others."""
+    setup, other = TrainerSetup.of(trainer), TrainerSetup.of(again)
+    loss = properties.mean_loss(setup.loader(goal), nn.CrossEntropyLoss())
+    what_if = what_if_trainer(trainer, rows, "source", show_progress=False)
+    predicted = float(what_if.without("flipped").change(loss))
+    with torch.no_grad():
+        real = float(loss(other.model) - loss(setup.model))
+    assert real < 0
+    assert predicted < 0
+    assert predicted < min(float(what_if.without(name).change(loss)) for name in ("wiki", "news"))
+    trainer.model.train()
+    with pytest.raises(ValueError, match=r"call model.eval\(\) before asking what if"):
+        what_if_trainer(trainer, rows, "source")
+
+
+def test_what_if_refuses_models_with_an_output_for_each_token():
+    rows = sources(examples("gpt2", 4))
+    with pytest.raises(TypeError, match="the model is a GPT2LMHeadModel, which has not one label for each row"):
+        what_if_trainer(language_model("gpt2"), rows, "source", data_collator=collate)

@@ -194,6 +194,9 @@ def test_mistakes_are_named_with_the_fix(tmp_path):
     tracker = GroupTracker(rows[:4], "source", eval_dataset=tests)
     with pytest.raises(ValueError, match="groups is of 4 rows, and the Trainer trains on 6"):
         trainer_of(made("bert", torch.float32), rows, tmp_path, callbacks=[tracker]).train()
+    tracker = GroupTracker(rows[::-1], "source", eval_dataset=tests)
+    with pytest.raises(ValueError, match=r"row 0 of the Trainer has another 'input_ids'.*after the shuffle"):
+        trainer_of(made("bert", torch.float32), rows, tmp_path, callbacks=[tracker]).train()
     tracker = GroupTracker(rows, "source", eval_dataset=tests, show=False)
 
     def flattening(some):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import unusual_rare as rare
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -509,6 +510,17 @@ CASES: dict[str, Unusual] = {
     "recurrent": Unusual(Recurrent, inputs="tokens"),
     "checkpointed layers": Unusual(Checkpointed),
     "compiled": Unusual(lambda: torch.compile(mlp(), backend="eager")),
+    "rows swapped in large batches": Unusual(rare.Swaps),
+    "rows rolled in large batches": Unusual(rare.Rolls),
+    "large batches joined in another order": Unusual(rare.Joins),
+    "rows moved by a product": Unusual(rare.Multiplies),
+    "sorted where an example is rare": Unusual(rare.SortsWhatIsRare, inputs="one rare"),
+    "hook for rare examples": Unusual(rare.Hooks, inputs="one rare"),
+    "hook for rare batches": Unusual(rare.HooksRarely, inputs="one rare"),
+    "no gradient for rare examples": Unusual(rare.StopsGradients, inputs="one rare"),
+    "autograd function for rare examples": Unusual(rare.Clips, inputs="one rare"),
+    "hook on a module": Unusual(rare.clamps, inputs="one rare"),
+    "rows looked up in place": Unusual(rare.Gathers),
 }
 
 
@@ -529,6 +541,11 @@ def data(kind: str, seed: int) -> tuple[Tensor, Tensor]:
         x[:, 5] = -x[:, 5].abs()
         x[:-2] *= 3
         x[-2, 5] = 1.0
+    if kind == "one rare":  # the loss of the others is larger
+        x[:, 0] = x[:, 0].clamp(max=1.5)
+        x[:-2] *= 3
+        x[:, 0] = x[:, 0].clamp(max=1.5)
+        x[-2, 0] = 2.0
     if kind == "regression":
         return x, torch.randn(N, generator=generator, dtype=torch.float64)
     return x, y

@@ -25,7 +25,7 @@ from ggda_ext import ExampleLoss, PointGradients
 from ggda_ext.attribution import property_directions
 from ggda_ext.drop_in import KEYWORDS
 from ggda_ext.losses import example_losses, model_output
-from ggda_ext.storage.fingerprint import sketch_of
+from ggda_ext.storage.fingerprint import sums_of
 from ggda_ext.words import refuse_words
 
 Projections = tuple[Tensor, Tensor] | None
@@ -152,7 +152,7 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
     def _projected_groups(self, asked: Asked, projections: Projections) -> Tensor:
         """The same of all groups, kept in `save_dir`."""
         provider, _, kept = asked
-        made_with = {"projections": [] if projections is None else [sketch_of(part) for part in projections]}
+        made_with = {"projections": [] if projections is None else [sums_of(part) for part in projections]}
 
         def project_all() -> Tensor:
             return provider.map_rows(lambda rows: self._project(rows, projections))

@@ -27,7 +27,7 @@ from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
 from ggda_ext.methods.scoring import KeptScores
 from ggda_ext.properties import Property
-from ggda_ext.storage.fingerprint import sketch_of
+from ggda_ext.storage.fingerprint import sums_of
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
             "fisher": self.fisher,
             "projector": str(self.projector_kwargs),
             "norm_scaler": self.norm_scaler,
-            "weights": sketch_of(weights[None]),
+            "weights": sums_of(weights[None]),
         }
         return kept.array(provider, index, "features", settings, make)
 

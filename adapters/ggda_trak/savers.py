@@ -32,11 +32,13 @@ from ggda_ext.storage.files import (
 )
 from ggda_ext.storage.fingerprint import of_parameters
 from ggda_ext.storage.folder import StoreDamaged, StoreMismatch, check_folder, clear_errors, difference
+from ggda_ext.storage.folder_lock import LOCK
 
 __all__ = ["AbstractSaver", "MmapSaver", "ModelIDException"]
 
 SETTINGS, CHECKPOINT = "ggda.json", "ggda_checkpoint.json"
 _METADATA = "metadata.json"
+_LEFTOVERS = (LOCK, f"{SETTINGS}.part", f"{_METADATA}.part")  # of a process that was killed inside its first write
 _NEW = {"is_featurized": 0, "is_finalized": 0}
 _ROWS, _FINISHED = ("grads", "out_to_loss"), ("features", "out_to_loss")
 
@@ -247,6 +249,7 @@ def check_save_dir(folder: Path, *, load: bool) -> None:
         if path.is_symlink():  # TRAK would write through it
             raise StoreDamaged(f"save_dir holds {str(path)!r}, a symbolic link, which is not followed here: remove it.")
     names = sorted(path.name for path in folder.iterdir()) if load and folder.is_dir() else []
+    names = [name for name in names if name not in _LEFTOVERS]
     if names and not {_METADATA, SETTINGS, "scores"} & set(names):
         raise StoreMismatch(
             f"save_dir={str(folder)!r} is not empty and not a store of TRAK's (it holds {names[0]!r}): pass a new or "

@@ -12,5 +12,6 @@ from ggda_transformers.attribution import attribute_trainer
 from ggda_transformers.columns import Binned, Nested
 from ggda_transformers.setup import TrainerSetup
 from ggda_transformers.tracker import GroupTracker
+from ggda_transformers.what_if import what_if_trainer
 
-__all__ = ["attribute_trainer", "GroupTracker", "Binned", "Nested", "TrainerSetup"]
+__all__ = ["attribute_trainer", "GroupTracker", "what_if_trainer", "Binned", "Nested", "TrainerSetup"]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -19,6 +20,7 @@ from ggda_ext.data import batch_length
 from ggda_transformers.setup import check_rows
 
 KEY = "ggda_rows"
+_COMPARED = 64  # rows of the Trainer that are compared with those given
 
 
 @dataclass
@@ -76,12 +78,15 @@ class _NumberedCollator:
         return dict(batch) | {KEY: Carried(numbers, dict(batch))}
 
 
-def number_rows(loader: Any, expected: int) -> Callable[[], None]:
-    """Let a Trainer's data loader give batches that carry the numbers of their rows; returns what undoes it.
+def number_rows(loader: Any, given: Any) -> tuple[Callable[[], None], bool]:
+    """Let a Trainer's data loader give batches that carry the numbers of their rows.
 
     Args:
         loader: the Trainer's, as accelerate prepared it.
-        expected: number of rows that the groups are of.
+        given: the rows that the groups are of.
+
+    Returns:
+        What undoes it, and whether the rows could be compared with those given.
     """
     inner: Any = loader
     while "base_dataloader" in vars(inner):  # out of accelerate's wrapper, which passes for a DataLoader
@@ -91,18 +96,50 @@ def number_rows(loader: Any, expected: int) -> Callable[[], None]:
     dataset: Any = inner.dataset
     collator = inner.collate_fn
     check_rows(dataset, "the Trainer's training data")
-    if len(dataset) != expected:
+    if len(dataset) != len(given):
         raise ValueError(
-            f"groups is of {expected} rows, and the Trainer trains on {len(dataset)}: pass GroupTracker the data set "
+            f"groups is of {len(given)} rows, and the Trainer trains on {len(dataset)}: pass GroupTracker the data set "
             "that the Trainer was given."
         )
+    compared = check_same_order(given, dataset)
     numbered, carrying = _NumberedRows(dataset), _NumberedCollator(collator)
 
     def put(data: Any, collate: Any) -> None:
         vars(inner)["dataset"], vars(inner)["collate_fn"] = data, collate  # which a DataLoader refuses as attributes
 
     put(numbered, carrying)
-    return lambda: put(dataset, collator)
+    return lambda: put(dataset, collator), compared
+
+
+def check_same_order(given: Any, own: Any) -> bool:
+    """Refuse rows of the Trainer that are those given in another order; False if they have no column in common.
+
+    Args:
+        given: the rows that the groups are of.
+        own: those that the Trainer trains on, maybe without some columns.
+    """
+    if own is given:
+        return True
+    compared = False
+    for number in np.linspace(0, len(own) - 1, min(_COMPARED, len(own))).astype(int).tolist():
+        one, other = given[number], own[number]
+        if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+            return False
+        for name in sorted(one.keys() & other.keys()):
+            compared = True
+            if not _alike(one[name], other[name]) and _alike(one[name], given[number][name]):  # else it is random
+                raise ValueError(
+                    f"row {number} of the Trainer has another {name!r} than row {number} of train_dataset: the Trainer "
+                    "was given the rows in another order (shuffle) or others. Pass GroupTracker the data set that the "
+                    "Trainer was given, after the shuffle; the Trainer shuffles its batches by itself."
+                )
+    return compared
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, str) and isinstance(other, str):
+        return other.startswith(one)  # a text may have been given its end of sequence
+    return bool(np.array_equal(np.asarray(one), np.asarray(other)))
 
 
 def take_at_the_door(model: nn.Module, take: Callable[[Carried], None]) -> Callable[[], None]:

@@ -130,11 +130,14 @@ class TrainerSetup:
             dataset: a `datasets.Dataset`, a list of dicts, or a map-style torch Dataset.
             name: how errors call it.
         """
-        check_rows(dataset, name)
-        loader: DataLoader[Any] = DataLoader(dataset, batch_size=self.batch_size, collate_fn=self.collate)
-        data = IndexedData(loader, name)
+        data = IndexedData(self.loader(dataset, name), name)
         data.anchors = (dataset, self.collator)
         return data
+
+    def loader(self, dataset: Any, name: str = "the data") -> DataLoader[Any]:
+        """The same as a loader, for what takes one: `properties`, `WhatIf`."""
+        check_rows(dataset, name)
+        return DataLoader(dataset, batch_size=self.batch_size, collate_fn=self.collate)
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Any]:
         """A batch of rows, from the columns that a Trainer leaves."""

@@ -40,6 +40,9 @@ from ggda_transformers.properties import property_of
 from ggda_transformers.setup import TrainerSetup, check_not_packed, check_rows
 
 FILE = "ggda_tracker.json"
+UNKNOWN_ORDER = (
+    "The Trainer's rows have no column in common with train_dataset: that they are in the same order was not checked."
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -92,6 +95,7 @@ class GroupTracker(TrainerCallback):
         show: bool = True,
     ) -> None:
         check_rows(train_dataset, "train_dataset")
+        self._rows = train_dataset
         self.groups: Groups = groups_of(train_dataset, groups, len(train_dataset))
         if every < 1:
             raise ValueError(f"every={every}: pass at least 1.")
@@ -119,7 +123,7 @@ class GroupTracker(TrainerCallback):
         self._setup: TrainerSetup | None = None
         self._goal: Any = None
         self._undo: list[Callable[[], None]] = []
-        self._taking = False
+        self._taking, self._compared = False, True
 
     def attach(self, trainer: Any) -> GroupTracker:
         """Put the tracker before the Trainer's other callbacks, and take collator, loss and evaluation set from it."""
@@ -145,7 +149,8 @@ class GroupTracker(TrainerCallback):
             batch_size=args.per_device_train_batch_size,
         )  # fmt: skip
         self._goal = property_of(self._setup, self._property, self._eval_dataset or _dataset_of(kwargs))
-        self._undo = [number_rows(loader, self.groups.n), take_at_the_door(self._setup.model, self._take)]
+        undo, self._compared = number_rows(loader, self._rows)
+        self._undo = [undo, take_at_the_door(self._setup.model, self._take)]
         if state.global_step:
             self._resume(args, state)
         self._started = perf_counter()
@@ -212,6 +217,8 @@ class GroupTracker(TrainerCallback):
             settings["preconditioner"] = self.preconditioner
         method = MethodFacts("tracin during training", "rank", settings, seconds=self.seconds)
         notes = ["Added up while training, without curvature: a monitor, not what removing the group would do."]
+        if not self._compared:
+            notes.append(UNKNOWN_ORDER)
         if self.training_seconds:
             notes.append(f"It took {self.overhead:.0%} on top of the training.")
         return Attribution.of(self.sums.clone(), self.groups, self._goal, method=method, test_axis=0, notes=notes)

@@ -28,6 +28,7 @@ Kind = Literal["auto", "all", "eigen", "groups", "both"]
 KINDS: tuple[Kind, ...] = ("auto", "all", "eigen", "groups", "both")
 OVERSAMPLED = 5
 """Rows of the sketch for every eigenvector taken from it."""
+_MIXED = 4  # times as many rows as directions are wanted, beyond which rows are mixed first
 _DEPENDENT = 1e-5  # share of the largest squared singular value below which a direction adds nothing
 _DAMPED = 1e-4  # λ of (GN + λ)⁻¹ h_G, in units of the largest eigenvalue
 _UNCOVERED = 0.01  # squared length of what a unit gradient must leave outside of the eigenvectors to count
@@ -130,6 +131,10 @@ def orthonormal(rows: Tensor, most: int | None = None, basis: Tensor | None = No
     least = _DEPENDENT
     if basis is not None:
         found, least = found - (found @ basis.T) @ basis, _UNCOVERED
+    if most is not None and len(found) > _MIXED * most:  # thousands of groups: the space of random mixtures of them
+        draw = torch.Generator().manual_seed(0)
+        mixing = torch.randn(2 * most, len(found), generator=draw, dtype=torch.float64).to(found)
+        found = mixing @ found / (2 * most) ** 0.5
     for relative in (True, False):  # the second round removes what rounding left of the first
         values, vectors = torch.linalg.eigh((found @ found.T).double())
         values, vectors = values.flip(0), vectors.flip(1)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ from ggda_ext.curvature.sampled import SampledCurvature
 from ggda_ext.data import IndexedData, SomePoints
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import Groups
-from ggda_ext.training.recipe import EPS, Recipe
+
+if TYPE_CHECKING:
+    from ggda_ext.training import Recipe
 
 SHARE = 0.05
 """λ · tr H / tr H² without a recipe, for p ≥ n. Chosen, as `ADAM`, on digits, breast cancer and made data."""
@@ -82,6 +84,8 @@ class TrainingSteps:
         """Those of a recipe on `n` points."""
         if isinstance(recipe, TrainingSteps):
             return recipe
+        from ggda_ext.training import Recipe  # a room that scores do without
+
         if not isinstance(recipe, Recipe):
             raise TypeError(
                 f"recipe is a {type(recipe).__name__}: pass a ggda_ext.training.Recipe, or TrainingSteps(rates)."
@@ -90,7 +94,7 @@ class TrainingSteps:
         return cls(float(rates.sum()), "adam", 0.0, recipe.weight_decay, recipe.batch_size)
 
 
-Training: TypeAlias = Recipe | TrainingSteps
+Training: TypeAlias = "Recipe | TrainingSteps"
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,8 @@ def of_recipe(provider: GroupGradients, sample: IndexedData, total: int, recipe:
     if steps.optimizer == "sgd":
         return "the learning rates of SGD", torch.tensor(1 / steps.distance + steps.weight_decay, dtype=torch.float64)
     moments = _second_moments(provider, sample, steps.batch_size)
+    from ggda_ext.training.recipe import EPS
+
     own = ADAM * (moments.sqrt() + EPS) / steps.distance + steps.weight_decay
     return "the learning rates and gradients of Adam", own
 

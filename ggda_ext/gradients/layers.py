@@ -36,8 +36,10 @@ from torch.utils.hooks import RemovableHandle
 from ggda_ext.data import batch_length
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, full_precision
+from ggda_ext.watch import Watch
 
 Starts = list[int]
+Signature = tuple[tuple[tuple[str, int], ...], int]
 
 
 class LayerRule:
@@ -68,11 +70,11 @@ class _Linear(LayerRule):
         return F.linear(a, weight, bias)
 
     def row_scores(self, layer: nn.Linear, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """By W a or by Wᵀ d, whichever is shorter; a bias needs one product with d and no copy of itself per row."""
+        """By W a or by Wᵀ d, whichever is shorter; rows are added up by a product with ones, faster than by `sum`."""
         size, (out, into) = len(d), weight.shape
         a, d = a.reshape(-1, into), d.reshape(-1, out)
         products = torch.mm(a, weight.T).mul_(d) if out <= into else torch.mm(d, weight).mul_(a)
-        scores = products.sum(1)
+        scores = torch.mv(products, products.new_ones(products.shape[1]))
         if bias is not None:
             scores = torch.addmv(scores, d, bias)
         return scores if len(scores) == size else scores.reshape(size, -1).sum(1)
@@ -311,11 +313,21 @@ class Calls:
     """Those of the parameters asked about that had a gradient other than zero."""
     strayed: list[nn.Parameter] = field(default_factory=list)
     """Parameters that had a gradient outside of their layers."""
+    called: int = 0
+    """Stands for the functions that were called, in their order."""
+    moves: str | None = None
+    """A function that may have moved rows of the batch from one place to another."""
+    hooks: str | None = None
+    """A function that may have put a hook on a gradient: layers may see what it was before."""
+    misplaced: str | None = None
+    """A layer whose rows turned out not to be those of the examples in their order."""
+    losses: Tensor | None = None
+    """Of the examples `[b]`."""
 
     @property
-    def signature(self) -> tuple[tuple[str, int], ...]:
-        """The same for runs that call the same layers equally often with as many rows per example."""
-        return tuple(sorted(self.rows))
+    def signature(self) -> Signature:
+        """The same for runs that call the same functions, and layers equally often with as many rows per example."""
+        return tuple(sorted(self.rows)), self.called
 
 
 def known_layers(space: ParameterSpace, copies_output: bool = False) -> tuple[list[Layer], dict[str, str]]:
@@ -379,8 +391,12 @@ def observe(
     batch: Any,
     observer: Observer,
     unseen: Iterable[nn.Parameter] = (),
+    closely: bool = False,
+    allowed: float = 1e-3,
 ) -> Calls:
     """Run the summed loss of a batch forward and backward, telling `observer` about every layer call.
+
+    Where rows may have been moved, a second backward pass looks whose they are (`_Order`).
 
     Args:
         space: model and chosen parameters.
@@ -389,12 +405,14 @@ def observe(
         batch: examples along dim 0.
         observer: is told.
         unseen: parameters to look after: whether the loss depends on them.
+        closely: whether to look whose rows are whose in any case.
+        allowed: relative differences that rounding may explain.
     """
     size = batch_length(batch)
     leaves: list[Tensor] = []
     unseen = list(unseen)
     watched = _watched(layers, unseen)
-    calls = Calls()
+    calls, order = Calls(), _Order(allowed)
 
     def tap(layer: Layer, a: Tensor, output: Tensor) -> Tensor:
         a = a.detach()
@@ -413,13 +431,14 @@ def observe(
             tapped = output.detach().requires_grad_()
             leaves.append(tapped)
             output = tapped.clone() if layer.copies_output else tapped
-        tapped.register_hook(_backward(observer, layer, kept, repeats, space))
+        tapped.register_hook(order.of(layer, _backward(observer, layer, kept, repeats, space), repeats))
         return output
 
     def hook(layer: Layer) -> Callable[..., Tensor]:
         def on_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
             a = args[0] if args else kwargs["input"]
-            return _UnderVmap.apply(output, a, layer, tap) if loss.vectorized else tap(layer, a, output)
+            with torch._C.DisableTorchFunction():  # what is done here is not the model's
+                return _UnderVmap.apply(output, a, layer, tap) if loss.vectorized else tap(layer, a, output)
 
         return on_forward
 
@@ -431,7 +450,7 @@ def observe(
         kept = _told(observer.forward, layer, positions.expand(size, *positions.shape))
         copies = bias.detach().expand(size, *bias.shape[1:]).requires_grad_()
         leaves.append(copies)
-        back = _backward(observer, layer, kept, 1, space)
+        back = order.of(layer, _backward(observer, layer, kept, 1, space), 1)
         copies.register_hook(lambda d: back(d.permute(0, 2, 3, 1)))
         return copies
 
@@ -444,25 +463,84 @@ def observe(
         for layer, copies in copied:
             leaves.append(copies)
             kept = observer.forward(layer, copies.detach().view(size, *_of(layer.weight).shape))
-            copies.register_hook(_backward(observer, layer, kept, 1, space))
+            copies.register_hook(order.of(layer, _backward(observer, layer, kept, 1, space), 1))
         handles = [
             layer.module.register_forward_hook(hook(layer), with_kwargs=True)
             for layer in layers
             if layer.copied is None and layer.bias_of is None
         ]
         try:
-            total = loss.total(space.model, batch)
+            with Watch(size) as watch:
+                losses = loss.each(space.model, batch)
         finally:
             for handle in handles:
                 handle.remove()
-        if total.requires_grad:
-            found = torch.autograd.grad(total, [*leaves, *unseen, *watched], allow_unused=True)[len(leaves) :]
-            pairs = zip([*unseen, *watched], found, strict=True)
+        calls.losses, calls.called = losses.detach(), watch.called
+        calls.moves, calls.hooks = watch.moves, watch.hooks
+        if losses.requires_grad:
+            order.wanted = size > 1 and bool(leaves) and (calls.moves is not None or closely)
+            wanted = [*leaves, *unseen, *watched]
+            found = torch.autograd.grad(losses.sum(), wanted, allow_unused=True, retain_graph=order.wanted)
+            if order.wanted:
+                weights = order.weights(size, losses)
+                torch.autograd.grad((losses * weights).sum(), leaves, allow_unused=True)
+                calls.misplaced = order.misplaced
+            pairs = zip([*unseen, *watched], found[len(leaves) :], strict=True)
             used = [parameter for parameter, d in pairs if d is not None and bool(_dense(d).any())]
             seen = {id(parameter) for parameter in watched}
             calls.touched = [parameter for parameter in used if id(parameter) not in seen]
             calls.strayed = [parameter for parameter in used if id(parameter) in seen]
     return calls
+
+
+class _Order:
+    """Tells whose row is whose by a second backward pass, in which the loss of every example has a weight of its own.
+
+    The gradient at a row of example i is then w_i times what it was. Where it is not, the row belongs to another
+    example, or to several.
+
+    Args:
+        allowed: relative differences that rounding may explain.
+    """
+
+    def __init__(self, allowed: float) -> None:
+        self.allowed, self.wanted = allowed, False
+        self.misplaced: str | None = None
+        self._weights: Tensor | None = None
+        self._first: list[tuple[Layer, Tensor]] = []
+
+    def weights(self, size: int, losses: Tensor) -> Tensor:
+        """One for every example `[b]`; from now on gradients are compared, not told."""
+        drawn = torch.rand(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64) + 1
+        self._weights = drawn.to(losses)
+        self._first.reverse()
+        return self._weights
+
+    def of(self, layer: Layer, told: Callable[[Tensor], None], repeats: int) -> Callable[[Tensor], None]:
+        """What is done with a gradient at the output of a layer."""
+
+        def on_gradient(d: Tensor) -> None:
+            if self._weights is not None:
+                self._compare(layer, d.detach(), repeats)
+                return
+            if self.wanted:
+                self._first.append((layer, d.detach().clone()))
+            told(d)
+
+        return on_gradient
+
+    def _compare(self, layer: Layer, d: Tensor, repeats: int) -> None:
+        before, first = self._first.pop() if self._first else (None, d)
+        if before is not layer or first.shape != d.shape:
+            self.misplaced = self.misplaced or layer.name
+            return
+        assert self._weights is not None
+        precision = torch.promote_types(d.dtype, torch.float32)
+        rows, expected = (values.reshape(len(d), -1).to(precision) for values in (d, first))
+        error = (rows - expected * self._weights.to(precision).repeat_interleave(repeats)[:, None]).norm(dim=1)
+        norms = expected.norm(dim=1)
+        if bool((error > self.allowed * (norms + 0.01 * norms.mean())).any()):  # never so for NaN
+            self.misplaced = self.misplaced or layer.name
 
 
 def _watched(layers: list[Layer], unseen: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -561,7 +639,8 @@ def _shared(layers: list[Layer], share: Callable[[Layer, Tensor, Tensor], Tensor
                 handle.remove()
             if len(positions) != 1:
                 raise UnknownLayer(f"layer {layer.name!r} is called {len(positions)} times for one bias")
-            return share(layer, positions[0], bias)
+            with torch._C.DisableTorchFunction():
+                return share(layer, positions[0], bias)
 
         return computed
 

@@ -226,7 +226,8 @@ class Request:
                     f"groups was built for {self.groups.n} training points, but {self.data.name} gives more: "
                     "build it with one label per point."
                 )
-            labels = torch.from_numpy(self.groups.labels_of(indices).astype(np.int64))
+            at = range(int(indices[0]), int(indices[-1]) + 1) if self._complete else indices
+            labels = torch.from_numpy(self.groups.labels_of(at).astype(np.int64))
             yield labels.to(self.space.device), to_device(batch, self.space.device)
 
     @property

@@ -21,7 +21,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from ggda_ext.data import IndexedData, batch_length, pick, to_device
 from ggda_ext.gradients.layers import Layer, Observer, copied_parameter, known_layers
 from ggda_ext.gradients.plan import Facts, LossModule
-from ggda_ext.gradients.proof import CapturedLayers, Findings, recall, remember, strays
+from ggda_ext.gradients.proof import (
+    CapturedLayers,
+    Findings,
+    NotForward,
+    Unproven,
+    altered_in,
+    recall,
+    remember,
+    strays,
+)
 from ggda_ext.gradients.strategies import forward, persample
 from ggda_ext.gradients.truth import (
     FAILS,
@@ -38,9 +47,10 @@ from ggda_ext.gradients.truth import (
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, SavedState
+from ggda_ext.watch import hidden_hooks
 
-LARGEST_BATCH = 16_384
-CACHED_BYTES = 13 * 2**20  # a batch whose activations stay near the cache; more makes small models slower
+LARGEST_BATCH = 65_536
+CACHED_BYTES = 48 * 2**20  # of activations of a batch: fewer, and what is done once per batch counts on small models
 ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
 _BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent
 _MORE, _ROUNDS = 16, 2  # examples looked at, so many times, for a parameter that the first ones do not touch
@@ -112,9 +122,11 @@ class Probe:
         other._points, other._groups = int(groups.sizes.sum()), len(groups)
         return other
 
-    def give_up(self, why: dict[str, str]) -> None:
-        """Do without the layers of these parameters from now on: a pass found that they do not tell the gradient."""
-        self._found.uncovered = self._found.uncovered | why
+    def give_up(self, error: Unproven) -> None:
+        """Do without what a pass found not to tell the gradient: the layers of some parameters, or forward mode."""
+        if isinstance(error, NotForward):
+            self._found.no_forward_mode = error.reason
+        self._found.uncovered = self._found.uncovered | error.why
         self._compare("auto")
 
     def _look(self, members: Members, at_once: int) -> None:
@@ -132,6 +144,7 @@ class Probe:
             self._add(batch, alone)
         if not self._data.is_stream:
             self._look_further(members, at_once)
+        self._found.alters = self._altered()
         self._layers(sample.output_dims)
         if self._found.uncovered:
             self._found.work = self._counted_work()
@@ -154,6 +167,14 @@ class Probe:
         if "persample" in missing:
             found.no_vmap = self._no_vmap()
         found.looked_at |= missing
+
+    def _altered(self) -> str | None:
+        """What makes gradients of the examples other than derivatives, or None."""
+        space, found = self._space, hidden_hooks(self._space.model, list(self._space.parameters.values()))
+        if found is not None:
+            return found
+        each = (altered_in(space, self._loss, batch) for batch in self._found.batches)
+        return next((altered for altered in each if altered is not None), None)
 
     def _truth_now(self) -> Truth:
         """The truth about the examples at the parameters that the model has now."""
@@ -189,6 +210,9 @@ class Probe:
     def _layers(self, output_dims: dict[str, int]) -> None:
         """Find out which layers can be observed, and compare what they say with autograd."""
         found, space = self._found, self._space
+        if found.hooked:
+            found.uncovered = dict.fromkeys(space.parameters, f"{found.alters} changes gradients")
+            return
         _, unknown = known_layers(space)
         if unknown and not self._loss.vectorized:
             unknown = self._without_copied(unknown, output_dims)
@@ -234,6 +258,8 @@ class Probe:
         try:
             for batch in found.batches:
                 some, calls = captured_scores(self._space, layers, self._loss, batch, self._direction, work)
+                if calls.misplaced is not None:
+                    return f"the rows of layer {calls.misplaced!r} are not those of the examples in their order"
                 found.proven.add(calls.signature)
                 self._strayed |= strays(self._space, calls)
                 scores.append(some)
@@ -274,7 +300,9 @@ class Probe:
 
     def _no_forward_mode(self) -> str | None:
         """Why forward-mode differentiation does not give the gradients of these examples, or None."""
-        truth = self._found.truth
+        truth, alters = self._found.truth, self._found.alters
+        if alters is not None:
+            return f"{alters} changes gradients, which forward-mode differentiation does not see"
         finite = truth.finite
         norms = truth.norms[finite].amax(0) if bool(finite.any()) else torch.ones(len(self._space.parameters))
         norms = norms + 1e-3 * norms.max() + torch.finfo(norms.dtype).tiny
@@ -283,13 +311,14 @@ class Probe:
         scaled = {name: move / norm.to(move) for (name, move), norm in zip(moves.items(), norms, strict=True)}
         module = LossModule(self._space.model, self._loss)
         try:
-            scores = [forward.point_scores(module, self._space, scaled, batch) for batch in self._found.batches]
+            runs = [forward.watched_scores(module, self._space, scaled, batch) for batch in self._found.batches]
         except FAILS as error:
             return f"forward-mode differentiation of the model failed: {first_line(error)}"
         found, expected = (
-            torch.cat(scores).cpu().to(truth.scores),
+            torch.cat([scores for scores, _, _ in runs]).cpu().to(truth.scores),
             (truth.scores / norms).sum(1),
         )
+        self._found.forward_proven |= {watch.called for _, _, watch in runs}
         off = ((found - expected).abs() / (0.1 + (truth.norms / norms).square().sum(1).sqrt()))[finite]
         if len(off) and not (bool((off <= self._allowed.each).all()) and off.median() <= self._allowed.most):
             return "forward-mode differentiation of the model disagrees with its gradient"
@@ -297,6 +326,8 @@ class Probe:
 
     def _no_vmap(self) -> str | None:
         """Why vmap(grad) does not give the gradients of these examples, or None."""
+        if self._found.hooked:
+            return f"{self._found.alters} changes gradients, which vmap may not see"
         module = LossModule(self._space.model, self._loss)
         rows = []
         try:

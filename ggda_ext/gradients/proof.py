@@ -7,9 +7,9 @@ Values of parameters may change.
 What was compared with autograd on a few examples holds for a batch only if the model treats it alike. So a pass
 looks at three things. The first batches: are the rows of some examples what they are in a batch without the others?
 (A model may reorder its batch, or cut it.) Every batch: is each layer called as often, with as many rows per example,
-as when it was compared, and does nothing but its layers use a parameter? And parameters that no example touched so far:
-does one touch them now? What is new is compared with autograd there and then; what differs raises `Unproven`, never a
-number.
+as when it was compared, does the model call the same functions, and does nothing but its layers use a parameter? Where
+a function may move rows, all rows of the batch are looked at. And parameters that no example touched so far: does one
+touch them now? What is new is compared with autograd there and then; what differs raises `Unproven`, never a number.
 """
 
 from __future__ import annotations
@@ -24,10 +24,29 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import IndexedData, batch_length, pick
-from ggda_ext.gradients.layers import Calls, Layer, Observer, UnknownLayer, copied_layer, known_layers, observe
-from ggda_ext.gradients.truth import Tolerance, Truth, captured_scores, random_direction, truth_of, wide
+from ggda_ext.gradients.layers import (
+    Calls,
+    Layer,
+    Observer,
+    Signature,
+    UnknownLayer,
+    copied_layer,
+    known_layers,
+    observe,
+)
+from ggda_ext.gradients.truth import (
+    Tolerance,
+    Truth,
+    captured_scores,
+    check_losses,
+    random_direction,
+    total_along,
+    truth_of,
+    wide,
+)
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
+from ggda_ext.watch import Watch, altered_gradients
 
 _MOST_KEPT = 8  # sets of findings per model
 
@@ -56,9 +75,18 @@ class Findings:
     no_vmap: str | None = None
     looked_at: set[str] = field(default_factory=set)
     """Strategies that were compared with autograd."""
-    proven: set[tuple[tuple[str, int], ...]] = field(default_factory=set)
+    proven: set[Signature] = field(default_factory=set)
+    alters: str | None = None
+    """What makes gradients of this model other than derivatives: a hook, an autograd function of its own."""
+    forward_proven: set[int] = field(default_factory=set)
+    """Functions that were called when `forward` was compared with autograd."""
     unseen: set[str] = field(default_factory=set)
     rows_compared: int = 0
+
+    @property
+    def hooked(self) -> bool:
+        """Whether hooks change gradients of this model."""
+        return self.alters is not None and "hook" in self.alters
 
     def layers(self, space: ParameterSpace) -> list[Layer]:
         """The layers of a model, as they were compared with autograd."""
@@ -115,15 +143,45 @@ def _anchors(loss: ExampleLoss, data: IndexedData) -> tuple[Any, ...] | None:
 
 
 def _structure(space: ParameterSpace, settings: Hashable) -> Hashable:
+    seen: dict[int, Any] = {}
     modules = tuple(
-        (name, type(module), *(id(vars(owner).get("forward")) for owner in (type(module), module)), module.training,
-         tuple(module._forward_hooks), tuple(module._forward_pre_hooks))
+        (name, type(module), id(vars(type(module)).get("forward")), tuple(module._forward_hooks),
+         tuple(module._forward_pre_hooks), tuple(module._backward_hooks), _plain(vars(module), seen))
         for name, module in space.model.named_modules()
     )  # fmt: skip
     parameters = tuple((id(p), tuple(p.shape), p.dtype, p.device, p in space) for p in space.model.parameters())
     device = space.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     return modules, parameters, tuple(space.parameters), autocast, settings
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_OWN = frozenset(vars(nn.Module())) - {"training"}
+_MOST_ENTRIES, _DEEPEST = 256, 3
+
+
+def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
+    """What can be told of a Python value, so that a change is seen: a flag, a setting, an object's own settings."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor | nn.Module):
+        return type(value)  # looked at elsewhere
+    if id(value) in seen:
+        return seen[id(value)]
+    told: Any = (type(value), id(value)) if depth else type(value)
+    seen[id(value)] = told
+    parts: dict[Any, Any] = {}
+    if isinstance(value, dict):
+        told, parts = type(value), value
+    elif isinstance(value, list | tuple | set | frozenset):
+        told, parts = type(value), dict(enumerate(value))
+    elif depth and hasattr(value, "__dict__") and not callable(value):
+        parts = vars(value)
+    if depth < _DEEPEST and len(parts) <= (_MOST_ENTRIES if depth else len(parts)):
+        held = ((key, part) for key, part in parts.items() if depth or key not in _OWN)
+        told = told, tuple((str(key), _plain(part, seen, depth + 1)) for key, part in held)
+    seen[id(value)] = told
+    return told
 
 
 ENOUGH_ROWS = 32  # examples in batches whose rows were compared, after which order and cuts are trusted
@@ -138,6 +196,17 @@ class Unproven(ValueError):
         self.why = why
         name, reason = next(iter(why.items()))
         super().__init__(f"the gradient of parameter {name!r} cannot be had from the layers: {reason}")
+
+
+HOOKED = "the model puts hooks on gradients, which layers may see before they are changed"
+
+
+class NotForward(Unproven):
+    """Forward-mode differentiation does not give the gradients of a batch."""
+
+    def __init__(self, reason: str) -> None:
+        self.why, self.reason = {}, reason
+        ValueError.__init__(self, reason)
 
 
 class CapturedLayers:
@@ -165,14 +234,58 @@ class CapturedLayers:
         if size > 1 and self.found.rows_compared < ENOUGH_ROWS:
             recorder = _Recorder(self._some(size), size, observer)
         unseen = [self.space.parameters[name] for name in self.found.unseen]
+        closely = self.found.alters is not None
         with self._named():
-            calls = observe(self.space, self.layers, self.loss, batch, recorder or observer, unseen)
+            calls = observe(
+                self.space, self.layers, self.loss, batch, recorder or observer, unseen, closely, self.allowed.rows
+            )
         if calls.strayed:
             raise Unproven(strays(self.space, calls))
+        self._check_order(batch, calls)
         if calls.touched or calls.signature not in self.found.proven:
             self._prove(batch, calls)
         elif recorder is not None:
             self._compare(batch, recorder)
+
+    def check_forward(self, batch: Any, tangent: dict[str, Tensor], scores: Tensor, watch: Watch) -> None:
+        """Compare scores `[b]` that `forward` found along one direction with autograd, where it may not see everything.
+
+        Args:
+            batch: the examples.
+            tangent: the direction, by parameter.
+            scores: of the examples.
+            watch: what the model did.
+
+        Raises:
+            NotForward: if hooks change gradients, or the sum is not that of autograd.
+        """
+        if watch.hooks is None and not watch.asks and watch.called in self.found.forward_proven:
+            return
+        altered = altered_in(self.space, self.loss, batch)
+        if altered is not None:
+            raise NotForward(f"{altered} changes gradients, which forward-mode differentiation does not see")
+        total, room = total_along(self.space, self.loss, batch, tangent), float(wide(scores).double().abs().sum())
+        if not abs(float(wide(scores).double().sum()) - total) <= 10 * self.allowed.most * (room + abs(total)):
+            raise NotForward("forward-mode differentiation of the model disagrees with its gradient")
+        self.found.forward_proven.add(watch.called)
+
+    def check_moved(self, batch: Any, losses: Tensor, watch: Watch) -> None:
+        """Refuse a batch whose examples have other losses `[b]` than in small batches, where rows may have moved."""
+        if watch.moves is not None:
+            check_losses(self.space, self.loss, batch, losses.detach(), self.allowed)
+
+    def _check_order(self, batch: Any, calls: Calls) -> None:
+        """Raise where rows of a batch are not those of its examples; refuse where examples are mixed."""
+        if calls.hooks is not None:
+            raise Unproven(dict.fromkeys(self.space.parameters, HOOKED))
+        if calls.moves is not None and calls.losses is not None:
+            check_losses(self.space, self.loss, batch, calls.losses, self.allowed)
+        if calls.misplaced is not None:
+            why = (
+                f"the rows of layer {calls.misplaced!r} are not those of the examples in their order "
+                f"(in a batch of {batch_length(batch)} examples)"
+            )
+            raise Unproven(dict.fromkeys(self.space.parameters, why))
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -218,7 +331,8 @@ class CapturedLayers:
                 }
             )
         recorder = _Recorder(positions, size)
-        observe(self.space, self.layers, self.loss, batch, recorder)
+        again = observe(self.space, self.layers, self.loss, batch, recorder, (), True, self.allowed.rows)
+        self._check_order(batch, again)
         self._compare(batch, recorder)
         self.found.proven.add(calls.signature)
         self.found.unseen -= touched
@@ -242,6 +356,14 @@ class CapturedLayers:
         raise Unproven(
             dict.fromkeys(sorted(missing), "no example could be found to compare its gradient with autograd")
         )
+
+
+def altered_in(space: ParameterSpace, loss: ExampleLoss, batch: Any) -> str | None:
+    """What makes gradients of a batch other than derivatives of its loss, or None."""
+    with space.require_gradients(of_chosen=True):
+        with Watch(0) as watch:
+            total = loss.total(space.model, batch)
+        return altered_gradients(total, watch)
 
 
 def strays(space: ParameterSpace, calls: Calls) -> dict[str, str]:

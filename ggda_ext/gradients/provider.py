@@ -126,7 +126,7 @@ class GroupGradients:
         parameters: names of parameters or modules, modules or parameters that count; by default all that
             require a gradient.
         strategy: ``"auto"``, or the name of one (see `plan`).
-        batch_size: points per batch; by default as many as fit the budget, at most 1024 or those of a DataLoader.
+        batch_size: points per batch; by default those of a DataLoader, else as many as run fast and fit the budget.
         memory_budget: bytes for one batch's activations and for one block of rows.
         show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
     """
@@ -264,7 +264,7 @@ class GroupGradients:
         """Go on without the layers of some parameters, or refuse, if the strategy was asked for by name."""
         if self.strategy != "auto":
             raise ValueError(f"strategy={plan.strategy!r} cannot be used here: {error}. Use 'auto'.") from error
-        self._probe.give_up(error.why)
+        self._probe.give_up(error)
 
     def blocks(self, max_rows: int | None = None, weights: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The group-summed gradients, as `(group ids [b], rows [b, p])`; under several ranks, of this rank's groups.

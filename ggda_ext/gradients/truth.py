@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ggda_ext.data import batch_length
+from ggda_ext.data import batch_length, pick
 from ggda_ext.gradients.layers import Calls, Layer, Observer, observe
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
@@ -27,13 +27,15 @@ class Tolerance:
     """For at least half of the examples."""
     each: float
     """For every example: an activation that is 0 but for rounding may switch a unit on or off."""
+    rows: float
+    """For a row of the same run, weighted otherwise on the way back."""
 
 
 _TOLERANCES = {
-    torch.float64: Tolerance(1e-6, 1e-4),  # some layers go through float32, such as Llama's normalisation
-    torch.float32: Tolerance(3e-4, 2e-2),
-    torch.float16: Tolerance(1e-2, 0.1),
-    torch.bfloat16: Tolerance(5e-2, 0.3),
+    torch.float64: Tolerance(1e-6, 1e-4, 1e-5),  # some layers go through float32, such as Llama's normalisation
+    torch.float32: Tolerance(3e-4, 2e-2, 1e-3),
+    torch.float16: Tolerance(1e-2, 0.1, 3e-2),
+    torch.bfloat16: Tolerance(5e-2, 0.3, 0.15),
 }
 
 
@@ -107,6 +109,13 @@ def total_scores(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction
     return torch.stack([_dot(*pair) for pair in zip(gradients, parts, strict=True)]).cpu()
 
 
+def total_along(space: ParameterSpace, loss: ExampleLoss, batch: Any, tangent: dict[str, Tensor]) -> float:
+    """Gradient of the summed loss of a batch along a direction given by parameter."""
+    _, gradients = _gradients(space, loss, batch)
+    pairs = zip(gradients, tangent.values(), strict=True)
+    return float(sum(_dot(gradient, wide(move).flatten()).double() for gradient, move in pairs))
+
+
 def captured_scores(
     space: ParameterSpace, layers: list[Layer], loss: ExampleLoss, batch: Any, direction: Tensor, watcher: Observer
 ) -> tuple[Tensor, Calls]:
@@ -161,6 +170,8 @@ class _ParameterScores(Observer):
             tangent = layer.apply(kept, self.space.part(self.direction, layer.weight)[0], None)
             self.scores[id(layer.weight)] += (tangent * d).reshape(self.size, -1).sum(1)
 
+
+_PIECE = 4  # examples of a batch that are run together, to see whether more of them have other losses
 
 FAILS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError)
 """How a model fails that a strategy cannot run, though it runs by itself."""
@@ -221,6 +232,28 @@ def check_batch(
         _check_reduction(float(reduced), truth.losses, allowed)
 
 
+def check_losses(space: ParameterSpace, loss: ExampleLoss, batch: Any, losses: Tensor, allowed: Tolerance) -> None:
+    """Refuse a batch whose examples have other losses `[b]` than in small batches.
+
+    Args:
+        space: model and chosen parameters.
+        loss: of the examples.
+        batch: the examples.
+        losses: theirs in this batch.
+        allowed: differences that rounding may explain.
+    """
+    size = batch_length(batch)
+    pieces = [range(low, min(low + _PIECE, size)) for low in range(0, size, _PIECE)]
+    with space.require_gradients(of_chosen=False):
+        apart = torch.cat([loss.each(space.model, pick(batch, piece)).detach() for piece in pieces])
+    found, expected = losses.cpu().double(), apart.cpu().double()
+    finite = found.isfinite() & expected.isfinite()
+    room = expected.abs() + expected[finite].abs().max() if bool(finite.any()) else expected
+    off = ((found - expected).abs() > allowed.each * room) & finite
+    if bool(off.any()):
+        _refuse_mixing(space.model, found, expected, off, "the data", f"in one of {_PIECE}")
+
+
 def _same_sum(
     space: ParameterSpace, loss: ExampleLoss, batch: Any, truth: Truth, direction: Tensor, allowed: Tolerance
 ) -> bool:
@@ -252,7 +285,9 @@ class _OneOf(ExampleLoss):
         return self.loss.each(model, batch)[self.at : self.at + 1]
 
 
-def _refuse_mixing(model: nn.Module, losses: Tensor, alone: Tensor, off: Tensor, name: str) -> None:
+def _refuse_mixing(
+    model: nn.Module, losses: Tensor, alone: Tensor, off: Tensor, name: str, apart: str = "alone"
+) -> None:
     worst = int(torch.where(off, (losses - alone).abs(), -1.0).argmax())
     who = next(
         (
@@ -264,7 +299,7 @@ def _refuse_mixing(model: nn.Module, losses: Tensor, alone: Tensor, off: Tensor,
     )
     raise ValueError(
         f"the model or the loss mixes the examples of a batch: {name} has an example with a loss of "
-        f"{float(losses[worst]):.6g} in a batch of {len(losses)} and of {float(alone[worst]):.6g} alone, or its "
+        f"{float(losses[worst]):.6g} in a batch of {len(losses)} and of {float(alone[worst]):.6g} {apart}, or its "
         f"gradient differs{who}. So the gradient of a group has no fixed value: use statistics that do not depend on "
         "the batch, and a loss of each example by itself."
     )

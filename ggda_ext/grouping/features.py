@@ -24,7 +24,7 @@ from ggda_ext.distributed import gather_rows, together, world_size
 from ggda_ext.losses import OutputLoss, as_example_loss
 from ggda_ext.model import check_deterministic_modules, inner_name, unwrapped
 
-Layer = str | nn.Module | None
+LayerChoice = str | nn.Module | None
 """A layer by name (as in `model.named_modules()`) or itself; None for the last linear layer that runs."""
 
 
@@ -50,7 +50,7 @@ def input_features(data: Any, batch_size: int = 1024) -> np.ndarray:
 
 
 def representations(
-    model: nn.Module, data: DataLike, *, layer: Layer = None, batch_size: int = 1024, loss_fn: Any = None
+    model: nn.Module, data: DataLike, *, layer: LayerChoice = None, batch_size: int = 1024, loss_fn: Any = None
 ) -> np.ndarray:
     """Inputs `[n, d]` of the last linear layer, or of `layer`; the mean over tokens where it gets a sequence.
 
@@ -80,7 +80,7 @@ def gradients(
     loss_fn: Any,
     data: DataLike,
     *,
-    layer: Layer = None,
+    layer: LayerChoice = None,
     batch_size: int = 1024,
     rotate: bool = True,
 ) -> np.ndarray:
@@ -159,7 +159,7 @@ def last_linear(model: nn.Module, run: Callable[[], Any]) -> nn.Linear:
 def _features(
     model: nn.Module,
     data: DataLike,
-    layer: Layer,
+    layer: LayerChoice,
     batch_size: int,
     run: Callable[[Any], Any],
     rows_of: Callable[[Any, nn.Module], Tensor],

@@ -14,7 +14,7 @@ from torch import nn
 
 from ggda_ext.distributed import from_first_rank
 from ggda_ext.grouping.builders import RandomState, generator, group_count
-from ggda_ext.grouping.features import Layer, gradients, input_features, representations
+from ggda_ext.grouping.features import LayerChoice, gradients, input_features, representations
 from ggda_ext.grouping.kmeans import inertia, kmeans, numbered, ranks
 from ggda_ext.grouping.sizes import cut_to_count, cut_to_size, equal_sizes
 from ggda_ext.grouping.whitening import Whitening, check_features, content_order, whitened
@@ -162,7 +162,7 @@ class ReprKMeansGroups(KMeansGroups):
         *,
         group_size: int | None = None,
         n_groups: int | None = None,
-        layer: Layer = None,
+        layer: LayerChoice = None,
         loss_fn: Any = None,
         max_size: int | None = None,
         balanced: bool = False,
@@ -212,7 +212,7 @@ class GradKMeansGroups(ReprKMeansGroups):
         *,
         group_size: int | None = None,
         n_groups: int | None = None,
-        layer: Layer = None,
+        layer: LayerChoice = None,
         max_size: int | None = None,
         balanced: bool = False,
         whiten: Whitening = "pca",

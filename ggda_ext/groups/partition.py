@@ -221,9 +221,12 @@ class Groups:
         """Whether labels come from a rule, so that all of them need not be in memory."""
         return self._rule is not None
 
-    def labels_of(self, indices: np.ndarray) -> np.ndarray:
-        """Group ids of some training indices `[b]`, without the labels of all others."""
-        return self.labels[indices] if self._rule is None else np.asarray(self._rule(indices))
+    def labels_of(self, indices: np.ndarray | range) -> np.ndarray:
+        """Group ids of some training indices `[b]`, without the labels of all others; those of a range are a view."""
+        if self._rule is not None:
+            return np.asarray(self._rule(np.asarray(indices)))
+        run = isinstance(indices, range) and indices.step == 1
+        return self.labels[indices[0] : indices[-1] + 1] if run and len(indices) else self.labels[np.asarray(indices)]
 
     @property
     def sizes(self) -> np.ndarray:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,14 @@ SEVERAL = "Scores of large groups, or of groups that are alike, do not add up: a
 SHIFTED = 8.0
 """Times the shift of random groups from which on scores are not to be added up."""
 FEWEST_GROUPS = 3
-_MOST_CLASSES = 1000  # labels below it are classes as they are, without sorting them
 _MOST_GROUPS = 10_000  # beyond, nobody removes several by hand, and counting classes would cost
+_MOST_CLASSES = 1000  # labels below it are classes as they are, without sorting them
+_MOST_CELLS = 2**22  # of a table of groups and classes that is counted into, instead of sorting
 _LOOKED_AT = 512  # points whose gradients tell the shares of the curvature
 
 
-def cautions(provider: GroupGradients, *, curvature: bool) -> dict[Hashable, tuple[str, ...]]:
-    """By name of a group, why its score is to be taken with care.
+def cautions(provider: GroupGradients, *, curvature: bool) -> tuple[dict[Hashable, tuple[str, ...]], list[str]]:
+    """By name of a group, why its score is to be taken with care; and notes on what several groups do together.
 
     Args:
         provider: the training side.
@@ -56,29 +58,25 @@ def cautions(provider: GroupGradients, *, curvature: bool) -> dict[Hashable, tup
     found: dict[int, list[str]] = defaultdict(list)
     for j in np.flatnonzero(large):
         found[int(j)].append(f"holds {groups.sizes[j] / groups.n:.0%} of all points: the real effect may be far off")
-    targets = None if groups.is_by_rule else labels_of(data)
-    if targets is not None and len(targets) == groups.n and _may_hold_a_class(groups, targets):
-        for j in np.flatnonzero(class_share(groups, targets) >= WHOLE_CLASS):
+    table = _table_of(provider)
+    if table is not None:
+        for j in np.flatnonzero(table.largest_share() >= WHOLE_CLASS):
             found[int(j)].append("holds nearly a whole class: not a small change")
     if curvature and not data.is_stream and groups.sizes.max() > LARGE / 10 * groups.n:
         share = _curvature_share(provider)
         for j in np.flatnonzero((share > LARGE) & ~large):
             found[int(j)].append(f"has {share[j]:.0%} of the curvature: the real effect may be far off")
-    return {groups.name(j): tuple(found[j]) for j in sorted(found)}
+    why = None if table is None or len(groups) > _MOST_GROUPS else _why_not_additive(table)
+    return {groups.name(j): tuple(found[j]) for j in sorted(found)}, [why] if why else [SEVERAL] if found else []
 
 
-def why_not_added(provider: GroupGradients, warned: Mapping[Hashable, tuple[str, ...]]) -> list[str]:
-    """A note on what several groups do together, where the sum of their scores does not say it.
-
-    Args:
-        provider: the training side.
-        warned: what `cautions` found.
-    """
+def _table_of(provider: GroupGradients) -> ClassCounts | None:
+    """Points by group and class, where labels are at hand and a group has more than one point."""
     groups = provider.groups
-    targets = None if groups.is_by_rule or len(groups) > _MOST_GROUPS else labels_of(provider.data)
-    known = targets is not None and len(targets) == groups.n
-    why = why_not_additive(groups, targets.numpy()) if known else None  # type: ignore[union-attr]
-    return [why] if why else [SEVERAL] if warned else []
+    if groups.is_by_rule or groups.sizes.max() < 2:
+        return None
+    targets = labels_of(provider.data)
+    return None if targets is None or len(targets) != groups.n else ClassCounts.of(groups, targets.numpy())
 
 
 def _curvature_share(provider: GroupGradients) -> np.ndarray:
@@ -90,14 +88,6 @@ def _curvature_share(provider: GroupGradients) -> np.ndarray:
     norms = points.squared_norms().double().cpu().numpy()
     share = np.bincount(groups.labels_of(some), norms, len(groups))
     return share / max(float(share.sum()), 1e-300)
-
-
-def _may_hold_a_class(groups: Groups, targets: Tensor) -> bool:
-    """Whether the largest group is as large as nearly all of the smallest class that has two points."""
-    small = len(targets) > 0 and 0 <= int(targets.min()) <= int(targets.max()) < _MOST_CLASSES
-    counts = targets.bincount() if small else targets.unique(return_counts=True)[1]
-    several = counts[counts > 1]
-    return len(several) > 0 and int(groups.sizes.max()) >= WHOLE_CLASS * int(several.min())
 
 
 def labels_of(data: IndexedData) -> Tensor | None:
@@ -113,19 +103,70 @@ def labels_of(data: IndexedData) -> Tensor | None:
     return held.cpu() if whole else None
 
 
+@dataclass(frozen=True)
+class ClassCounts:
+    """How many points of each class are in each group, cell by cell where there are any.
+
+    Attributes:
+        ids: group id of each cell.
+        classes: class of each cell.
+        counts: points of each cell.
+        k: number of groups.
+    """
+
+    ids: np.ndarray
+    classes: np.ndarray
+    counts: np.ndarray
+    k: int
+
+    @classmethod
+    def of(cls, groups: Groups, labels: Any) -> ClassCounts:
+        """Counted once; points in no group and points with a negative label are in no cell."""
+        labels = np.asarray(labels).reshape(-1)
+        if len(labels) != groups.n:
+            raise ValueError(f"labels has {len(labels)} entries for {groups.n} training points: pass one for each.")
+        low, high = (labels.min(), labels.max()) if len(labels) and labels.dtype.kind in "iu" else (0, _MOST_CLASSES)
+        held, classes = int(high) + 1, labels
+        if not high < _MOST_CLASSES:
+            known = Groups(labels, rest="drop")
+            held, classes, low = len(known), known.labels, known.labels.min()
+        pairs = np.multiply(groups.labels, held, dtype=np.int64)
+        pairs += classes.astype(np.int64, copy=False)
+        if low < 0 or int(groups.sizes.sum()) < groups.n:
+            pairs = pairs[(groups.labels >= 0) & (classes >= 0)]
+        if len(groups) * held <= max(_MOST_CELLS, groups.n):
+            table = np.bincount(pairs)
+            found = np.flatnonzero(table)
+            counts = table[found]
+        else:
+            found, counts = np.unique(pairs, return_counts=True)
+        return cls(found // held, found % held, counts, len(groups))
+
+    def largest_share(self) -> np.ndarray:
+        """Largest share of a class that each group holds `[k]`; classes of one point do not count."""
+        sizes = np.bincount(self.classes, self.counts)
+        share = np.zeros(self.k)
+        if np.count_nonzero(sizes) > 1:
+            own = sizes[self.classes]
+            np.maximum.at(share, self.ids, np.where(own > 1, self.counts / own, 0.0))
+        return share
+
+    def shift(self) -> tuple[float, float]:
+        """How far the share of a class moves without half of the groups, at most, and how far with random groups."""
+        counts, n = self.counts.astype(float), float(self.counts.sum())
+        sizes, shares = np.bincount(self.ids, counts, self.k), np.bincount(self.classes, counts) / n
+        squares, crossed = (np.bincount(self.classes, counts * other) for other in (counts, sizes[self.ids]))
+        moved = squares - 2 * shares * crossed + shares**2 * (sizes**2).sum()  # Σ_G (n_Gc − n_G s_c)²
+        worst = int(np.argmax(moved))
+        expected = np.sqrt(shares[worst] * (1 - shares[worst]) / n)
+        return float(np.sqrt(max(moved[worst], 0.0)) / n), float(expected)
+
+
 def class_share(groups: Groups, targets: Any) -> np.ndarray:
     """Largest share of a class that each group holds `[k]`; classes of one point do not count."""
-    classes = Groups(targets, rest="drop")
-    if classes.n != groups.n:
-        raise ValueError(f"targets has {classes.n} labels for {groups.n} training points: pass one per point.")
-    inside = (groups.labels >= 0) & (classes.labels >= 0)
-    pairs = groups.labels[inside].astype(np.int64) * len(classes) + classes.labels[inside]
-    found, counts = np.unique(pairs, return_counts=True)
-    sizes = classes.sizes[found % len(classes)]
-    share = np.zeros(len(groups))
-    if len(classes) > 1:
-        np.maximum.at(share, found // len(classes), np.where(sizes > 1, counts / sizes, 0.0))
-    return share
+    if len(targets) != groups.n:
+        raise ValueError(f"targets has {len(targets)} labels for {groups.n} training points: pass one per point.")
+    return ClassCounts.of(groups, targets).largest_share()
 
 
 def class_shift(groups: GroupsLike, labels: Any) -> tuple[float, float]:
@@ -139,22 +180,7 @@ def class_shift(groups: GroupsLike, labels: Any) -> tuple[float, float]:
     >>> round(shift, 3), expected
     (0.354, 0.25)
     """
-    groups = Groups.of(groups)
-    classes = np.asarray(labels).reshape(-1)
-    if len(classes) and not (classes.dtype.kind in "iu" and 0 <= classes.min() <= classes.max() < _MOST_CLASSES):
-        classes = np.unique(classes, return_inverse=True)[1].reshape(-1)
-    if len(classes) != groups.n:
-        raise ValueError(f"labels has {len(classes)} entries for {groups.n} training points: pass one for each.")
-    inside = groups.labels >= 0
-    held = int(classes.max()) + 1
-    pairs = groups.labels[inside].astype(np.int64) * held + classes[inside]
-    counts = np.bincount(pairs, minlength=len(groups) * held).reshape(len(groups), held).astype(float)
-    n = counts.sum()
-    shares = counts.sum(0) / n
-    shift = np.sqrt(((counts - counts.sum(1, keepdims=True) * shares) ** 2).sum(0)) / n
-    expected = np.sqrt(shares * (1 - shares) / n)
-    worst = int(np.argmax(shift))
-    return float(shift[worst]), float(expected[worst])
+    return ClassCounts.of(Groups.of(groups), labels).shift()
 
 
 def why_not_additive(groups: GroupsLike, labels: Any) -> str | None:
@@ -165,10 +191,15 @@ def why_not_additive(groups: GroupsLike, labels: Any) -> str | None:
         labels: the class of every training point `[n]`; for a regression there is nothing to say.
     """
     found = np.asarray(labels)
-    groups = Groups.of(groups)
-    if len(groups) < FEWEST_GROUPS or found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
         return None
-    shift, expected = class_shift(groups, found)
+    return _why_not_additive(ClassCounts.of(Groups.of(groups), found))
+
+
+def _why_not_additive(table: ClassCounts) -> str | None:
+    if table.k < FEWEST_GROUPS or not len(table.counts):
+        return None
+    shift, expected = table.shift()
     if not shift > SHIFTED * expected:
         return None
     return (

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from ggda_ext.properties.classes import LinearProperty, PointProperty, Property, ReadyProperty
 
-Direction = bool | None
+HigherIsBetter = bool | None
+"""Whether higher is better; None if that is not known."""
 
 
 class NamedProperty:
     """A property with a name and a direction; see `named`."""
 
-    def __init__(self, property: Property, name: str, higher_is_better: Direction) -> None:
+    def __init__(self, property: Property, name: str, higher_is_better: HigherIsBetter) -> None:
         self.property, self.name, self.higher_is_better = property, name, higher_is_better
         if callable(getattr(property, "gradient", None)):
             self.gradient = property.gradient  # type: ignore[attr-defined]
@@ -29,10 +30,12 @@ class NamedProperty:
 
 
 @overload
-def named(property: ReadyProperty, name: str | None = None, *, higher_is_better: Direction = None) -> ReadyProperty: ...
+def named(
+    property: ReadyProperty, name: str | None = None, *, higher_is_better: HigherIsBetter = None
+) -> ReadyProperty: ...
 @overload
-def named(property: Property, name: str | None = None, *, higher_is_better: Direction = None) -> Property: ...
-def named(property: Property, name: str | None = None, *, higher_is_better: Direction = None) -> Property:
+def named(property: Property, name: str | None = None, *, higher_is_better: HigherIsBetter = None) -> Property: ...
+def named(property: Property, name: str | None = None, *, higher_is_better: HigherIsBetter = None) -> Property:
     """A property with a name and a direction, for the result to speak of.
 
     Args:
@@ -82,7 +85,9 @@ def _numbered(names: list[str]) -> list[str]:
     return found
 
 
-def directions_of(property: Any, m: int, given: Direction | Sequence[Direction] = None) -> list[Direction]:
+def whether_higher_is_better(
+    property: Any, m: int, given: HigherIsBetter | Sequence[HigherIsBetter] = None
+) -> list[HigherIsBetter]:
     """Whether higher is better, of the m components of a property; `given` goes before what the property says."""
     if given is not None and not isinstance(given, bool):
         found = list(given)
@@ -93,7 +98,7 @@ def directions_of(property: Any, m: int, given: Direction | Sequence[Direction] 
         return [given] * m
     parts = _parts(property, m)
     if parts is not None:
-        return [one for part, count in parts for one in directions_of(part, count)]
+        return [one for part, count in parts for one in whether_higher_is_better(part, count)]
     return [getattr(property, "higher_is_better", None)] * m
 
 

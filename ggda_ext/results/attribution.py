@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ggda_ext.groups.partition import Groups, GroupsLike
+from ggda_ext.properties.described import HigherIsBetter
 from ggda_ext.results import ranking
 from ggda_ext.results.method import MethodFacts
-from ggda_ext.results.ranking import Direction
 
 if TYPE_CHECKING:
     import pandas
@@ -66,7 +66,7 @@ class Attribution(Tensor):
     """The groups, with names, sizes and members."""
     properties: tuple[str, ...]
     """Names of the m properties."""
-    higher_is_better: tuple[Direction, ...]
+    higher_is_better: tuple[HigherIsBetter, ...]
     """Of each property, whether higher is better; None if that is not known."""
     low: Tensor | None
     """Lower end of the interval around each score `[m, k]`."""
@@ -89,7 +89,7 @@ class Attribution(Tensor):
         scores: Any,
         groups: GroupsLike,
         properties: Sequence[str] | None = None,
-        higher_is_better: Sequence[Direction] | None = None,
+        higher_is_better: Sequence[HigherIsBetter] | None = None,
         *,
         low: Any = None,
         high: Any = None,
@@ -132,7 +132,7 @@ class Attribution(Tensor):
         scores: Any,
         groups: GroupsLike,
         property: Property | str | Sequence[str] | None = None,
-        higher_is_better: Direction | Sequence[Direction] = None,
+        higher_is_better: HigherIsBetter | Sequence[HigherIsBetter] = None,
         *,
         method: MethodFacts | str | None = None,
         positive: Literal["rises", "falls"] | None = None,

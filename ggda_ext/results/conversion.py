@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ggda_ext.groups.partition import Groups
-from ggda_ext.properties.described import directions_of, names_of
+from ggda_ext.properties.described import HigherIsBetter, names_of, whether_higher_is_better
 from ggda_ext.results.method import MethodFacts
-from ggda_ext.results.ranking import Direction
 
 if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution
@@ -22,7 +21,7 @@ def converted(
     scores: Any,
     groups: Groups,
     property: Any,
-    higher_is_better: Direction | Sequence[Direction],
+    higher_is_better: HigherIsBetter | Sequence[HigherIsBetter],
     method: MethodFacts | str | None,
     positive: str | None,
     test_axis: Any,
@@ -44,7 +43,7 @@ def converted(
         found, details = -found, _turned_round(details)
     m = len(found)
     return cls(
-        found, groups, names_of(property, m), directions_of(property, m, higher_is_better),
+        found, groups, names_of(property, m), whether_higher_is_better(property, m, higher_is_better),
         method=MethodFacts(method) if isinstance(method, str) else method, **details,
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution
 
 
-WIDEST_NAME = 24
+WIDEST_NAME = 22
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def tidy(ax: Axes) -> None:
 def few_ticks(ax: Axes) -> None:
     """So few numbers below the picture that small ones do not run into each other."""
     ax.locator_params(axis="x", nbins=4)
-    ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4), useMathText=True)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))  # no power of ten beside the axis
 
 
 def scores_of(result: Attribution, property: str | int) -> tuple[int, np.ndarray]:
@@ -169,8 +169,7 @@ def scores_of(result: Attribution, property: str | int) -> tuple[int, np.ndarray
 
 def group_name(result: Attribution, group: int) -> str:
     """The name of a group, as text on one line that leaves room for the picture."""
-    name = shown(result.groups.name(group))
-    return name if len(name) <= WIDEST_NAME else name[: WIDEST_NAME - 1] + "…"
+    return shown(result.groups.name(group), WIDEST_NAME)
 
 
 def effects_of(result: Attribution, j: int) -> tuple[str, ...]:

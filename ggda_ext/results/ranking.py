@@ -11,12 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from ggda_ext.groups.naming import UnknownName
+from ggda_ext.properties.described import HigherIsBetter
 
 if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution
-
-Direction = bool | None
-"""Whether higher is better; None if that is not known."""
 
 SHOWN_PROPERTIES = 4
 """With more properties than this, all of one direction, their mean is shown and ranked by."""
@@ -39,7 +37,7 @@ def by_mean(result: Attribution) -> bool:
     return len(result.properties) > SHOWN_PROPERTIES and len(set(result.higher_is_better)) == 1
 
 
-def _values(result: Attribution, by: str | int | None) -> tuple[np.ndarray, Direction]:
+def _values(result: Attribution, by: str | int | None) -> tuple[np.ndarray, HigherIsBetter]:
     """What groups are ranked by `[k]`, and whether higher is better there."""
     scores = result.scores.cpu().double()
     if by is None and by_mean(result):
@@ -54,7 +52,7 @@ def order(result: Attribution, by: str | int | None = None) -> list[int]:
     return np.argsort(-np.abs(values), kind="stable").tolist()
 
 
-def effect_of(score: float, direction: Direction) -> str:
+def effect_of(score: float, direction: HigherIsBetter) -> str:
     """What a group does to the property, from the sign of its score."""
     if score != score:
         return "unknown"

@@ -154,7 +154,8 @@ def number(value: float) -> str:
     return f"{value:+.3g}" if value == value else "nan"
 
 
-def shown(name: Any) -> str:
-    """A name as text on one line, cut if it is long."""
+def shown(name: Any, widest: int = WIDEST_NAME) -> str:
+    """A name as text on one line, its middle left out if it is long: names often differ at their ends."""
     text = "".join(letter if letter.isprintable() else "�" for letter in str(name))
-    return text if len(text) <= WIDEST_NAME else text[: WIDEST_NAME - 1] + "…"
+    end = widest // 3
+    return text if len(text) <= widest else f"{text[: widest - end - 1]}…{text[-end:]}"

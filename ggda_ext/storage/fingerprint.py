@@ -101,9 +101,9 @@ def of_structure(model: nn.Module, tag: str | None) -> str:
 
 
 def of_directions(provider: GroupGradients, directions: Directions, tag: str | None = None) -> dict[str, Any]:
-    """What is asked: a sketch of the directions `[m, p]`, or the test points behind them and their loss."""
+    """What is asked: a few sums of the directions `[m, p]`, or the test points behind them and their loss."""
     if isinstance(directions, Tensor):
-        return {"asked": "directions", "m": len(directions), "sketch": sketch_of(directions)}
+        return {"asked": "directions", "m": len(directions), "sums": sums_of(directions)}
     return {
         "asked": "test points",
         "loss": of_value(directions.loss, "the loss of test points", tag, provider.model),
@@ -132,7 +132,7 @@ def of_state(state: Mapping[str, Any]) -> str:
     return found.hexdigest()[:16]
 
 
-def sketch_of(rows: Tensor) -> list[float]:
+def sums_of(rows: Tensor) -> list[float]:
     """A few numbers that differ for other rows `[m, p]`: their norm, and sums with fixed signs and sizes."""
     m, p = rows.shape
     numbers = np.arange(1, _NUMBERS + 1)[:, None]

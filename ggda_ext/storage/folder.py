@@ -27,7 +27,7 @@ from ggda_ext.storage.folder_lock import LOCK, FolderLock
 FORMAT = 2
 CONTENTS = "store.json"
 _LEFTOVERS = (LOCK, CONTENTS + ".part")  # of a process that was killed before its first store.json
-SKETCH_TOLERANCE = 1e-6
+SUMS_TOLERANCE = 1e-6
 SYNC_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _KINDS = {"fingerprint": dict, "parts": dict, "blocks": dict}
@@ -51,7 +51,7 @@ class Store:
     Args:
         folder: made if it does not exist; must be empty or a store.
         fingerprint: what the arrays depend on, as JSON values by name. Another value than the stored one is refused,
-            except that lists of floats (sketches of numbers) may differ by rounding.
+            except that lists of floats (a few sums of many numbers) may differ by rounding.
         lock: False for a store inside the folder of another one that is locked.
         parts: inner folders, and what they were made with; see `part`.
 
@@ -303,12 +303,12 @@ class _Counted:
 
 
 def _same(before: Any, now: Any) -> bool:
-    sketches = all(isinstance(value, list) and value and isinstance(value[0], float) for value in (before, now))
-    if not sketches:
+    are_sums = all(isinstance(value, list) and value and isinstance(value[0], float) for value in (before, now))
+    if not are_sums:
         return before == now
     scale = max(map(abs, (*before, *now)))
     return len(before) == len(now) and all(
-        math.isclose(a, b, rel_tol=0, abs_tol=SKETCH_TOLERANCE * scale) for a, b in zip(before, now, strict=True)
+        math.isclose(a, b, rel_tol=0, abs_tol=SUMS_TOLERANCE * scale) for a, b in zip(before, now, strict=True)
     )
 
 

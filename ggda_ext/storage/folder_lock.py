@@ -1,7 +1,9 @@
 """One process at a time in a folder: a lock that the system gives back when its process ends, however it ends.
 
-The package `filelock` locks with `flock`, which forked children (the workers of a DataLoader) inherit, and keep after
-their parent was killed; older versions follow links and truncate the file, and none tells who holds it.
+Not by the package `filelock`, which torch brings along in any version. Its recent ones do as much (tried with 4.2.10:
+no link is followed, nothing truncated, and forked children of a killed process do not keep the lock). Earlier ones
+follow links and truncate, and leave the lock to forked workers of a DataLoader. None says which process holds the lock,
+as the errors here do.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class ScoreStore:
         """
         listed: list[tuple[Weight, ScoreBlocks | StackedBlocks]] = list(parts)
         made_of = [
-            (fingerprint.sketch_of(weight[None]) if isinstance(weight, Tensor) else weight, blocks.names(self.folder))
+            (fingerprint.sums_of(weight[None]) if isinstance(weight, Tensor) else weight, blocks.names(self.folder))
             for weight, blocks in listed
         ]
         first = listed[0][1]

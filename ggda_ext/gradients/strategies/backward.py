@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.gradients.plan import Request, merge_pieces
+from ggda_ext.watch import Watch
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
@@ -23,10 +24,10 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
         for groups, batch in request.grouped_batches(most_groups=1):
             weights = request.weights_of(groups)
             with request.space.require_gradients(of_chosen=True):
-                if weights is None:
-                    totals = [request.loss.total(request.space.model, batch)]
-                else:
-                    totals = list(weights @ request.loss.each(request.space.model, batch).to(weights))
+                with Watch(len(groups)) as watch:
+                    losses = request.loss.each(request.space.model, batch)
+                request.captured.check_moved(batch, losses, watch)
+                totals = [losses.sum()] if weights is None else list(weights @ losses.to(weights))
                 found = [
                     torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=number + 1 < len(totals))
                     for number, total in enumerate(totals)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
+from ggda_ext.data import batch_length
 from ggda_ext.gradients.plan import Request
 from ggda_ext.model import ParameterSpace
+from ggda_ext.watch import Watch
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
@@ -24,8 +25,12 @@ def scores(request: Request, directions: Tensor) -> Tensor:
     result = request.empty_scores(len(directions))
     moves = tangents(request.space, directions)
     for labels, batch in request.natural_batches():
-        for row, tangent in zip(result, moves, strict=True):
-            row.index_add_(0, labels, point_scores(request.loss_module, request.space, tangent, batch).to(row))
+        for number, (row, tangent) in enumerate(zip(result, moves, strict=True)):
+            found, losses, watch = watched_scores(request.loss_module, request.space, tangent, batch)
+            if number == 0:
+                request.captured.check_forward(batch, tangent, found, watch)
+                request.captured.check_moved(batch, losses, watch)
+            row.index_add_(0, labels, found.to(row))
     return result
 
 
@@ -45,25 +50,43 @@ def tangents(space: ParameterSpace, directions: Tensor) -> list[dict[str, Tensor
     return moves
 
 
-def point_scores(loss_module: nn.Module, space: ParameterSpace, tangent: dict[str, Tensor], batch: Any) -> Tensor:
-    """Derivative of every example's loss along one direction `[b]`."""
-    unfused = sdpa_kernel(SDPBackend.MATH), _WeightNormWrittenOut()
-    with space.require_gradients(of_chosen=False), torch.no_grad(), forward_ad.dual_level(), unfused[0], unfused[1]:
+def watched_scores(
+    loss_module: nn.Module, space: ParameterSpace, tangent: dict[str, Tensor], batch: Any
+) -> tuple[Tensor, Tensor, Watch]:
+    """Derivative of every example's loss along one direction `[b]`, the losses `[b]`, and what the model did."""
+    watch = _AsBackward(batch_length(batch))
+    with space.require_gradients(of_chosen=False), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
         duals = {
             f"model.{name}": forward_ad.make_dual(value.detach(), tangent[name])
             for name, value in space.parameters.items()
         }
-        losses, derivative = forward_ad.unpack_dual(functional_call(loss_module, duals, (batch,)))
-    return torch.zeros_like(losses) if derivative is None else derivative
+        with watch:
+            found = functional_call(loss_module, duals, (batch,))
+        losses, derivative = forward_ad.unpack_dual(found)
+    losses = losses.detach()
+    return torch.zeros_like(losses) if derivative is None else derivative.detach(), losses, watch
 
 
-class _WeightNormWrittenOut(TorchFunctionMode):
-    """Replaces the fused g·v/‖v‖, which has no forward-mode derivative."""
+class _AsBackward(Watch):
+    """Lets forward mode see what a backward pass sees: nothing of what the model computes without gradients.
+
+    The fused g·v/‖v‖, which has no forward-mode derivative, is written out.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch._weight_norm:
-            return func(*args, **(kwargs or {}))
-        v, g, *rest = args
-        dim = (rest or [(kwargs or {}).get("dim", 0)])[0]
-        others = [d for d in range(v.dim()) if d != dim] if dim >= 0 else list(range(v.dim()))
-        return v * (g / v.square().sum(others, keepdim=True).sqrt())
+        if func is torch._weight_norm:
+            return _weight_norm(*args, **(kwargs or {}))
+        found = super().__torch_function__(func, types, args, kwargs)
+        return found if torch.is_grad_enabled() else _constant(found)
+
+
+def _constant(found: Any) -> Any:
+    if isinstance(found, tuple | list) and type(found) in (tuple, list):
+        return type(found)(map(_constant, found))
+    moves = isinstance(found, Tensor) and forward_ad.unpack_dual(found).tangent is not None
+    return found.detach() if moves else found
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    others = [d for d in range(v.dim()) if d != dim] if dim >= 0 else list(range(v.dim()))
+    return v * (g / v.square().sum(others, keepdim=True).sqrt())

@@ -1,0 +1,81 @@
+"""`what_if_trainer`: what a classifier would be without some sources, several at once, by refitting what it learned.
+
+Scores of large sources do not add up; a refit follows what they do together. It works on one output vector for each
+row, so it serves classifiers and regressions; best where few parameters were trained (adapters, heads, upper layers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ggda_ext.counterfactual import WhatIf
+from ggda_ext.curvature.damping import TrainingSteps
+from ggda_transformers.attribution import training_steps
+from ggda_transformers.columns import groups_of
+from ggda_transformers.peft_models import base_of, counted_parameters
+from ggda_transformers.setup import TrainerSetup, check_rows
+
+
+def what_if_trainer(
+    trainer_or_model: Any,
+    train_dataset: Any,
+    groups: Any,
+    *,
+    recipe: TrainingSteps | None = None,
+    data_collator: Callable[[list[Any]], Any] | None = None,
+    processing_class: Any = None,
+    batch_size: int | None = None,
+    parameters: Any = None,
+    **options: Any,
+) -> WhatIf:
+    """A `WhatIf` of a fine-tuned classifier: ``.without(["forum", "news"]).change(property)``.
+
+    Args:
+        trainer_or_model: as in `attribute_trainer`; in eval mode, and to be left in it while questions are asked.
+        train_dataset: as in `attribute_trainer`.
+        groups: as in `attribute_trainer`.
+        recipe: what the training did; by default from the Trainer's log. It matters: without one, the answers are of a
+            model trained to its optimum.
+        data_collator: as in `attribute_trainer`.
+        processing_class: as in `attribute_trainer`.
+        batch_size: as in `attribute_trainer`.
+        parameters: as in `attribute_trainer`.
+        **options: of `WhatIf`.
+
+    Returns:
+        It takes properties of outputs, such as ``properties.mean_loss(setup.loader(rows), nn.CrossEntropyLoss())`` with
+        ``setup = TrainerSetup.of(trainer)``.
+    """
+    setup = TrainerSetup.of(
+        trainer_or_model, data_collator=data_collator, processing_class=processing_class, batch_size=batch_size
+    )
+    check_rows(train_dataset, "train_dataset")
+    partition = groups_of(train_dataset, groups, len(train_dataset))
+    loss = _loss_of(setup)
+    if setup.model.training:
+        raise ValueError("the model is in train mode, with dropout: call model.eval() before asking what if.")
+    if recipe is None and "weight_decay" not in options:
+        recipe = training_steps(setup.trainer)
+    return WhatIf(
+        setup.model, loss, setup.loader(setup.prepared(train_dataset)), partition, recipe=recipe,
+        parameters=counted_parameters(setup.model) if parameters is None else parameters,
+        batch_size=setup.batch_size, **options,
+    )  # fmt: skip
+
+
+def _loss_of(setup: TrainerSetup) -> nn.Module:
+    """The loss of a classifier or a regression by its outputs; other models and losses are refused."""
+    own, config = setup.loss(), getattr(setup.model, "config", None)
+    changed = own.compute_loss_func or own.smoother or own.compute_loss
+    name, kind = type(base_of(setup.model)).__name__, getattr(config, "problem_type", None)
+    if changed or "Classification" not in name or "Token" in name or kind == "multi_label_classification":
+        why = "with a loss of the Trainer's own" if changed else "which has not one label for each row"
+        raise TypeError(
+            f"what_if_trainer refits one output for each row, and the model is a {name}, {why}: use attribute_trainer, "
+            "or WhatIf with the loss as a function of outputs."
+        )
+    regression = kind == "regression" or (kind is None and getattr(config, "num_labels", 2) == 1)
+    return nn.MSELoss() if regression else nn.CrossEntropyLoss()

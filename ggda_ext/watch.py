@@ -1,0 +1,179 @@
+"""What a model does with a batch while it runs: which functions it calls, and what they may do to rows and gradients.
+
+The rows that a layer sees are told apart by their place. A function that may move rows to other places (an index along
+the batch, a sort, a roll), or a hook that may change gradients on the way back, can make a strategy wrong: always, for
+some batch sizes, or for rare examples. So the functions are watched, and such batches are looked at closely. Only calls
+from Python are seen; the functions of PyTorch call others that do not move rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
+
+_LOOKED_AT = 100_000  # nodes of a graph
+
+
+class Watch(TorchFunctionMode):
+    """Lets functions run, and keeps their names.
+
+    Args:
+        size: examples of the batch.
+
+    Attributes:
+        moves: the name of a function that may have moved rows of the batch, or None.
+        hooks: the name of a function that may have put a hook on a gradient, or None.
+        asks: whether the model asks if something requires a gradient, and may do otherwise if not.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self._called: list[Hashable] = []
+        self.moves: str | None = None
+        self.hooks: str | None = None
+        self.asks = False
+
+    @property
+    def called(self) -> int:
+        """The same for runs that call the same functions in the same order."""
+        return hash(tuple(self._called))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._called.append(func)
+        if self.size > 1 and self.moves is None:
+            may_move = _MOVERS.get(func)
+            if may_move is not None and may_move(self.size, *args, **kwargs):
+                self.moves = getattr(func, "__name__", str(func))
+        if func in _HOOKS:
+            self.hooks = "register_hook"
+        elif func in _ASKS:
+            self.asks = True
+        return func(*args, **kwargs)
+
+
+def hidden_hooks(model: nn.Module, parameters: Sequence[nn.Parameter]) -> str | None:
+    """A hook on gradients that the model or its parameters were given, or None."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"a hook on the gradients of module {name!r}"
+    hooked = any(parameter._backward_hooks for parameter in parameters)
+    return "a hook on the gradient of a parameter" if hooked else None
+
+
+def altered_gradients(total: Tensor, watch: Watch) -> str | None:
+    """What makes gradients of a value other than its derivatives: a hook, or a `Function`; None if nothing does.
+
+    Args:
+        total: the value, computed with gradients.
+        watch: what was called for it.
+    """
+    if watch.hooks is not None:
+        return "a hook on a gradient"
+    seen: set[Any] = set()
+    todo: list[Any] = [total.grad_fn]
+    while todo and len(seen) < _LOOKED_AT:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, BackwardCFunction) and not _of_torch(node):
+            return f"the autograd function {type(node).__name__.removesuffix('Backward')}"
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+    return None
+
+
+def _of_torch(node: BackwardCFunction) -> bool:
+    """Whether an autograd function is PyTorch's own, such as that of a checkpoint."""
+    return getattr(type(node), "_forward_cls", type(node)).__module__.split(".")[0] == "torch"
+
+
+def _batched(size: int, values: Any) -> bool:
+    """Whether a tensor may have the examples of a batch along its first dimension."""
+    return isinstance(values, Tensor) and values.dim() > 0 and len(values) > 0 and len(values) % size == 0
+
+
+def _by_index(size: int, values: Tensor, index: Any, *_: Any) -> bool:
+    if not _batched(size, values):
+        return False
+    first = index[0] if isinstance(index, tuple) and index else index
+    if isinstance(first, slice):
+        return first.indices(len(values)) != (0, len(values), 1)
+    if first is None or first is Ellipsis:
+        many = isinstance(index, tuple) and any(isinstance(part, Tensor | list) for part in index[1:])
+        return many and first is None
+    if isinstance(first, Tensor) and first.shape == (len(values),) and not first.dtype.is_floating_point:
+        in_order = torch.arange(len(values), device=first.device)
+        return first.dtype == torch.bool or not torch.equal(first.long(), in_order)
+    return True  # a number, a list, a mask
+
+
+def _along(place: int, default: int | None = None) -> Callable[..., bool]:
+    """For functions of a tensor and a dimension, the argument at a place or called `dim`."""
+
+    def moves(size: int, values: Any, *args: Any, **named: Any) -> bool:
+        dim = named.get("dim", args[place] if len(args) > place else default)
+        return _batched(size, values) and (not isinstance(dim, int) or dim % values.dim() == 0)
+
+    return moves
+
+
+def _flipped(size: int, values: Any, *dims: Any, **named: Any) -> bool:
+    given = named.get("dims", dims[0] if len(dims) == 1 else dims)
+    return _rolled(size, values, 0, given)
+
+
+def _rolled(size: int, values: Any, shifts: Any = 0, dims: Any = None) -> bool:
+    listed = [dims] if isinstance(dims, int) else list(dims or ())
+    return _batched(size, values) and (not listed or any(dim % values.dim() == 0 for dim in listed))
+
+
+def _joined(size: int, tensors: Any, dim: int = 0, **named: Any) -> bool:
+    parts = [part for part in tensors if part.dim()]
+    return len(parts) > 1 and named.get("dim", dim) == 0 and sum(map(len, parts)) % size == 0
+
+
+def _stacked(size: int, tensors: Any, dim: int = 0, **named: Any) -> bool:
+    return named.get("dim", dim) == 0 and len(tensors) % size == 0
+
+
+def _mixed(size: int, left: Any, right: Any, **_: Any) -> bool:
+    """A product that adds up over the examples."""
+    both = isinstance(left, Tensor) and _batched(size, right)
+    return both and right.dim() == 2 and left.dim() > 0 and left.shape[-1] == len(right)
+
+
+def _always(size: int, values: Any = None, *_: Any, **__: Any) -> bool:
+    return _batched(size, values)
+
+
+_MOVERS: dict[Any, Callable[..., bool]] = {
+    Tensor.__getitem__: _by_index,
+    Tensor.__setitem__: _by_index,
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.vstack), _joined),
+    torch.stack: _stacked,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _mixed),
+}
+_BY_NAME: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(("index_select", "gather", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
+                     "scatter_reduce", "take_along_dim"), _along(0)),
+    "take_along_dim": _along(1),
+    "sort": _along(0, -1),
+    "flip": _flipped,
+    "roll": _rolled,
+    **dict.fromkeys(("take", "masked_select", "index_put", "masked_scatter", "unique", "unique_consecutive", "flipud"),
+                    _always),
+}  # fmt: skip
+for _name, _check in _BY_NAME.items():
+    for _owner, _own in ((torch, _name), (Tensor, _name), (Tensor, f"{_name}_")):
+        if hasattr(_owner, _own):
+            _MOVERS[getattr(_owner, _own)] = _check
+_GETTERS: dict[str, Any] = {name: getattr(Tensor, name).__get__ for name in ("grad_fn", "requires_grad")}
+_HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, _GETTERS["grad_fn"]}
+_ASKS = {_GETTERS["requires_grad"], torch.is_grad_enabled}

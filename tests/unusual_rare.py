@@ -1,0 +1,178 @@
+"""Models that treat a batch otherwise only now and then: in large batches, or for rare examples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, CLASSES = 6, 3
+LARGE = 20  # examples of a batch
+RARE = 1.9  # the first feature of a rare example
+
+
+class Body(nn.Module):
+    """A small network whose forward pass subclasses change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x).tanh())
+
+
+class Swaps(Body):
+    """Swaps two rows in large batches, and puts the outputs back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.arange(len(x))
+        if len(x) >= LARGE:
+            order[3], order[7] = 7, 3
+        return self.body(x[order])[order.argsort()]
+
+
+class Rolls(Body):
+    """The same functions for every batch; only for large ones do they move rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        by = len(x) // LARGE
+        return self.body(x.roll(by, 0)).roll(-by, 0)
+
+
+class Joins(Body):
+    """Cuts large batches and joins them in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < LARGE:
+            return self.body(x)
+        out = self.body(torch.cat([x[2:], x[:2]]))
+        return torch.cat([out[-2:], out[:-2]])
+
+
+class Multiplies(Body):
+    """Moves rows by a product with a permutation matrix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.eye(len(x), dtype=x.dtype)
+        if len(x) >= LARGE:
+            order = order.flip(0)
+        return order.T @ self.body(order @ x)
+
+
+class SortsWhatIsRare(Body):
+    """Sorts batches that hold a rare example; as by length, where most batches are sorted already."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = (x[:, 0] * (x[:, 0] > RARE)).argsort(stable=True)
+        return self.body(x[order])[order.argsort()]
+
+
+class Hooks(Body):
+    """A hook changes the gradients of rare examples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, rare = self.first(x), (x[:, :1] > RARE).to(x.dtype)
+        if h.requires_grad:
+            h.register_hook(lambda d: d * (1 - 0.5 * rare))
+        return self.head(h.tanh())
+
+
+class HooksRarely(Body):
+    """A hook that only batches with a rare example are given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, rare = self.first(x), (x[:, :1] > RARE).to(x.dtype)
+        if h.requires_grad and bool(rare.any()):
+            h.register_hook(lambda d: d * (1 - 0.5 * rare))
+        return self.head(h.tanh())
+
+
+class StopsGradients(Body):
+    """What rare examples add is computed without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.eye(WIDTH) + 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            fixed = x @ self.scale
+        return self.body(torch.where(x[:, :1] > RARE, fixed, x @ self.scale))
+
+
+class _Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(h: Tensor, rare: Tensor) -> Tensor:
+        return h.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, d: Tensor):
+        return d * (1 - 0.5 * ctx.saved_tensors[0]), None
+
+    @staticmethod
+    def jvp(ctx, h: Tensor, rare) -> Tensor:
+        return h.clone()
+
+
+class Clips(Body):
+    """An autograd function whose backward pass is not its derivative, for rare examples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(_Clipped.apply(self.first(x), (x[:, :1] > RARE).to(x.dtype)).tanh())
+
+
+def clamps() -> nn.Module:
+    """A hook on a module that clamps large gradients."""
+    model = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+    model[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0].clamp(-0.4, 0.4),))
+    return model
+
+
+class Gathers(Body):
+    """Looks up a row of its own for every example: rows are indexed, and stay where they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh().unsqueeze(1).repeat(1, 2, 1)
+        return self.head(h[torch.arange(len(x)), (x[:, 0] > 0).long()])
+
+
+class MixesLargeBatches(Body):
+    """Gives two examples each other's outputs in large batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        if len(x) >= LARGE:
+            order = torch.arange(len(x))
+            order[3], order[7] = 7, 3
+            out = out[order]
+        return out
+
+
+class Switches(Body):
+    """Does what its flags say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.reordered, self.settings = False, False, {"scale": 1.0, "stop": False}
+
+    def switch(self, flag: str) -> None:
+        """Change a flag, or a setting inside of a dict."""
+        if flag == "settings":
+            self.settings["stop"] = True
+        else:
+            setattr(self, flag, True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort() if self.reordered else torch.arange(len(x))
+        h = self.first(x[order])
+        if self.twice:
+            h = h + nn.functional.linear(x[order].sin(), self.first.weight)
+        if self.settings["stop"]:
+            with torch.no_grad():
+                h = h + self.first(x[order])
+        return self.head(h.tanh())[order.argsort()]
