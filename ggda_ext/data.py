@@ -445,7 +445,7 @@ def tensors_in(batch: Any) -> list[Tensor]:
 def batch_length(batch: Any) -> int:
     """Number of examples in a batch: the length of its first tensor."""
     found: list[int] = []
-    _map(lambda tensor: found.append(len(tensor)) if tensor.dim() else None, batch)
+    _map(lambda tensor: found.append(tensor.shape[0]) if tensor.dim() else None, batch)
     if not found:
         raise TypeError(f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension.")
     return found[0]

@@ -67,17 +67,17 @@ def hidden_hooks(model: nn.Module, parameters: Sequence[nn.Parameter]) -> str | 
     return "a hook on the gradient of a parameter" if hooked else None
 
 
-def altered_gradients(total: Tensor, watch: Watch) -> str | None:
-    """What makes gradients of a value other than its derivatives: a hook, or a `Function`; None if nothing does.
+def altered_gradients(losses: Tensor, watch: Watch) -> str | None:
+    """What makes gradients of losses other than derivatives: a hook, or a `Function`; None if nothing does.
 
     Args:
-        total: the value, computed with gradients.
+        losses: computed with gradients.
         watch: what was called for it.
     """
     if watch.hooks is not None:
         return "a hook on a gradient"
     seen: set[Any] = set()
-    todo: list[Any] = [total.grad_fn]
+    todo: list[Any] = [losses.grad_fn]
     while todo and len(seen) < _LOOKED_AT:
         node = todo.pop()
         if node is None or node in seen:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from ggda_trak import FactoredProjector, SketchProjector, TRAKer
+from ggda_trak.hashes import row_hashes
 from ggda_trak.projectors import BasicProjector
 from trak_cases import TARGETS, N, batches, case, error, featurize, scored, scores, take, uneven_labels
 
@@ -254,6 +255,21 @@ def test_interrupted_batch_leaves_its_points_to_be_done(tmp_path: Path, monkeypa
     for at in every:
         traker.featurize(take(given.train, at), inds=at)
     assert error(scored(traker, given, [checkpoint]), expected) < 2e-5
+
+
+@pytest.mark.parametrize("size", [1, 8, 11, 1024, 1025])
+def test_no_changed_bit_of_a_row_goes_unseen(size: int) -> None:
+    rows = np.random.default_rng(0).integers(0, 256, (32, size), np.uint8)
+    rows[:2] = 0
+    before = row_hashes(rows)
+    assert (before[:2] == 0).all()
+    assert (row_hashes(rows[::-1]) == before[::-1]).all()
+    changed = rows.copy()
+    changed[np.arange(32), np.arange(32) % size] ^= 1 << (np.arange(32) % 8).astype(np.uint8)
+    assert (row_hashes(changed) != before).all()
+    swapped = np.roll(rows[2:], 1, 1)
+    same = (swapped == rows[2:]).all(1)
+    assert ((row_hashes(swapped) == before[2:]) == same).all()
 
 
 def test_points_that_wait_are_those_that_were_given_at_the_parameters_of_then(tmp_path: Path) -> None:

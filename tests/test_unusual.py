@@ -14,7 +14,7 @@ from cases import relative_error
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, N, data, make, mlp, point_gradients
-from unusual_rare import MixesLargeBatches, Switches
+from unusual_rare import DropsGradients, MixesLargeBatches, Switches
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
@@ -99,14 +99,15 @@ def test_what_has_no_answer_is_refused_under_every_strategy(name, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["auto", "directional", "forward", "segmented", "backward"])
-def test_examples_that_are_mixed_in_large_batches_only_are_refused_there(strategy):
+@pytest.mark.parametrize("mixes", [MixesLargeBatches, lambda: DropsGradients(True), lambda: DropsGradients(False)])
+def test_examples_that_are_mixed_in_large_batches_only_are_refused_there(mixes, strategy):
     torch.manual_seed(0)
-    model, points = MixesLargeBatches().double(), data("features", 0)
+    model, points = mixes().double(), data("features", 0)
     for size in (5, None):
         provider = GroupGradients(model, CE, points, torch.zeros(N), strategy=strategy, batch_size=size)
         v = torch.randn(1, provider.p, dtype=torch.float64)
         if size is None:
-            with pytest.raises(ValueError, match=r"mixes the examples.*in one of 4"):
+            with pytest.raises(ValueError, match=r"mixes the examples|cannot be used here"):
                 provider.scores(v)
         else:
             provider.scores(v)

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from ggda_ext.model import SavedState, left_as_it_was
 from ggda_ext.storage.content import bytes_of
+from ggda_trak.hashes import row_hashes
 
 Batch = tuple[Tensor, ...]
 ENOUGH_NUMBERS, ENOUGH_BYTES = 2**24, 2**24
@@ -33,9 +33,7 @@ def check_batch(batch: Iterable[Tensor]) -> Batch:
 def point_hashes(batch: Batch) -> np.ndarray:
     """A hash of the content of every point of a batch `[b]`, never 0."""
     columns = [np.frombuffer(bytes_of(tensor), np.uint8).reshape(len(tensor), -1) for tensor in batch]
-    rows = np.concatenate(columns, 1) if len(columns) > 1 else columns[0]
-    found = np.fromiter((xxhash.xxh3_64_intdigest(row) for row in rows), np.uint64, len(rows))
-    return np.maximum(found, np.uint64(1))
+    return np.maximum(row_hashes(np.concatenate(columns, 1) if len(columns) > 1 else columns[0]), np.uint64(1))
 
 
 def given_indices(inds: Any, num_samples: int | None, start: int, size: int, n: int, of: str) -> np.ndarray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind
 from ggda_ext.distributed import alone
+from ggda_ext.storage.folder import StoreMismatch
 from ggda_trak.batches import Batch, WaitingPoints
 from ggda_trak.projection import Projection
 from ggda_trak.store import GroupStore
@@ -63,6 +65,23 @@ class GroupSums:
         self.names = ("numerators", "fisher_rows") if fisher == "batched" else ("numerators",)
         self._waiting = _Rows(projection, len(self.names), memory_budget, len(groups))
         self._forget()
+
+    def positions_left(self, indices: np.ndarray, hashes: np.ndarray, save_dir: str | Path) -> np.ndarray:
+        """Where in a batch the points stand that are not in the sums; refuses one given twice, or one that changed."""
+        twice = indices[self.now[indices]]
+        if len(twice):
+            raise ValueError(
+                f"inds holds {len(twice)} points that are featurized already, first {twice[:5].tolist()}: give every "
+                "point once per checkpoint."
+            )
+        done, known = self.before[indices], np.asarray(self.store.hashes)[indices]
+        other = indices[done & (known != hashes) & (known != 0)]  # 0: another rank's
+        if len(other):
+            raise StoreMismatch(
+                f"save_dir={str(save_dir)!r} was made with other data than now at {len(other)} points of this "
+                f"batch, first {other[:5].tolist()}: pass what it was made with, or another save_dir."
+            )
+        return np.flatnonzero(~done)
 
     def add(self, batch: Batch, indices: np.ndarray, weights: Tensor, hashes: np.ndarray) -> bool:
         """Add points to the sums of their groups, sooner or later: all that wait, or (on an error) none of them.

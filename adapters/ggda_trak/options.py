@@ -7,6 +7,8 @@ from typing import Any
 
 from ggda_ext.checkpoints import Checkpoints, listed_checkpoints
 from ggda_ext.curvature.fisher import Damping, FisherKind, check_damping, check_fisher
+from ggda_ext.drop_in import DropIn
+from ggda_ext.groups import GroupsLike
 from ggda_ext.model import ParameterChoice
 
 STRATEGIES = ("auto", "segmented", "backward", "persample")
@@ -39,10 +41,10 @@ class GroupOptions:
         if self.checkpoints is not None:
             object.__setattr__(self, "checkpoints", listed_checkpoints(self.checkpoints))
 
-    @property
-    def are_asked_for(self) -> bool:
-        """Whether something is asked for that TRAK's own code does not do, even for groups of one."""
-        return self.strategy != "auto" or self.fisher == "paper" or self.damping != "auto"
+    def drop_in(self, groups: GroupsLike, n: int) -> DropIn:
+        """Who answers for groups of n points; the folder is TRAK's own, for groups of one as well."""
+        asked_for = self.fisher == "paper" or self.damping != "auto"
+        return DropIn(groups, n=n, strategy=self.strategy, memory_budget=self.memory_budget, by_core=asked_for)
 
     @property
     def models(self) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from torch import nn
 from trak.savers import AbstractSaver, MmapSaver, ModelIDException
 
@@ -33,6 +32,7 @@ from ggda_ext.storage.files import (
 from ggda_ext.storage.fingerprint import of_parameters
 from ggda_ext.storage.folder import StoreDamaged, StoreMismatch, check_folder, clear_errors, difference
 from ggda_ext.storage.folder_lock import LOCK
+from ggda_trak.hashes import hash_of, row_hashes
 
 __all__ = ["AbstractSaver", "MmapSaver", "ModelIDException"]
 
@@ -40,6 +40,8 @@ SETTINGS, CHECKPOINT = "ggda.json", "ggda_checkpoint.json"
 _METADATA = "metadata.json"
 _LEFTOVERS = (LOCK, f"{SETTINGS}.part", f"{_METADATA}.part")  # of a process that was killed inside its first write
 _NEW = {"is_featurized": 0, "is_finalized": 0}
+_SEALED_AT_ONCE = 1024
+"""Rows of points that get their checksums together."""
 _ROWS, _FINISHED = ("grads", "out_to_loss"), ("features", "out_to_loss")
 
 
@@ -139,6 +141,8 @@ class CheckedSaver(MmapSaver):
     def _seal_rows(self) -> None:
         done, known = self.current_store["is_featurized"][:, 0] == 1, self.current_store["row_hashes"]
         new = np.flatnonzero(done & (known[:, 1] == 0))
+        if len(new) < _SEALED_AT_ONCE and not done.all():
+            return  # after a kill they are done again
         for column, name in enumerate(_ROWS):
             known[new, column] = self._hashes_of(name, new)
 
@@ -321,17 +325,3 @@ def _target_hashes(path: Path, count: int) -> np.ndarray:
     except (FileNotFoundError, DamagedFile):
         found = np.empty(0, np.uint64)
     return found if len(found) == count else np.zeros(count, np.uint64)
-
-
-def row_hashes(rows: np.ndarray) -> np.ndarray:
-    """A checksum of every row `[b]`; 0 for a row of zeros."""
-    if not len(rows):
-        return np.empty(0, np.uint64)
-    plain = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
-    found = np.fromiter((xxhash.xxh3_64_intdigest(row.data) for row in plain), np.uint64, len(plain))
-    return np.where(plain.any(1), found, np.uint64(0))
-
-
-def hash_of(values: np.ndarray) -> np.uint64:
-    """A checksum of an array as a whole."""
-    return np.uint64(xxhash.xxh3_64_intdigest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data))

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from trak.savers import ModelIDException
 
 from ggda_ext.groups import Groups
 from ggda_ext.storage.files import DamagedFile, create_array, open_array, read_sealed_arrays, write_sealed_arrays
 from ggda_ext.storage.folder import clear_errors
 from ggda_ext.storage.folder_lock import FolderLock
-from ggda_trak.savers import damage_named, hash_of, row_hashes
+from ggda_trak.hashes import hash_of, row_hashes
+from ggda_trak.savers import damage_named
 
 _FILES = {"numerators": "grads.mmap", "fisher_rows": "fisher_rows.mmap"}
 _MEAN = np.dtype([("mean", np.float32), ("check", np.uint32)])
@@ -180,6 +182,16 @@ class GroupStore:
         labels = self.groups.labels
         inside = labels[(np.asarray(self.points) == 1) & (labels >= 0)]
         return self.groups.sizes - np.bincount(inside, minlength=len(self.groups))
+
+    def check_complete(self, model_id: int) -> None:
+        """Refuse to go on with groups some of whose points are not in the sums."""
+        missing = self.missing
+        if missing.any():
+            absent = np.flatnonzero((np.asarray(self.points) == 0) & (self.groups.labels >= 0))
+            raise ModelIDException(
+                f"model id {model_id}: {(missing > 0).sum()} of {len(missing)} groups are incomplete, {len(absent)} "
+                f"training points are missing, first {absent[:5].tolist()}: featurize them first."
+            )
 
     def close(self) -> None:
         """Let other processes work on this checkpoint."""

@@ -32,7 +32,6 @@ from ggda_ext.groups import GroupsLike
 from ggda_ext.model import ParameterChoice, ParameterSpace, inner_name, inner_names, unwrapped
 from ggda_ext.properties import Property
 from ggda_ext.storage.fingerprint import of_groups, of_state, of_structure, of_value
-from ggda_ext.storage.folder import StoreMismatch
 from ggda_trak import ranks
 from ggda_trak.batches import check_batch, given_indices, point_hashes
 from ggda_trak.featurize import GroupSums, damped_fisher
@@ -116,8 +115,9 @@ class TRAKer(trak.TRAKer):
             super().__init__(*args, **kwargs)
             return
         given = inspect.signature(trak.TRAKer).bind(*args, **kwargs).arguments
-        self.groups = Groups.of(groups, given["train_set_size"])
-        self._grouped = self._options.are_asked_for or not self.groups.are_singletons
+        drop_in = self._options.drop_in(groups, given["train_set_size"])
+        assert drop_in.groups is not None
+        self.groups, self._grouped = drop_in.groups, not drop_in.by_toolkit
         self._load = given.get("load_from_save_dir", True)
         ridge = check_ridge(given.get("lambda_reg", 0.0), "lambda_reg")
         given = self._for_trak(given)
@@ -233,26 +233,12 @@ class TRAKer(trak.TRAKer):
         """Add this rank's share of the points of a batch that were not done before."""
         sums, hashes = self._sums, point_hashes(batch)
         assert sums is not None
-        twice = indices[sums.now[indices]]
-        if len(twice):
-            raise ValueError(
-                f"inds holds {len(twice)} points that are featurized already, first {twice[:5].tolist()}: give every "
-                "point once per checkpoint."
-            )
-        done = sums.before[indices]
-        before = np.asarray(sums.store.hashes)[indices]
-        other = indices[done & (before != hashes) & (before != 0)]  # 0: another rank's
-        if len(other):
-            raise StoreMismatch(
-                f"save_dir={str(self._save_dir)!r} was made with other data than now at {len(other)} points of this "
-                f"batch, first {other[:5].tolist()}: pass what it was made with, or another save_dir."
-            )
-        mine = ranks.own_share(np.flatnonzero(~done))
+        mine = ranks.own_share(sums.positions_left(indices, hashes, self._save_dir))
         if len(mine):
             own = _part(batch, mine)
             with alone():
-                written = sums.add(own, indices[mine], self._weights(own, indices[mine]), hashes[mine])
-            if written:
+                weights = self._weights(own, indices[mine])
+            if sums.add(own, indices[mine], weights, hashes[mine]):
                 self.saver.serialize_current_model_id_metadata()
         sums.now[indices] = True
 
@@ -291,14 +277,7 @@ class TRAKer(trak.TRAKer):
 
     def _finalize(self, model_id: int, store: GroupStore) -> float:
         """Make the features of a checkpoint; the relative ridge in its Fisher."""
-        missing = store.missing
-        if missing.any():
-            assert self.groups is not None
-            absent = np.flatnonzero((np.asarray(store.points) == 0) & (self.groups.labels >= 0))
-            raise ModelIDException(
-                f"model id {model_id}: {(missing > 0).sum()} of {len(missing)} groups are incomplete, {len(absent)} "
-                f"training points are missing, first {absent[:5].tolist()}: featurize them first."
-            )
+        store.check_complete(model_id)
         numerators = torch.as_tensor(np.array(store.sums["numerators"]), device=self.device)
         fisher, ridge = damped_fisher(store, numerators, self._options.fisher, self._options.damping, self.lambda_reg)
         current = self.saver.current_store

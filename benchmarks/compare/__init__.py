@@ -154,7 +154,7 @@ class Comparison:
 
         found = climb(self.clock, original, self.size.batch, len(any_size.train[0]), self.size.seconds)
         hessian = self.clock.hessians.apart
-        asked = {size: self._asked(size, case, found) for size, case in cases.items()}
+        asked = {size: self._asked(method, size, case, found) for size, case in cases.items()}
         modes = {EXACT_MODE: method.grouped} | ({} if method.default is None else {DEFAULT_MODE: method.default})
         calls = {(size, mode): partial(score, asked[size]) for size in cases for mode, score in modes.items()}
         best, scores = take_turns(self.clock, found, original, calls, self.size.seconds)
@@ -184,9 +184,10 @@ class Comparison:
             "cells": cells,
         }
 
-    def _asked(self, size: int, case: Case, original: Original) -> Case:
-        """All points; for test points and groups of one, where the toolkit's own code runs, those of the original."""
-        return case.first(original.timed_points) if size == 1 and not case.one_property else case
+    def _asked(self, method: Method, size: int, case: Case, original: Original) -> Case:
+        """All points; for groups of one, where the toolkit's own code runs, those of the original."""
+        by_toolkit = size == 1 and (method.trains_on_its_own or not case.one_property)
+        return case.first(original.timed_points) if by_toolkit else case
 
 
 def _agreement(found: Tensor, expected: Tensor) -> float | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
 
 from benchmarks.report.charts import Chart
 from benchmarks.report.formats import Table, plain_markdown
@@ -79,6 +81,7 @@ def html(content: Content) -> str:
     links += [("Which method should I use?", "advice")] if content.advice else []
     source = (Path(__file__).parent / "page.html.jinja").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template.filters["code"] = _code
     return template.from_string(source).render(
         title=TITLE,
         lead=content.headlines.lines[:3],
@@ -143,6 +146,11 @@ def _text(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(_text(inner) for inner in value)
     return str(value)
+
+
+def _code(text: str) -> Markup:
+    """Text in which what stands between backticks is code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _anchor(title: str) -> str:

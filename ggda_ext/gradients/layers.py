@@ -71,13 +71,13 @@ class _Linear(LayerRule):
 
     def row_scores(self, layer: nn.Linear, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """By W a or by Wᵀ d, whichever is shorter; rows are added up by a product with ones, faster than by `sum`."""
-        size, (out, into) = len(d), weight.shape
+        size, (out, into) = d.shape[0], weight.shape
         a, d = a.reshape(-1, into), d.reshape(-1, out)
         products = torch.mm(a, weight.T).mul_(d) if out <= into else torch.mm(d, weight).mul_(a)
         scores = torch.mv(products, products.new_ones(products.shape[1]))
         if bias is not None:
             scores = torch.addmv(scores, d, bias)
-        return scores if len(scores) == size else scores.reshape(size, -1).sum(1)
+        return scores if scores.shape[0] == size else scores.reshape(size, -1).sum(1)
 
     def weight_rows(self, layer: nn.Linear, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
         _outer_products(d, a, starts, out)
@@ -415,10 +415,10 @@ def observe(
     calls, order = Calls(), _Order(allowed)
 
     def tap(layer: Layer, a: Tensor, output: Tensor) -> Tensor:
-        a = a.detach()
-        if len(output) != size and len(output) == 1:  # shared by the batch, as position embeddings are
-            a, output = a.expand(size, *a.shape[1:]), output.expand(size, *output.shape[1:])
-        repeats, remainder = divmod(len(output), size)
+        a, rows = a.detach(), output.shape[0]
+        if rows != size and rows == 1:  # shared by the batch, as position embeddings are
+            a, output, rows = a.expand(size, *a.shape[1:]), output.expand(size, *output.shape[1:]), size
+        repeats, remainder = divmod(rows, size)
         if remainder or not repeats:
             raise UnknownLayer(
                 f"layer {layer.name!r} returned {list(output.shape)} for a batch of {size} examples, "

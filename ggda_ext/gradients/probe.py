@@ -50,7 +50,7 @@ from ggda_ext.model import ParameterSpace, SavedState
 from ggda_ext.watch import hidden_hooks
 
 LARGEST_BATCH = 65_536
-CACHED_BYTES = 48 * 2**20  # of activations of a batch: fewer, and what is done once per batch counts on small models
+CACHED_BYTES = 26 * 2**20  # of activations of a batch: fewer, and what is done once per batch counts on small models
 ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
 _BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent
 _MORE, _ROUNDS = 16, 2  # examples looked at, so many times, for a parameter that the first ones do not touch
@@ -170,10 +170,9 @@ class Probe:
 
     def _altered(self) -> str | None:
         """What makes gradients of the examples other than derivatives, or None."""
-        space, found = self._space, hidden_hooks(self._space.model, list(self._space.parameters.values()))
-        if found is not None:
-            return found
-        each = (altered_in(space, self._loss, batch) for batch in self._found.batches)
+        space, found = self._space, self._found
+        each = [altered_in(space, self._loss, batch, found.called) for batch in found.batches]
+        each.append(hidden_hooks(space.model, list(space.parameters.values())))
         return next((altered for altered in each if altered is not None), None)
 
     def _truth_now(self) -> Truth:

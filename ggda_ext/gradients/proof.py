@@ -39,6 +39,7 @@ from ggda_ext.gradients.truth import (
     Truth,
     captured_scores,
     check_losses,
+    check_sum,
     random_direction,
     total_along,
     truth_of,
@@ -80,6 +81,10 @@ class Findings:
     """What makes gradients of this model other than derivatives: a hook, an autograd function of its own."""
     forward_proven: set[int] = field(default_factory=set)
     """Functions that were called when `forward` was compared with autograd."""
+    called: set[int] = field(default_factory=set)
+    """Functions that were called in batches which were compared with their examples alone."""
+    summed: set[tuple[int, int]] = field(default_factory=set)
+    """Functions and sizes of batches whose gradients were compared with those of smaller ones."""
     unseen: set[str] = field(default_factory=set)
     rows_compared: int = 0
 
@@ -269,10 +274,20 @@ class CapturedLayers:
             raise NotForward("forward-mode differentiation of the model disagrees with its gradient")
         self.found.forward_proven.add(watch.called)
 
-    def check_moved(self, batch: Any, losses: Tensor, watch: Watch) -> None:
-        """Refuse a batch whose examples have other losses `[b]` than in small batches, where rows may have moved."""
-        if watch.moves is not None:
-            check_losses(self.space, self.loss, batch, losses.detach(), self.allowed)
+    def check_alone(self, batch: Any, losses: Tensor, watch: Watch) -> None:
+        """Refuse a batch that is not the sum of small ones, where rows may have moved or other functions were called.
+
+        Args:
+            batch: the examples.
+            losses: theirs in this batch `[b]`.
+            watch: what the model did.
+        """
+        if watch.size < 2 or (watch.moves is None and watch.called in self.found.called):
+            return
+        check_losses(self.space, self.loss, batch, losses.detach(), self.allowed)
+        if (watch.called, watch.size) not in self.found.summed:
+            check_sum(self.space, self.loss, batch, self.allowed)
+            self.found.summed.add((watch.called, watch.size))
 
     def _check_order(self, batch: Any, calls: Calls) -> None:
         """Raise where rows of a batch are not those of its examples; refuse where examples are mixed."""
@@ -358,12 +373,14 @@ class CapturedLayers:
         )
 
 
-def altered_in(space: ParameterSpace, loss: ExampleLoss, batch: Any) -> str | None:
-    """What makes gradients of a batch other than derivatives of its loss, or None."""
+def altered_in(space: ParameterSpace, loss: ExampleLoss, batch: Any, called: set[int] | None = None) -> str | None:
+    """What makes gradients of a batch other than derivatives of its loss, or None; `called` is told of functions."""
     with space.require_gradients(of_chosen=True):
         with Watch(0) as watch:
-            total = loss.total(space.model, batch)
-        return altered_gradients(total, watch)
+            losses = loss.each(space.model, batch)
+        if called is not None:
+            called.add(watch.called)
+        return altered_gradients(losses, watch)
 
 
 def strays(space: ParameterSpace, calls: Calls) -> dict[str, str]:

@@ -5,7 +5,7 @@ Before that, the question itself must have an answer: a deterministic loss that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,16 +242,33 @@ def check_losses(space: ParameterSpace, loss: ExampleLoss, batch: Any, losses: T
         losses: theirs in this batch.
         allowed: differences that rounding may explain.
     """
-    size = batch_length(batch)
-    pieces = [range(low, min(low + _PIECE, size)) for low in range(0, size, _PIECE)]
     with space.require_gradients(of_chosen=False):
-        apart = torch.cat([loss.each(space.model, pick(batch, piece)).detach() for piece in pieces])
+        apart = torch.cat([loss.each(space.model, piece).detach() for piece in _pieces(batch)])
     found, expected = losses.cpu().double(), apart.cpu().double()
     finite = found.isfinite() & expected.isfinite()
     room = expected.abs() + expected[finite].abs().max() if bool(finite.any()) else expected
     off = ((found - expected).abs() > allowed.each * room) & finite
     if bool(off.any()):
         _refuse_mixing(space.model, found, expected, off, "the data", f"in one of {_PIECE}")
+
+
+def check_sum(space: ParameterSpace, loss: ExampleLoss, batch: Any, allowed: Tolerance) -> None:
+    """Refuse a batch whose gradient is not the sum of those of small batches of its examples; as in `check_losses`."""
+    direction = random_direction(space)
+    whole = total_scores(space, loss, batch, direction)
+    parts = torch.stack([total_scores(space, loss, piece, direction) for piece in _pieces(batch)])
+    room = parts.abs().sum(0) + 1e-3 * parts.abs().sum()
+    if bool(((whole - parts.sum(0)).abs() > 10 * allowed.most * room).any()):  # never so for NaN
+        raise ValueError(
+            f"the model or the loss mixes the examples of a batch: the gradient of a batch of {batch_length(batch)} is "
+            f"not the sum of those of batches of {_PIECE} with the same examples. So the gradient of a group has no "
+            "fixed value: pass a batch_size that the model does not treat otherwise, or mend the model."
+        )
+
+
+def _pieces(batch: Any) -> Iterator[Any]:
+    size = batch_length(batch)
+    return (pick(batch, range(low, min(low + _PIECE, size))) for low in range(0, size, _PIECE))
 
 
 def _same_sum(

@@ -7,6 +7,8 @@ length p is ever formed, so group size 1 costs what group size 1024 costs.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from torch import Tensor
 
 from ggda_ext.gradients.layers import Layer, Observer
@@ -16,21 +18,27 @@ from ggda_ext.gradients.plan import Request
 def scores(request: Request, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
     result = request.empty_scores(len(directions))
-    parts = {id(value): request.space.part(directions, value) for value in request.space.parameters.values()}
+    nothing: list[Tensor | None] = [None] * len(directions)
+    parts: Parts = defaultdict(lambda: nothing)
+    parts |= {id(value): list(request.space.part(directions, value)) for value in request.space.parameters.values()}
     for labels, batch in request.natural_batches():
-        observer = _PointScores(parts, directions.new_zeros(len(directions), len(labels)))
+        observer = _PointScores(parts, directions.new_zeros(len(directions), labels.shape[0]))
         request.observe(batch, observer)
         result.index_add_(1, labels, observer.scores.to(result))
     return result
 
 
+Parts = defaultdict[int, list[Tensor | None]]
+"""By id of a parameter, its part of every direction."""
+
+
 class _PointScores(Observer):
-    def __init__(self, parts: dict[int, Tensor], scores: Tensor) -> None:
+    def __init__(self, parts: Parts, scores: Tensor) -> None:
         self.parts, self.scores = parts, scores
+        self.rows = list(scores)
 
     def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
-        weights = self.parts[id(layer.weight)] if layer.weight is not None else [None] * len(self.scores)
-        biases = self.parts[id(layer.bias)] if layer.bias is not None else [None] * len(self.scores)
-        for row, weight, bias in zip(self.scores, weights, biases, strict=True):
+        weights, biases = self.parts[id(layer.weight)], self.parts[id(layer.bias)]
+        for row, weight, bias in zip(self.rows, weights, biases, strict=True):
             found = layer.row_scores(kept, d, weight, bias)
-            row += found if repeats == 1 else found.reshape(len(row), -1).sum(1)
+            row += found if repeats == 1 else found.reshape(row.shape[0], -1).sum(1)
