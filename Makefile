@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # an independent Gauss–Newton matrix for the tests; without its dependencies, which ask for torchvision
 REFERENCE := curvlinops-for-pytorch backpack-for-pytorch unfoldNd einconv linear_operator opt-einsum einops
 
-.PHONY: test test-matrix benchmark docs clean
+.PHONY: test test-matrix benchmark docs clean reference
 
 test: $(READY)
 	$(BIN)/ruff format --check .
@@ -34,6 +34,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,bench,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(REFERENCE)
 	touch $(READY)
+
+# what the tests need beside the extras
+reference:
+	@echo $(REFERENCE)
 
 clean:
 	rm -rf $(VENV) build dist docs/_build docs/gallery .mypy_cache .pytest_cache .ruff_cache

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -507,19 +505,6 @@ def test_a_singular_small_problem_is_named():
     what_if = WhatIf(model, falling, data, [0, 0, 0, 1], ridge=0.0)
     with pytest.raises(ValueError, match="the small problem is singular"):
         what_if.without(1)
-
-
-def test_the_story_of_the_page_is_true():
-    """Eight sources, two redundant, one harmful: scores of single groups drop both of the pair, the search does not."""
-    page = (Path(__file__).parents[1] / "docs" / "howto" / "what_if.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    story = "\n".join(re.findall(r"```python\n(.*?)```", page.split("## ")[0], re.DOTALL))
-    exec(compile(story, "what_if.md", "exec"), names)
-    best = names["best"]
-    assert {"blog", "mirror", "spam"} == set(best.additive)
-    assert "spam" in best.removed
-    assert len({"blog", "mirror"} & set(best.removed)) == 1
-    assert names["retrained"](best.removed) < names["retrained"]([]) < names["retrained"](best.additive)
 
 
 def test_a_thousand_groups_are_no_trouble():
