@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# bytecode is written for what is imported, by whoever imports it first: the install needs not compile everything
+export PYTHONDONTWRITEBYTECODE =
+PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 
 # an independent Gauss–Newton matrix for the tests; without its dependencies, which ask for torchvision
 REFERENCE := curvlinops-for-pytorch backpack-for-pytorch unfoldNd einconv linear_operator opt-einsum einops
@@ -12,8 +15,9 @@ REFERENCE := curvlinops-for-pytorch backpack-for-pytorch unfoldNd einconv linear
 test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/mypy & types=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile; tests=$$?; \
+	wait $$types && exit $$tests
 
 # the tests as on other machines; part of it with ARGS="avx2 two-threads"
 test-matrix: $(READY)
@@ -24,15 +28,15 @@ benchmark: $(READY)
 
 # the site: docs/_build/html/index.html
 docs: $(READY)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(PIP) -e '.[docs]'
 	OMP_NUM_THREADS=2 $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 # torch first and pinned: a range would bring its newest release and several GB of CUDA packages
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,bench,dev]'
-	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(REFERENCE)
+	$(PIP) --upgrade-strategy only-if-needed torch
+	$(PIP) -e '.[all,bench,dev]'
+	$(PIP) --no-deps $(REFERENCE)
 	touch $(READY)
 
 # what the tests need beside the extras
