@@ -11,6 +11,9 @@ import random
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tqdm import tqdm
+
+tqdm.monitor_interval = 0  # no thread that may hold the lock of bars when a test forks: the child would wait forever
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # OpenMP's other threads do not survive a fork
