@@ -9,6 +9,7 @@ collate function, and draws nothing from the global random state.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -451,7 +452,18 @@ def batch_length(batch: Any) -> int:
     return found[0]
 
 
-def progress(total: int, title: str, show: bool | None, *, initial: int = 0) -> tqdm:
+class ProgressBar(tqdm):  # type: ignore[misc, unused-ignore]
+    """A bar that shares nothing with other processes.
+
+    tqdm's own lock is shared with forked processes, and every bar takes it: one that is killed at that moment would
+    keep all others waiting forever. Nor is there a thread that watches over bars and may hold the lock during a fork.
+    """
+
+    _lock = threading.RLock()
+    monitor_interval = 0
+
+
+def progress(total: int, title: str, show: bool | None, *, initial: int = 0) -> ProgressBar:
     """A progress bar over points, on the first rank.
 
     Args:
@@ -460,7 +472,7 @@ def progress(total: int, title: str, show: bool | None, *, initial: int = 0) -> 
         show: True at once, False never, None after `PATIENCE` seconds.
         initial: points that are done already.
     """
-    return tqdm(
+    return ProgressBar(
         total=total, initial=initial, desc=title, unit="point", disable=show is False or rank() > 0,
         delay=0 if show else PATIENCE,
     )  # fmt: skip

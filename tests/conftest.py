@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from tqdm import tqdm
 
-tqdm.monitor_interval = 0  # no thread that may hold the lock of bars when a test forks: the child would wait forever
+tqdm.monitor_interval = 0  # the toolkits' bars, too, have no lock that a killed child could leave locked
+tqdm.set_lock(threading.RLock())
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # OpenMP's other threads do not survive a fork

@@ -21,6 +21,7 @@ from torch import nn
 
 from ggda_ext import GradientStore, GroupGradients, Groups, attribute, properties
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
+from ggda_ext.data import ProgressBar
 from ggda_ext.training import Recipe
 
 KILLS = 5
@@ -93,6 +94,16 @@ def retraining(folder: Path) -> Result:
 
 def finished(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*.npy")}  # TRAK's are not written once and for all
+
+
+def test_a_child_killed_while_it_draws_a_bar_leaves_no_lock_behind() -> None:
+    child = os.fork()
+    if child == 0:
+        ProgressBar.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert ProgressBar.get_lock().acquire(timeout=5)
+    ProgressBar.get_lock().release()
 
 
 def run_in_child(work: Callable[[Path], Result], folder: Path, out: Path, kill_after: float | None) -> bool:

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm.auto import tqdm
 
-from ggda_ext.data import IndexedData, batch_length, to_device
+from ggda_ext.data import IndexedData, ProgressBar, batch_length, to_device
 from ggda_ext.distributed import all_reduce_sum, checksum, from_first_rank, my_share, rank, together, world_size
 from ggda_ext.model import ParameterSpace, sums_on
 
@@ -187,7 +186,7 @@ def lissa(
     total = torch.zeros_like(vectors)
     with (
         nullcontext() if cut else together(hessian._same(m)),
-        tqdm(total=repeat * depth, desc="LiSSA", leave=False, disable=not show_progress or rank() > 0) as bar,
+        ProgressBar(total=repeat * depth, desc="LiSSA", leave=False, disable=not show_progress or rank() > 0) as bar,
     ):
         for run in range(repeat):
             rows = slice(max(mine.start - run * m, 0), min(mine.stop - run * m, m))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
-from tqdm.auto import tqdm
 
+from ggda_ext.data import ProgressBar
 from ggda_ext.training.denormals import denormals_flushed
 from ggda_ext.training.recipe import Recipe, checked_data, checked_subset, order_generator, shuffled
 
@@ -72,7 +72,7 @@ def train_one(
     scheduler = _scheduler(optimizer, recipe, recipe.steps(len(points)))
     order, used, checkpoints, rates = order_generator(seed), [], [], []
     with seeded(seed, x.device), denormals_flushed():
-        for epoch in tqdm(range(1, recipe.epochs + 1), "training", unit="epoch", disable=not show_progress):
+        for epoch in ProgressBar(range(1, recipe.epochs + 1), "training", unit="epoch", disable=not show_progress):
             for at in shuffled(points, order).to(x.device).split(recipe.batch_size):
                 used.append(optimizer.param_groups[0]["lr"])
                 optimizer.zero_grad(set_to_none=True)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
-from tqdm.auto import tqdm
 
+from ggda_ext.data import ProgressBar
 from ggda_ext.training.denormals import denormals_flushed
 from ggda_ext.training.loop import LossFn, MakeModel, State, initial_model, state_on_cpu, train_one
 from ggda_ext.training.mapped import MappedModel
@@ -135,7 +135,9 @@ def train_many(
     layout = None if at_once == 1 else layout_of(make_model, loss_fn, (x, y))
     if layout is None:
         states = []
-        for seed, subset in zip(tqdm(seeds, "training", unit="model", disable=not show_progress), points, strict=True):
+        for seed, subset in zip(
+            ProgressBar(seeds, "training", unit="model", disable=not show_progress), points, strict=True
+        ):
             model = initial_model(make_model, seed)
             train_one(model, loss_fn, (x, y), recipe, seed=seed, subset=subset)
             states.append(state_on_cpu(model))
@@ -147,7 +149,7 @@ def train_many(
     gradients = layout.gradients(loss_fn, x, y)
     with (
         denormals_flushed(),
-        tqdm(total=total, desc="training", unit="step", unit_scale=True, disable=not show_progress) as progress,
+        ProgressBar(total=total, desc="training", unit="step", unit_scale=True, disable=not show_progress) as progress,
     ):
         for chosen in np.array_split(order, -(-len(order) // together)):
             some = [int(j) for j in chosen]
@@ -172,7 +174,7 @@ def models_at_once(layout: Layout, recipe: Recipe) -> int:
 
 @torch.no_grad()
 def _train(
-    tensors: list[Tensor], gradients: Gradients, walking: list[Walk], weight_decay: float, progress: tqdm
+    tensors: list[Tensor], gradients: Gradients, walking: list[Walk], weight_decay: float, progress: ProgressBar
 ) -> None:
     """Train the models of a stack in place, with PyTorch's fused Adam."""
     slopes, means, squares = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(3))
