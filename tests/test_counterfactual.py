@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -255,6 +256,54 @@ def test_losses_are_recognised_and_their_derivatives_are_autograds(loss_fn, shap
     assert torch.allclose(bent, plain.bend(own, t)[:, :, 0])
     root = found.root(state)
     assert torch.allclose((root.transpose(1, 2) @ root) @ found.columns(t), found.bend(state, found.columns(t)))
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 0.5])
+PRECISIONS: dict[str, Callable[[], tuple[Any, Tensor]]] = {
+    "class weights": lambda: (nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum"), points()[1]),
+    "a closure over class weights": lambda: (
+        lambda z, y: F.cross_entropy(z, y, weight=WEIGHTS.to(z), reduction="none"), points()[1]
+    ),
+    "a closure in single precision": lambda: (
+        lambda z, y: -(WEIGHTS * F.one_hot(y, 3) * F.log_softmax(z, 1).float()).sum(1).float(), points()[1]
+    ),
+    "poisson": lambda: (nn.PoissonNLLLoss(), points()[0][:, :3].abs().round()),
+    "huber": lambda: (nn.HuberLoss(), points()[0][:, :3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_losses_of_single_precision_give_the_answers_of_double_precision(name):
+    """Every question is asked once, those that change nothing included."""
+    loss_fn, targets = PRECISIONS[name]()
+    answers = []
+    for dtype in (torch.float32, torch.float64):
+        data = (points(dtype=dtype)[0], targets.to(dtype) if targets.is_floating_point() else targets)
+        own = copy.deepcopy(loss_fn).to(dtype) if isinstance(loss_fn, nn.Module) else loss_fn
+        what_if = WhatIf(network(dtype), own, data, SOURCES, weight_decay=DECAY, directions="all", ridge=0.01)
+        measure = properties.mean_loss(data, own)
+        found = [what_if.subsets(kept_rows(), measure), what_if.interactions(measure).matrix.ravel()]
+        answers.append(np.concatenate([*found, what_if.shapley(measure, samples=2).scores]))
+    assert answers[0] == pytest.approx(answers[1], abs=2e-3 * np.abs(answers[1]).max())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "last", "message"),
+    [
+        (nn.NLLLoss(), nn.LogSoftmax(1), "NLLLoss has no curvature in the outputs.*nn.CrossEntropyLoss"),
+        (nn.MultiMarginLoss(), nn.Identity(), "MultiMarginLoss cannot be differentiated twice"),
+        (lambda z, y: F.l1_loss(z[:, 0], y.to(z)), nn.Identity(), "has no curvature.*nn.HuberLoss"),
+        (lambda z, y: -F.cross_entropy(z, y), nn.Identity(), "is not convex in the outputs"),
+        (
+            lambda z, y: F.binary_cross_entropy(z, F.one_hot(y, 3).to(z)),
+            nn.Sigmoid(),
+            "outputs that move a little.*without its last activation",
+        ),
+    ],
+)
+def test_losses_that_bound_no_refit_are_refused(loss_fn, last, message):
+    with pytest.raises(ValueError, match=message):
+        WhatIf(nn.Sequential(network(), last), loss_fn, points(), SOURCES, weight_decay=DECAY)
 
 
 def test_any_property_of_outputs_is_computed_from_them_and_others_to_first_order():

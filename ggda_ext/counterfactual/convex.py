@@ -7,17 +7,19 @@ have closed forms, with constants per point that are read off the loss by evalua
 * logistic  ℓ = a log(1 + e^−z) + b log(1 + e^z)  binary cross-entropy; also softmax of two classes, of z₁ − z₀;
 * squared   ℓ = w/2 (z − y)²                      squared error.
 
-Anything else is differentiated by autograd, and refused where its curvature is negative: the small problem of a refit
-has one solution only if the loss is convex in the outputs.
+Anything else is differentiated by autograd. A loss is refused where its curvature is negative, because the problem of a
+refit then has more than one solution, and where it has none at all, as that of log-probabilities: nothing would
+bound the outputs.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ggda_ext.losses import ExampleLoss, OutputLoss, example_losses
@@ -57,6 +59,11 @@ class ConvexLoss:
         """The same with constants of another precision."""
         return type(self)(*(constant.to(dtype) for constant in self.constants))
 
+    @property
+    def bends(self) -> Tensor:
+        """A factor of every second derivative, of its sign."""
+        raise NotImplementedError
+
     def state(self, z: Tensor) -> Tensor:
         """What `slope` and `bend` need of columns z `[n, c, s]`, of the same shape."""
         raise NotImplementedError
@@ -88,6 +95,10 @@ class SoftmaxLoss(ConvexLoss):
 
     radius = _RADIUS
 
+    @property
+    def bends(self) -> Tensor:
+        return self.constants[0]
+
     def state(self, z: Tensor) -> Tensor:
         return torch.softmax(z, 1)
 
@@ -118,6 +129,10 @@ class LogisticLoss(ConvexLoss):
     """a log(1 + e^−z) + b log(1 + e^z) of every column, with constants a and b `[n, c]`."""
 
     radius = _RADIUS
+
+    @property
+    def bends(self) -> Tensor:
+        return self.constants[0] + self.constants[1]
 
     def state(self, z: Tensor) -> Tensor:
         return torch.sigmoid(z)
@@ -153,6 +168,10 @@ class TwoClassLoss(LogisticLoss):
 class SquaredLoss(ConvexLoss):
     """w/2 (z − y)² + e, with constants w and y `[n, c]`, e `[n]`."""
 
+    @property
+    def bends(self) -> Tensor:
+        return self.constants[0]
+
     def state(self, z: Tensor) -> Tensor:
         return z
 
@@ -172,27 +191,35 @@ class SquaredLoss(ConvexLoss):
 
 
 class AnyLoss(ConvexLoss):
-    """Any loss, by autograd; its only constant is the targets, in the order of the points."""
+    """Any loss, by autograd; its only constant is the targets, in the order of the points.
 
-    def __init__(self, loss_fn: LossFn, targets: Tensor | None, shape: torch.Size) -> None:
+    Args:
+        loss_fn: of outputs and targets.
+        targets: of every point, or None.
+        shape: of one output.
+        dtype: the precision in which the loss is computed, whatever that of the columns.
+    """
+
+    def __init__(
+        self, loss_fn: LossFn, targets: Tensor | None, shape: torch.Size, dtype: torch.dtype = torch.float64
+    ) -> None:
         super().__init__()
-        self.loss_fn, self.targets, self.shape = loss_fn, targets, shape
+        self.loss_fn, self.shape, self.dtype = loss_fn, shape, dtype
+        self.targets = targets.to(dtype) if targets is not None and targets.is_floating_point() else targets
 
-    def take(self, at: slice | Tensor) -> ConvexLoss:
-        return AnyLoss(self.loss_fn, None if self.targets is None else self.targets[at], self.shape)
+    def take(self, at: slice | Tensor) -> AnyLoss:
+        return AnyLoss(self.loss_fn, None if self.targets is None else self.targets[at], self.shape, self.dtype)
 
-    def to(self, dtype: torch.dtype) -> ConvexLoss:
-        targets = self.targets
-        if targets is not None and targets.is_floating_point():
-            targets = targets.to(dtype)
-        return AnyLoss(self.loss_fn, targets, self.shape)
+    def to(self, dtype: torch.dtype) -> AnyLoss:
+        return self
 
     def state(self, z: Tensor) -> Tensor:
         return z
 
     def value(self, z: Tensor) -> Tensor:
-        each = [losses_at(self.loss_fn, one, self.targets, self.shape) for one in z.unbind(2)]
-        return torch.stack(each, 1)
+        outputs = z.to(self.dtype).unbind(2)
+        each = [example_losses(self.loss_fn, one.reshape(len(z), *self.shape), self.targets) for one in outputs]
+        return torch.stack(each, 1).to(z)
 
     def slope(self, state: Tensor) -> Tensor:
         z = state.detach().requires_grad_()
@@ -235,22 +262,39 @@ def convex_loss(loss: ExampleLoss, outputs: Tensor, targets: Tensor | None) -> C
     if outputs.dim() > 2:
         raise ValueError(
             f"the model gives outputs of shape {list(outputs.shape)}: what-if needs one number or one row of numbers "
-            "for each example."
+            "for each example, e.g. the logits of its last token."
         )
-    shape = outputs.shape[1:]
     z = outputs.detach().double().reshape(len(outputs), -1)
-    targets = targets.double() if targets is not None and targets.is_floating_point() else targets
-    plain = AnyLoss(loss.loss_fn, targets, shape)
-    for found in _closed_forms(plain, z):
-        if _same(found, plain, z):
-            return found
-    _check_convex(plain, z)
+    plain = _computable(loss.loss_fn, outputs, targets)
+    try:
+        for found in _closed_forms(plain, z):
+            if _same(found, plain, z):
+                _check_bends(found.bends.reshape(len(z), -1), plain)
+                return found
+        _check_bends(_lowest_and_highest(plain, z), plain)
+    except RuntimeError as error:
+        raise ValueError(
+            f"loss_fn {_name(loss.loss_fn)} cannot be differentiated twice at outputs that move a little "
+            f"({str(error).splitlines()[0]}): what-if needs that. For a model that gives probabilities pass the model "
+            "without its last activation, and nn.BCEWithLogitsLoss or nn.CrossEntropyLoss."
+        ) from error
     return plain
 
 
-def losses_at(loss_fn: LossFn, z: Tensor, targets: Tensor | None, shape: torch.Size) -> Tensor:
-    """Losses `[n]` at outputs z `[n, c]` of the given shape per point."""
-    return example_losses(loss_fn, z.reshape(len(z), *shape), targets)
+def _computable(loss_fn: LossFn, outputs: Tensor, targets: Tensor | None) -> AnyLoss:
+    """The loss in double precision, or in the model's own where it holds numbers of that precision."""
+    if isinstance(loss_fn, nn.Module):
+        loss_fn = copy.deepcopy(loss_fn).double()
+    first, some = outputs[:2].detach(), None if targets is None else targets[:2]
+    for dtype in (torch.float64, outputs.dtype):
+        try:
+            AnyLoss(loss_fn, some, outputs.shape[1:], dtype).value(first.reshape(len(first), -1, 1))
+        except RuntimeError:
+            if dtype == outputs.dtype:
+                raise
+        else:
+            break
+    return AnyLoss(loss_fn, targets, outputs.shape[1:], dtype)
 
 
 def _closed_forms(plain: AnyLoss, z: Tensor) -> list[ConvexLoss]:
@@ -278,6 +322,7 @@ def _closed_forms(plain: AnyLoss, z: Tensor) -> list[ConvexLoss]:
 def _same(form: ConvexLoss, plain: AnyLoss, z: Tensor) -> bool:
     """Whether a closed form has the values and slopes of the loss, at and around the outputs of every point."""
     generator = torch.Generator().manual_seed(0)
+    near = {"rtol": 1e-6, "atol": 1e-9} if plain.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
     for size in _MOVES:
         moved = z + size * torch.randn(z.shape, generator=generator, dtype=z.dtype).to(z.device)
         columns = form.columns(moved)[:, :, None]
@@ -286,28 +331,39 @@ def _same(form: ConvexLoss, plain: AnyLoss, z: Tensor) -> bool:
             (form.value(columns)[:, 0], plain.value(moved[:, :, None])[:, 0]),
             (slope, plain.slope(moved[:, :, None])[:, :, 0]),
         ):
-            if not torch.allclose(found, real, rtol=1e-6, atol=1e-9):
+            if not torch.allclose(found, real, **near):
                 return False
     return True
 
 
-def _check_convex(plain: AnyLoss, z: Tensor) -> None:
-    """Refuse a loss with negative curvature at or around the outputs of some of the points."""
+def _lowest_and_highest(plain: AnyLoss, z: Tensor) -> Tensor:
+    """The lowest and highest second derivative `[m, 2]` at and around the outputs of some of the points."""
     some = torch.linspace(0, len(z) - 1, min(_PROBED, len(z)), dtype=torch.float64).long()
-    part = AnyLoss(plain.loss_fn, None if plain.targets is None else plain.targets[some], plain.shape)
-    generator = torch.Generator().manual_seed(0)
+    part, generator, found = plain.take(some), torch.Generator().manual_seed(0), []
     for size in _MOVES:
         moved = z[some] + size * torch.randn(z[some].shape, generator=generator, dtype=z.dtype).to(z.device)
         curvature = part.curvature(moved[:, :, None])
         if not bool(torch.isfinite(curvature).all()):
             raise ValueError("loss_fn has no finite second derivatives in the outputs: a refit needs them.")
-        lowest = torch.linalg.eigvalsh((curvature + curvature.transpose(1, 2)) / 2)[:, 0]
-        if bool((lowest < -1e-6 * curvature.abs().amax((1, 2)).clamp_min(1e-6)).any()):
-            raise ValueError(
-                f"loss_fn {_name(plain.loss_fn)} is not convex in the outputs (its curvature there is "
-                f"{float(lowest.min()):.3g}), so a refit has no single answer: use cross-entropy, a squared error or "
-                "another convex loss."
-            )
+        found.append(torch.linalg.eigvalsh((curvature + curvature.transpose(1, 2)) / 2)[:, [0, -1]])
+    return torch.cat(found)
+
+
+def _check_bends(bends: Tensor, plain: AnyLoss) -> None:
+    """Refuse a loss with negative second derivatives, or with none, given some of every point `[n, m]`."""
+    name, rounding = _name(plain.loss_fn), 1e-12 if plain.dtype == torch.float64 else 1e-5
+    if bool((bends.amin(1) < -1e-6 * bends.abs().amax(1) - rounding).any()):
+        raise ValueError(
+            f"loss_fn {name} is not convex in the outputs (its curvature there is "
+            f"{float(bends.min()):.3g}), so a refit has no single answer: use cross-entropy, a squared error or "
+            "another convex loss."
+        )
+    if not bool((bends > rounding).any()):
+        raise ValueError(
+            f"loss_fn {name} has no curvature in the outputs, so nothing bounds a refit: for a model that "
+            "gives log-probabilities pass the model without its last layer, and nn.CrossEntropyLoss; in place of an "
+            "absolute error or a margin pass nn.HuberLoss or another smooth loss."
+        )
 
 
 def _name(loss_fn: LossFn) -> str:

@@ -80,7 +80,7 @@ class Refit:
         found = torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
         whole = weights if self.masses[-1] > 0 else weights[:, :-1]  # nothing is fixed by points in no group
         changed = (whole != whole[:, :1]).any(1).nonzero()[:, 0]
-        for rows in changed.split(self._at_once()):
+        for rows in changed.split(self._at_once()) if len(changed) else ():
             found[rows] = self._solved(weights[rows], penalty)
         return found
 
