@@ -512,7 +512,7 @@ def test_bad_input_is_named():
         what_if.without("forums")
     with pytest.raises(ValueError, match="leave nothing to train on"):
         what_if.without(NAMES)
-    with pytest.raises(ValueError, match="weight is 0 or more"):
+    with pytest.raises(ValueError, match="a weight is a finite number, 0 or more"):
         what_if.with_weights({"web": -1.0})
     with pytest.raises(ValueError, match=r"kept has shape \[2, 3\]"):
         what_if.subsets(np.ones((2, 3)), measure)
@@ -539,6 +539,69 @@ def test_bad_input_is_named():
         WhatIf(model, LOSS, broken, SOURCES)
     with pytest.raises(ValueError, match="NaN or infinite outputs"):
         what_if.without("web").value(properties.mean_loss(broken, LOSS))
+
+
+BAD_QUESTIONS: dict[str, tuple[Callable[[WhatIf, Any, Any], Any], str]] = {
+    "weights without names": (lambda w, m, e: w.with_weights(["web"]), "weights is a list: pass a dict"),
+    "a weight that is a word": (lambda w, m, e: w.with_weights({"web": "half"}), r"weights\['web'\]='half'"),
+    "no subset": (lambda w, m, e: w.subsets(np.ones((0, 4)), m), r"kept has shape \[0, 4\]"),
+    "names as subsets": (lambda w, m, e: w.subsets([["web"]], m), "kept holds what is no number"),
+    "no property": (lambda w, m, e: w.without("web").value(None), "property is a NoneType"),
+    "data as property": (lambda w, m, e: w.subsets(np.eye(4), points()), "property is a tuple"),
+    "many numbers, search": (lambda w, m, e: w.search(e, remove=1), "gives 120 numbers"),
+    "many numbers, held out": (lambda w, m, e: w.search(m, remove=1, holdout=e), "gives 120 numbers"),
+    "many numbers, shapley": (lambda w, m, e: w.shapley(e, samples=2), "gives 120 numbers"),
+    "many numbers, pairs": (lambda w, m, e: w.interactions(e), "gives 120 numbers"),
+    "many numbers, verify": (lambda w, m, e: w.verify(len, e), "gives 120 numbers"),
+    "half a group": (lambda w, m, e: w.search(m, remove=1.5), "remove=1.5: pass a whole number"),
+    "a budget below all groups": (lambda w, m, e: w.search(m, budget=29), "the smallest group has 30"),
+    "half a sample": (lambda w, m, e: w.shapley(m, samples=2.5), "samples=2.5"),
+    "nothing to retrain with": (lambda w, m, e: w.verify([1.0], m), "retrain is a list"),
+    "one value too many": (
+        lambda w, m, e: w.verify(lambda s: np.zeros(len(s) + 1), m, 4),
+        r"shape \[5\]: return \[4, ",
+    ),
+    "no values": (lambda w, m, e: w.verify(lambda s: None, m, 4), r"shape \[\]"),
+    "values that are not finite": (lambda w, m, e: w.verify(lambda s: np.full(4, np.nan), m, 4), "NaN or infinite"),
+    "half a retraining": (lambda w, m, e: w.verify(len, m, np.full((4, 4), 0.5)), "other than 0 and 1"),
+    "few retrainings": (lambda w, m, e: w.verify(len, m, 3), "subsets=3: pass a whole number, at least 4"),
+}
+
+
+@pytest.fixture(scope="module")
+def asked() -> WhatIf:
+    return WhatIf(network(), LOSS, points(), SOURCES, rank=10)
+
+
+@pytest.mark.parametrize("name", BAD_QUESTIONS)
+def test_bad_questions_are_named(asked, name):
+    ask, message = BAD_QUESTIONS[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        ask(asked, properties.mean_loss(points(), LOSS), properties.point_losses(points(), LOSS))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 2.5}, "rank=2.5: pass a whole number"),
+        ({"weight_decay": "1e-3"}, "weight_decay='1e-3': pass a number"),
+        ({"ridge": float("inf")}, "ridge=inf"),
+        ({"folder": "no/such/folder"}, "folder='no/such/folder' is no folder"),
+        ({"recipe": {"lr": 0.1}}, "recipe is a dict"),
+        ({"models": network()}, "models is a Sequential: pass a list"),
+        ({"models": [nn.Linear(5, 4).double()]}, r"models\[0\] gives outputs \[4\] for a point, the model \[3\]"),
+    ],
+)
+def test_bad_settings_are_named(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        WhatIf(network(), LOSS, points(), SOURCES, **{"rank": 10, **options})
+
+
+def test_groups_whose_points_weigh_nothing_leave_nothing():
+    own = [0.0 if source == "web" else 1.0 for source in SOURCES]
+    what_if = WhatIf(network(), LOSS, points(), SOURCES, point_weights=own, rank=10)
+    with pytest.raises(ValueError, match="leave nothing to train on"):
+        what_if.only("web")
 
 
 def test_a_singular_small_problem_is_named():

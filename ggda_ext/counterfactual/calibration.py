@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ggda_ext.counterfactual.checks import check_count, one_number
 from ggda_ext.evaluation import Retrain, random_subsets
 from ggda_ext.properties import Property
 
@@ -106,18 +107,18 @@ def verified(
     what_if: WhatIf, retrain: Retrain, property: Property, subsets: Any, fraction: float, seed: int
 ) -> Verification:
     """See `WhatIf.verify`."""
+    if not callable(retrain):
+        raise TypeError(f"retrain is a {type(retrain).__name__}: pass a function of index arrays, e.g. a Retrainer.")
     if isinstance(subsets, int):
-        _check_count(subsets)
-        kept = chosen_subsets(what_if, property, subsets, fraction, seed)
-    else:
-        kept = np.asarray(subsets, dtype=bool)
-    weights = what_if.checked_weights(kept)
-    _check_count(len(kept))
-    labels = what_if.groups.labels
-    points = [np.flatnonzero((labels < 0) | choice[labels]) for choice in kept]
-    real = np.asarray(retrain(points), dtype=float).reshape(len(kept), -1)
-    if not np.isfinite(real).all():
-        raise ValueError("retrain gave NaN or infinite values: look at the retrained models.")
+        check_count("subsets", subsets, FEWEST)
+        subsets = chosen_subsets(what_if, property, subsets, fraction, seed)
+    weights = what_if.checked_weights(subsets)
+    kept = weights.numpy().astype(bool)
+    if not bool((weights == torch.from_numpy(kept)).all()):
+        raise ValueError("subsets holds weights other than 0 and 1: a retraining keeps a group or leaves it out.")
+    check_count("the number of subsets", len(kept), FEWEST)
+    _predicted(what_if, property, weights[:1])  # a question that cannot be asked is refused before anything is trained
+    real = _retrained(retrain, what_if.groups.labels, kept)
     removed = what_if.removed(weights).numpy()
     best: tuple[float, float, np.ndarray, np.ndarray] | None = None
     ridges = [model.ridge for model in what_if.models]
@@ -151,9 +152,7 @@ def chosen_subsets(
     candidates = np.unique(np.asarray(among, dtype=bool), axis=0)
     if len(candidates) <= count:
         return candidates
-    values = what_if.subsets(candidates, property).numpy()
-    if values.ndim != 1:
-        raise ValueError(f"property gives {values.shape[1]} numbers: verify one number at a time.")
+    values = one_number(what_if.subsets(candidates, property))
     goals = np.linspace(values.min(), values.max(), count)
     taken: list[int] = []
     for goal in goals[np.argsort(-np.abs(goals - goals.mean()), kind="stable")]:  # the ends first: they tell the slope
@@ -163,18 +162,23 @@ def chosen_subsets(
     return candidates[np.sort(taken)]
 
 
-def _check_count(count: int) -> None:
-    if count < FEWEST:
-        raise ValueError(f"subsets has {count} entries: a calibration needs at least {FEWEST}.")
+def _retrained(retrain: Retrain, labels: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Values of retrained models `[s, seeds]`."""
+    points = [np.flatnonzero((labels < 0) | choice[labels]) for choice in kept]
+    real = np.asarray(retrain(points), dtype=float)
+    if real.ndim not in (1, 2) or len(real) != len(kept):
+        raise ValueError(
+            f"retrain gave values of shape {list(real.shape)}: return [{len(kept)}, seeds], a row a subset."
+        )
+    if not np.isfinite(real).all():
+        raise ValueError("retrain gave NaN or infinite values: look at the retrained models.")
+    return real.reshape(len(kept), -1)
 
 
 def _predicted(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[np.ndarray, float]:
     """Predicted values `[s]`, and the value with nothing left out."""
     everything = torch.ones(1, weights.shape[1], dtype=torch.float64)
-    values = what_if.values(property, torch.cat([everything, weights])).mean(0)
-    if values.dim() != 1:
-        raise ValueError(f"property gives {values.shape[1]} numbers: verify one number at a time.")
-    numbers = values.numpy()
+    numbers = one_number(what_if.values(property, torch.cat([everything, weights])).mean(0))
     return numbers[1:], float(numbers[0])
 
 

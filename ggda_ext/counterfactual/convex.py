@@ -322,7 +322,7 @@ def _closed_forms(plain: AnyLoss, z: Tensor) -> list[ConvexLoss]:
 def _same(form: ConvexLoss, plain: AnyLoss, z: Tensor) -> bool:
     """Whether a closed form has the values and slopes of the loss, at and around the outputs of every point."""
     generator = torch.Generator().manual_seed(0)
-    near = {"rtol": 1e-6, "atol": 1e-9} if plain.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    relative, absolute = (1e-6, 1e-9) if plain.dtype == torch.float64 else (1e-4, 1e-5)
     for size in _MOVES:
         moved = z + size * torch.randn(z.shape, generator=generator, dtype=z.dtype).to(z.device)
         columns = form.columns(moved)[:, :, None]
@@ -331,7 +331,7 @@ def _same(form: ConvexLoss, plain: AnyLoss, z: Tensor) -> bool:
             (form.value(columns)[:, 0], plain.value(moved[:, :, None])[:, 0]),
             (slope, plain.slope(moved[:, :, None])[:, :, 0]),
         ):
-            if not torch.allclose(found, real, **near):
+            if not torch.allclose(found, real, rtol=relative, atol=absolute):
                 return False
     return True
 

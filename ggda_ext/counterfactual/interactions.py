@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ggda_ext.counterfactual.checks import one_number
 from ggda_ext.properties import Property
 
 if TYPE_CHECKING:
@@ -61,9 +62,7 @@ def found_interactions(what_if: WhatIf, property: Property, ids: list[int] | Non
     kept = np.ones((len(left_out), len(what_if.groups)))
     for row, gone in zip(kept, left_out, strict=True):
         row[list(gone)] = 0
-    values = what_if.subsets(kept, property).numpy()
-    if values.ndim > 1:
-        raise ValueError(f"property gives {values.shape[1]} numbers: ask for one number at a time.")
+    values = one_number(what_if.subsets(kept, property))
     changes = values[1:] - values[0]
     alone, joint = changes[: len(chosen)], changes[len(chosen) :]
     matrix = np.zeros((len(chosen), len(chosen)))

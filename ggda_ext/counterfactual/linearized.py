@@ -67,6 +67,7 @@ class LinearizedModel:
         check_deterministic_modules(provider.model)
         batch_size = provider.plan(None).facts.batch_size
         outputs, targets = training_outputs(provider, batch_size)
+        self.output_shape = list(outputs.shape[1:])
         loss = convex_loss(provider.loss, outputs, targets)
         self.point_weights = point_weights.to(outputs.device)
         self.directions = find_directions(

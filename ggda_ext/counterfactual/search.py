@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from ggda_ext.counterfactual.checks import check_count, one_number
 from ggda_ext.properties import Property
 
 if TYPE_CHECKING:
@@ -66,8 +67,15 @@ def found_search(
     k, sizes = len(what_if.groups), what_if.groups.sizes
     if (remove is None) == (budget is None):
         raise ValueError("pass remove, a number of groups, or budget, a number of training points.")
-    if remove is not None and not 0 < remove < k:
-        raise ValueError(f"remove={remove} of {k} groups: leave out at least one and keep at least one.")
+    if remove is not None:
+        check_count("remove", remove)
+        if remove >= k:
+            raise ValueError(f"remove={remove} of {k} groups: leave out at least one and keep at least one.")
+    if budget is not None:
+        check_count("budget", budget)
+        if budget < sizes.min():
+            raise ValueError(f"budget={budget} points, and the smallest group has {sizes.min()}: no group fits.")
+    check_count("exchanges", exchanges, 0)
     if goal not in ("min", "max"):
         raise ValueError(f"goal={goal!r} is not one of 'min', 'max'.")
     sign = 1.0 if goal == "min" else -1.0
@@ -76,10 +84,7 @@ def found_search(
         kept = np.ones((len(choices), k))
         for row, gone in zip(kept, choices, strict=True):
             row[gone] = 0
-        values = what_if.subsets(kept, property).numpy()
-        if values.ndim > 1:
-            raise ValueError(f"property gives {values.shape[1]} numbers: search by one number.")
-        return sign * values
+        return sign * one_number(what_if.subsets(kept, property))
 
     def fits(choice: list[int]) -> bool:
         return len(choice) < k and (budget is None or int(sizes[choice].sum()) <= budget)
@@ -121,7 +126,7 @@ def found_search(
     return Search(
         removed=tuple(names[j] for j in gone),
         values=tuple(path),
-        holdout=None if holdout is None else tuple(what_if.subsets(kept, holdout).tolist()),
+        holdout=None if holdout is None else tuple(one_number(what_if.subsets(kept, holdout)).tolist()),
         value=sign * value,
         additive=tuple(names[j] for j in ranked),
         additive_value=float(sign * costs([ranked])[0]),

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ggda_ext.counterfactual.checks import check_count, one_number
 from ggda_ext.counterfactual.measured import of_outputs_only, value_of
 from ggda_ext.data import IndexedData
 from ggda_ext.groups.partition import Groups
@@ -75,10 +76,9 @@ def found_semivalues(
     """
     if kind not in ("shapley", "banzhaf"):
         raise ValueError(f"kind={kind!r} is not one of 'shapley', 'banzhaf'.")
-    if samples < 2:
-        raise ValueError(f"samples={samples}: pass at least 2, for a standard error.")
-    if atoms is not None and atoms < 1:
-        raise ValueError(f"atoms={atoms}: pass a number of points, at least 1.")
+    check_count("samples", samples, 2)  # one has no standard error
+    if atoms is not None:
+        check_count("atoms", atoms)
     if not of_outputs_only(property):
         raise ValueError(
             "property is not known to be a function of outputs, whose value without any data would be defined: use "
@@ -123,9 +123,7 @@ def _values(what_if: WhatIf, property: Property, pieces: Groups, sets: np.ndarra
         for low in range(0, len(filled), _AT_ONCE):
             weights = torch.from_numpy(sets[filled[low : low + _AT_ONCE]])
             values = what_if._values(j, property, refit.solve(weights, model.penalty()))
-            if values.dim() > 1:
-                raise ValueError(f"property gives {values.shape[1]} numbers: ask for one number at a time.")
-            total[low : low + _AT_ONCE] += values.cpu().numpy()
+            total[low : low + _AT_ONCE] += one_number(values.cpu())
     found[filled] = total / len(what_if.models)
     return found
 
@@ -135,7 +133,7 @@ def _of_nothing(what_if: WhatIf, property: Property) -> float:
         features = what_if.features(data)[0]
         return torch.zeros_like(features.outputs), features.targets
 
-    return float(value_of(property, zeros))
+    return float(one_number(value_of(property, zeros)[None])[0])
 
 
 def _cut(groups: Groups, size: int) -> tuple[Groups, np.ndarray]:

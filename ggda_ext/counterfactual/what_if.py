@@ -14,8 +14,7 @@ torch.Size([])
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,25 +23,35 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.counterfactual.calibration import Calibration, Verification, chosen_subsets, verified
+from ggda_ext.counterfactual.checks import (
+    Names,
+    check_count,
+    check_folder,
+    check_penalty,
+    checked_kept,
+    checked_models,
+    checked_point_weights,
+    ids_of,
+    weights_by_name,
+)
 from ggda_ext.counterfactual.directions import KINDS, Kind
 from ggda_ext.counterfactual.features import Features
 from ggda_ext.counterfactual.leave_group_out import LeaveGroupOut
 from ggda_ext.counterfactual.linearized import LinearizedModel, Settings
 from ggda_ext.counterfactual.measured import of_outputs_only, value_of
-from ggda_ext.curvature.damping import Training
+from ggda_ext.curvature.damping import Training, TrainingSteps
 from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.evaluation import Retrain
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.properties import Property
+from ggda_ext.properties.classes import check_property
 from ggda_ext.words import without
 
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.interactions import Interactions
     from ggda_ext.counterfactual.search import Search
     from ggda_ext.counterfactual.semivalues import Semivalues
-
-Names = Hashable | Iterable[Hashable]
 
 
 class WhatIf:
@@ -107,29 +116,37 @@ class WhatIf:
         if directions not in KINDS:
             raise ValueError(f"directions={directions!r} is not one of {', '.join(map(repr, KINDS))}.")
         for name, value in (("rank", rank), ("most_points", most_points), ("memory_budget", memory_budget)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: pass a positive number.")
+            check_count(name, value)
         for name, penalty in (("weight_decay", weight_decay), ("ridge", ridge)):
-            if penalty is not None and not penalty >= 0:
-                raise ValueError(f"{name}={penalty}: pass 0 or more.")
+            if penalty is not None:
+                check_penalty(name, penalty)
+        check_folder(folder)
         if weight_decay is not None and recipe is not None:
             raise ValueError("weight_decay and recipe are both given: pass one of them.")
-        decay = weight_decay if weight_decay is not None else recipe.weight_decay if recipe is not None else 0.0
+        if recipe is not None:
+            weight_decay = TrainingSteps.of(recipe, 1).weight_decay
         settings = Settings(
-            directions, rank, ridge, recipe, decay, most_points, memory_budget, Path(folder) if folder else None, seed
-        )
+            directions, rank, ridge, recipe, weight_decay or 0.0, most_points, memory_budget,
+            Path(folder) if folder else None, seed,
+        )  # fmt: skip
         inside = IndexedData(data, "the training data")
         if inside.n is None:
             raise TypeError("the training data is a stream without a length: pass a map-style data set to what-if.")
-        weights = _checked_point_weights(point_weights, inside.n)
+        weights = checked_point_weights(point_weights, inside.n)
         self.models: list[LinearizedModel] = []
-        for one in (model, *models):
+        for one in checked_models(model, models):
             provider = GroupGradients(
                 one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size or inside.batch_size,
                 memory_budget=memory_budget, show_progress=show_progress,
             )  # fmt: skip
             self.models.append(LinearizedModel(provider, settings, weights))
         self.groups = self.models[0].provider.groups
+        for j, other in enumerate(self.models[1:]):
+            same, own = self.models[0].output_shape, other.output_shape
+            if own != same:
+                raise ValueError(f"models[{j}] gives outputs {own} for a point, the model {same}: pass models alike.")
+        masses = np.bincount(self.groups.labels + 1, weights.numpy(), len(self.groups) + 1)
+        self._mass_of_others, self._mass_of_group = float(masses[0]), masses[1:]
         self.calibrations: dict[int, tuple[Property, Calibration]] = {}
         self._features: dict[Any, tuple[IndexedData, list[Features]]] = {}
 
@@ -162,10 +179,7 @@ class WhatIf:
 
     def with_weights(self, weights: Mapping[Hashable, float]) -> Counterfactual:
         """With other weights of some groups: 0 leaves a group out, 2 counts each of its points twice; others have 1."""
-        found = np.ones(len(self.groups))
-        for name, weight in weights.items():
-            found[self.ids([name])] = weight
-        return self._answer(found)
+        return self._answer(weights_by_name(weights, self.names))
 
     def _answer(self, weights: np.ndarray) -> Counterfactual:
         return Counterfactual(self, self.checked_weights(weights[None])[0])
@@ -250,6 +264,7 @@ class WhatIf:
         )
 
     def _values(self, j: int, property: Property, coefficients: Tensor) -> Tensor:
+        check_property(property)
         if not of_outputs_only(property):
             value, slopes = self._linearised(j, property)
             moved = value + coefficients @ slopes.T
@@ -305,39 +320,11 @@ class WhatIf:
 
     def ids(self, names: Names) -> list[int]:
         """Ids of groups given by name."""
-        known = {name: j for j, name in enumerate(self.names)}
-        listed = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
-        if isinstance(names, tuple) and names in known:
-            listed = [names]
-        if not listed:
-            raise ValueError("no group is named: pass at least one name.")
-        for name in listed:
-            if name not in known:
-                close = difflib.get_close_matches(str(name), [str(one) for one in known], n=3, cutoff=0.4)
-                some = close or [str(one) for one in list(known)[:5]]
-                raise ValueError(
-                    f"there is no group {name!r}; " + ("did you mean " if close else "the first ones are ")
-                    + f"{', '.join(map(repr, some))}?"
-                )  # fmt: skip
-        return [known[name] for name in listed]
+        return ids_of(names, self.names)
 
     def checked_weights(self, weights: Any) -> Tensor:
         """Weights of groups `[s, k]`, refused where nothing is left."""
-        if isinstance(weights, Tensor):
-            weights = weights.detach().cpu().numpy()
-        found = np.asarray(weights, dtype=float)
-        k = len(self.groups)
-        if found.ndim != 2 or found.shape[1] != k:
-            raise ValueError(f"kept has shape {list(found.shape)}: pass [subsets, {k}], a column per group.")
-        if not (np.isfinite(found) & (found >= 0)).all():
-            raise ValueError("kept or weights holds negative, NaN or infinite numbers: a weight is 0 or more.")
-        empty = np.flatnonzero(~(found > 0).any(1))
-        if len(empty) and int(self.groups.sizes.sum()) == self.groups.n:
-            raise ValueError(
-                f"{len(empty)} of {len(found)} choices of groups leave nothing to train on, first number "
-                f"{int(empty[0])}: keep at least one group."
-            )
-        return torch.from_numpy(np.ascontiguousarray(found))
+        return checked_kept(weights, self.groups, self._mass_of_group, self._mass_of_others)
 
 
 class Counterfactual:
@@ -385,15 +372,6 @@ class Counterfactual:
     def is_linearised(self, property: Property) -> bool:
         """Whether a property is taken to first order, because it is not known to depend on outputs only."""
         return not of_outputs_only(property)
-
-
-def _checked_point_weights(weights: Any, n: int) -> Tensor:
-    found = torch.ones(n, dtype=torch.float64) if weights is None else torch.as_tensor(weights).double()
-    if found.shape != (n,) or not bool((torch.isfinite(found) & (found >= 0)).all()) or not bool(found.any()):
-        raise ValueError(
-            f"point_weights has shape {list(found.shape)}: pass one finite number, 0 or more, for each of {n} points."
-        )
-    return found
 
 
 def _identity(data: IndexedData) -> Any:

@@ -1,0 +1,121 @@
+"""What may be asked of a `WhatIf`: names of groups, weights, counts, penalties; refused with what to pass instead."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ggda_ext.groups.partition import Groups
+
+Names = Hashable | Iterable[Hashable]
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Refuse what is not a whole number from `least` on."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: pass a whole number, at least {least}.")
+
+
+def check_penalty(name: str, value: Any) -> None:
+    """Refuse a penalty that is not a finite number from 0 on."""
+    if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise ValueError(f"{name}={value!r}: pass a number, 0 or more.")
+
+
+def check_folder(folder: str | Path | None) -> None:
+    """Refuse a folder that is not there."""
+    if folder is not None and not Path(folder).is_dir():
+        raise ValueError(f"folder={str(folder)!r} is no folder: make it first, or leave it out for a temporary one.")
+
+
+def checked_models(model: nn.Module, models: Any) -> list[nn.Module]:
+    """The model and further ones."""
+    if isinstance(models, nn.Module) or not isinstance(models, Sequence):
+        raise TypeError(f"models is a {type(models).__name__}: pass a list of further models, models=[second, third].")
+    return [model, *models]
+
+
+def checked_point_weights(weights: Any, n: int) -> Tensor:
+    """Weights of training points `[n]`."""
+    found = torch.ones(n, dtype=torch.float64) if weights is None else torch.as_tensor(weights).double()
+    if found.shape != (n,) or not bool((torch.isfinite(found) & (found >= 0)).all()) or not bool(found.any()):
+        raise ValueError(
+            f"point_weights has shape {list(found.shape)}: pass one finite number, 0 or more, for each of {n} points."
+        )
+    return found
+
+
+def ids_of(names: Names, known: Sequence[Hashable]) -> list[int]:
+    """Ids of groups given by name, of all their names."""
+    places = {name: j for j, name in enumerate(known)}
+    listed = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
+    if isinstance(names, tuple) and names in places:
+        listed = [names]
+    if not listed:
+        raise ValueError("no group is named: pass at least one name.")
+    for name in listed:
+        if name not in places:
+            close = difflib.get_close_matches(str(name), [str(one) for one in known], n=3, cutoff=0.4)
+            some = ", ".join(map(repr, close or [str(one) for one in known[:5]]))
+            raise ValueError(
+                f"there is no group {name!r}; " + (f"did you mean {some}?" if close else f"the first ones are {some}.")
+            )
+    return [places[name] for name in listed]
+
+
+def weights_by_name(weights: Any, known: Sequence[Hashable]) -> np.ndarray:
+    """Weights of all groups `[k]` from those that change."""
+    if not isinstance(weights, Mapping):
+        raise TypeError(
+            f"weights is a {type(weights).__name__}: pass a dict of names and weights, e.g. {{'web': 0.5}}."
+        )
+    found = np.ones(len(known))
+    for name, weight in weights.items():
+        if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
+            raise ValueError(f"weights[{name!r}]={weight!r}: a weight is a finite number, 0 or more.")
+        found[ids_of([name], known)] = float(weight)
+    return found
+
+
+def checked_kept(kept: Any, groups: Groups, masses: np.ndarray, others: float) -> Tensor:
+    """Weights of groups `[s, k]`, refused where nothing is left.
+
+    Args:
+        kept: booleans or weights.
+        groups: the groups.
+        masses: weight of the points of each group `[k]`.
+        others: weight of the points in no group, which always stay.
+    """
+    given = kept.detach().cpu().numpy() if isinstance(kept, Tensor) else kept
+    try:
+        found = np.asarray(given, dtype=float)
+    except (TypeError, ValueError):
+        raise TypeError(f"kept holds what is no number: pass booleans or weights [subsets, {len(groups)}].") from None
+    k = len(groups)
+    if found.ndim != 2 or found.shape[1] != k or not len(found):
+        raise ValueError(f"kept has shape {list(found.shape)}: pass [subsets, {k}], a column per group.")
+    if not (np.isfinite(found) & (found >= 0)).all():
+        raise ValueError("kept holds negative, NaN or infinite numbers: a weight is 0 or more.")
+    empty = np.flatnonzero(found @ masses + others <= 0)
+    if len(empty):
+        raise ValueError(
+            f"{len(empty)} of {len(found)} choices of groups leave nothing to train on, first number "
+            f"{int(empty[0])}: keep at least one group."
+        )
+    return torch.from_numpy(np.ascontiguousarray(found))
+
+
+def one_number(values: Tensor | np.ndarray) -> np.ndarray:
+    """Values `[s]` of a property as an array, refused where it gives several numbers `[s, m]`."""
+    found = np.asarray(values)
+    if found.ndim > 1:
+        raise ValueError(f"property gives {found.shape[1]} numbers: ask this of one number at a time.")
+    return found
