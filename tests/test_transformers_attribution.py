@@ -10,7 +10,7 @@ from cases import relative_error
 from ggda_transformers import Binned, Nested, TrainerSetup, attribute_trainer
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers_cases import MODELS, collate, examples, gradients, made, own_loss, sources, trainer_of
+from transformers_cases import MODELS, collate, exactness, examples, gradients, made, own_loss, sources, trainer_of
 
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.curvature import kronecker
@@ -43,7 +43,7 @@ def test_scores_are_the_sum_of_one_backward_pass_for_each_sequence(case):
     )
     names, truth = truth_of(model, rows, tests)
     assert result.names == names
-    assert relative_error(result.scores[0], truth) <= 1e-10
+    assert relative_error(result.scores[0], truth) <= exactness(model)
     assert result.properties == ("eval_loss",)
     assert result.higher_is_better == (False,)
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from cases import relative_error
 from ggda_transformers import GroupTracker
-from transformers import TrainerCallback
-from transformers_cases import collate, examples, gradients, made, own_loss, sources, trainer_of
+from torch import nn
+from transformers import Trainer, TrainerCallback
+from transformers_cases import collate, exactness, examples, gradients, made, own_loss, sources, trainer_of
 
 from ggda_ext import Groups
 
@@ -23,8 +24,8 @@ def plain_rows(rows):
 class PlainLoop(TrainerCallback):
     """What the tracker should find: every batch of every scored step, row by row, with plain autograd."""
 
-    def __init__(self, rows, tests, every=1, adam=False):
-        self.rows, self.tests, self.every, self.adam = rows, tests, every, adam
+    def __init__(self, rows, tests, every=1, adam=False, loss=own_loss):
+        self.rows, self.tests, self.every, self.adam, self.loss = rows, tests, every, adam, loss
         self.groups = Groups([row["source"] for row in rows])
         self.sums = torch.zeros(len(self.groups), dtype=torch.float64)
         self.collated, self.batches = [], []
@@ -46,12 +47,12 @@ class PlainLoop(TrainerCallback):
         if (len(self.steps) - 1) % self.every:
             return
         model.eval()
-        goal = gradients(model, own_loss, self.tests).mean(0).double()
+        goal = gradients(model, self.loss, self.tests).mean(0).double()
         if self.adam:
             goal = goal / self._divisors(model, optimizer)
         for batch in step:
             numbers = self.collated[batch]
-            rows = gradients(model, own_loss, plain_rows([self.rows[i] for i in numbers])).double()
+            rows = gradients(model, self.loss, plain_rows([self.rows[i] for i in numbers])).double()
             scores = optimizer.param_groups[0]["lr"] * rows @ goal
             self.sums.index_add_(0, torch.from_numpy(self.groups.labels[numbers]).long(), scores)
         model.train()
@@ -68,10 +69,10 @@ class PlainLoop(TrainerCallback):
         return torch.cat([part.flatten() for part in parts]).detach().double()
 
 
-def run(tmp_path, name="gpt2", every=1, adam=False, dtype=torch.float64, **settings):
+def run(tmp_path, name="gpt2", every=1, adam=False, dtype=torch.float64, loss=own_loss, attached=False, **settings):
     rows = [row | {"number": i} for i, row in enumerate(sources(examples(name, N, dtype=dtype)))]
     tests = examples(name, 3, seed=1, dtype=dtype)
-    loop = PlainLoop(rows, tests, every, adam)
+    loop = PlainLoop(rows, tests, every, adam, loss)
     tracker = GroupTracker(
         rows, "source", eval_dataset=tests, every=every, preconditioner="adam" if adam else None,
         data_collator=collate, show=False,
@@ -81,6 +82,8 @@ def run(tmp_path, name="gpt2", every=1, adam=False, dtype=torch.float64, **setti
         made(name, dtype), rows, tmp_path, data_collator=loop.collate, callbacks=[loop, tracker],
         **(defaults | settings),
     )  # fmt: skip
+    if attached:
+        tracker.attach(trainer)
     trainer.train()
     return loop, tracker, trainer
 
@@ -89,7 +92,7 @@ def run(tmp_path, name="gpt2", every=1, adam=False, dtype=torch.float64, **setti
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_the_sums_are_those_of_a_plain_loop(name, accumulation, tmp_path):
     loop, tracker, trainer = run(tmp_path, name, gradient_accumulation_steps=accumulation)
-    assert len(loop.steps) == trainer.state.global_step == tracker.scored_steps
+    assert len(loop.steps) == trainer.state.global_step == tracker.sums.steps
     assert sorted(number for batch in loop.collated[:3] for number in batch) == list(
         range(N)
     )  # 4 + 4 + 3 rows: an uneven last batch
@@ -100,13 +103,56 @@ def test_the_sums_are_those_of_a_plain_loop(name, accumulation, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "bound"), [
-    ({"every": 2}, 1e-10), ({"adam": True}, 1e-6), ({"name": "t5"}, 1e-10), ({"name": "vit"}, 1e-10),
-    ({"dtype": torch.float32}, 1e-4), ({"lr_scheduler_type": "cosine", "warmup_steps": 2}, 1e-10),
-    ({"dataloader_num_workers": 0, "average_tokens_across_devices": False}, 1e-10),
+    ({"every": 2}, 0), ({"adam": True}, 1e-6), ({"name": "t5"}, 0), ({"name": "vit"}, 0),
+    ({"dtype": torch.float32}, 1e-4), ({"lr_scheduler_type": "cosine", "warmup_steps": 2}, 0),
+    ({"dataloader_num_workers": 0, "average_tokens_across_devices": False}, 0),
 ])  # fmt: skip
 def test_the_sums_hold_for_other_settings(settings, bound, tmp_path):
-    loop, tracker, _ = run(tmp_path, **settings)
-    assert relative_error(tracker.result.scores[0], loop.sums) <= bound
+    loop, tracker, trainer = run(tmp_path, **settings)
+    assert relative_error(tracker.result.scores[0], loop.sums) <= (bound or exactness(trainer.model))
+
+
+# ---- the Trainer's own losses, which a callback is not told of
+
+
+def of_outputs(outputs, labels, num_items_in_batch=None):
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return 2 * nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+class Chosen(Trainer):
+    """Takes what it needs out of its inputs, and complains of more."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        assert set(inputs) == {"input_ids", "labels", "attention_mask"}
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = 0.5 * nn.functional.cross_entropy(
+            outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        )
+        return (loss, outputs) if return_outputs else loss
+
+
+def loss_of(kind):
+    """The same of one row, by hand."""
+
+    def loss(model, batch):
+        labels = batch["labels"][:, 1:].flatten()
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].flatten(0, 1)
+        smoothing = 0.2 if kind == "smoothed" else 0.0
+        factor = {"function": 2.0, "smoothed": 1.0, "overridden": 0.5}[kind]
+        return factor * nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+
+    return loss
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("function", {"compute_loss_func": of_outputs}), ("smoothed", {"label_smoothing_factor": 0.2}),
+    ("overridden", {"kind": Chosen}),
+])  # fmt: skip
+def test_the_loss_is_the_trainers(kind, settings, attached, tmp_path):
+    loop, tracker, _ = run(tmp_path, loss=loss_of(kind), attached=attached, **settings)
+    assert relative_error(tracker.result.scores[0], loop.sums) <= 1e-10
 
 
 def test_the_training_is_what_it_is_without_a_tracker(tmp_path):
@@ -118,7 +164,7 @@ def test_the_training_is_what_it_is_without_a_tracker(tmp_path):
     other.train()
     for one, two in zip(trainer.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(one, two)
-    assert not trainer.model._forward_pre_hooks
+    assert "training_step" not in vars(trainer)
 
 
 def test_scores_are_in_the_log_and_in_a_picture_and_a_table(tmp_path, capsys):
@@ -138,7 +184,7 @@ def test_scores_are_in_the_log_and_in_a_picture_and_a_table(tmp_path, capsys):
         assert logged["ggda/web"] == pytest.approx(float(tracker.result["web"]), rel=1e-6)
     assert "Attribution of eval_loss" in capsys.readouterr().out
     assert (tmp_path / "group_tracker.png").stat().st_size > 1000
-    assert len(tracker.history) == 4
+    assert len(tracker.sums.history) == 4
     assert "monitor" in tracker.result.notes[0]
 
 
@@ -162,7 +208,7 @@ def test_a_resumed_run_ends_with_the_sums_of_one_that_was_not_stopped(tmp_path):
         num_train_epochs=2, remove_unused_columns=False, callbacks=[tracker], **settings,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
-    assert tracker.scored_steps == whole.scored_steps
+    assert tracker.sums.steps == whole.sums.steps
     assert relative_error(tracker.result.scores, whole.result.scores) <= 1e-6
     kept = json.loads((tmp_path / "two" / "checkpoint-3" / "ggda_tracker.json").read_text())
     assert kept["scored_steps"] == 3

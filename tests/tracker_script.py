@@ -38,7 +38,7 @@ def everything(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
     for name, settings in {"plain": {}, "resumed": {"resumed": True}, "adam": ADAM}.items():
         tracker = tracked(folder / ("adam" if name == "adam" else "plain"), ranks, **settings)
         found[name] = tracker.result.scores
-        found[f"{name}, logged"] = torch.tensor(tracker.history[-1][1], dtype=torch.float64)
+        found[f"{name}, logged"] = torch.tensor(tracker.sums.history[-1][1], dtype=torch.float64)
     return found
 
 

@@ -1,14 +1,15 @@
-"""Which row is which in a Trainer's shuffled batches: every batch carries its rows' numbers to the model's door.
+"""Which row is which in a Trainer's shuffled batches: every batch carries its rows' numbers to the training step.
 
 A callback sees neither batches nor their order. So the data loader that the Trainer will iterate is given a data set
 whose rows know their number, and a collator that hangs the numbers, with the whole batch, onto the batch under a key of
-its own. A hook on the model takes them off before the model sees them. Shuffling, several epochs, skipped batches after
-a resume and the shares of several ranks are as the Trainer makes them.
+its own. They are taken off where the Trainer's step begins, before any loss sees them. Shuffling, several epochs,
+skipped batches after a resume and the shares of several ranks are as the Trainer makes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,10 @@ class Carried:
 
     rows: list[int]
     batch: dict[str, Any]
+
+    def to(self, *_: Any, **__: Any) -> Carried:
+        """Stay where it is: a batch that is moved moves all it holds."""
+        return self
 
 
 class _NumberedRows:
@@ -75,7 +80,9 @@ class _NumberedCollator:
                 f"the data collator made a batch of {batch_length(batch)} rows from {len(numbers)} examples (it "
                 "flattens or packs them), so GroupTracker cannot tell its rows apart: use a collator that pads."
             )
-        return dict(batch) | {KEY: Carried(numbers, dict(batch))}
+        carrying: Any = copy(batch)  # of the same kind: losses may take BatchEncoding's attributes
+        carrying[KEY] = Carried(numbers, dict(batch))
+        return carrying
 
 
 def number_rows(loader: Any, given: Any) -> tuple[Callable[[], None], bool]:
@@ -142,16 +149,23 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(np.array_equal(np.asarray(one), np.asarray(other)))
 
 
-def take_at_the_door(model: nn.Module, take: Callable[[Carried], None]) -> Callable[[], None]:
-    """Take carried batches off the arguments of a model; returns what ends it."""
+def take_at_the_step(trainer: Any, take: Callable[[Carried], None]) -> Callable[[], None]:
+    """Take carried batches off the inputs of a Trainer's `training_step`; returns what ends it."""
+    step = trainer.training_step
 
-    def hook(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        carried = kwargs.pop(KEY, None)
+    def taking(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        carried = inputs.pop(KEY, None)
         if carried is not None:
             take(carried)
-        return args, kwargs
+        return step(model, inputs, *args, **kwargs)
 
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-    return handle.remove
+    before = vars(trainer).get("training_step")
+
+    def undo() -> None:
+        if before is None:
+            vars(trainer).pop("training_step", None)
+        else:
+            trainer.training_step = before
+
+    trainer.training_step = taking
+    return undo

@@ -11,9 +11,9 @@ so it says in which direction each source pulls while the model learns, not what
 
 from __future__ import annotations
 
-import json
 import logging
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -21,11 +21,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from ggda_ext.attribution import property_directions
 from ggda_ext.data import to_device
-from ggda_ext.distributed import all_reduce_sum, alone
+from ggda_ext.distributed import alone
 from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups import Groups
 from ggda_ext.results import Attribution, MethodFacts
@@ -34,12 +34,12 @@ from ggda_ext.words import without
 from ggda_transformers.adam import live_divisors
 from ggda_transformers.attribution import evaluated
 from ggda_transformers.columns import groups_of
-from ggda_transformers.indexed_batches import Carried, number_rows, take_at_the_door
-from ggda_transformers.peft_models import check_not_quantized, counted_parameters
+from ggda_transformers.indexed_batches import Carried, number_rows, take_at_the_step
+from ggda_transformers.peft_models import counted_parameters
 from ggda_transformers.properties import property_of
-from ggda_transformers.setup import TrainerSetup, check_not_packed, check_rows
+from ggda_transformers.setup import TrainerSetup, check_rows
+from ggda_transformers.tracked_sums import TrackedSums
 
-FILE = "ggda_tracker.json"
 UNKNOWN_ORDER = (
     "The Trainer's rows have no column in common with train_dataset: that they are in the same order was not checked."
 )
@@ -64,7 +64,6 @@ class GroupTracker(TrainerCallback):
         preconditioner: ``"adam"`` divides as Adam does, with the second moments before the step.
         tokens: as in `attribute_trainer`.
         data_collator: for the rows of a property by name; by default the Trainer's.
-        compute_loss_func: as given to Trainer.
         parameters: which count; by default those that require a gradient.
         seed: of the draw of steps.
         show: whether to print the table and save the picture at the end.
@@ -89,7 +88,6 @@ class GroupTracker(TrainerCallback):
         preconditioner: Literal["adam"] | None = None,
         tokens: Tokens = "mean",
         data_collator: Callable[[list[Any]], Any] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
         parameters: Any = None,
         seed: int = 0,
         show: bool = True,
@@ -106,32 +104,25 @@ class GroupTracker(TrainerCallback):
         self.every, self.share, self.preconditioner, self.tokens, self.seed = every, share, preconditioner, tokens, seed
         self.show = show
         self._property, self._eval_dataset, self._parameters = property, eval_dataset, parameters
-        self._collator, self._loss_func = data_collator, compute_loss_func
-        self._labels = torch.from_numpy(self.groups.labels.astype("int64"))
-        self._trainer: Any = None
+        self._collator = data_collator
+        self._undo: list[Callable[[], None]] = []
         self._reset()
 
     def _reset(self) -> None:
-        self.sums: Tensor | None = None
-        """Scores so far `[m, k]`, of this rank; after training, of all ranks."""
-        self.scored_steps = 0
-        self.seconds, self.training_seconds = 0.0, 0.0
-        self.history: list[tuple[int, list[list[float]]]] = []
-        """Scores `[m, k]` at the steps that were logged."""
+        self.sums = TrackedSums(self.groups)
+        self.training_seconds = 0.0
         self._pending: list[Carried] = []
         self._provider: GroupGradients | None = None
         self._setup: TrainerSetup | None = None
         self._goal: Any = None
-        self._undo: list[Callable[[], None]] = []
-        self._taking, self._compared = False, True
+        self._compared = True
 
     def attach(self, trainer: Any) -> GroupTracker:
-        """Put the tracker before the Trainer's other callbacks, and take collator, loss and evaluation set from it."""
+        """Put the tracker before the Trainer's other callbacks, so that those that report see its scores."""
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
             callbacks.remove(self)
         callbacks.insert(0, self)
-        self._trainer = trainer
         return self
 
     # ---- what the Trainer calls
@@ -140,43 +131,39 @@ class GroupTracker(TrainerCallback):
         """Give batches their rows' numbers, and take up sums of a run that is resumed."""
         self._close()
         self._reset()
-        model, loader = kwargs["model"], kwargs["train_dataloader"]
-        check_not_quantized(model)
-        check_not_packed(args)
-        collator = self._collator or _collator_of(loader)
-        self._setup = TrainerSetup.of(
-            self._trainer or model, data_collator=collator, compute_loss_func=self._loss_func,
-            batch_size=args.per_device_train_batch_size,
-        )  # fmt: skip
-        self._goal = property_of(self._setup, self._property, self._eval_dataset or _dataset_of(kwargs))
-        undo, self._compared = number_rows(loader, self._rows)
-        self._undo = [undo, take_at_the_door(self._setup.model, self._take)]
+        trainer = self._calling_trainer()
+        self._setup = TrainerSetup.of(trainer, data_collator=self._collator)
+        self._goal = property_of(self._setup, self._property, self._eval_dataset)
+        undo, self._compared = number_rows(kwargs["train_dataloader"], self._rows)
+        self._undo = [undo, take_at_the_step(trainer, self._pending.append)]
         if state.global_step:
-            self._resume(args, state)
+            self.sums.resume(args, state)
         self._started = perf_counter()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Decide whether the step that begins is scored."""
-        self._pending = []
-        drawn = self.share == 1 or random.Random(f"{self.seed}-{state.global_step}").random() < self.share
-        self._taking = state.global_step % self.every == 0 and drawn
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Score the batches of the step, before it changes the parameters."""
-        if not self._pending:
+        batches = self._pending.copy()
+        self._pending.clear()
+        drawn = self.share == 1 or random.Random(f"{self.seed}-{state.global_step}").random() < self.share
+        if state.global_step % self.every or not drawn:
             return
+        if not batches:
+            raise RuntimeError(
+                "the Trainer takes a step, and GroupTracker has seen none of its batches: training_step was replaced "
+                "during the training, or inputs were made anew before it. Leave them as they are, or leave it out."
+            )
         start = perf_counter()
-        self._taking = False
-        self._score(self._pending, kwargs["optimizer"])
-        self._pending = []
-        self.seconds += perf_counter() - start
+        self._score(batches, kwargs["optimizer"])
+        self.sums.seconds += perf_counter() - start
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add the scores so far to the Trainer's log."""
-        if self.sums is None or logs is None or "loss" not in logs:
+        if logs is None or "loss" not in logs:
             return
-        scores = self._all_sums()
-        self.history.append((int(state.global_step), scores.tolist()))
+        scores = self.sums.of_all_ranks()
+        if scores is None:
+            return
+        self.sums.history.append((int(state.global_step), scores.tolist()))
         logged = self._logged(scores)
         logs.update(logged)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
@@ -184,22 +171,16 @@ class GroupTracker(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the sums in the checkpoint's folder, for a run that is resumed from it."""
-        scores = self._all_sums()
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if state.is_world_process_zero and folder.is_dir():
-            known = {"groups": [str(name) for name in self.groups.all_names], "scored_steps": self.scored_steps,
-                     "scores": scores.tolist(), "seconds": self.seconds}  # fmt: skip
-            (folder / FILE).write_text(json.dumps(known), encoding="utf-8")
+        self.sums.save(args, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave model and loader as they were; print the table, save the picture."""
+        """Leave Trainer and loader as they were; print the table, save the picture."""
         self.training_seconds = perf_counter() - self._started
         self._close()
-        if self.sums is None:
+        self.sums.scores = self.sums.of_all_ranks()
+        if self.sums.scores is None:
             _logger.warning("GroupTracker scored no step: every=%s, share=%s.", self.every, self.share)
-            return
-        self.sums = self._all_sums()
-        if self.show and state.is_world_process_zero:
+        elif self.show and state.is_world_process_zero:
             print(self.result)
             _save_picture(self, Path(args.output_dir) / "group_tracker.png")
 
@@ -208,34 +189,35 @@ class GroupTracker(TrainerCallback):
     @property
     def result(self) -> Attribution:
         """The scores so far, as a result with names; under several ranks those of all, after training."""
-        if self.sums is None:
+        if self.sums.scores is None:
             raise ValueError("GroupTracker has scored no step yet: pass it to Trainer(callbacks=[…]), and train.")
-        settings: dict[str, Any] = {"every": self.every, "scored steps": self.scored_steps}
+        settings: dict[str, Any] = {"every": self.every, "scored steps": self.sums.steps}
         if self.share < 1:
             settings["share"] = self.share
         if self.preconditioner is not None:
             settings["preconditioner"] = self.preconditioner
-        method = MethodFacts("tracin during training", "rank", settings, seconds=self.seconds)
+        method = MethodFacts("tracin during training", "rank", settings, seconds=self.sums.seconds)
         notes = ["Added up while training, without curvature: a monitor, not what removing the group would do."]
         if not self._compared:
             notes.append(UNKNOWN_ORDER)
         if self.training_seconds:
             notes.append(f"It took {self.overhead:.0%} on top of the training.")
-        return Attribution.of(self.sums.clone(), self.groups, self._goal, method=method, test_axis=0, notes=notes)
+        return Attribution.of(self.sums.scores.clone(), self.groups, self._goal, method=method, test_axis=0,
+                              notes=notes)  # fmt: skip
 
     @property
     def overhead(self) -> float:
         """Time spent on scores, as a share of the time of training without them."""
-        return self.seconds / max(self.training_seconds - self.seconds, 1e-9)
+        return self.sums.seconds / max(self.training_seconds - self.sums.seconds, 1e-9)
 
     def plot(self, ax: Any = None) -> Any:
         """Scores of the first property by step, one line for each group; needs the extra ``[plot]``."""
         from matplotlib import pyplot
 
         ax = pyplot.subplots(figsize=(7, 4), layout="constrained")[1] if ax is None else ax
-        steps = [0, *(step for step, _ in self.history)]
+        steps = [0, *(step for step, _ in self.sums.history)]
         for j, name in enumerate(self.groups.all_names):
-            ax.plot(steps, [0.0, *(scores[0][j] for _, scores in self.history)], label=str(name))
+            ax.plot(steps, [0.0, *(scores[0][j] for _, scores in self.sums.history)], label=str(name))
         ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
         ax.set(xlabel="step", ylabel="score so far", title=self.result.properties[0])
         ax.legend(frameon=False)
@@ -243,9 +225,15 @@ class GroupTracker(TrainerCallback):
 
     # ---- the work
 
-    def _take(self, carried: Carried) -> None:
-        if self._taking:
-            self._pending.append(carried)
+    def _calling_trainer(self) -> Trainer:
+        """The Trainer that calls. Callbacks are not told which: it is found among those who wait for this call."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            one = frame.f_locals.get("self")
+            if isinstance(one, Trainer) and self in one.callback_handler.callbacks:
+                return one
+            frame = frame.f_back  # type: ignore[assignment]
+        raise RuntimeError("GroupTracker is called by no transformers.Trainer: pass it to one, in callbacks=[…].")
 
     def _score(self, batches: list[Carried], optimizer: Any) -> None:
         """Add the scores of some batches, at the model's current parameters."""
@@ -263,19 +251,10 @@ class GroupTracker(TrainerCallback):
                 divisors = live_divisors(optimizer, provider.space.parameters)
                 row = provider.space.flatten(list(divisors.values()), directions.new_empty(provider.p))
                 directions = directions / row
-            if self.sums is None:
-                self.sums = torch.zeros(len(directions), len(self.groups), dtype=torch.float64)
             with alone():  # every rank has other batches
                 for carried, batch in zip(batches, sent, strict=True):
-                    scores = provider.on(batch).scores(directions).double().cpu()
-                    self._add(scores, carried.rows)
-        self.scored_steps += 1
-
-    def _add(self, scores: Tensor, rows: list[int]) -> None:
-        assert self.sums is not None
-        labels = self._labels[rows]
-        inside = labels >= 0
-        self.sums.index_add_(1, labels[inside], scores[:, inside])
+                    self.sums.add(provider.on(batch).scores(directions), carried.rows)
+        self.sums.steps += 1
 
     def _provider_of(self, batch: dict[str, Any]) -> GroupGradients:
         """The provider of gradients, which looks at the model once."""
@@ -291,12 +270,6 @@ class GroupTracker(TrainerCallback):
                 self._provider.plan(1)
         return self._provider
 
-    def _all_sums(self) -> Tensor:
-        """The sums of all ranks `[m, k]`."""
-        if self.sums is None:
-            return torch.zeros(1, len(self.groups), dtype=torch.float64)
-        return all_reduce_sum(self.sums.clone())
-
     def _logged(self, scores: Tensor) -> dict[str, float]:
         names = self.result.properties
         return {
@@ -305,28 +278,11 @@ class GroupTracker(TrainerCallback):
             for j, name in enumerate(self.groups.all_names)
         }
 
-    def _resume(self, args: Any, state: Any) -> None:
-        """Take up the sums of the checkpoint that the run goes on from."""
-        given = args.resume_from_checkpoint
-        places = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
-        places += [Path(given)] if isinstance(given, str) else []
-        path = next((place / FILE for place in places if (place / FILE).is_file()), None)
-        if path is None:
-            raise FileNotFoundError(
-                f"training goes on from step {state.global_step}, and {places[0] / FILE} is not there: the scores of "
-                "the steps before are lost. Resume from a checkpoint that a GroupTracker was part of, or leave it out."
-            )
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["groups"] != [str(name) for name in self.groups.all_names]:
-            raise ValueError(f"{path} is of other groups: {kept['groups'][:5]}. Pass the same groups, or start again.")
-        scores = torch.tensor(kept["scores"], dtype=torch.float64)
-        self.sums = scores if state.is_world_process_zero else torch.zeros_like(scores)
-        self.scored_steps, self.seconds = kept["scored_steps"], kept["seconds"]
-
     def _close(self) -> None:
         for undo in self._undo:
             undo()
-        self._undo, self._provider, self._pending = [], None, []
+        self._undo, self._provider = [], None
+        self._pending.clear()
 
 
 def _learning_rates(optimizer: Any, provider: GroupGradients) -> Tensor | float:
@@ -338,19 +294,6 @@ def _learning_rates(optimizer: Any, provider: GroupGradients) -> Tensor | float:
     space = provider.space
     parts = [torch.full_like(value, rate) for value, rate in zip(space.parameters.values(), each, strict=True)]
     return space.flatten(parts, torch.empty(space.size, dtype=space.dtype, device=space.device))
-
-
-def _collator_of(loader: Any) -> Any:
-    """The Trainer's collator, without the part that removes columns, which `TrainerSetup` does itself."""
-    collator = loader.collate_fn
-    removes = type(collator).__name__ == "RemoveColumnsCollator"
-    return collator.data_collator if removes else collator
-
-
-def _dataset_of(kwargs: dict[str, Any]) -> Any:
-    """The evaluation set of the Trainer, where it has made a loader for it."""
-    loader = kwargs.get("eval_dataloader")
-    return getattr(loader, "dataset", None)
 
 
 def _save_picture(tracker: GroupTracker, path: Path) -> None:

@@ -1,0 +1,79 @@
+"""What a `GroupTracker` has added up: k numbers for each property, kept in checkpoint folders and shared by ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ggda_ext.distributed import all_reduce_sum
+from ggda_ext.groups import Groups
+
+FILE = "ggda_tracker.json"
+
+
+@dataclass
+class TrackedSums:
+    """Scores so far, by group.
+
+    Attributes:
+        groups: of the training rows.
+        scores: `[m, k]` of this rank, after training of all ranks; None before the first scored step.
+        steps: how many were scored.
+        seconds: spent on it.
+        history: the step and the scores `[m, k]` of all ranks at every entry of the log.
+    """
+
+    groups: Groups
+    scores: Tensor | None = None
+    steps: int = 0
+    seconds: float = 0.0
+    history: list[tuple[int, list[list[float]]]] = field(default_factory=list)
+
+    def add(self, scores: Tensor, rows: list[int]) -> None:
+        """Add the scores `[m, b]` of rows by their groups; rows of no group are left out."""
+        if self.scores is None:
+            self.scores = torch.zeros(len(scores), len(self.groups), dtype=torch.float64)
+        labels = torch.from_numpy(self.groups.labels[rows].astype("int64"))
+        inside = labels >= 0
+        self.scores.index_add_(1, labels[inside], scores[:, inside].double().cpu())
+
+    def of_all_ranks(self) -> Tensor | None:
+        """The sums of all ranks `[m, k]`; all ranks score the same steps."""
+        return None if self.scores is None else all_reduce_sum(self.scores.clone())
+
+    def save(self, args: Any, state: Any) -> None:
+        """Write the sums of all ranks into the folder of the checkpoint that was saved."""
+        scores = self.of_all_ranks()
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            known = {"groups": self._names, "scored_steps": self.steps, "seconds": self.seconds,
+                     "scores": None if scores is None else scores.tolist()}  # fmt: skip
+            (folder / FILE).write_text(json.dumps(known), encoding="utf-8")
+
+    def resume(self, args: Any, state: Any) -> None:
+        """Take up the sums of the checkpoint that a run goes on from."""
+        given = args.resume_from_checkpoint
+        places = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
+        places += [Path(given)] if isinstance(given, str) else []
+        path = next((place / FILE for place in places if (place / FILE).is_file()), None)
+        if path is None:
+            raise FileNotFoundError(
+                f"training goes on from step {state.global_step}, and {places[0] / FILE} is not there: the scores of "
+                "the steps before are lost. Resume from a checkpoint that a GroupTracker was part of, or leave it out."
+            )
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["groups"] != self._names:
+            raise ValueError(f"{path} is of other groups: {kept['groups'][:5]}. Pass the same groups, or start again.")
+        self.steps, self.seconds = kept["scored_steps"], kept["seconds"]
+        if kept["scores"] is not None:
+            scores = torch.tensor(kept["scores"], dtype=torch.float64)
+            self.scores = scores if state.is_world_process_zero else torch.zeros_like(scores)
+
+    @property
+    def _names(self) -> list[str]:
+        return [str(name) for name in self.groups.all_names]
