@@ -359,11 +359,17 @@ def test_verify_finds_the_slope_and_nothing_left_out_stays_as_it_is():
         what_if.verify(retrain, measure, 3)
 
 
-def test_one_far_prediction_does_not_turn_a_calibration():
+def test_a_slope_is_drawn_towards_one_by_as_much_as_the_retrainings_leave_it_open():
     predicted, removed = np.linspace(0.01, 0.08, 8), np.full(8, 0.5)
     real = 2 * predicted + 0.1 * removed
-    predicted[-1] = 5.0  # a refit that ran far
     assert calibration._fit(predicted, removed, real) == pytest.approx((2, 0.1), rel=1e-9)
+    noise = np.random.default_rng(0).standard_normal(8)
+    slopes = [calibration._fit(predicted, removed, real + size * noise)[0] for size in (0.002, 0.02, 10.0)]
+    plain = [np.polyfit(predicted, real + size * noise, 1)[0] for size in (0.002, 0.02, 10.0)]
+    for shrunk, slope in zip(slopes, plain, strict=True):
+        assert min(1, slope) <= shrunk <= max(1, slope)
+    assert slopes[0] == pytest.approx(plain[0], abs=0.01)
+    assert slopes[2] == pytest.approx(1, abs=0.2), "noise alone leaves predictions as they are"
     assert calibration._fit(np.zeros(8), removed, real)[0] == 1, "predictions that tell nothing apart"
     assert calibration._fit(-predicted, removed, real)[0] == 0, "never turned around"
 

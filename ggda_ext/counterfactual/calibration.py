@@ -3,14 +3,16 @@
 A refit ranks counterfactuals better than it knows their level: the linearised model forgets less than a new one would.
 So real changes are compared with predicted ones and with the share of points left out,
 
-    real change ≈ slope · predicted change + level · share left out,
+    real change = slope · predicted change + level · share left out + error,
 
-both zero where nothing is left out. The slope is the median of the slopes between any two retrainings (Theil and Sen):
-a few far predictions, which a refit makes, would turn a line of least squares. Three slopes of 1, what an exact refit
-has, are among them, so that few retrainings that agree on nothing leave predictions as they are. The ridge is chosen on
-the way, if another one predicts clearly better. Eight retrainings tell a slope only if their predictions lie apart, so
-the subsets to retrain are chosen by them: of many random ones, those whose predictions are spread evenly from the
-lowest to the highest. Choosing by the prediction leaves the relation of real to predicted changes unbiased.
+both zero where nothing is left out. Slope and level are those of least squares, and the slope is then drawn towards 1,
+which an exact refit has, by as much as the retrainings leave it open (empirical Bayes): with slopes from a normal
+distribution around 1 of variance v, and an estimate whose own squared error is e, the part v / (v + e) of its distance
+from 1 remains; v is what the squared distance exceeds e by, from 0 to 1. So few retrainings that agree on nothing leave
+predictions as they are. The ridge is chosen on the way, if another one predicts clearly better. Eight retrainings tell
+a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many random ones, those
+whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves the relation of
+real to predicted changes unbiased.
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ DRAWN = 8
 RIDGES = (0.25, 1.0, 4.0)
 """Ridges that are tried, in units of the present one."""
 _FITTED = 2  # numbers that a calibration fits
-_PRIOR = 3  # slopes of 1 among those between retrainings
 _BETTER = 0.6  # share of the present ridge's error below which another one is taken
 
 
@@ -183,28 +184,23 @@ def _predicted(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[np
 
 
 def _fit(predicted: np.ndarray, removed: np.ndarray, real: np.ndarray) -> tuple[float, float]:
-    """Slope and level by medians, weighted by shares; a slope is never negative, which would turn the ranks around."""
+    """Slope, drawn towards 1, and level; a slope is never negative, which would turn the ranks around."""
     told = removed > 0
     predicted, removed, real = predicted[told], removed[told], real[told]
+    freedom, weight = len(real) - _FITTED, float(removed @ removed)
     if not len(real):
         return 1.0, 0.0
-    first, second = np.triu_indices(len(real), 1)
-    run = predicted[first] * removed[second] - predicted[second] * removed[first]
-    rise = real[first] * removed[second] - real[second] * removed[first]
-    weight = removed[first] * removed[second]
-    apart = np.abs(run) > 1e-12 * (np.abs(predicted).max() * removed.max() + 1e-300)
-    prior = weight.mean() if len(weight) else 1.0
-    slopes = np.append(rise[apart] / run[apart], np.ones(_PRIOR))
-    slope = max(0.0, _median(slopes, np.append(weight[apart], np.full(_PRIOR, prior))))
-    return slope, _median((real - slope * predicted) / removed, removed)
-
-
-def _median(values: np.ndarray, weights: np.ndarray) -> float:
-    """The value with half of the weight below it and half above, between two where both would do."""
-    order = np.argsort(values)
-    below = np.cumsum(weights[order]) / weights.sum()
-    low, high = (min(int(np.searchsorted(below, half)), len(order) - 1) for half in (0.5 - 1e-12, 0.5 + 1e-12))
-    return float(values[order[low]] + values[order[high]]) / 2
+    apart = predicted - removed * float(removed @ predicted) / weight  # what the shares do not tell as well
+    spread = float(apart @ apart)
+    slope = 1.0
+    if freedom > 0 and spread > 1e-12 * float(predicted @ predicted):
+        found = float(apart @ real) / spread
+        level = float(removed @ (real - found * predicted)) / weight
+        left = real - found * predicted - level * removed
+        error = float(left @ left) / freedom / spread
+        variance = min(max((found - 1) ** 2 - error, 0.0), 1.0)
+        slope = max(0.0, 1 + (found - 1) * variance / (variance + error)) if variance > 0 else 1.0
+    return slope, float(removed @ (real - slope * predicted)) / weight
 
 
 def _from_others(predicted: np.ndarray, removed: np.ndarray, real: np.ndarray) -> np.ndarray:
