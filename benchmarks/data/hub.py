@@ -36,7 +36,8 @@ def fetch_bert(into: Path) -> None:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(BERT, allow_patterns=list(BERT_MEMBERS), endpoint=address())
+        # a public model: no token, so none is looked for in a home that may not be there
+        folder = snapshot_download(BERT, allow_patterns=list(BERT_MEMBERS), endpoint=address(), token=False)
         for file in BERT_MEMBERS:
             shutil.copyfile(Path(folder) / file, into / file)
     except OSError as error:
