@@ -10,7 +10,7 @@ over checkpoints (its weights are their learning rates); methods in the property
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from time import perf_counter
@@ -176,7 +176,7 @@ def _weighted(
             raise ValueError("weights is given without checkpoints or models: pass both, or neither.")
         return None, [1.0]
     listed = listed_checkpoints(checkpoints)
-    factors = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
+    factors = [1.0] * len(listed) if weights is None else [float(weight) for weight in _checked_weights(weights)]
     if len(factors) != len(listed):
         raise ValueError(f"weights has {len(factors)} entries for {len(listed)} checkpoints.")
     if not mean:
@@ -184,6 +184,16 @@ def _weighted(
     if not sum(factors) > 0:
         raise ValueError(f"weights add up to {sum(factors):g}: a mean over checkpoints needs a positive sum.")
     return listed, [factor / sum(factors) for factor in factors]
+
+
+def _checked_weights(weights: Any) -> Any:
+    """Weights that are numbers."""
+    if not isinstance(weights, Iterable) or isinstance(weights, str):
+        raise TypeError(f"weights is a {type(weights).__name__}: pass a list, one number for each checkpoint.")
+    for at, weight in enumerate(weights):
+        if isinstance(weight, str):
+            raise TypeError(f"weights[{at}]={weight!r}: pass a number.")
+    return weights
 
 
 def property_scores(provider: GroupGradients, property: Property) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +19,8 @@ Checkpoints: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Iterable[Any]
 
 def listed_checkpoints(checkpoints: Checkpoints) -> list[Any]:
     """Checkpoints as a list; a single path or state dict is one of them."""
+    if isinstance(checkpoints, nn.Module):
+        raise TypeError(_not_a_state("checkpoints", checkpoints))
     listed = [checkpoints] if isinstance(checkpoints, str | PathLike | Mapping) else list(checkpoints)
     if not listed:
         raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
@@ -26,6 +29,8 @@ def listed_checkpoints(checkpoints: Checkpoints) -> list[Any]:
 
 def states_of(model: nn.Module, models: Sequence[nn.Module]) -> list[Mapping[str, Any]]:
     """The states of a model, copied, and of others of the same kind, as checkpoints of the first."""
+    if isinstance(models, nn.Module):
+        raise TypeError(f"models is a {type(models).__name__}: pass a list, [model].")
     own = unwrapped(model).state_dict()
     found: list[Mapping[str, Any]] = [{name: value.clone() for name, value in own.items()}]
     for number, other in enumerate(models):
@@ -53,13 +58,39 @@ def at_checkpoints(
         return
     with left_as_it_was(model):
         for number, checkpoint in enumerate(checkpoints):
-            (load or load_state)(model, checkpoint)
+            if load is None:
+                load_state(model, checkpoint, f"checkpoints[{number}]")
+            else:
+                load(model, checkpoint)
             yield number
 
 
-def load_state(model: nn.Module, checkpoint: Any) -> None:
-    """Load a state dict, or the file that holds one; saved from a DistributedDataParallel or not."""
-    unwrapped(model).load_state_dict(inner_names(state_of(checkpoint), model))
+def load_state(model: nn.Module, checkpoint: Any, name: str = "the checkpoint") -> None:
+    """Load a state dict, or the file that holds one; saved from a DistributedDataParallel or not.
+
+    Args:
+        model: gets the state.
+        checkpoint: a state dict, or its path.
+        name: how errors call it.
+    """
+    if isinstance(checkpoint, nn.Module):
+        raise TypeError(_not_a_state(name, checkpoint))
+    if isinstance(checkpoint, str | PathLike) and not Path(checkpoint).exists():
+        raise FileNotFoundError(
+            f"{name} is {str(checkpoint)!r}, which is no file: pass the path of a saved state dict."
+        )
+    state = inner_names(state_of(checkpoint), model)
+    try:
+        unwrapped(model).load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"{name} does not fit the model: {error}") from error
+
+
+def _not_a_state(name: str, found: nn.Module) -> str:
+    return (
+        f"{name} is a {type(found).__name__}: pass a state dict, model.state_dict(), or its path; or models=[…] for "
+        "more models trained the same way."
+    )
 
 
 def state_of(checkpoint: Any) -> Mapping[str, Any]:

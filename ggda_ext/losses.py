@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import as_batch_of_one, batch_length, tensors_in
+from ggda_ext import misfits
+from ggda_ext.data import as_batch_of_one, batch_length
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -127,23 +129,38 @@ def as_example_loss(loss_fn: Any) -> ExampleLoss:
         raise TypeError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, {loss_fn.__name__}().")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}: pass a callable loss_fn(output, target).")
+    if cannot_take(loss_fn, 1, 2):
+        raise TypeError(
+            f"loss_fn takes {signature(loss_fn)}: pass a callable loss_fn(output, target), or BatchLoss(fn) with your "
+            "own fn(model, batch) -> losses [b]."
+        )
     return OutputLoss(loss_fn)
+
+
+def cannot_take(function: Callable[..., Any], *counts: int) -> bool:
+    """Whether a function says of itself that it cannot be called with any of these numbers of arguments."""
+    try:
+        own = signature(function)
+    except (TypeError, ValueError):  # of some that are written in C nothing is known
+        return False
+    for count in counts:
+        try:
+            own.bind(*range(count))
+        except TypeError:
+            continue
+        return False
+    return True
 
 
 def model_output(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
     """Run the model on a batch: its output and the batch's target (None if it has none)."""
     try:
         output, target = _called(model, batch)
-    except RuntimeError as error:
-        if "dtype" not in str(error):
+    except (RuntimeError, TypeError) as error:
+        explained = misfits.of_model(error, model, batch)
+        if explained is error:
             raise
-        own = next((str(p.dtype) for p in model.parameters()), "another type")
-        given = ", ".join(str(tensor.dtype) for tensor in tensors_in(batch))
-        fix = "pass x.float() for x, or model.double()" if "float64" in given else "pass inputs first, then the target"
-        raise TypeError(
-            f"the data holds tensors of {given}, and the parameters of the model are {own}: {fix}. "
-            f"The model says: {error}."
-        ) from error
+        raise explained from error
     output = getattr(output, "logits", output)  # Hugging Face model outputs
     if not isinstance(output, Tensor):
         raise TypeError(
@@ -231,9 +248,20 @@ def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor | None
             _check_comparable(loss_fn, output, target)
             return None
         target = target.reshape(output.shape)  # [b] for outputs [b, 1]: alone they mean the same, a batch broadcasts
+    if isinstance(loss_fn, _ELEMENTWISE) and not target.is_floating_point():
+        target = target.to(output.dtype)  # 0 and 1 as whole numbers, which binary cross-entropy cannot take
+    by_number = classes and output.dim() == 2 and not target.is_complex()
+    if by_number and ((target.dim() == 1) == target.is_floating_point() or output.shape[1] == 1):
+        misfits.check_classes(type(loss_fn).__name__, output, target)
     unreduced = copy.copy(loss_fn)
     unreduced.reduction = "none"
-    rows = unreduced(output, target).reshape(size, -1)
+    try:
+        rows = unreduced(output, target).reshape(size, -1)
+    except (RuntimeError, IndexError) as error:
+        explained = misfits.of_loss(error, type(loss_fn).__name__, output, target)
+        if explained is error:
+            raise
+        raise explained from error
     if rows.shape[1] == 1:
         return rows.reshape(size)
     if reduction != "mean":

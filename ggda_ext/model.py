@@ -324,7 +324,8 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
 
 
 def _as_list(chosen: ParameterChoice) -> list[str | nn.Module | nn.Parameter]:
-    return [chosen] if isinstance(chosen, str | nn.Module | nn.Parameter) else list(chosen or [])
+    single = isinstance(chosen, str | nn.Module | nn.Parameter) or not isinstance(chosen, Iterable)
+    return [chosen] if single else list(chosen)  # type: ignore[list-item, arg-type]
 
 
 def _members(model: nn.Module, item: str | nn.Module | nn.Parameter) -> list[nn.Parameter]:
@@ -332,6 +333,10 @@ def _members(model: nn.Module, item: str | nn.Module | nn.Parameter) -> list[nn.
         return [item]
     if isinstance(item, nn.Module):
         return list(item.parameters())
+    if not isinstance(item, str):
+        raise TypeError(
+            f"parameters holds a {type(item).__name__}: pass names of parameters or modules, or these themselves."
+        )
     every = dict(model.named_parameters(remove_duplicate=False))
     item = inner_name(item, model)
     if item in every:

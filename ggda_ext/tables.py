@@ -96,7 +96,7 @@ def tensor_of(array: Any, name: str) -> Tensor:
         return torch.as_tensor(_numbers_of(array, name).copy())  # pandas gives arrays that may not be written to
     if array.dtype.kind in "OSUmM":
         raise TypeError(f"{name} is not made of numbers: it holds {array.dtype}. Encode it first.")
-    return torch.as_tensor(array)
+    return torch.as_tensor(array if array.flags.writeable else array.copy())  # a tensor can be written to
 
 
 def _numbers_of(table: Any, name: str) -> np.ndarray:

@@ -404,7 +404,15 @@ def test_ids_of_any_shape_become_names() -> None:
         groups.names_of([2])
 
 
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    result = Attribution(torch.ones(1, 2), [[0], [1]])
+    with pytest.raises(IsADirectoryError):
+        result.save(tmp_path / ".")
+    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.part"))
+
+
 def test_spread_over_points_keeps_sums_and_order() -> None:
+    assert Groups(["a", "b", "a"]).spread([2.0, 3.0]).tolist() == [1.0, 3.0, 1.0]
     groups = Groups([0, 1, 1, -1, 0, 0], rest="drop")
     scores = torch.tensor([[3.0, 8.0], [-1.0, 0.5]])
     shares = groups.spread(scores, left_out=0.0)
@@ -426,6 +434,15 @@ def test_tables_escape_and_cut_what_comes_from_data() -> None:
     assert "&lt;script&gt;" in result._repr_html_()
     assert max(map(len, str(result).splitlines())) < 100
     assert "line\nbreak" not in str(result)
+
+
+def test_days_and_months_are_shown_as_people_write_them() -> None:
+    days = pd.Series(pd.to_datetime(["2024-01-31", "2024-02-01", "2024-02-01"]))
+    said = str(Attribution(torch.ones(1, 2), Groups(days)))
+    assert "2024-01-31 " in said
+    assert "00:00" not in said
+    pairs = [("x", month) for month in days.dt.to_period("M")]
+    assert "('x', 2024-01)" in str(Attribution(torch.ones(1, 2), {pair: [at] for at, pair in enumerate(pairs[:2])}))
 
 
 def test_many_groups_and_many_properties_still_print_on_a_page() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -121,6 +122,15 @@ def test_float64_arrays_come_in_the_dtype_of_the_model(kind: str, dtype: torch.d
     torch.testing.assert_close(found.scores, expected.scores)
     said = "were given to the model as float32" in str(found)
     assert said == (dtype == torch.float32)
+
+
+def test_arrays_that_may_not_be_written_to_are_taken_in_silence() -> None:
+    x, y = table()[FEATURES].to_numpy().copy(), table()["y"].to_numpy().copy()
+    for array in (x, y):
+        array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attribute(network(), LOSS, (x, y), np.arange(N) % 3, properties.mean_loss((x, y), LOSS), method="tracin")
 
 
 def test_float64_arrays_go_through_every_door() -> None:

@@ -9,6 +9,7 @@ from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from ggda_ext import find_label_issues
 from ggda_ext.training import Recipe, initial_model, train_one
@@ -183,3 +184,17 @@ def test_an_infinite_loss_is_named():
 def test_without_groups_there_is_no_table_by_group():
     with pytest.raises(ValueError, match="pass groups= to find_label_issues"):
         _ = find_label_issues(initial_model(MODELS["linear layers"], 0), LOSS, points(9)).by_group
+
+
+def test_no_batch_is_larger_than_those_of_the_loaders():
+    class Counting(nn.Linear):
+        largest = 0
+
+        def forward(self, x):
+            self.largest = max(self.largest, len(x))
+            return super().forward(x)
+
+    x, y = torch.randn(30, 4), torch.arange(30) % 3
+    model, loader = Counting(4, 3), DataLoader(TensorDataset(x, y), batch_size=4)
+    find_label_issues(model, LOSS, loader, validation=loader)
+    assert model.largest <= 4

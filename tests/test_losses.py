@@ -121,3 +121,11 @@ def test_a_model_that_returns_no_tensor_is_refused():
 
     with pytest.raises(TypeError, match=r"the model returned a tuple.*BatchLoss"):
         OutputLoss(nn.MSELoss()).each(Pair(), (OUT, OUT))
+
+
+@pytest.mark.parametrize("loss_fn", [nn.BCEWithLogitsLoss(), nn.MSELoss(reduction="sum")])
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool])
+def test_zeros_and_ones_may_be_whole_numbers(loss_fn, kind):
+    output, target = torch.randn(6, 1), torch.tensor([0, 1, 1, 0, 1, 0])
+    expected = example_losses(loss_fn, output, target.float())
+    torch.testing.assert_close(example_losses(loss_fn, output, target.to(kind)), expected)

@@ -11,9 +11,10 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ggda_ext import Attribution, Groups, attribute, properties
+from ggda_ext import Attribution, Groups, attribute, find_label_issues, properties
+from ggda_ext.training import Recipe
 
 N, CLASSES = 120, 3
 X, Y = torch.randn(N, 4, generator=torch.Generator().manual_seed(0)), torch.arange(N) % CLASSES
@@ -33,6 +34,20 @@ def ask(**changes: Any) -> Attribution:
         "property": properties.mean_loss((X, Y), LOSS),
     }  # fmt: skip
     return attribute(**right | changes)
+
+
+def first_weight(model: nn.Module) -> torch.Tensor:
+    return next(model.parameters()).sum()
+
+
+class Listed(Dataset[Any]):
+    """Examples as lists of numbers, which a DataLoader does not make one tensor of."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> tuple[list[float], int]:
+        return X[index].tolist(), int(Y[index])
 
 
 def elsewhere(index_from: int) -> pd.Series:
@@ -136,6 +151,94 @@ MISTAKES: dict[str, Mistake] = {
         lambda: Groups(TABLE["clinic"]).spread(torch.ones(3, 2)), ValueError, "Pass its transpose"
     ),
     "a file of something else": (lambda: Attribution.load(Path(__file__)), ValueError, "is no saved Attribution"),
+    # data, once more
+    "targets that are text": (lambda: ask(data=(X, TABLE["clinic"].to_numpy())), TypeError, "not made of numbers"),
+    "class numbers as floats": (lambda: ask(data=(X, Y.float())), TypeError, "float32 numbers of classes: pass y.long"),
+    "class numbers in a column": (lambda: ask(data=(X, Y[:, None])), ValueError, r"shape \[.*, 1\].*: pass y\[:, 0\]"),
+    "a class too many": (lambda: ask(data=(X, Y + 5)), ValueError, "class 7, and the model has outputs for 3, 0 … 2"),
+    "inputs of another width": (lambda: ask(data=(X[:, :3], Y)), ValueError, r"cannot run on inputs of shape \[.*3\]"),
+    "lists for tensors": (lambda: ask(data=Listed()), TypeError, "the data gives a list .* torch.tensor"),
+    "names the model does not know": (
+        lambda: ask(data={"age": X, "y": Y}), TypeError, "given as keywords, age=.* dict whose keys are arguments"
+    ),
+    "two inputs for one": (lambda: ask(data=(X, X, Y)), TypeError, "2 inputs, .* and a target"),
+    "missing values in a tensor": (
+        lambda: ask(data=(X.where(X < 1, torch.nan), Y)), ValueError, "the loss of point .* of the training data is nan"
+    ),
+    "a grouped table": (lambda: ask(groups=TABLE.groupby("clinic")), TypeError, "DataFrameGroupBy.*one label per"),
+    # model and loss, once more
+    "one output for classes": (
+        lambda: ask(model=nn.Linear(4, 1), data=(X, 0 * Y)), ValueError, "one output.* use nn.BCEWithLogitsLoss"
+    ),
+    "probabilities from no sigmoid": (
+        lambda: ask(model=nn.Linear(4, 1), loss_fn=nn.BCELoss(), data=(X, Y // 2), property=first_weight), ValueError,
+        r"BCELoss takes probabilities.* use nn.BCEWithLogitsLoss\(\)",
+    ),
+    "a loss of three arguments": (
+        lambda: ask(loss_fn=lambda output, target, weight: output.sum()), TypeError, r"loss_fn\(output, target\)"
+    ),
+    "a model for checkpoints": (lambda: ask(checkpoints=MODEL), TypeError, "checkpoints is a Sequential: .* models="),
+    "models for checkpoints": (lambda: ask(checkpoints=[MODEL]), TypeError, r"checkpoints\[0\] is a Sequential: "),
+    "a checkpoint that is not there": (
+        lambda: ask(checkpoints=["nowhere.pt"]), FileNotFoundError, r"checkpoints\[0\] is 'nowhere.pt', which is no"
+    ),
+    "a checkpoint of another model": (
+        lambda: ask(checkpoints=[nn.Linear(2, 2).state_dict()]), ValueError, r"checkpoints\[0\] does not fit the model"
+    ),
+    "one model for several": (lambda: ask(models=MODEL), TypeError, r"models is a Sequential: pass a list, \[model\]"),
+    # property, once more
+    "a list of properties": (
+        lambda: ask(property=[properties.mean_loss((X, Y), LOSS)] * 2), TypeError, "for several, properties.stack"
+    ),
+    "a property of nothing": (lambda: ask(property=lambda: 1), TypeError, r"called as property\(model\)"),
+    "a property of more than the model": (
+        lambda: ask(property=lambda model, x: model(x)), TypeError, r"called as property\(model\)"
+    ),
+    "accuracy without targets": (
+        lambda: ask(property=properties.soft_accuracy(X)), ValueError, r"gives no targets: pass \(x, y\)"
+    ),
+    "test data after the loss": (
+        lambda: properties.mean_loss(LOSS, (X, Y)), TypeError, r"loss_fn is a tuple: pass a callable loss_fn"
+    ),
+    # settings, once more
+    "a method that does not exist": (lambda: ask(method="shapley"), ValueError, "'shapley' is not one of 'tracin'"),
+    "damping in words": (lambda: ask(damping="small"), TypeError, "damping='small': pass a number from 0 on"),
+    "half a batch": (lambda: ask(batch_size=2.5), TypeError, "batch_size=2.5: pass a whole number"),
+    "a batch in words": (lambda: ask(batch_size="32"), TypeError, "batch_size='32': pass a whole number"),
+    "memory in words": (lambda: ask(memory_budget="1 GB"), TypeError, "memory_budget='1 GB': pass a whole number"),
+    "a folder by number": (lambda: ask(save_dir=3), TypeError, "save_dir is a int: pass the path of a folder"),
+    "a tag by number": (lambda: ask(save_dir="x", tag=3), TypeError, "tag is a int: pass text"),
+    "a parameter by number": (lambda: ask(parameters=3), TypeError, "parameters holds a int: pass names"),
+    "one weight for all": (
+        lambda: ask(checkpoints=[MODEL.state_dict()], weights=1.0), TypeError, "weights is a float: pass a list"
+    ),
+    "weights in words": (
+        lambda: ask(checkpoints=[MODEL.state_dict()], weights=["all"]), TypeError, r"weights\[0\]='all': pass a number"
+    ),
+    "epochs in words": (lambda: Recipe("3", 0.1, 4), TypeError, "epochs='3': pass a whole number"),
+    "confidence for intervals": (lambda: ask(intervals=0.95), ValueError, "intervals=0.95 is not one of True, False"),
+    "a bootstrap of one function": (
+        lambda: ask(property=lambda model: model(X).sum(), intervals=True), TypeError, "whose test points cannot be"
+    ),
+    # the result, once more
+    "a count in words": (lambda: RESULT.top("3"), TypeError, "count='3': pass a whole number"),
+    "a group by a wrong id": (lambda: RESULT.some([7]), IndexError, "ids holds 7: there are 3 groups, 0 … 2"),
+    "a group by a number it has not": (lambda: RESULT.of_group(3), KeyError, "no group 3; the first ones are 'east', "),
+    "text for scores": (lambda: Attribution.of("abc", TABLE["clinic"]), TypeError, "scores is a str: pass a tensor"),
+    "a k= result for scores": (
+        lambda: Attribution.of((torch.ones(2, 3), torch.ones(2, 3)), TABLE["clinic"]), TypeError,
+        "scores is a tuple: .* groups.names_of",
+    ),
+    "a direction in words": (
+        lambda: Attribution.of(torch.ones(1, 3), TABLE["clinic"], "loss", "lower"), TypeError,
+        "higher_is_better='lower': pass True, False or None",
+    ),
+    "a folder to save to": (lambda: RESULT.save("."), IsADirectoryError, "is a folder: pass the path of a file"),
+    "a folder for the page": (lambda: RESULT.to_html("."), IsADirectoryError, "is a folder: pass the path of a file"),
+    "a number for retraining": (lambda: RESULT.verify(3), TypeError, "retrain is a int: pass a function"),
+    "a column name for issues": (
+        lambda: find_label_issues(MODEL, LOSS, (X, Y), groups="clinic"), ValueError, "one value: pass one label"
+    ),
 }  # fmt: skip
 
 

@@ -697,7 +697,7 @@ BAD_READY: dict[str, tuple[Callable[[], Any], str]] = {
     "label out of range, f1": (lambda: soft_f1((X, Y + 1)), "data has 4 labels that are no class.* first 3"),
     "fractional label": (lambda: correct_logits((X, Y + 0.5)), "no class of the model, first 0.5"),
     "one-hot labels": (lambda: soft_f1((X, F.one_hot(Y))), r"targets of shape \[11, 3\]"),
-    "no labels": (lambda: soft_f1(X), "targets of a NoneType"),
+    "no labels": (lambda: soft_f1(X), "data gives no targets"),
     "argmax": (
         lambda: of_outputs(DATA, lambda f, y: (f.argmax(1) == y).double().mean()),
         "no gradient.*argmax",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,22 @@ class Plan:
             f"{facts.points:,} points in batches of {facts.batch_size}, {facts.working_bytes / 2**20:.0f} MB of "
             f"working memory ({facts.groups:,} groups, {facts.parameters:,} parameters)"
         )
+
+
+def check_counts(*, whole: bool = True, **counts: Any) -> None:
+    """Refuse what is no positive number; None is left to whoever asks.
+
+    Args:
+        whole: whether it counts something; if not, any number will do.
+        **counts: name → value.
+    """
+    for name, value in counts.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+            raise TypeError(f"{name}={value!r}: pass a whole number, or leave it out.")
+        if value < 1:
+            raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
 
 
 def check_strategy(strategy: str) -> None:

@@ -20,7 +20,16 @@ from torch.utils.data import DataLoader
 from ggda_ext.data import DataLike, IndexedData, to_device
 from ggda_ext.distributed import all_reduce_sum, alone, checksum, in_order, my_share, sum_of_ranks, together, world_size
 from ggda_ext.gradients.layers import Observer
-from ggda_ext.gradients.plan import Plan, Request, check_finite_rows, check_finite_scores, check_strategy, choose, named
+from ggda_ext.gradients.plan import (
+    Plan,
+    Request,
+    check_counts,
+    check_finite_rows,
+    check_finite_scores,
+    check_strategy,
+    choose,
+    named,
+)
 from ggda_ext.gradients.probe import Probe
 from ggda_ext.gradients.proof import Unproven
 from ggda_ext.gradients.strategies import backward, directional, forward, ghost, norms, persample, segmented
@@ -145,9 +154,8 @@ class GroupGradients:
         show_progress: bool | None = None,
     ) -> None:
         check_strategy(strategy)
-        for name, value in (("batch_size", batch_size), ("memory_budget", memory_budget)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
+        check_counts(batch_size=batch_size)
+        check_counts(whole=False, memory_budget=memory_budget)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: pass the trained torch.nn.Module itself.")
         self.model, self.loss = unwrapped(model), as_example_loss(loss_fn)

@@ -126,6 +126,8 @@ def _as_numpy(values: Any) -> np.ndarray:
         return values.detach().cpu().numpy()
     if hasattr(values, "to_numpy"):  # pandas and polars columns, missing values as None or NaN
         return np.asarray(values.to_numpy())
+    if hasattr(values, "ngroups"):
+        raise TypeError(f"groups is a {type(values).__name__}: pass one label per training point, e.g. df['clinic'].")
     if isinstance(values, list | tuple) and any(isinstance(value, str) for value in values):
         return np.array([*values, None], dtype=object)[:-1]  # or numbers among them would become text
     return np.asarray(values)

@@ -26,8 +26,10 @@ def id_of(name: Hashable, names: Sequence[Hashable]) -> int:
         return found[0]
     close = difflib.get_close_matches(str(name), [str(one) for one in names], n=3, cutoff=0.4)
     some = close or [str(one) for one in names[:5]]
-    hint = "did you mean " if close else "the first ones are "
-    raise UnknownName(f"there is no group {name!r}; {hint}{', '.join(map(repr, some))}?")
+    hint = (
+        f"did you mean {', '.join(map(repr, some))}?" if close else f"the first ones are {', '.join(map(repr, some))}."
+    )
+    raise UnknownName(f"there is no group {name!r}; {hint}")
 
 
 def _at(name: Hashable, ids: Sequence[Hashable]) -> list[int]:
@@ -59,10 +61,11 @@ def names_at(ids: Any, names: Sequence[Hashable]) -> np.ndarray:
     return found
 
 
-def spread_over(scores: Tensor, labels: np.ndarray, sizes: np.ndarray, how: Share, left_out: float) -> Tensor:
+def spread_over(scores: Any, labels: np.ndarray, sizes: np.ndarray, how: Share, left_out: float) -> Tensor:
     """Scores `[…, k]` of groups as scores `[…, n]` of points; see `Groups.spread`."""
     if how not in ("share", "copy"):
         raise ValueError(f"how={how!r} is not one of 'share', 'copy'.")
+    scores = torch.as_tensor(scores)
     if scores.shape[-1:] != (len(sizes),):
         turned = " Pass its transpose, scores.T." if scores.shape[:1] == (len(sizes),) else ""
         raise ValueError(

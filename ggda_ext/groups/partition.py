@@ -271,7 +271,7 @@ class Groups:
         """Some of the groups, in the order of `ids`; the points of all others are left out."""
         return Groups.with_labels(labels_of_some(self.labels, ids, len(self)), len(ids), [self.name(j) for j in ids])
 
-    def spread(self, scores: Tensor, *, how: Share = "share", left_out: float = float("nan")) -> Tensor:
+    def spread(self, scores: Any, *, how: Share = "share", left_out: float = float("nan")) -> Tensor:
         """Scores of groups as scores of points, for what is written for points, such as the metrics of quanda.
 
         Args:

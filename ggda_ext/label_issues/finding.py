@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import DataLike, IndexedData, SomePoints, to_device
+from ggda_ext.data import DataLike, IndexedData, SomePoints
 from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.label_issues.issues import LabelIssues, RankedBy
+from ggda_ext.methods.scoring import finite_losses
 from ggda_ext.model import ParameterChoice, only_thread
 from ggda_ext.words import without
 
-_BATCH = 256
 RankBy = Literal["auto", "loss", "self_influence", "influence", "loss and influence"]
 
 
@@ -84,12 +84,12 @@ def find_label_issues(
     points = GroupGradients(model, loss_fn, data, **options)
     found_groups = None if groups is None else Groups.of(groups, points.groups.n)
     with only_thread(model):
-        loss, norms = _losses(points, batch_size), points.squared_norms()
+        loss, norms = finite_losses(points, batch_size), points.squared_norms()
         influence, clean_loss = None, None
         if validation is not None:
             clean = points.on(IndexedData(validation, "validation"))
             influence = _influence(points, clean, norms, memory_budget).cpu().numpy()
-            clean_loss = float(_losses(clean, batch_size).mean())
+            clean_loss = float(finite_losses(clean, batch_size).mean())
     ranked_by, why = _choice(rank_by, float(loss.mean()), clean_loss)
     return LabelIssues.ranked(
         loss.cpu().numpy(), norms.cpu().numpy(), influence, ranked_by=ranked_by, why=why, groups=found_groups
@@ -106,21 +106,6 @@ def _choice(rank_by: RankBy, loss: float, clean_loss: float | None) -> tuple[Ran
     if loss >= clean_loss:
         return "loss", f"{found}: labels were not learned by heart, and then nothing was found to be better"
     return "loss and influence", f"{found}: labels were learned by heart, which hides wrong ones from the loss"
-
-
-def _losses(points: GroupGradients, batch_size: int | None) -> Tensor:
-    """Loss of every point `[n]`; first of all, as a loss that is not finite spoils everything else."""
-    with torch.no_grad():
-        found = [
-            points.loss.each(points.model, to_device(batch, points.space.device)).detach()
-            for _, batch in points.data.sequential(batch_size or _BATCH)
-        ]
-    losses = torch.cat(found).to(torch.promote_types(found[0].dtype, torch.float32))
-    wrong = torch.nonzero(~losses.isfinite())
-    if len(wrong):
-        at = int(wrong[0])
-        raise ValueError(f"the loss of point {at} of {points.data.name} is {float(losses[at])}: look at that point.")
-    return losses
 
 
 def _influence(points: GroupGradients, clean: GroupGradients, norms: Tensor, memory_budget: int) -> Tensor:

@@ -17,6 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ggda_ext.gradients import GroupGradients
+from ggda_ext.gradients.plan import check_counts
 from ggda_ext.results.method import Setting, Unit
 
 
@@ -63,8 +64,9 @@ class Method:
 
 def check_numbers(*, damping: float | None, **counts: int) -> None:
     """Refuse a negative damping, and counts below one."""
+    wrong = f"damping={damping!r}: pass a number from 0 on, or leave it out."
+    if isinstance(damping, str):
+        raise TypeError(wrong)
     if damping is not None and not 0 <= damping < float("inf"):
-        raise ValueError(f"damping={damping}: pass a number from 0 on, or leave it out.")
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name}={value}: pass at least 1.")
+        raise ValueError(wrong)
+    check_counts(**counts)  # type: ignore[arg-type]  # none of them is called whole

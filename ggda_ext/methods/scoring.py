@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ggda_ext.data import to_device
 from ggda_ext.gradients import Directions, GroupGradients
 from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.results.method import MethodFacts, Setting
@@ -133,7 +135,11 @@ def _scored(
     checkpoint: int,
     property: Any,
 ) -> Any:
-    done = _kept_solve(method, provider, rows, kept, checkpoint) if method.needs_rows else Preconditioned(rows)
+    try:
+        done = _kept_solve(method, provider, rows, kept, checkpoint) if method.needs_rows else Preconditioned(rows)
+    except (ValueError, RuntimeError):
+        finite_losses(provider)  # curvature that cannot be solved with may come from a single point, which is named
+        raise
     account.add(done, provider.plan(done.directions).passes)
     return kept.scores(provider, done.directions, checkpoint, property)
 
@@ -163,6 +169,27 @@ def _told(done: Preconditioned) -> Tensor:
     return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
 
 
+def finite_losses(points: GroupGradients, batch_size: int | None = None) -> Tensor:
+    """Loss of every point `[n]`; one that is not finite, which spoils everything else, is refused by its number.
+
+    Args:
+        points: the model, its loss, and the data.
+        batch_size: points per batch; by default those of a DataLoader, else 256.
+    """
+    batch_size = batch_size or points.data.batch_size or 256
+    with torch.no_grad():
+        found = [
+            points.loss.each(points.model, to_device(batch, points.space.device)).detach()
+            for _, batch in points.data.sequential(batch_size)
+        ]
+    losses = torch.cat(found).to(torch.promote_types(found[0].dtype, torch.float32))
+    wrong = torch.nonzero(~losses.isfinite())
+    if len(wrong):
+        at = int(wrong[0])
+        raise ValueError(f"the loss of point {at} of {points.data.name} is {float(losses[at])}: look at that point.")
+    return losses
+
+
 def keep_scores(save_dir: str | Path | None, tag: str | None = None) -> KeptScores:
     """A store of scores, or one that keeps nothing where `save_dir` is None.
 
@@ -171,6 +198,10 @@ def keep_scores(save_dir: str | Path | None, tag: str | None = None) -> KeptScor
         tag: names what a fingerprint cannot see, such as the version of the data; another tag is refused.
     """
     if save_dir is not None:
+        if not isinstance(save_dir, str | PathLike):
+            raise TypeError(f"save_dir is a {type(save_dir).__name__}: pass the path of a folder.")
+        if tag is not None and not isinstance(tag, str):
+            raise TypeError(f"tag is a {type(tag).__name__}: pass text, such as the version of the data.")
         from ggda_ext.storage.scores import ScoreStore  # only who stores something needs it
 
         return ScoreStore(save_dir, tag)

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData, to_device
 from ggda_ext.distributed import all_reduce_sum, broadcast, gather_objects, gather_rows, together, world_size
-from ggda_ext.losses import ExampleLoss, model_output
+from ggda_ext.losses import ExampleLoss, cannot_take, model_output
 from ggda_ext.model import left_as_it_was, sums_on, training_kernels, unwrapped
 
 Property = Callable[[nn.Module], Tensor]
@@ -63,9 +64,12 @@ def check_property(property: Any) -> None:
     """Refuse what is no property: data, a name, or a maker of properties that was not called."""
     ready = "e.g. properties.mean_loss(test_data, loss), or any callable g(model) -> Tensor"
     if not callable(property) or isinstance(property, type):
-        raise TypeError(f"property is a {type(property).__name__}: pass what is to be explained, {ready}.")
+        several = "; for several, properties.stack(first, second)" if isinstance(property, list | tuple) else ""
+        raise TypeError(f"property is a {type(property).__name__}: pass what is to be explained, {ready}{several}.")
     if isinstance(property, FunctionType) and property.__module__ == "ggda_ext.properties.library":
         raise TypeError(f"property is the function {property.__name__} itself: call it with its data, {ready}.")
+    if isinstance(property, FunctionType) and cannot_take(property, 1):
+        raise TypeError(f"property takes {signature(property)}, and it is called as property(model): let it take one.")
 
 
 def _plain_gradient(property: Property, model: nn.Module, parameters: Parameters) -> Tensor:

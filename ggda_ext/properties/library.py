@@ -212,6 +212,8 @@ def _class_logits(outputs: Tensor) -> Tensor:
 
 def _class_labels(targets: Any, logits: Tensor) -> Tensor:
     """Class indices `[N]` from targets `[N]` or `[N, 1]`, checked against `logits [N, C]`."""
+    if targets is None:
+        raise ValueError("data gives no targets: pass (x, y), with a class for each example.")
     if not isinstance(targets, Tensor) or targets.numel() != len(logits):
         got = f"shape {list(targets.shape)}" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
         raise ValueError(
@@ -233,20 +235,20 @@ def _class_labels(targets: Any, logits: Tensor) -> Tensor:
     return labels.long()
 
 
-def _margin(outputs: Tensor, targets: Any, soft: bool) -> Tensor:
+def _margin(outputs: Tensor, targets: Any = None, *, soft: bool) -> Tensor:
     logits = _class_logits(outputs)
     labels = _class_labels(targets, logits)[:, None]
     others = logits.masked_fill(labels == torch.arange(logits.shape[1], device=labels.device), -torch.inf)
     return logits.gather(1, labels).squeeze(1) - (others.logsumexp(1) if soft else others.amax(1))
 
 
-def _correct_logit(outputs: Tensor, targets: Any) -> Tensor:
+def _correct_logit(outputs: Tensor, targets: Any = None) -> Tensor:
     logits = _class_logits(outputs)
     correct = logits.gather(1, _class_labels(targets, logits)[:, None]).squeeze(1)
     return 2 * correct if outputs.numel() == len(outputs) else correct
 
 
-def _correct_probability(outputs: Tensor, targets: Any, temperature: float) -> Tensor:
+def _correct_probability(outputs: Tensor, targets: Any = None, *, temperature: float) -> Tensor:
     probabilities = class_probabilities(outputs, temperature)
     return probabilities.gather(1, _class_labels(targets, probabilities)[:, None]).squeeze(1)
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ggda_ext.gradients.plan import check_counts
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.properties.described import HigherIsBetter
 from ggda_ext.results import ranking
@@ -218,8 +219,7 @@ class Attribution(Tensor):
 
     def top(self, count: int = 5, by: str | int | None = None) -> Attribution:
         """The groups that matter most, helpful or harmful, largest score first."""
-        if count < 1:
-            raise ValueError(f"count={count}: pass at least 1.")
+        check_counts(count=count)
         return self.some(ranking.order(self, by)[:count])
 
     def harmful(self, by: str | int | None = None, *, sure: bool = False) -> Attribution:
@@ -238,6 +238,8 @@ class Attribution(Tensor):
     def some(self, ids: Sequence[int]) -> Attribution:
         """Some of the groups by id (column), in that order, with everything that is known about them."""
         ids = [int(j) for j in ids]
+        if ids:
+            self.groups.names_of(ids)  # which refuses ids that no group has
         if len(set(ids)) < len(ids):
             raise ValueError(f"ids holds a group more than once: {ids}.")
         at = torch.tensor(ids, dtype=torch.int64, device=self.device)

@@ -33,6 +33,8 @@ def converted(
     own = getattr(scores, "attribution", None)
     if callable(own) and hasattr(scores, "per_seed"):  # leave-group-out, with its own interval, sign and shape
         return own(groups, property, higher_is_better)
+    if isinstance(scores, str | tuple) or (isinstance(higher_is_better, str)):
+        raise TypeError(_wrong_kind(scores, higher_is_better))
     found, turned = _upright(torch.as_tensor(scores), len(groups), test_axis)
     if turned and positive is None:
         raise ValueError(
@@ -46,6 +48,17 @@ def converted(
         found, groups, names_of(property, m), whether_higher_is_better(property, m, higher_is_better),
         method=MethodFacts(method) if isinstance(method, str) else method, **details,
     )  # fmt: skip
+
+
+def _wrong_kind(scores: Any, higher_is_better: Any) -> str:
+    if isinstance(higher_is_better, str):
+        return f"higher_is_better={higher_is_better!r}: pass True, False or None, or a list of these."
+    if isinstance(scores, tuple):
+        return (
+            "scores is a tuple: pass the scores of all groups, influence(…) without k=; groups.names_of(ids) names "
+            "what a k= result holds."
+        )
+    return f"scores is a {type(scores).__name__}: pass a tensor, an array, or the result of leave_group_out."
 
 
 def _upright(scores: Tensor, k: int, test_axis: Any) -> tuple[Tensor, bool]:

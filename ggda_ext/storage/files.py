@@ -95,6 +95,8 @@ def replaced(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
         path: where it ends up.
         sync: whether to wait for the disk, so that it is there even if the power fails; a kill needs no waiting.
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder: pass the path of a file.")
     part = path.with_name(path.name + ".part")
     try:
         with os.fdopen(_new(part), "wb") as file:
@@ -102,10 +104,10 @@ def replaced(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
+        os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    os.replace(part, path)
     if sync:
         sync_folder(path.parent)
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ggda_ext.gradients.plan import check_counts
+
 Schedule = Literal["onecycle", "linear", "constant"]
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
@@ -41,9 +43,7 @@ class Recipe:
     schedule: Schedule = "onecycle"
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: pass at least 1.")
+        check_counts(epochs=self.epochs, batch_size=self.batch_size)
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate={self.learning_rate}: pass a positive number.")
         if self.weight_decay < 0:

@@ -1,0 +1,91 @@
+"""What a model or a loss says of data that does not fit it, in words that name the remedy.
+
+Called where the model or the loss has failed, or for shapes that it would take for something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ggda_ext.data import tensors_in
+
+_SHAPES = (
+    "shapes cannot be multiplied",
+    "Given groups=",
+    "to have",
+    "normalized_shape",
+    "size of tensor a",
+    "size mism",
+)
+
+
+def of_model(error: Exception, model: nn.Module, batch: Any) -> Exception:
+    """The error of a model that cannot run on a batch, with what it was given; or the error itself."""
+    said = f"The model says: {error}"
+    given = batch[:-1] if isinstance(batch, tuple | list) and len(batch) > 1 else [batch]
+    if isinstance(error, TypeError):
+        if isinstance(batch, Mapping) and "keyword argument" in str(error):
+            return TypeError(
+                f"the data gives dicts, whose entries are given as keywords, {', '.join(f'{key}=' for key in batch)}: "
+                "pass a dict whose keys are arguments of the model's forward and one of labels, target, y; or tuples "
+                f"(x, y). {said}."
+            )
+        if "positional argument" in str(error) and not isinstance(batch, Tensor | Mapping):
+            return TypeError(
+                f"the data gives {len(given)} input{'s' * (len(given) != 1)}, all but the last part of a tuple, and a "
+                f"target: pass (x, y), or as many inputs as the model takes. {said}."
+            )
+        strange = next((type(part).__name__ for part in given if not isinstance(part, Tensor | Mapping)), None)
+        if strange is not None and "must be Tensor" in str(error):
+            return TypeError(
+                f"the data gives a {strange} where the model needs a tensor: return torch.tensor(values) from the data "
+                f"set, or pass a DataLoader with collate_fn=. {said}."
+            )
+        return error
+    if "dtype" in str(error):
+        own = next((str(p.dtype) for p in model.parameters()), "another type")
+        dtypes = ", ".join(str(tensor.dtype) for tensor in tensors_in(batch))
+        fix = "pass x.float() for x, or model.double()" if "float64" in dtypes else "pass inputs first, then the target"
+        return TypeError(
+            f"the data holds tensors of {dtypes}, and the parameters of the model are {own}: {fix}. {said}."
+        )
+    if any(words in str(error) for words in _SHAPES):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(given))
+        return ValueError(f"the model cannot run on inputs of shape {shapes}: pass what it was trained on. {said}.")
+    return error
+
+
+def check_classes(name: str, output: Tensor, target: Tensor) -> None:
+    """Refuse outputs and targets that a loss of classes takes for something else, or cannot take."""
+    if output.shape[1] == 1 and not target.is_floating_point():
+        raise ValueError(
+            f"the model gives one output, of which {name} makes the loss 0 for whatever target: use "
+            "nn.BCEWithLogitsLoss(), or a model with an output for each class."
+        )
+    if target.is_floating_point() and target.dim() == 1:
+        kind = str(target.dtype).removeprefix("torch.")
+        raise TypeError(f"the targets are {kind} numbers of classes: pass y.long() for {name}.")
+    if not target.is_floating_point() and list(target.shape) == [len(output), 1]:
+        raise ValueError(
+            f"the targets have shape {list(target.shape)}, and {name} takes the number of a class for each point: "
+            "pass y[:, 0]."
+        )
+
+
+def of_loss(error: Exception, name: str, output: Tensor, target: Tensor) -> Exception:
+    """The error of a loss of PyTorch for outputs and targets, with the remedy; or the error itself."""
+    if isinstance(error, IndexError) and "out of bounds" in str(error):
+        classes = output.shape[1]
+        return ValueError(
+            f"the targets hold class {int(target.max())}, and the model has outputs for {classes}, 0 … {classes - 1}: "
+            "number the classes from 0, or use a model with more outputs."
+        )
+    if isinstance(error, RuntimeError) and "between 0 and 1" in str(error):
+        return ValueError(
+            f"{name} takes probabilities, and the model gives {float(output.min()):.3g} to {float(output.max()):.3g}: "
+            "use nn.BCEWithLogitsLoss(), or end the model with a sigmoid."
+        )
+    return error
