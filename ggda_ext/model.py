@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -221,6 +222,23 @@ def left_as_it_was(
         finally:
             if restore:
                 saved.restore()
+
+
+def called_with(module: nn.Module, values: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
+    """What a module gives for some arguments with other tensors in place of its parameters, named as in `parameters`.
+
+    Each place that holds a parameter is given its tensor once. `functional_call` alone gives it once for every name of a
+    module, so one that has two names would not get its parameter back.
+    """
+    held = dict(module.named_parameters())
+    given = {id(held[name]): value for name, value in values.items()}
+    places = {
+        f"{path}.{key}" if path else key: given[id(own)]
+        for path, part in module.named_modules()
+        for key, own in part._parameters.items()
+        if id(own) in given
+    }
+    return functional_call(module, places, arguments, tie_weights=False)
 
 
 # the parameters that count

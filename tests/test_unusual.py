@@ -69,7 +69,7 @@ def refusal_by_name(strategy: str):
 def test_every_strategy_gives_the_truth_or_names_the_cause(name, strategy):
     for seed, batch_size in runs(name, strategy):
         model, (points, truth) = make(name, seed)[0], subject(name, seed)
-        before = state_of(model)
+        before, held = state_of(model), list(model.parameters())
         provider = GroupGradients(
             model, CASES[name].loss, points, GROUPS, parameters=CASES[name].parameters, strategy=strategy,
             batch_size=batch_size,
@@ -83,6 +83,7 @@ def test_every_strategy_gives_the_truth_or_names_the_cause(name, strategy):
                 assert relative_error(provider.rows(), Groups(GROUPS).sum(truth, 0)) <= 1e-10, batch_size
         after = state_of(model)
         assert all(torch.equal(after[key], value) for key, value in before.items())
+        assert all(mine is its for mine, its in zip(held, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])

@@ -283,6 +283,18 @@ class UsedTwice(nn.Module):
         return out
 
 
+class TwoNames(nn.Module):
+    """One module under two names, called by both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x).tanh()).tanh())
+
+
 class Unused(nn.Module):
     """Parameters that the loss does not depend on: of a layer, and a bare one."""
 
@@ -506,6 +518,7 @@ CASES: dict[str, Unusual] = {
     ),
     "normalised gradients": Unusual(NormalisesGradients, refused="mixes the examples"),
     "unused parameters": Unusual(Unused),
+    "a module with two names": Unusual(TwoNames),
     "nested tensors": Unusual(Nested, inputs="tokens"),
     "recurrent": Unusual(Recurrent, inputs="tokens"),
     "checkpointed layers": Unusual(Checkpointed),

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vmap
+from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ggda_ext.data import IndexedData, progress, to_device
 from ggda_ext.distributed import all_reduce_sum, together, world_size
 from ggda_ext.gradients.strategies import forward
 from ggda_ext.losses import model_output
-from ggda_ext.model import ParameterSpace
+from ggda_ext.model import ParameterSpace, called_with
 
 _CHUNK_BYTES = 64 * 2**20  # tangents of one batch along one chunk of directions
 
@@ -120,7 +120,7 @@ class Linearizer:
         moves = {f"model.{name}": value for name, value in part.items()}
 
         def along(move: dict[str, Tensor]) -> Tensor:
-            return jvp(lambda given: functional_call(self._module, given, (batch,)), (values,), (move,))[1]
+            return jvp(lambda given: called_with(self._module, given, (batch,)), (values,), (move,))[1]
 
         if self._mapped:
             try:

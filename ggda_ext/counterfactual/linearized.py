@@ -25,7 +25,7 @@ from ggda_ext.distributed import all_reduce_sum, my_share, together, world_size
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import model_output
-from ggda_ext.model import check_deterministic_modules
+from ggda_ext.model import called_with, check_deterministic_modules
 from ggda_ext.properties import Property, property_gradient
 
 RIDGE = 0.1
@@ -151,7 +151,7 @@ class LinearizedModel:
         output, _, moves = self._linearizer.of_batch(batch)
         moved = {name: value + self.space.part(step, value)[0] for name, value in self.space.parameters.items()}
         with torch.no_grad():
-            real = torch.func.functional_call(
+            real = called_with(
                 self._linearizer._module, {f"model.{name}": value for name, value in moved.items()}, (batch,)
             )
         change = (moves @ d.to(moves)).view(output.shape)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
+from ggda_ext.model import called_with
 from ggda_ext.training.loop import LossFn, State
 from ggda_ext.training.order import StepBatch
 
@@ -60,7 +61,7 @@ class MappedModel:
     def outputs(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
         """Outputs of every model `[models, n, …]`."""
         weights = dict(zip(self.names, tensors, strict=True))
-        return vmap(lambda own: functional_call(self.model, own, (x,)))(weights)
+        return vmap(lambda own: called_with(self.model, own, (x,)))(weights)
 
     def bytes_at_work(self, batch_size: int) -> int:
         """Memory one model touches in a training step, for numbers of four bytes: a rough guess."""
@@ -78,7 +79,7 @@ class MappedGradients:
         self.layout, self.x, self.y = layout, x, y
 
         def loss(weights: State, inputs: Tensor, targets: Tensor) -> Tensor:
-            return loss_fn(functional_call(layout.model, weights, (inputs,)), targets)
+            return loss_fn(called_with(layout.model, weights, (inputs,)), targets)
 
         self._gradient = vmap(grad(loss))
 

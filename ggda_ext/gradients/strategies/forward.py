@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ggda_ext.data import batch_length
 from ggda_ext.gradients.plan import Request
-from ggda_ext.model import ParameterSpace
+from ggda_ext.model import ParameterSpace, called_with
 from ggda_ext.watch import Watch
 
 
@@ -61,7 +60,7 @@ def watched_scores(
             for name, value in space.parameters.items()
         }
         with watch:
-            found = functional_call(loss_module, duals, (batch,))
+            found = called_with(loss_module, duals, (batch,))
         losses, derivative = forward_ad.unpack_dual(found)
     losses = losses.detach()
     return torch.zeros_like(losses) if derivative is None else derivative.detach(), losses, watch

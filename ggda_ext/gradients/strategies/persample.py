@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
 from ggda_ext.data import as_batch_of_one
 from ggda_ext.gradients.layers import segment_sum
 from ggda_ext.gradients.plan import Request, merge_pieces
-from ggda_ext.model import ParameterSpace
+from ggda_ext.model import ParameterSpace, called_with
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def point_gradients(loss_module: nn.Module, space: ParameterSpace, batch: Any) -
     parameters = {f"model.{name}": value.detach() for name, value in space.parameters.items()}
 
     def loss_of_one(values: dict[str, Tensor], example: Any) -> Tensor:
-        return functional_call(loss_module, values, (as_batch_of_one(example),)).sum()
+        return called_with(loss_module, values, (as_batch_of_one(example),)).sum()
 
     with space.require_gradients(of_chosen=False):
         gradients = vmap(grad(loss_of_one), in_dims=(None, 0))(parameters, batch)
