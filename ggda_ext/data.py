@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -223,8 +224,22 @@ class IndexedData:
                 batch = _index(self._tensors, self._positions(indices))
                 yield batch if self._cast is None else _map(self._as_cast, batch)
         else:
-            positions = (np.asarray(self._positions(indices)).tolist() for indices in index_batches)
-            yield from _own_loader(self._source, self._loader, batch_sampler=_Batches(positions))
+            asked: deque[int] = deque()
+            positions = _counted((np.asarray(self._positions(indices)).tolist() for indices in index_batches), asked)
+            for batch in _own_loader(self._source, self._loader, batch_sampler=_Batches(positions)):
+                self._check_length(batch, asked.popleft())
+                yield batch
+
+    def _check_length(self, batch: Any, asked: int) -> None:
+        """Refuse a batch that does not hold its examples row by row."""
+        found = batch_length(batch)
+        if found != asked:
+            raise ValueError(
+                f"{self.name} made a batch whose first tensor has {found} rows of {asked} examples (a collate_fn that "
+                "joins graphs or sequences of several lengths?), so what belongs to which example cannot be told: let "
+                "it give one row, or one entry of a list, for each example, or pass the loss as a BatchLoss of padded "
+                "batches."
+            )
 
     def _as_cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._cast) if tensor.dtype == torch.float64 else tensor
@@ -257,6 +272,13 @@ class SomePoints(IndexedData):
     def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
         """One batch for every sequence of indices, in that order."""
         return self.data.batches(self.positions[np.asarray(indices)] for indices in index_batches)
+
+
+def _counted(batches: Iterator[list[int]], sizes: deque[int]) -> Iterator[list[int]]:
+    """The same, keeping the size of each: a loader with workers asks for batches ahead."""
+    for batch in batches:
+        sizes.append(len(batch))
+        yield batch
 
 
 class _Batches:
@@ -409,14 +431,19 @@ def pick(batch: Any, positions: Sequence[int]) -> Any:
 
 def _picked(batch: Any, positions: list[int], size: int) -> Any:
     if isinstance(batch, Tensor):
-        return batch[positions] if batch.dim() and len(batch) == size else batch
+        if not batch.dim() or len(batch) != size:
+            return batch
+        if batch.layout != torch.strided:  # sparse rows cannot be indexed by a list
+            return batch.index_select(0, torch.tensor(positions, device=batch.device))
+        return batch[positions]
     if isinstance(batch, Mapping):
         return {key: _picked(value, positions, size) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_picked(value, positions, size) for value in batch))
     if isinstance(batch, tuple | list):
-        if len(batch) == size and not any(isinstance(value, Tensor | Mapping | tuple | list) for value in batch):
-            return type(batch)(batch[at] for at in positions)  # strings, numbers: one for each example
+        told = any(isinstance(value, Tensor | Mapping | tuple | list) for value in batch)
+        if len(batch) == size and (not told or _one_each(batch, size)):
+            return type(batch)(batch[at] for at in positions)  # strings, numbers, sequences: one for each example
         return type(batch)(_picked(value, positions, size) for value in batch)
     return batch
 
@@ -444,12 +471,26 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 
 def batch_length(batch: Any) -> int:
-    """Number of examples in a batch: the length of its first tensor."""
-    found: list[int] = []
-    _map(lambda tensor: found.append(tensor.shape[0]) if tensor.dim() else None, batch)
-    if not found:
+    """Number of examples in a batch: the length of its first tensor, or of a list with a tensor for each example."""
+    parts = (
+        list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
+    )
+    first: list[int] = []
+    for part in parts:
+        _map(lambda tensor: first.append(tensor.shape[0]) if tensor.dim() else None, part)
+        if first:
+            break
+    else:
         raise TypeError(f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension.")
-    return found[0]
+    plain = (other.shape[0] for other in parts if isinstance(other, Tensor) and other.dim())
+    return next((size for size in plain if _one_each(part, size)), first[0])
+
+
+def _one_each(part: Any, size: int) -> bool:
+    """Whether a part of a batch is a list that holds one tensor for each of its examples, of any length."""
+    if not isinstance(part, tuple | list) or len(part) != size or not all(isinstance(one, Tensor) for one in part):
+        return False
+    return any(not one.dim() or one.shape[0] != size for one in part)
 
 
 class ProgressBar(tqdm):  # type: ignore[misc, unused-ignore]

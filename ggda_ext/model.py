@@ -227,8 +227,8 @@ def left_as_it_was(
 def called_with(module: nn.Module, values: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
     """What a module gives for some arguments with other tensors in place of its parameters, named as in `parameters`.
 
-    Each place that holds a parameter is given its tensor once. `functional_call` alone gives it once for every name of a
-    module, so one that has two names would not get its parameter back.
+    Each place that holds a parameter is given its tensor once. `functional_call` alone gives it once for every name of
+    a module, so one that has two names would not get its parameter back.
     """
     held = dict(module.named_parameters())
     given = {id(held[name]): value for name, value in values.items()}
