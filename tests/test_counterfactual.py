@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from ggda_ext import BatchLoss, Groups, properties
-from ggda_ext.counterfactual import WhatIf, calibration
+from ggda_ext.counterfactual import WhatIf, calibration, linearized, trust
 from ggda_ext.counterfactual.convex import (
     AnyLoss,
     LogisticLoss,
@@ -408,6 +408,28 @@ def test_subsets_to_retrain_reach_from_the_lowest_prediction_to_the_highest():
     assert float(found.max()) == pytest.approx(float(predicted.max()), rel=1e-6)
 
 
+def test_a_ridge_without_a_recipe_is_raised_until_the_model_itself_follows():
+    """A small regression network, only one source kept: what comes true of the promise is far below zero at first."""
+    x = points()[0]
+    data = (x, x[:, :1].sin() * 2 + x[:, 1:2] * x[:, 2:3])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), 0.02, weight_decay=1e-3)
+    for _ in range(200):
+        optimizer.zero_grad()
+        F.mse_loss(model(data[0]), data[1]).backward()
+        optimizer.step()
+    groups = np.argsort(np.argsort(x[:, 0].numpy())) * 6 // N
+    what_if = WhatIf(model.eval(), nn.MSELoss(), data, groups, weight_decay=1e-3)
+    first = what_if.models[0]
+    guess = linearized._RELATIVE_RIDGE * float(torch.linalg.eigvalsh(first.refit._curvature.sum(0) / N)[-1])
+    assert trust.kept_share(first, guess) < trust.LEAST <= trust.kept_share(first, first.ridge)
+    assert trust.kept_share(first, 1e6) == pytest.approx(1, abs=1e-3), "small steps come true"
+    assert "come true" in what_if.explain()
+    worst = float(what_if.only(0).value(properties.mean_loss(data, nn.MSELoss())))
+    assert worst < 10 * float(data[1].square().mean()), "of the order of the targets"
+
+
 def test_a_recipe_gives_the_ridge_in_the_metric_of_its_optimizer():
     data, model = points(), network()
     recipe = Recipe(epochs=3, learning_rate=0.01, batch_size=16, weight_decay=DECAY)
@@ -504,7 +526,7 @@ def test_pieces_make_shapley_values_indifferent_to_splitting_a_group():
     measure = properties.mean_loss(data, LOSS)
     whole, split = np.arange(N) // 60, np.repeat([0, 1, 2], [30, 30, 60])
     first, second = (
-        WhatIf(model, LOSS, data, Groups(labels), directions="all").shapley(measure, samples=4, atoms=30).scores
+        WhatIf(model, LOSS, data, Groups(labels), ridge=0.01).shapley(measure, samples=4, atoms=30).scores
         for labels in (whole, split)
     )
     assert first == pytest.approx([second[:2].sum(), second[2]], rel=1e-5)

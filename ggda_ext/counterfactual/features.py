@@ -73,7 +73,7 @@ class Linearizer:
         self.rank, self.show_progress = len(directions), show_progress
         still = forward.tangents(space, directions)  # an embedding's padding row does not move
         self._moves = {name: torch.stack([move[name] for move in still]) for name in space.parameters}
-        self._module = OutputModule(space.model)
+        self.module = OutputModule(space.model)
         self._mapped = True
         self._files: list[tempfile.TemporaryDirectory] = []
 
@@ -120,7 +120,7 @@ class Linearizer:
         moves = {f"model.{name}": value for name, value in part.items()}
 
         def along(move: dict[str, Tensor]) -> Tensor:
-            return jvp(lambda given: called_with(self._module, given, (batch,)), (values,), (move,))[1]
+            return jvp(lambda given: called_with(self.module, given, (batch,)), (values,), (move,))[1]
 
         if self._mapped:
             try:

@@ -76,7 +76,8 @@ class WhatIf:
         rank: half of it eigenvectors (all of it for ``"eigen"``), and at most as many directions of the groups.
         ridge: keeps refits near the model, where the linearisation holds. By default what the recipe's number of steps
             amounts to, for Adam in its own metric; without a recipe a tenth of the curvature at which eigenvectors are
-            cut off; next to nothing for models that are linear in their parameters. `verify` may choose another.
+            cut off, raised where the model itself does not follow (`counterfactual.trust`); next to nothing for models
+            that are linear in their parameters. `verify` may choose another.
         point_weights: of every training point in the training loss `[n]`; 1 if left out.
         parameters: names of parameters or modules that may move; all that require a gradient if left out.
         most_points: training points a refit looks at; more are drawn from evenly.

@@ -1,0 +1,79 @@
+"""How far a refit may be trusted: what the model itself does where its linearisation is moved to.
+
+A refit promises that the loss of what is kept falls by some amount. The model's own outputs at θ + V d tell how much of
+it comes true; this share is that of trust-region methods, 1 where outputs are linear in the parameters. A share far
+below zero says that the refit runs where the linearisation means nothing, and its levels neither.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_ext.data import to_device
+from ggda_ext.evaluation import random_subsets
+from ggda_ext.model import called_with
+
+if TYPE_CHECKING:
+    from ggda_ext.counterfactual.linearized import LinearizedModel
+
+LEAST = -1.0
+"""Where no recipe gives the ridge, it is raised until at least this share comes true: the model itself loses no more
+than its linearisation promised to gain. Ranks can be good below it; levels were off by factors of 10 and more."""
+_HALVES, _POINTS, _FACTOR, _RAISES = 8, 2_000, 2.0, 16
+
+
+def trusted_ridge(model: LinearizedModel, ridge: float) -> tuple[float, float]:
+    """The ridge, raised until random halves of the groups keep `LEAST` of what is promised, and the share they keep."""
+    share = kept_share(model, ridge)
+    for _ in range(_RAISES):
+        if not share < LEAST or ridge == 0:
+            break
+        ridge *= _FACTOR
+        share = kept_share(model, ridge)
+    return ridge, share
+
+
+@torch.no_grad()
+def kept_share(model: LinearizedModel, ridge: float) -> float:
+    """The share of a promised fall that comes true: the median over random halves of the groups; NaN for one group."""
+    groups = model.provider.groups
+    if len(groups) < 2:
+        return float("nan")
+    halves = random_subsets(groups, _HALVES, fraction=0.5, seed=model.settings.seed)
+    weights = torch.from_numpy(np.unique(halves, axis=0).astype(float))
+    answers = model.refit.solve(weights, model.penalty(ridge))
+    stay = torch.ones(len(weights), 1, dtype=torch.float64)
+    shares = model.refit.weights_of_points(torch.cat([weights, stay], 1).to(answers))
+    step = -(-len(model.chosen) // _POINTS)
+    at = slice(None, None, step)  # points stand group after group, so this takes some of each
+    loss, before = model.training_loss.take(at), model.training.outputs[at]
+    tangents = model.training.tangents[at]
+    found = []
+    for d, share in zip(answers, shares.T, strict=True):
+        weight = share[at].double() * step
+        linear = before + (tangents @ d.to(tangents)).view(before.shape)
+        pull = float(d @ model.refit.pull) - model.settings.weight_decay / 2 * float(d @ d)
+        start, promised, real = (
+            float(weight @ loss.value(loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None])[:, 0])
+            for outputs in (before, linear, _moved_outputs(model, at, d))
+        )
+        if start - promised + pull > 0:
+            found.append((start - real + pull) / (start - promised + pull))
+    return float(np.median(np.nan_to_num(found, nan=-np.inf))) if found else float("nan")
+
+
+def _moved_outputs(model: LinearizedModel, at: slice, d: Tensor) -> Tensor:
+    """The model's own outputs for some training points at θ + V d."""
+    rows = model.directions.rows
+    step = (d.to(rows) @ rows)[None]
+    moved = {
+        f"model.{name}": value + model.space.part(step, value)[0] for name, value in model.space.parameters.items()
+    }
+    parts = []
+    for batch in model.provider.data.batches(np.array_split(model.chosen[at], -(-len(model.chosen[at]) // 512))):
+        parts.append(called_with(model.module, moved, (to_device(batch, model.space.device),)))
+    return torch.cat(parts)
