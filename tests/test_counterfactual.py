@@ -354,9 +354,17 @@ def test_verify_finds_the_slope_and_nothing_left_out_stays_as_it_is():
     low, high = answer.interval(measure) or (0.0, 0.0)
     assert low <= float(answer.value(measure)) <= high
     assert exact.without([0, 3]).interval(measure) is None
+    again = properties.mean_loss(data, LOSS)
+    assert float(answer.value(again)) == float(answer.value(measure)), "made again it is the same property"
+    assert answer.interval(properties.mean_loss((data[0][:9], data[1][:9]), LOSS)) is None
     assert float(what_if.with_weights({}).change(measure)) == 0
     with pytest.raises(ValueError, match="at least 4"):
         what_if.verify(retrain, measure, 3)
+
+
+def test_the_level_of_a_calibration_goes_with_what_is_left_out_only(asked):
+    weights = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0], [0.5, 3.0, 1.0, 1.0], [2.0, 2.0, 1.0, 1.0]])
+    assert asked.removed(weights).tolist() == [0, 0.25, 0.125, 0]
 
 
 def test_a_slope_is_drawn_towards_one_by_as_much_as_the_retrainings_leave_it_open():

@@ -140,7 +140,7 @@ def verified(
     base = _predicted(what_if, property, weights[:1])[1]
     slope, level = _fit(values - base, removed, real.mean(1) - base)
     found = Calibration(slope, level, error, len(kept))
-    what_if.calibrations[id(property)] = (property, found)
+    what_if.calibrations[what_if.identity(property)] = (property, found)
     return Verification(kept, real, values, others, found, tuple(model.ridge for model in what_if.models))
 
 

@@ -44,7 +44,7 @@ from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.evaluation import Retrain
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import GroupsLike
-from ggda_ext.properties import Property
+from ggda_ext.properties import MeanProperty, Property
 from ggda_ext.properties.classes import check_property
 from ggda_ext.words import without
 
@@ -148,7 +148,7 @@ class WhatIf:
                 raise ValueError(f"models[{j}] gives outputs {own} for a point, the model {same}: pass models alike.")
         masses = np.bincount(self.groups.labels + 1, weights.numpy(), len(self.groups) + 1)
         self._mass_of_others, self._mass_of_group = float(masses[0]), masses[1:]
-        self.calibrations: dict[int, tuple[Property, Calibration]] = {}
+        self.calibrations: dict[Any, tuple[Property, Calibration]] = {}
         self._features: dict[Any, tuple[IndexedData, list[Features]]] = {}
 
     def __repr__(self) -> str:
@@ -309,15 +309,22 @@ class WhatIf:
         base = self.values(property, torch.ones(1, len(self.groups), dtype=torch.float64)).mean(0)[0]
         return base + found.change(values - base, self.removed(weights))
 
+    @staticmethod
+    def identity(property: Property) -> Any:
+        """What two properties share that measure the same: a mean loss made twice of the same data and loss is one."""
+        if not isinstance(property, MeanProperty) or property.loss.anchors is None:
+            return id(property)
+        return (MeanProperty, _identity(property.data), *map(id, property.loss.anchors))
+
     def calibration_of(self, property: Property) -> Calibration | None:
         """What `verify` found for this property."""
-        found = self.calibrations.get(id(property))
+        found = self.calibrations.get(self.identity(property))
         return None if found is None else found[1]
 
     def removed(self, weights: Tensor) -> Tensor:
-        """Share of the training points that is left out `[s]`."""
+        """Share of the training points that is left out `[s]`; points that count more than once leave nothing out."""
         sizes = torch.from_numpy(self.groups.sizes.astype(float))
-        return 1 - (weights.cpu().double() @ sizes + self.groups.n - sizes.sum()) / self.groups.n
+        return (1 - weights.cpu().double()).clamp_min(0) @ sizes / self.groups.n
 
     def ids(self, names: Names) -> list[int]:
         """Ids of groups given by name."""
