@@ -33,7 +33,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 from tqdm.auto import tqdm
 
-from ggda_ext.distributed import my_share, rank, share_of_stream, world_size
+from ggda_ext.sharing import my_share, rank, share_of_stream
 from ggda_ext.tables import aligned, holds_doubles, index_of, is_table, tensor_of, why_no_data
 
 
@@ -168,18 +168,15 @@ class IndexedData:
             yield np.arange(run.start, run.stop), batch
 
     def my_share(self, batch_size: int, *, whole_batches: bool = False) -> Iterator[tuple[np.ndarray, Any]]:
-        """This rank's share of all examples in order, as `(indices, batch)`; all of them on one rank.
+        """Our share of all examples in order, as `(indices, batch)`; all of them in one process.
 
-        Every rank reads a stream from beginning to end, and keeps one batch in as many as there are ranks.
+        Of a stream every rank reads all batches, and keeps its share of them.
 
         Args:
             batch_size: examples per batch.
             whole_batches: whether to share out the batches of `sequential`, so that every example is in the same batch
                 whatever the number of ranks; by default shares are equal in examples.
         """
-        if world_size() == 1:
-            yield from self.sequential(batch_size)
-            return
         if self.is_stream:
             yield from share_of_stream(self._stream(batch_size))
             return

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from ggda_ext.data import IndexedData, SomePoints
-from ggda_ext.distributed import alone
 from ggda_ext.gradients import GroupGradients, Plan
 from ggda_ext.groups.partition import Groups
+from ggda_ext.sharing import alone
 from ggda_ext.words import WORDS, without
 
 ETHERNET = 1.25e9  # bytes per second, 10 Gbit/s

@@ -30,11 +30,11 @@ from ggda_ext.counterfactual import WhatIf
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
 from ggda_ext.curvature import EmpiricalFisher, Hessian, conjugate_gradients, lissa
 from ggda_ext.data import IndexedData
-from ggda_ext.distributed import all_reduce_sum, gather_rows, in_order, my_share, rank, world_size
 from ggda_ext.evaluation import Retrainer
 from ggda_ext.losses import as_example_loss
 from ggda_ext.methods import METHODS
 from ggda_ext.model import ParameterSpace
+from ggda_ext.sharing import add_up, gathered, in_order, my_share, rank, world_size
 from ggda_ext.training import Recipe
 
 LABELS = np.random.default_rng(0).integers(0, 5, cases.N) ** 2 % 5
@@ -177,7 +177,7 @@ def curvature() -> Iterator[tuple[str, Any]]:
     rows = torch.arange(12.0).view(4, 3)
     mine = my_share(4)
     fisher.add(rows[mine.start : mine.stop])
-    yield "Fisher", (fisher.all_reduce().matrix, torch.tensor(fisher.rows))
+    yield "Fisher", (fisher.add_up().matrix, torch.tensor(fisher.rows))
 
 
 def groupings() -> Iterator[tuple[str, Any]]:
@@ -203,15 +203,15 @@ def groupings() -> Iterator[tuple[str, Any]]:
 
 def helpers() -> Iterator[tuple[str, Any]]:
     mine = my_share(7)
-    yield "gather: uneven", gather_rows(torch.arange(14).view(7, 2)[mine.start : mine.stop])
+    yield "gather: uneven", gathered(torch.arange(14).view(7, 2)[mine.start : mine.stop])
     mine = my_share(1)
-    yield "gather: one", gather_rows(torch.ones(1, 3) if len(mine) else None)
+    yield "gather: one", gathered(torch.ones(1, 3) if len(mine) else None)
     held = np.zeros(5, bool)
     held[[[0, 1], [1, 2], [3]][rank()]] = True
     reset, taken = is_to_reset(held)  # rank 1 holds a point of rank 0
     assert reset == (rank() == 1)
     assert taken.tolist() == [True, True, False, world_size() > 2, False]
-    yield "sum", all_reduce_sum(torch.ones(4, 3).T[:2] / world_size())
+    yield "sum", add_up(torch.ones(4, 3).T[:2] / world_size())
 
 
 def captum() -> Iterator[tuple[str, Any]]:

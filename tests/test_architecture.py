@@ -17,7 +17,7 @@ import ggda_ext
 
 ROOT = Path(ggda_ext.__file__).parent
 LAYERS = [
-    {"distributed", "model", "groups", "tables", "row_reductions", "watch", "words"},
+    {"distributed", "sharing", "model", "groups", "tables", "row_reductions", "watch", "words"},
     {"data", "losses", "misfits", "own_loss", "checkpoints"},
     {"training", "gradients"},
     {"properties"},

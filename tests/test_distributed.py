@@ -17,7 +17,7 @@ import torch
 
 import ggda_ext
 from ggda_ext import Groups
-from ggda_ext.distributed import alone, my_share, rank, world_size
+from ggda_ext.sharing import alone, my_share, rank, world_size
 
 RANKS = (2, 3)
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from ggda_ext import GroupGradients, PointGradients
 from ggda_ext.data import IndexedData, to_device
-from ggda_ext.distributed import world_size
 from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
 from ggda_ext.methods.scoring import KeptScores, ScoresInMemory
 from ggda_ext.model import check_deterministic_modules, only_thread, training_kernels
 from ggda_ext.properties import property_gradient
+from ggda_ext.sharing import world_size
 
 MOST_BYTES = 256 * 2**20
 """Inputs of the last layer, of all points, take at most so much memory; else they are not kept."""

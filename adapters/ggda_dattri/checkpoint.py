@@ -19,7 +19,6 @@ from ggda_ext.attribution import as_points
 from ggda_ext.curvature import Hessian
 from ggda_ext.curvature.gauss_newton import GaussNewton
 from ggda_ext.data import IndexedData
-from ggda_ext.distributed import my_share
 from ggda_ext.drop_in import DropIn
 from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
@@ -27,6 +26,7 @@ from ggda_ext.groups import Groups
 from ggda_ext.losses import ExampleLoss, FunctionalLoss
 from ggda_ext.model import ParameterSpace, inner_name, unwrapped
 from ggda_ext.properties import Property, property_gradient
+from ggda_ext.sharing import my_share
 
 MEMORY_BUDGET = 64 * 2**20
 """Bytes for one batch of activations, and for the gradients of some groups."""

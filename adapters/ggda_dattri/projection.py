@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.grouping import Grouped
-from ggda_ext.distributed import in_order, together
+from ggda_ext.sharing import in_order, together
 
 Blocks = Iterable[tuple[Tensor, Tensor]]
 """Streamed `(ids [b], rows [b, p])` of this rank."""

@@ -22,11 +22,11 @@ from ggda_dattri.grouping import check_one_of
 from ggda_dattri.projection import GroupedProjection
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.data import IndexedData, to_device
-from ggda_ext.distributed import in_order, sum_of_ranks, together
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
 from ggda_ext.methods.scoring import KeptScores
 from ggda_ext.properties import Property
+from ggda_ext.sharing import add_up, in_order, together
 from ggda_ext.storage.fingerprint import sums_of
 
 
@@ -228,7 +228,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
                 inside = labels[ids] >= 0
                 sums.index_add_(0, labels[ids][inside], rows[inside])
                 weighted.index_add_(0, labels[ids][inside], (rows * weights[ids, None])[inside])
-        return sum_of_ranks(torch.cat(parts) if parts else None)  # a rank may have no points
+        return add_up(torch.cat(parts) if parts else None)  # a rank may have no points
 
     def _of_groups(self, kept: KeptScores, index: int, data: IndexedData, groups: Groups, weights: Tensor) -> _Features:
         checkpoint = self._checkpoint(index)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind
-from ggda_ext.distributed import alone
+from ggda_ext.sharing import alone
 from ggda_ext.storage.folder import StoreMismatch
 from ggda_trak.batches import Batch, WaitingPoints
 from ggda_trak.projection import Projection

@@ -20,11 +20,11 @@ from ggda_ext import GroupGradients
 from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.data import DataLike
-from ggda_ext.distributed import all_reduce_sum, together
 from ggda_ext.groups import GroupsLike
 from ggda_ext.methods.scoring import keep_scores
 from ggda_ext.model import ParameterChoice
 from ggda_ext.properties import PointProperty, Property
+from ggda_ext.sharing import adding_up
 from ggda_trak.projection import Projection, check_dimension, describe
 from ggda_trak.targets import property_rows
 
@@ -153,7 +153,7 @@ class FisherInfluence:
         fisher = EmpiricalFisher(self.projection.dim, space.device)
         labels = torch.from_numpy(self.groups.labels.astype("int64")).to(space.device)
         gradients = self.provider.on(self.provider.data) if exact else self.provider
-        with together():
+        with adding_up(sums):
             for at, rows in self.projection.blocks(gradients, model_id):
                 ids = at.to(space.device)
                 if exact:
@@ -161,5 +161,4 @@ class FisherInfluence:
                     ids, rows = labels[ids[inside]], rows[inside]
                     fisher.add(rows)
                 sums.index_add_(0, ids, rows)
-        all_reduce_sum(sums)
-        return torch.cat([sums, fisher.all_reduce().matrix.to(sums)]) if exact else sums
+        return torch.cat([sums, fisher.add_up().matrix.to(sums)]) if exact else sums

@@ -14,16 +14,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from ggda_ext.distributed import all_reduce_sum, from_first_rank, gather_rows, my_share, rank, together, world_size
+from ggda_ext.sharing import add_up, gathered, my_share, once, rank, together, world_size
 from ggda_ext.storage.files import open_array
 from ggda_trak.savers import SETTINGS
 from ggda_trak.store import GroupStore
 
 
+def is_first() -> bool:
+    """Whether this rank keeps what is written for all."""
+    return rank() == 0
+
+
 def own_folder(save_dir: str | Path, load: bool) -> Path:
     """The folder this rank works in; emptied if there is nothing to go on with in rank 0's."""
     folder = Path(save_dir).resolve()
-    begin_anew = from_first_rank(lambda: not load or not (folder / SETTINGS).exists())
+    begin_anew = once(lambda: not load or not (folder / SETTINGS).exists())
     if rank() == 0:
         return folder
     own = folder.with_name(f"{folder.name}.rank{rank()}")
@@ -34,7 +39,7 @@ def own_folder(save_dir: str | Path, load: bool) -> Path:
 
 def follow_first_rank(model_ids: dict[int, dict[str, int]]) -> None:
     """Take over which checkpoints are finalized from rank 0, the only one to know."""
-    for model_id, state in from_first_rank(lambda: dict(model_ids)).items():
+    for model_id, state in once(lambda: dict(model_ids)).items():
         if rank() and (state["is_finalized"] or model_id in model_ids):
             model_ids[model_id] = dict(state)
 
@@ -62,7 +67,7 @@ def is_to_reset(points: np.ndarray) -> tuple[bool, np.ndarray]:
     That happens after a kill while rank 0 took over all sums, or when runs had different numbers of ranks.
     """
     taken, resets = np.zeros(len(points), bool), []
-    for number, held in enumerate(gather_rows(torch.from_numpy(points[None].astype(np.uint8))).numpy().astype(bool)):
+    for number, held in enumerate(gathered(torch.from_numpy(points[None].astype(np.uint8))).numpy().astype(bool)):
         if (held & taken).any():
             resets.append(number)
         else:
@@ -90,7 +95,7 @@ def merge(store: GroupStore) -> None:
 def _from_others(values: np.ndarray) -> np.ndarray:
     """The sum over all ranks but the first."""
     mine = torch.from_numpy(np.array(values) if rank() else np.zeros_like(values))
-    return all_reduce_sum(mine).numpy()
+    return add_up(mine).numpy()
 
 
 def by_first_rank(work: Callable[[], Any]) -> Any:
@@ -99,7 +104,7 @@ def by_first_rank(work: Callable[[], Any]) -> Any:
         return work()
     with together():
         scores: Any = work() if rank() == 0 else None
-    path = from_first_rank(lambda: str(scores.filename))
+    path = once(lambda: str(scores.filename))
     with together():
         if rank() and not Path(path).exists():
             raise ValueError(f"save_dir: rank {rank()} does not see {path!r}: pass a folder that all ranks share.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ggda_ext import GroupGradients
-from ggda_ext.distributed import in_order
 from ggda_ext.properties import PointProperty, Property, property_gradient
+from ggda_ext.sharing import in_order
 from ggda_trak.projection import Projection
 
 

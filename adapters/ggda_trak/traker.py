@@ -27,10 +27,10 @@ from trak.savers import ModelIDException
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.checkpoints import Checkpoints, state_of
 from ggda_ext.curvature.fisher import Damping, FisherKind, check_ridge
-from ggda_ext.distributed import alone, from_first_rank, rank, together
 from ggda_ext.groups import GroupsLike
 from ggda_ext.model import ParameterChoice, ParameterSpace, inner_name, inner_names, unwrapped
 from ggda_ext.properties import Property
+from ggda_ext.sharing import alone, once, together
 from ggda_ext.storage.fingerprint import of_groups, of_state, of_structure, of_value
 from ggda_trak import ranks
 from ggda_trak.batches import check_batch, given_indices, point_hashes
@@ -268,10 +268,10 @@ class TRAKer(trak.TRAKer):
                 self.saver.load_current_store(model_id)
                 store = self._store(model_id)
             ranks.merge(store)
-            self.chosen_damping[model_id] = from_first_rank(partial(self._finalize, model_id, store))
+            self.chosen_damping[model_id] = once(partial(self._finalize, model_id, store))
             self.saver.model_ids[model_id]["is_finalized"] = 1
             self.saver.serialize_current_model_id_metadata()
-            if del_grads and rank() == 0:
+            if del_grads and ranks.is_first():
                 self.saver.del_grads(model_id)
                 store.delete_rows()
 
@@ -299,7 +299,7 @@ class TRAKer(trak.TRAKer):
         with together({"exp_name and model_id": (given["exp_name"], given["model_id"])}):
             if self._grouped:
                 self._commit()
-            if rank():
+            if not ranks.is_first():
                 self._folder(given["model_id"]).mkdir(exist_ok=True)
             super().start_scoring_checkpoint(**given)
             if self._grouped:
@@ -337,10 +337,10 @@ class TRAKer(trak.TRAKer):
             if batch is None:
                 num_samples = len(rows) if num_samples is None and inds is None else num_samples
                 indices = given_indices(inds, num_samples, start, len(rows), len(targets), "targets")
-            if rank() == 0 or not self._grouped:
+            if ranks.is_first() or not self._grouped:
                 targets[indices] = rows.to(self.dtype).cpu().numpy()
         self._last_ind_target = start + (num_samples or 0)
-        if self.groups is not None and (rank() == 0 or not self._grouped):
+        if self.groups is not None and (ranks.is_first() or not self._grouped):
             keep_targets(self._folder(model_id), experiment, targets, indices)
 
     def _target_rows(self, batch: tuple[Tensor, ...] | None, property: Property | None, model_id: int) -> Tensor:

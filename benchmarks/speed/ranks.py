@@ -24,7 +24,8 @@ from benchmarks import models
 from benchmarks.speed.timing import Row
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.data import DataLike
-from ggda_ext.distributed import alone, gather_objects, rank, world_size
+from ggda_ext.distributed import gather_objects
+from ggda_ext.sharing import alone, rank, world_size
 
 GROUP_SIZE = 16
 EFFICIENCY = 0.85

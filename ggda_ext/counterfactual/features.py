@@ -19,10 +19,10 @@ from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ggda_ext.data import IndexedData, progress, to_device
-from ggda_ext.distributed import all_reduce_sum, together, world_size
 from ggda_ext.gradients.strategies import forward
 from ggda_ext.losses import model_output
 from ggda_ext.model import ParameterSpace, called_with
+from ggda_ext.sharing import adding_up, my_share
 
 _CHUNK_BYTES = 64 * 2**20  # tangents of one batch along one chunk of directions
 
@@ -87,17 +87,17 @@ class Linearizer:
         targets = None if target is None else target.new_zeros(data.n, *target.shape[1:])
         tangents = self._empty((data.n, *moves.shape[1:]), moves)
         title = f"outputs along {self.rank} directions"
-        with together({"the number of examples": data.n}), progress(data.n, title, self.show_progress) as bar:
+        totals = [outputs, tangents, *([] if targets is None else [targets])]
+        with (
+            adding_up(*totals, same={"the number of examples": data.n}),
+            progress(len(my_share(data.n)), title, self.show_progress) as bar,
+        ):
             for indices, batch in data.my_share(self.batch_size, whole_batches=True):
                 at = slice(int(indices[0]), int(indices[-1]) + 1)
                 outputs[at], target, tangents[at] = self.of_batch(to_device(batch, self.space.device))
                 if targets is not None and target is not None:
                     targets[at] = target
-                bar.update(len(indices) * world_size())  # what all ranks do
-        if world_size() > 1:
-            for shared in (outputs, tangents, targets):
-                if shared is not None:
-                    all_reduce_sum(shared)
+                bar.update(len(indices))
         check_finite(outputs, "outputs", data.name)
         check_finite(tangents, "features", data.name)
         return Features(outputs, targets, tangents)

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.distributed import from_first_rank, world_size
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.losses import example_losses
 from ggda_ext.properties import Property
 from ggda_ext.results import Attribution, MethodFacts
+from ggda_ext.sharing import once, world_size
 from ggda_ext.storage import fingerprint
 from ggda_ext.storage.blocks import Block, finish, opened
 from ggda_ext.storage.folder import digest
@@ -136,7 +136,7 @@ def leave_group_out(
 ) -> LeaveGroupOut:
     """Train without each group in turn, and compare with models trained on all points.
 
-    Under `torch.distributed` the trainings are shared by the ranks, and every rank gets the whole result.
+    Under ``torchrun`` the trainings are shared by the ranks, and every rank gets the whole result.
 
     Args:
         make_model: builds a model; its initial weights come from torch's global random state.
@@ -211,7 +211,7 @@ def leave_group_out(
             assert store is not None
             return torch.cat([torch.from_numpy(np.array(store.load(f"values-{j}"))) for j in range(len(chunks))])
 
-        values = from_first_rank(saved)[torch.from_numpy(np.argsort(order))]
+        values = once(saved)[torch.from_numpy(np.argsort(order))]
     values = values.view(len(seeds), len(ids) + 1, m).transpose(1, 2)
     full, rises = values[:, :, 0], values[:, :, 1:] - values[:, :, :1]
     found = (rises, full) if measure.is_vector else (rises[:, 0], full[:, 0])

@@ -22,12 +22,12 @@ from ggda_ext.counterfactual.trust import kept_share, trusted_ridge
 from ggda_ext.curvature.damping import ADAM as STATED_ADAM
 from ggda_ext.curvature.damping import Training, of_recipe
 from ggda_ext.data import IndexedData, to_device
-from ggda_ext.distributed import all_reduce_sum, my_share, together, world_size
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import model_output
 from ggda_ext.model import called_with, check_deterministic_modules
 from ggda_ext.properties import Property, property_gradient
+from ggda_ext.sharing import in_shares
 
 RIDGE = 0.1
 """The ridge without a recipe, in units of the curvature at which eigenvectors are cut off."""
@@ -113,13 +113,7 @@ class LinearizedModel:
     def solve(self, weights: Tensor, ridge: float | None = None) -> Tensor:
         """Coefficients d `[s, r]` for weights of groups `[s, k]`; under several ranks each solves some of them."""
         penalty = self.penalty(ridge)
-        if world_size() == 1:
-            return self.refit.solve(weights, penalty)
-        found = torch.zeros(len(weights), self.refit.r, dtype=torch.float64, device=self.space.device)
-        with together({"the number of subsets": len(weights)}):
-            mine = my_share(len(weights))
-            found[mine.start : mine.stop] = self.refit.solve(weights[mine.start : mine.stop], penalty)
-        return all_reduce_sum(found)
+        return in_shares(len(weights), lambda some: self.refit.solve(weights[some], penalty), "subsets")
 
     @property
     def module(self) -> nn.Module:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.distributed import all_reduce_sum, gather_objects, my_share, world_size
+from ggda_ext.sharing import add_up, my_share
 
 FisherKind = Literal["exact", "batched", "paper"]
 FISHERS: tuple[FisherKind, ...] = ("exact", "batched", "paper")
@@ -91,14 +91,11 @@ class EmpiricalFisher:
     def of_groups(cls, kind: FisherKind, sums: Tensor, sizes: np.ndarray) -> EmpiricalFisher:
         """The Fisher of groups whose sums `[k, p]` every rank has; each takes a share of the work."""
         mine = slice(my_share(len(sums)).start, my_share(len(sums)).stop)
-        return cls(sums.shape[1], sums.device).add_groups(kind, sums[mine], sizes[mine]).all_reduce()
+        return cls(sums.shape[1], sums.device).add_groups(kind, sums[mine], sizes[mine]).add_up()
 
-    def all_reduce(self) -> EmpiricalFisher:
-        """Add up over ranks, where each has added other rows; every rank then has the Fisher of all of them."""
-        if world_size() > 1:
-            dtypes = gather_objects(self.matrix.dtype)  # a rank without rows does not know theirs
-            self.matrix = all_reduce_sum(self.matrix.to(max(dtypes, key=lambda dtype: dtype.itemsize)))
-            self.rows = int(all_reduce_sum(torch.tensor(self.rows)))
+    def add_up(self) -> EmpiricalFisher:
+        """The Fisher of all rows, where each rank has added its share of them."""
+        self.matrix, self.rows = add_up(self.matrix), int(add_up(torch.tensor(self.rows)))
         return self
 
     @property

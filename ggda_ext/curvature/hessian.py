@@ -6,7 +6,7 @@ the graph of the gradient for each vector, the graph itself built once for all o
     e ← v + (1 - damping) e - H_batch e / scaling,      H⁻¹ v ≈ e / scaling
 
 on random batches; all vectors share each batch, so for a given seed the solve is one linear map. Under several ranks
-(see `ggda_ext.distributed`) products are shared out by points, LiSSA by vectors and runs, if there are enough of them.
+(see `ggda_ext.sharing`) products are shared out by points, LiSSA by vectors and runs, if there are enough of them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ggda_ext.data import IndexedData, ProgressBar, batch_length, to_device
-from ggda_ext.distributed import all_reduce_sum, checksum, from_first_rank, my_share, rank, together, world_size
 from ggda_ext.model import ParameterSpace, sums_on
+from ggda_ext.sharing import adding_up, checksum, my_share, once, rank, world_size
 
 BatchLossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -80,17 +80,15 @@ class Hessian:
     def __matmul__(self, vectors: Tensor) -> Tensor:
         """Products `[m, p]` of the Hessian over the whole data with `vectors [m, p]`."""
         result = torch.zeros_like(vectors, dtype=torch.float64, device=sums_on(vectors.device))
-        with together(self._same(len(vectors))):
+        with adding_up(result, same=lambda: self._same(len(vectors))):
             for indices, batch in self.data.my_share(self.batch_size):
                 weight = 1.0 if len(indices) == self.n or self.reduction == "sum" else len(indices) / self.n
                 for rows, parts in self.on_batch(batch, vectors):
                     self.add(result[rows], parts, weight)
-        return all_reduce_sum(result).to(vectors)
+        return result.to(vectors)
 
     def _same(self, m: int) -> dict[str, Any]:
         """What has to be the same on all ranks, so that their shares of a product add up."""
-        if world_size() == 1:
-            return {}
         parameters = checksum(self.space.model.parameters())
         return {"the vectors": m, "the points of the Hessian": self.n, "the parameters": parameters}
 
@@ -179,20 +177,20 @@ def lissa(
     for name, value, least in (("depth", depth, 0), ("repeat", repeat, 1), ("batch_size", batch_size, 1)):
         if value < least:
             raise ValueError(f"{name}={value}: LiSSA needs at least {least}.")
-    m, steps = len(vectors), _Steps(depth, scaling, damping, batch_size, from_first_rank(lambda: seed))
+    m, steps = len(vectors), _Steps(depth, scaling, damping, batch_size, once(lambda: seed))
     cut = repeat * m < world_size() <= min(batch_size, hessian.n)
     mine = range(repeat * m) if cut else my_share(repeat * m)
     vectors = vectors.detach()
     total = torch.zeros_like(vectors)
     with (
-        nullcontext() if cut else together(hessian._same(m)),
+        nullcontext() if cut else adding_up(total, same=lambda: hessian._same(m)),
         ProgressBar(total=repeat * depth, desc="LiSSA", leave=False, disable=not show_progress or rank() > 0) as bar,
     ):
         for run in range(repeat):
             rows = slice(max(mine.start - run * m, 0), min(mine.stop - run * m, m))
             if rows.start < rows.stop:
                 total[rows] += _estimate(hessian, vectors[rows], steps, run, cut, bar)
-    return (total if cut else all_reduce_sum(total)).div_(repeat * scaling)
+    return total.div_(repeat * scaling)
 
 
 @dataclass(frozen=True)
@@ -229,12 +227,12 @@ def _estimate(hessian: Hessian, vectors: Tensor, steps: _Steps, run: int, cut: b
 def _shared_product(hessian: Hessian, batch: Any, vectors: Tensor, batch_size: int) -> Tensor:
     """Products `[m, p]` of the Hessian on a batch of which this rank has a share."""
     product = torch.zeros_like(vectors)
-    with together():
+    with adding_up(product):
         size = min(batch_size, hessian.n)
         weight = 1.0 if hessian.reduction == "sum" else len(my_share(size)) / size
         for rows, parts in hessian.on_batch(batch, vectors):
             hessian.add(product[rows], parts, weight)
-    return all_reduce_sum(product)
+    return product
 
 
 def _draws(hessian: Hessian, count: int, batch_size: int, seed: list[int], cut: bool = False) -> Iterator[Any]:

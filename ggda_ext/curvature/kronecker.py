@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ggda_ext.data import IndexedData, to_device
-from ggda_ext.distributed import all_reduce_sum
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.layers import Layer, Observer
 from ggda_ext.gradients.weighting import WeightedData
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import BatchLoss, OutputLoss, model_output
+from ggda_ext.sharing import add_up
 
 LARGEST = 4096
 """Entries of a layer's input or output up to which a basis is looked for: its cost grows with their cube."""
@@ -68,8 +68,8 @@ class Kronecker:
         for batch in source.observe(lambda batch: _Each(self._add_squares, len(batch))):
             del batch
         for _, found in self.matrices.values():
-            found.squares = all_reduce_sum(found.squares) / self.n
-        self.diagonals = {key: all_reduce_sum(value) / self.n for key, value in self.diagonals.items()}
+            found.squares = add_up(found.squares) / self.n
+        self.diagonals = {key: add_up(value) / self.n for key, value in self.diagonals.items()}
 
     def scale(self) -> float:
         """tr H² / tr H."""
@@ -126,7 +126,7 @@ class Kronecker:
                 total += part.T @ part
 
     def _eigenvectors(self, matrix: Tensor | None) -> Tensor | None:
-        return None if matrix is None else torch.linalg.eigh(all_reduce_sum(matrix).to(self.dtype))[1]
+        return None if matrix is None else torch.linalg.eigh(add_up(matrix).to(self.dtype))[1]
 
     def _add_squares(self, layer: Layer, a: Tensor, d: Tensor, size: int) -> None:
         if not _is_matrix(layer):

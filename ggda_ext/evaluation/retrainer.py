@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.distributed import alone, in_order, rank, world_size
+from ggda_ext.sharing import in_shares
 from ggda_ext.training import Recipe, train_many
 
 Retrain = Callable[[Sequence[np.ndarray]], np.ndarray]
@@ -44,25 +44,16 @@ class Retrainer:
     def __call__(self, subsets: Sequence[np.ndarray]) -> np.ndarray:
         """Values `[subsets, seeds]` of models trained on every subset; under several ranks each trains some of them."""
         jobs = [(subset, seed) for subset in subsets for seed in self.seeds]
-        return in_order(self._my_values(jobs)).numpy().reshape(len(subsets), len(self.seeds))
 
-    def _my_values(self, jobs: Sequence[tuple[np.ndarray, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Which of the jobs are this rank's, and the values of their models."""
-        mine = list(range(rank(), len(jobs), world_size()))
-        if not mine and jobs:
-            return
-        with alone():
+        def values(some: list[int]) -> Tensor:
             models = train_many(
-                self.make_model,
-                self.loss_fn,
-                self.train,
-                self.recipe,
-                subsets=[jobs[j][0] for j in mine],
-                seeds=[jobs[j][1] for j in mine],
-                show_progress=self.show_progress and mine[:1] == [0],
-            )
-            values = [float(self._value(outputs)) for outputs in models.outputs(self.test[0])]
-        yield torch.tensor(mine), torch.tensor(values, dtype=torch.float64)
+                self.make_model, self.loss_fn, self.train, self.recipe, subsets=[jobs[j][0] for j in some],
+                seeds=[jobs[j][1] for j in some], show_progress=self.show_progress and some[:1] == [0],
+            )  # fmt: skip
+            found = [float(self._value(outputs)) for outputs in models.outputs(self.test[0])]
+            return torch.tensor(found, dtype=torch.float64)
+
+        return in_shares(len(jobs), values).numpy().reshape(len(subsets), len(self.seeds))
 
     def _value(self, outputs: Tensor) -> Any:
         targets = self.test[1]

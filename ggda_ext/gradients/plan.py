@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import IndexedData, progress, to_device
-from ggda_ext.distributed import my_share, share_of_stream
 from ggda_ext.gradients.layers import Layer, Observer
 from ggda_ext.gradients.proof import CapturedLayers
 from ggda_ext.groups.partition import GroupBatch, Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, full_precision, sums_on
+from ggda_ext.sharing import share_of_stream
 
 STRATEGIES = ("directional", "forward", "ghost", "segmented", "backward", "persample")
 
@@ -192,7 +192,7 @@ class Request:
     show_progress: bool | None = False
     title: str = "ggda"
     within: tuple[int, int] = (0, 0)
-    """This rank's share of ``groups.order`` for `grouped_batches`."""
+    """Our share of the points: a run of ``groups.order`` for `grouped_batches`, of the data for `natural_batches`."""
     weights: Tensor | None = None
     """Weightings of the points `[w, n]`: rows are then sums of w_i ∇ℓ_i, one for each weighting `[b, w, p]`."""
 
@@ -236,8 +236,9 @@ class Request:
         return torch.zeros(m, len(self.groups), dtype=torch.float64, device=sums_on(self.space.device))
 
     def natural_batches(self) -> Iterator[tuple[Tensor, Any]]:
-        """This rank's share of all points, in the order of the data set: `(their group ids, batch)`."""
-        for indices, batch in self._bar(self._in_order(), len(my_share(self._points)), lambda item: len(item[0])):
+        """Our share of all points, in the order of the data set: `(their group ids, batch)`."""
+        low, high = self.within
+        for indices, batch in self._bar(self._in_order(), high - low, lambda item: len(item[0])):
             if indices[-1] >= self.groups.n:
                 raise ValueError(
                     f"groups was built for {self.groups.n} training points, but {self.data.name} gives more: "
@@ -262,7 +263,7 @@ class Request:
         if self._complete:
             yield from self.data.my_share(self.batch_size)
             return
-        inside = np.flatnonzero(self.groups.labels >= 0)[my_share(self._points)]
+        inside = np.flatnonzero(self.groups.labels >= 0)[slice(*self.within)]
         runs = [inside[low : low + self.batch_size] for low in range(0, len(inside), self.batch_size)]
         yield from zip(runs, self.data.batches(runs), strict=True)
 

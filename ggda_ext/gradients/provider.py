@@ -1,6 +1,6 @@
 """The provider of group-summed gradients: checks once, plans, and hands the work to a strategy.
 
-Under several ranks (see `ggda_ext.distributed`) each of them does a share of every pass over the training data.
+Under several ranks (see `ggda_ext.sharing`) each of them does a share of every pass over the training data.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import copy
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ggda_ext.data import DataLike, IndexedData, to_device
-from ggda_ext.distributed import all_reduce_sum, alone, checksum, in_order, my_share, sum_of_ranks, together, world_size
 from ggda_ext.gradients.layers import Observer
 from ggda_ext.gradients.plan import (
     Plan,
@@ -42,6 +41,7 @@ from ggda_ext.model import (
     only_thread,
     unwrapped,
 )
+from ggda_ext.sharing import add_up, adding_up, alone, checksum, in_order, my_share, together, world_size
 from ggda_ext.tables import aligned
 
 
@@ -250,7 +250,7 @@ class GroupGradients:
             plan = self.plan(directions)
             if isinstance(directions, PointGradients) and plan.strategy != "ghost":
                 return self._scores_by_rows(directions)
-            with together(self._same(directions)), torch.inference_mode(False):
+            with together(partial(self._same, directions)), torch.inference_mode(False):
                 scores = self._proven_scores(directions)
             return self._summed(scores)
 
@@ -278,7 +278,7 @@ class GroupGradients:
         """The group-summed gradients, as `(group ids [b], rows [b, p])`; under several ranks, of this rank's groups.
 
         Every group is on one rank, whole, and the ranks do not wait for each other: whoever adds something up over
-        all groups has to add up over ranks too (`ggda_ext.distributed.all_reduce_sum`). See also `all_blocks`.
+        all groups has to add up over ranks too (`ggda_ext.sharing.add_up`). See also `all_blocks`.
 
         Args:
             max_rows: most rows in a block; by default as many as fit the memory budget. Small blocks are faster
@@ -301,10 +301,10 @@ class GroupGradients:
         for low in range(0, k, step):
             ids = torch.arange(low, min(low + step, k))
             rows = torch.zeros(len(ids), self.p, dtype=self.space.dtype, device=self.space.device)
-            with together(self._same(None)):
+            with adding_up(rows, same=self._same):
                 for some, block in self._blocks(max_rows, range(low, low + len(ids))):
                     rows[(some - low).to(rows.device)] = block
-            yield ids, all_reduce_sum(rows)
+            yield ids, rows
 
     def _blocks(
         self, max_rows: int | None, ids: range, weights: Tensor | None = None
@@ -328,10 +328,10 @@ class GroupGradients:
         """All group-summed gradients at once `[k, p]`: only for k and p that fit into memory."""
         with only_thread(self.model):
             rows = torch.zeros(len(self.groups), self.p, dtype=self.space.dtype, device=self.space.device)
-            with together(self._same(None)):
+            with adding_up(rows, same=self._same):
                 for ids, block in self.small_blocks():
                     rows[ids.to(rows.device)] = block
-            return all_reduce_sum(rows)
+            return rows
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """``function(rows [b, p]) -> [b, …]`` of all groups, block by block, in the order of the groups `[k, …]`.
@@ -348,7 +348,7 @@ class GroupGradients:
             for ids, rows in self.blocks(max_rows):
                 part = function(ids, rows)
                 total = part if total is None else total.add_(part)
-        return sum_of_ranks(total)
+        return add_up(total)
 
     def squared_norms(self) -> Tensor:
         """Squared norm of every group's summed gradient `[k]`: without forming it if all layers are Linear, one token.
@@ -357,7 +357,7 @@ class GroupGradients:
         """
         with only_thread(self.model):
             check_deterministic_modules(self.model)
-            with together(self._same(None)):
+            with together(self._same):
                 result = self._factored_norms()
                 if result is None:
                     result = torch.zeros(len(self.groups), dtype=self._score_dtype, device=self.space.device)
@@ -395,7 +395,7 @@ class GroupGradients:
         """Scores of test points by their gradient rows, added up over ranks block by block."""
 
         def summed(rows: Tensor) -> Tensor:
-            with together(self._same(rows)), torch.inference_mode(False):
+            with together(partial(self._same, rows)), torch.inference_mode(False):
                 part = self._proven_scores(rows)
             return self._summed(part)
 
@@ -421,7 +421,7 @@ class GroupGradients:
 
     def _summed(self, scores: Tensor) -> Tensor:
         """Scores `[m, k]` added up over ranks; checked afterwards, so that all ranks refuse alike."""
-        scores = all_reduce_sum(scores).to(self.space.device, self._score_dtype)
+        scores = add_up(scores).to(self.space.device, self._score_dtype)
         check_finite_scores(scores, self.groups)
         return scores
 
@@ -429,10 +429,8 @@ class GroupGradients:
     def _score_dtype(self) -> torch.dtype:
         return torch.promote_types(self.space.dtype, torch.float32)
 
-    def _same(self, directions: Directions | None) -> dict[str, Any]:
+    def _same(self, directions: Directions | None = None) -> dict[str, Any]:
         """What has to be the same on all ranks, so that their shares add up to something."""
-        if world_size() == 1:
-            return {}
         m = directions.n if isinstance(directions, PointGradients) else 0 if directions is None else len(directions)
         return {
             "the number of directions": m,

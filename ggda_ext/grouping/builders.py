@@ -9,9 +9,9 @@ import numpy as np
 from sklearn.base import clone
 from torch import Tensor
 
-from ggda_ext.distributed import from_first_rank
 from ggda_ext.grouping.features import input_features
 from ggda_ext.groups.partition import Groups, Rest
+from ggda_ext.sharing import once
 
 RandomState = int | np.random.Generator | np.random.RandomState | None
 
@@ -38,7 +38,7 @@ def random_groups(
         generator(random_state).shuffle(labels)
         return labels
 
-    return Groups(shuffled() if isinstance(random_state, int | np.integer) else from_first_rank(shuffled))
+    return Groups(shuffled() if isinstance(random_state, int | np.integer) else once(shuffled))
 
 
 def by_label(labels: Any, n: int | None = None, *, rest: Rest = "error") -> Groups:
@@ -111,7 +111,7 @@ def from_clusters(estimator: Any, data: Any = None, *, n: int | None = None, res
     if not hasattr(estimator, "fit_predict"):
         raise TypeError(f"{type(estimator).__name__} has no fit_predict: pass a scikit-learn clusterer.")
     features = input_features(data)
-    labels = from_first_rank(lambda: clone(estimator, safe=False).fit_predict(features))
+    labels = once(lambda: clone(estimator, safe=False).fit_predict(features))
     return Groups(np.asarray(labels), len(features) if n is None else n, rest=rest)
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ggda_ext.data import DataLike, IndexedData, batch_length, to_device
-from ggda_ext.distributed import gather_rows, together, world_size
 from ggda_ext.losses import OutputLoss, as_example_loss
 from ggda_ext.model import check_deterministic_modules, inner_name, unwrapped
+from ggda_ext.sharing import in_order
 
 LayerChoice = str | nn.Module | None
 """A layer by name (as in `model.named_modules()`) or itself; None for the last linear layer that runs."""
@@ -33,7 +33,7 @@ def input_features(data: Any, batch_size: int = 1024) -> np.ndarray:
     if hasattr(data, "to_numpy"):
         data = data.to_numpy()
     if isinstance(data, np.ndarray | Tensor):
-        rows = _as_array(data) if isinstance(data, Tensor) else data
+        rows = _on_cpu(data).numpy() if isinstance(data, Tensor) else data
         if rows.ndim < 1:
             raise ValueError("data is a single number: pass one row of features per point.")
         return rows.reshape(len(rows), -1)
@@ -248,32 +248,14 @@ def _hook(*handles: RemovableHandle) -> Iterator[None]:
 
 
 def _collect(data: IndexedData, parts: Iterator[tuple[np.ndarray, Tensor]]) -> np.ndarray:
-    """The rows of all points `[n, d]`, from this rank's `(indices, rows)` and those of the others."""
-    if world_size() > 1:
-        return _gathered(parts)
-    if data.n is None:
-        return np.concatenate([_as_array(part) for _, part in parts])
-    rows: np.ndarray | None = None
-    done = 0
-    for _, part in parts:
-        found = _as_array(part)
-        if rows is None:
-            rows = np.empty((data.n, found.shape[1]), found.dtype)
-        rows[done : done + len(found)] = found
-        done += len(found)
-    if rows is None or done != data.n:
-        raise ValueError(f"the data gave {done} examples, but says it has {data.n}.")
+    """The rows of all points `[n, d]`, from our `(indices, rows)` and those of other ranks."""
+    rows = in_order((torch.from_numpy(indices), _on_cpu(part)) for indices, part in parts).numpy()
+    if data.n is not None and len(rows) != data.n:
+        raise ValueError(f"the data gave {len(rows)} examples, but says it has {data.n}.")
     return rows
 
 
-def _gathered(parts: Iterator[tuple[np.ndarray, Tensor]]) -> np.ndarray:
-    with together():
-        mine = [(torch.from_numpy(indices), torch.from_numpy(_as_array(part))) for indices, part in parts]
-    indices = gather_rows(torch.cat([indices for indices, _ in mine]) if mine else None)
-    rows = gather_rows(torch.cat([rows for _, rows in mine]) if mine else None)
-    return rows[indices.argsort()].numpy()
-
-
-def _as_array(tensor: Tensor) -> np.ndarray:
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy()
+def _on_cpu(rows: Tensor) -> Tensor:
+    """In a precision that NumPy knows."""
+    rows = rows.detach().cpu()
+    return rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows

@@ -12,7 +12,6 @@ import numpy as np
 from sklearn.base import BaseEstimator, ClusterMixin
 from torch import nn
 
-from ggda_ext.distributed import from_first_rank
 from ggda_ext.grouping.builders import RandomState, generator, group_count
 from ggda_ext.grouping.features import LayerChoice, gradients, input_features, representations
 from ggda_ext.grouping.kmeans import inertia, kmeans, numbered, ranks
@@ -20,6 +19,7 @@ from ggda_ext.grouping.sizes import cut_to_count, cut_to_size, equal_sizes
 from ggda_ext.grouping.whitening import Whitening, check_features, content_order, whitened
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import as_example_loss
+from ggda_ext.sharing import once
 
 Self = TypeVar("Self", bound="KMeansGroups")
 
@@ -102,7 +102,7 @@ class KMeansGroups(ClusterMixin, BaseEstimator):
             raise ValueError(
                 f"max_size={self.max_size} is below the size of {k} balanced groups of {n} points: ask for more groups."
             )
-        labels, self.inertia_ = from_first_rank(lambda: self._labels(rows, k))
+        labels, self.inertia_ = once(lambda: self._labels(rows, k))
         self.groups_ = Groups(labels)
         self.labels_ = self.groups_.labels
         self.n_features_in_ = rows.shape[1]

@@ -1,14 +1,14 @@
 """The gradient of any property, checked, and the kinds of properties that bring their own.
 
-Those are: of points, of their mean, of all outputs, and sums of these. Gradients are shared out over ranks (see
-`ggda_ext.distributed`) by test points; values are computed by each rank.
+Those are: of points, of their mean, of all outputs, and sums of these. Gradients are made in shares of the test points
+(see `ggda_ext.sharing`); values are computed by each rank.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
 from inspect import signature
 from types import FunctionType
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData, to_device
-from ggda_ext.distributed import all_reduce_sum, broadcast, gather_objects, gather_rows, together, world_size
 from ggda_ext.losses import ExampleLoss, cannot_take, model_output
 from ggda_ext.model import left_as_it_was, sums_on, training_kernels, unwrapped
+from ggda_ext.sharing import adding_up, agreed, anywhere, in_order, together
 
 Property = Callable[[nn.Module], Tensor]
 Parameters = Mapping[str, nn.Parameter]
@@ -73,14 +73,16 @@ def check_property(property: Any) -> None:
 
 
 def _plain_gradient(property: Property, model: nn.Module, parameters: Parameters) -> Tensor:
-    """Rows `[m, p]` by autograd; every rank computes them, and those of rank 0 count."""
-    with together():
+    """Rows `[m, p]` by autograd."""
+
+    def rows() -> Tensor:
         value = checked_value(property(model))
         found = Rows(len(value), parameters)
         for j in range(len(value)):
             found.add(j, value[j], keep=j + 1 < len(value))
-        rows = found.result()
-    return broadcast(rows)
+        return found.result()
+
+    return agreed(rows)
 
 
 @contextmanager
@@ -109,23 +111,22 @@ class Rows:
         # what is added up over many batches is kept in double precision
         dtype, device = (torch.float64, sums_on(self.device)) if sums else (self.dtype, self.device)
         self.rows = torch.zeros(m, sum(self.sizes), dtype=dtype, device=device)
-        self.used = False
+        self.used = torch.tensor(0)
+        """How many times there was a gradient."""
 
     def add(self, j: int, value: Tensor, cotangent: Tensor | None = None, keep: bool = False) -> None:
         """Row j += ``cotangentᵀ · ∂value/∂θ``; `keep` the graph if it is needed again."""
         if not value.requires_grad:  # this batch does not use the parameters; another one may
             return
         grads = torch.autograd.grad(value, self.tensors, cotangent, retain_graph=keep, allow_unused=True)
+        self.used += any(grad is not None for grad in grads)
         for piece, grad in zip(torch.split(self.rows[j], self.sizes), grads, strict=True):
             if grad is not None:
-                self.used = True
                 piece.add_((grad.to_dense() if grad.is_sparse else grad).flatten().to(piece))
 
-    def summed(self) -> Rows:
-        """These rows added up over ranks, where each has added its share of the data."""
-        self.used = int(all_reduce_sum(torch.tensor(int(self.used)))) > 0
-        all_reduce_sum(self.rows)
-        return self
+    def adding_up(self, *also: Tensor) -> AbstractContextManager[None]:
+        """Around work that adds our share of the data to these rows: at its end they are those of all data."""
+        return adding_up(self.used, self.rows, *also)
 
     def result(self) -> Tensor:
         if not self.used:
@@ -256,12 +257,13 @@ class PointProperty(_LossProperty):
         """A row for each point `[N, p]`; point by point, as a row costs a backward of its whole batch."""
         with together():
             n = self.data.n or sum(len(indices) for indices, _ in self.data.sequential(self._at_once))
-            found = Rows(n, parameters)
+        found = Rows(n, parameters)
+        with found.adding_up():
             for indices, batch in self._my_batches(model, batch_size=1):
                 values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
                 for j in range(len(indices)):
                     found.add(int(indices[j]), values[j], keep=j + 1 < len(indices))
-        return found.summed().result()
+        return found.result()
 
     def mean(self) -> MeanProperty:
         """The mean over the test points, a scalar property."""
@@ -282,12 +284,12 @@ class MeanProperty(_LossProperty):
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
         """The row `[1, p]`."""
         found, n = Rows(1, parameters, sums=True), torch.tensor(0)
-        with together():
+        with found.adding_up(n):
             for indices, batch in self._my_batches(model):
                 values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
                 found.add(0, values.sum())
                 n += len(indices)
-        return found.summed().result() / int(all_reduce_sum(n))
+        return found.result() / int(n)
 
 
 class OutputsProperty(_DataProperty):
@@ -308,9 +310,8 @@ class OutputsProperty(_DataProperty):
         self.fn_of_points: Callable[[np.ndarray], OutputsFn] | None = None
 
     def __call__(self, model: nn.Module) -> Tensor:
-        outputs, targets, _ = self._outputs(model, self._batches(model))
-        assert outputs is not None
-        return self.fn(outputs, targets)
+        _, outputs, targets = zip(*self._outputs(model, self._batches(model)), strict=True)
+        return self.fn(torch.cat(outputs), None if targets[0] is None else torch.cat(targets))
 
     def of_points(self, points: np.ndarray) -> OutputsProperty:
         """The property with an `fn` for some of the test points, where `fn` knows something about each of them."""
@@ -331,47 +332,38 @@ class OutputsProperty(_DataProperty):
         if any(slope is None for slope in slopes):
             raise ValueError("property does not depend on the outputs: compute it from fn's first argument.")
         found = Rows(m, parameters, sums=True)
-        with together():
+        with found.adding_up():
             for indices, batch in self._my_batches(model):
                 again, _ = model_output(model, batch)
                 run = slice(int(indices[0]), int(indices[-1]) + 1)
                 _check_repeats(again.detach(), outputs.detach()[run])
                 for j, slope in enumerate(slopes):
                     found.add(j, again, slope[run], keep=j + 1 < m)
-        return found.summed().result()
+        return found.result()
 
     def _all_outputs(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """All outputs `[N, …]` without a graph, and all targets or None, from the shares of the ranks."""
+        """All outputs `[N, …]` without a graph, and all targets, or None."""
         with together(), torch.no_grad():
-            outputs, targets, places = self._outputs(model, self._my_batches(model))
-        if world_size() == 1:
-            assert outputs is not None
-            return outputs, targets
-        has_targets = any(gather_objects(targets is not None))
-        outputs, order = gather_rows(outputs), gather_rows(places).argsort()
-        return outputs[order], gather_rows(targets)[order] if has_targets else None
+            parts = list(self._outputs(model, self._my_batches(model)))
+        outputs = in_order((places, output) for places, output, _ in parts)
+        if not anywhere(any(target is not None for _, _, target in parts)):
+            return outputs, None
+        return outputs, in_order((places, target) for places, _, target in parts if target is not None)
 
     def _outputs(
         self, model: nn.Module, batches: Iterator[tuple[np.ndarray, Any]]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Outputs of some batches, their targets, and their places in the data; each None if there are none."""
-        outputs: list[Tensor] = []
-        targets: list[Any] = []
-        places: list[np.ndarray] = []
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Of every batch: places in the data, outputs, and targets, or None."""
+        shape: torch.Size | None = None
         for indices, batch in batches:
             output, target = model_output(model, batch)
-            if output.shape[:1] != (len(indices),) or (outputs and output.shape[1:] != outputs[0].shape[1:]):
+            shape = shape or output.shape[1:]
+            if output.shape[:1] != (len(indices),) or output.shape[1:] != shape:
                 raise ValueError(
                     f"the model returned shape {list(output.shape)} for a batch of {len(indices)} examples: "
                     "a property of all outputs needs one row per example, of the same shape in every batch."
                 )
-            outputs.append(output)
-            targets.append(target)
-            places.append(indices)
-        if not outputs:
-            return None, None, None
-        joined = None if targets[0] is None else torch.cat(targets)
-        return torch.cat(outputs), joined, torch.from_numpy(np.concatenate(places)).to(outputs[0].device)
+            yield torch.from_numpy(indices), output, target
 
 
 def _check_repeats(again: Tensor, before: Tensor) -> None:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ggda_ext.data import SomePoints, progress
-from ggda_ext.distributed import alone, from_first_rank, gather_rows, rank, together, world_size
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.plan import NonFinite
 from ggda_ext.groups.partition import Groups
+from ggda_ext.sharing import alone, gathered, once, rank, together, world_size
 from ggda_ext.storage.folder import Store
 
 BATCHES_PER_BLOCK = 32
@@ -95,7 +95,7 @@ def finish(
         title: of the progress bar.
         show_progress: whether to show it; None, once it takes `PATIENCE` seconds.
     """
-    missing = set(from_first_rank(lambda: [block.name for block in blocks if store is None or block.name not in store]))
+    missing = set(once(lambda: [block.name for block in blocks if store is None or block.name not in store]))
     todo = [block for block in blocks if block.name in missing]
     done = sum(block.points for block in blocks) - sum(block.points for block in todo)
     total = done + sum(block.points for block in todo)
@@ -127,7 +127,7 @@ def _made(blocks: list[Block], dtype: torch.dtype) -> list[Tensor]:
         if mine < len(blocks):
             flat = blocks[mine].make().detach().to(dtype).reshape(-1)
     sizes = [int(np.prod(block.shape)) for block in blocks]
-    parts = gather_rows(flat).cpu().split(sizes)
+    parts = gathered(flat).cpu().split(sizes)
     return [part.reshape(block.shape) for block, part in zip(blocks, parts, strict=True)]
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ggda_ext.attribution import property_directions
-from ggda_ext.distributed import alone, together
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
 from ggda_ext.gradients.sketch import count_sketch, draw_sketch
 from ggda_ext.properties import Property
+from ggda_ext.sharing import alone, together
 from ggda_ext.storage import fingerprint
 from ggda_ext.storage.blocks import Block, Range, finish, group_ranges, opened, part_of, points_per_block, whole_groups
 from ggda_ext.storage.files import open_array

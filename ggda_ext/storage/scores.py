@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ggda_ext.data import SomePoints
-from ggda_ext.distributed import from_first_rank, together
 from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
 from ggda_ext.methods.scoring import Weight, sum_scores
+from ggda_ext.sharing import once, together
 from ggda_ext.storage import fingerprint
 from ggda_ext.storage.blocks import (
     Block,
@@ -84,7 +84,7 @@ class ScoreStore:
                 "blocks": digest(np.array(tests), np.array(groups)),
             }
         )
-        question = Path(from_first_rank(lambda: str(_question(folder, asked))))
+        question = Path(once(lambda: str(_question(folder, asked))))
         with opened(question, lambda: asked, lock=False) as store:
             blocks = _blocks(provider, directions, plan, tests, groups)
             finish(store, blocks, provider.space.dtype, f"{plan.strategy} group scores", provider.show_progress)
@@ -105,7 +105,7 @@ class ScoreStore:
         folder = self._checkpoint(provider, checkpoint) / name
         made_with = settings | fingerprint.of_checkpoint(provider)
         with opened(folder, lambda: made_with, lock=False) as store:
-            if from_first_rank(lambda: store is None or name not in store):
+            if once(lambda: store is None or name not in store):
                 made = make().detach().cpu()
                 with together():
                     if store is not None:
