@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ggda_ext.distributed import all_reduce_sum
 from ggda_ext.groups import Groups
+from ggda_ext.sharing import add_up
 
 FILE = "ggda_tracker.json"
 
@@ -44,7 +44,7 @@ class TrackedSums:
 
     def of_all_ranks(self) -> Tensor | None:
         """The sums of all ranks `[m, k]`; all ranks score the same steps."""
-        return None if self.scores is None else all_reduce_sum(self.scores.clone())
+        return None if self.scores is None else add_up(self.scores.clone())
 
     def save(self, args: Any, state: Any) -> None:
         """Write the sums of all ranks into the folder of the checkpoint that was saved."""
