@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from benchmarks.data import cache
+from ggda_ext.checkpoints import State, state_on_cpu
 from ggda_ext.storage.files import DamagedFile, read_plain, replaced
 from ggda_ext.training import Trained
-from ggda_ext.training.loop import State, state_on_cpu
 
 _CHECKSUM = 32
 _logger = logging.getLogger(__name__)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ggda_ext.model import inner_names, left_as_it_was, unwrapped
 
+State = dict[str, Tensor]
 LoadCheckpoint = Callable[[nn.Module, Any], Any]
 Checkpoints: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Iterable[Any]
 """One checkpoint, a path or a state dict, or several of them; with `load_checkpoint`, several of whatever it loads."""
@@ -32,7 +33,7 @@ def states_of(model: nn.Module, models: Sequence[nn.Module]) -> list[Mapping[str
     if isinstance(models, nn.Module):
         raise TypeError(f"models is a {type(models).__name__}: pass a list, [model].")
     own = unwrapped(model).state_dict()
-    found: list[Mapping[str, Any]] = [{name: value.clone() for name, value in own.items()}]
+    found: list[Mapping[str, Any]] = [state_on_cpu(unwrapped(model))]
     for number, other in enumerate(models):
         if not isinstance(other, nn.Module):
             raise TypeError(f"models[{number}] is a {type(other).__name__}: pass modules like the model.")
@@ -43,6 +44,11 @@ def states_of(model: nn.Module, models: Sequence[nn.Module]) -> list[Mapping[str
             raise ValueError(f"models[{number}] differs from the model in {odd[0]}: pass models of the same kind.")
         found.append(state)
     return found
+
+
+def state_on_cpu(model: nn.Module) -> State:
+    """A copy of the model's parameters and buffers, which `load_state` gives back."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
 
 def at_checkpoints(

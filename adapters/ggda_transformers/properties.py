@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ggda_ext import properties
 from ggda_ext.properties import MeanProperty, Property, named, stack, weighted_sum
-from ggda_ext.properties.classes import ReadyProperty
+from ggda_ext.properties.property import ReadyProperty
 from ggda_transformers.setup import TrainerSetup
 
 NAMES = ("eval_loss", "difference", "accuracy", "f1", "probability", "perplexity")

@@ -45,7 +45,7 @@ from ggda_ext.evaluation import Retrain
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.properties import MeanProperty, Property
-from ggda_ext.properties.classes import check_property
+from ggda_ext.properties.property import check_property
 from ggda_ext.words import without
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from ggda_ext.data import IndexedData, progress, to_device
 from ggda_ext.gradients.layers import Layer, Observer
 from ggda_ext.gradients.proof import CapturedLayers
-from ggda_ext.groups.partition import GroupBatch, Groups
+from ggda_ext.groups.batches import GroupBatch
+from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, full_precision, sums_on
 from ggda_ext.sharing import share_of_stream

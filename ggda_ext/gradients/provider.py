@@ -32,7 +32,8 @@ from ggda_ext.gradients.plan import (
 from ggda_ext.gradients.probe import Probe
 from ggda_ext.gradients.proof import Unproven
 from ggda_ext.gradients.strategies import backward, directional, forward, ghost, norms, persample, segmented
-from ggda_ext.groups.partition import GroupBatch, Groups, GroupsLike
+from ggda_ext.groups.batches import GroupBatch
+from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.losses import ExampleLoss, as_example_loss
 from ggda_ext.model import (
     ParameterChoice,

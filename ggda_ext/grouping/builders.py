@@ -10,7 +10,8 @@ from sklearn.base import clone
 from torch import Tensor
 
 from ggda_ext.grouping.features import input_features
-from ggda_ext.groups.partition import Groups, Rest
+from ggda_ext.groups.labels import Rest
+from ggda_ext.groups.partition import Groups
 from ggda_ext.sharing import once
 
 RandomState = int | np.random.Generator | np.random.RandomState | None

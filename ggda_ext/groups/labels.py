@@ -5,19 +5,89 @@ All give one label per point, the ids 0 … k-1 of its group, with -1 for a poin
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 from torch import Tensor
 
 LEFT_OUT = -1
+Rest = Literal["error", "drop", "group"]
 
 
 def first_few(indices: np.ndarray, most: int = 5) -> str:
     """The first indices as text, for an error."""
     return ", ".join(map(str, indices[:most].tolist())) + (", …" if len(indices) > most else "")
+
+
+def read_labels(groups: Any, n: int | None) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
+    """Labels `[n]` of whatever `Groups` accepts, and the names in it, if there are any."""
+    if isinstance(groups, Mapping):
+        return labels_of_lists(list(groups.values()), n), tuple(groups)
+    if is_list_of_lists(groups):
+        return labels_of_lists(groups, n), None
+    return labels_of_values(groups)
+
+
+def check_labels(
+    labels: np.ndarray,
+    known: tuple[Hashable, ...] | None,
+    n: int | None,
+    names: Sequence[Hashable] | None,
+    rest: Rest,
+    *,
+    may_leave_out: bool,
+) -> tuple[np.ndarray, int, tuple[Hashable, ...] | None]:
+    """Labels, the number of groups and their names, once points in no group are dealt with as `rest` says.
+
+    Args:
+        labels: group id of every point `[n]`.
+        known: names that came with them.
+        n: number of training points, where it is known.
+        names: those that the user gives.
+        rest: ``"error"``, ``"drop"`` or ``"group"``.
+        may_leave_out: whether points in no group were accepted before.
+    """
+    if rest not in ("error", "drop", "group"):
+        raise ValueError(f"rest={rest!r} is not one of 'error', 'drop', 'group'.")
+    if n is not None and len(labels) != n:
+        raise ValueError(
+            f"groups has labels for {len(labels)} points, but the training set has {n}: "
+            "pass one label per training point, in the order of the data set"
+            + ("." if n < 100 or len(labels) > 9 else "; if they name columns of a table, pass it too: frame=df.")
+        )
+    if len(labels) == 0:
+        raise ValueError("groups is empty: pass at least one training point.")
+    left_out = np.flatnonzero(labels < 0)
+    if len(left_out) and rest == "error" and not may_leave_out:
+        raise ValueError(
+            f"groups is not a partition: {len(left_out)} of {len(labels)} points are in no "
+            f"group, first {first_few(left_out)}. Put them in a group, or pass Groups(labels, rest='drop') to "
+            "leave them out, or rest='group' to make them one group."
+        )
+    k = int(labels.max()) + 1
+    if len(left_out) and rest == "group":
+        labels[left_out] = k
+        known = (*(known or range(k)), "rest")
+        k += 1
+    if k == 0:
+        raise ValueError("groups has no group: every point is marked as in no group.")
+    if names is not None:
+        if len(names) != k:
+            raise ValueError(f"names has {len(names)} entries for {k} groups.")
+        known = tuple(names)
+    return labels, k, known
+
+
+def check_none_empty(sizes: np.ndarray) -> None:
+    """Refuse groups without points, by their sizes `[k]`."""
+    empty = np.flatnonzero(sizes == 0)
+    if len(empty):
+        raise ValueError(
+            f"{len(empty)} of {len(sizes)} groups are empty, first {first_few(empty)}: "
+            "remove them, every group needs at least one training point."
+        )
 
 
 def is_list_of_lists(groups: Any) -> TypeGuard[Sequence[Any]]:
@@ -39,12 +109,7 @@ def labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
     if alone is not None:
         raise TypeError(f"groups as index lists must hold one list of indices per group, not {alone.tolist()!r}.")
     sizes = np.array([len(indices) for indices in members])
-    empty = np.flatnonzero(sizes == 0)
-    if len(empty):
-        raise ValueError(
-            f"{len(empty)} of {len(lists)} groups are empty, first {first_few(empty)}: "
-            "remove them, every group needs at least one training point."
-        )
+    check_none_empty(sizes)
     joined = np.concatenate(members) if members else np.empty(0, np.int64)
     if joined.ndim != 1 or joined.dtype.kind not in "iu":
         raise TypeError(f"groups as index lists must hold whole numbers, not {joined.dtype}.")

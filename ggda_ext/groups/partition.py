@@ -11,16 +11,15 @@ Vocabulary used everywhere in the package:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler
 
-from ggda_ext.groups.labels import first_few, is_list_of_lists, labels_of_lists, labels_of_values
+from ggda_ext.groups.batches import GroupBatch, GroupBatchSampler, group_batches
+from ggda_ext.groups.labels import Rest, check_labels, check_none_empty, read_labels
 from ggda_ext.groups.naming import Share, id_of, labels_of_some, names_at, spread_over
 from ggda_ext.words import without
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from ggda_ext.model import ParameterChoice
     from ggda_ext.properties import Property
 
-Rest = Literal["error", "drop", "group"]
 Rule = Callable[[np.ndarray], np.ndarray]
 _RULE_STEP = 2**20
 
@@ -46,26 +44,6 @@ GroupsLike: TypeAlias = (
     "Groups | np.ndarray | Tensor | Column | Sequence[Hashable] | Sequence[Indices] | Mapping[Any, Indices]"
 )
 """A `Groups`, one label per point, a list of index lists, or a dict ``{name: indices}``."""
-
-
-@dataclass(frozen=True)
-class GroupBatch:
-    """Training indices of one batch, group after group.
-
-    Attributes:
-        indices: training indices `[b]`.
-        ids: group id of every segment `[s]`.
-        starts: where each segment starts, and where the last one ends `[s + 1]`.
-        complete: False if the (only) group of this batch goes on in the next one.
-    """
-
-    indices: np.ndarray
-    ids: np.ndarray
-    starts: np.ndarray
-    complete: bool
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
 
 class Groups:
@@ -98,49 +76,16 @@ class Groups:
         names: Sequence[Hashable] | None = None,
         rest: Rest = "error",
     ) -> None:
-        if rest not in ("error", "drop", "group"):
-            raise ValueError(f"rest={rest!r} is not one of 'error', 'drop', 'group'.")
         if isinstance(groups, Groups):
-            labels, found_names = groups.labels.copy(), groups.names
-        elif isinstance(groups, Mapping):
-            labels = labels_of_lists(list(groups.values()), n)
-            found_names = tuple(groups)
-        elif is_list_of_lists(groups):
-            labels, found_names = labels_of_lists(groups, n), None
+            given, known, checked = groups.labels.copy(), groups.names, True
         else:
-            labels, found_names = labels_of_values(groups)
-        if n is not None and len(labels) != n:
-            raise ValueError(
-                f"groups has labels for {len(labels)} points, but the training set has {n}: "
-                "pass one label per training point, in the order of the data set"
-                + ("." if n < 100 or len(labels) > 9 else "; if they name columns of a table, pass it too: frame=df.")
-            )
-        if len(labels) == 0:
-            raise ValueError("groups is empty: pass at least one training point.")
-        left_out = np.flatnonzero(labels < 0)
-        if len(left_out) and rest == "error" and not isinstance(groups, Groups):
-            raise ValueError(
-                f"groups is not a partition: {len(left_out)} of {len(labels)} points are in no "
-                f"group, first {first_few(left_out)}. Put them in a group, or pass Groups(labels, rest='drop') to "
-                "leave them out, or rest='group' to make them one group."
-            )
-        k = int(labels.max()) + 1
-        if len(left_out) and rest == "group":
-            labels[left_out] = k
-            found_names = (*(found_names or range(k)), "rest")
-            k += 1
-        if k == 0:
-            raise ValueError("groups has no group: every point is marked as in no group.")
-        if names is not None:
-            if len(names) != k:
-                raise ValueError(f"names has {len(names)} entries for {k} groups.")
-            found_names = tuple(names)
-        self._set(labels, k, found_names)
+            (given, known), checked = read_labels(groups, n), False
+        self._set(*check_labels(given, known, n, names, rest, may_leave_out=checked))
 
     def _set(self, labels: np.ndarray, k: int, names: tuple[Hashable, ...] | None) -> None:
         labels = labels.astype(np.int32 if max(k, len(labels)) < 2**31 else np.int64, copy=False)
         sizes = np.bincount(labels if labels.min() >= 0 else labels[labels >= 0], minlength=k)
-        _check_none_empty(sizes)
+        check_none_empty(sizes)
         labels.flags.writeable = False
         sizes.flags.writeable = False
         self._n, self._sizes, self._names = len(labels), sizes, names
@@ -190,7 +135,7 @@ class Groups:
                 wrong = low + int(np.flatnonzero((labels < 0) | (labels >= k))[0])
                 raise ValueError(f"rule gives point {wrong} the group id {labels[wrong - low]}: give 0 to {k - 1}.")
             sizes += np.bincount(labels, minlength=k)
-        _check_none_empty(sizes)
+        check_none_empty(sizes)
         sizes.flags.writeable = False
         groups._n, groups._sizes, groups._names = n, sizes, None
         groups._labels, groups._rule = None, rule
@@ -397,53 +342,8 @@ class Groups:
             most_groups: most groups in a batch.
             within: only the points ``order[low:high]``, as if there were no others; all by default.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: pass at least 1.")
-        offsets, order, before = self.offsets, self.order, 0
-        if within is not None:
-            low, high = within
-            before = int(np.searchsorted(offsets, low, "right")) - 1
-            after = int(np.searchsorted(offsets, high, "left")) if low < high else before
-            offsets = offsets[before : after + 1].clip(low, high)
-        first, last = 0, len(offsets) - 1
-        while first < last:
-            start = int(offsets[first])
-            end = int(np.searchsorted(offsets, start + batch_size, side="right")) - 1
-            end = min(end, first + (most_groups or last))
-            if end > first:
-                indices, ids = order[start : int(offsets[end])], np.arange(before + first, before + end)
-                yield GroupBatch(indices, ids, offsets[first : end + 1] - start, True)
-                first = end
-                continue
-            stop = int(offsets[first + 1])
-            for piece in range(start, stop, batch_size):
-                indices = order[piece : min(piece + batch_size, stop)]
-                starts = np.array([0, len(indices)])
-                yield GroupBatch(indices, np.array([before + first]), starts, piece + batch_size >= stop)
-            first += 1
+        return group_batches(self.order, self.offsets, batch_size, most_groups, within)
 
     def batch_sampler(self, batch_size: int) -> GroupBatchSampler:
         """A `batch_sampler` for `torch.utils.data.DataLoader` that keeps groups together."""
-        return GroupBatchSampler(self, batch_size)
-
-
-def _check_none_empty(sizes: np.ndarray) -> None:
-    empty = np.flatnonzero(sizes == 0)
-    if len(empty):
-        raise ValueError(
-            f"{len(empty)} of {len(sizes)} groups are empty, first {first_few(empty)}: "
-            "remove them, every group needs at least one training point."
-        )
-
-
-class GroupBatchSampler(Sampler[list[int]]):
-    """The index batches of `Groups.batches`, as a DataLoader's `batch_sampler`."""
-
-    def __init__(self, groups: Groups, batch_size: int) -> None:
-        self.groups, self.batch_size = groups, batch_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (batch.indices.tolist() for batch in self.groups.batches(self.batch_size))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self.groups.batches(self.batch_size))
+        return GroupBatchSampler(self.batches, batch_size)

@@ -25,12 +25,9 @@ from ggda_ext.properties.classes import (
     MeanProperty,
     OutputsProperty,
     PointProperty,
-    Property,
-    property_gradient,
     stack,
     weighted_sum,
 )
-from ggda_ext.properties.described import named
 from ggda_ext.properties.library import (
     attacked_loss,
     class_probabilities,
@@ -46,6 +43,7 @@ from ggda_ext.properties.library import (
     soft_calibration_error,
     soft_f1,
 )
+from ggda_ext.properties.property import Property, named, property_gradient
 
 __all__ = [
     "Property",

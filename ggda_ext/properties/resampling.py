@@ -17,15 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import SomePoints
-from ggda_ext.properties.classes import (
-    LinearProperty,
-    MeanProperty,
-    OutputsProperty,
-    Parameters,
-    Property,
-    property_gradient,
-)
-from ggda_ext.properties.described import NamedProperty
+from ggda_ext.properties.classes import LinearProperty, MeanProperty, OutputsProperty
+from ggda_ext.properties.property import NamedProperty, Parameters, Property, property_gradient
 
 FOLDS = 10
 

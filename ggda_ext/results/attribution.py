@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ggda_ext.gradients.plan import check_counts
 from ggda_ext.groups.partition import Groups, GroupsLike
-from ggda_ext.properties.described import HigherIsBetter
+from ggda_ext.properties.property import HigherIsBetter
 from ggda_ext.results import ranking
 from ggda_ext.results.method import MethodFacts
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.groups.partition import Groups
-from ggda_ext.properties.described import HigherIsBetter, names_of, whether_higher_is_better
+from ggda_ext.properties.property import HigherIsBetter, names_of, whether_higher_is_better
 from ggda_ext.results.method import MethodFacts
 
 if TYPE_CHECKING:

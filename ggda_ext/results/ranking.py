@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ggda_ext.groups.naming import UnknownName
-from ggda_ext.properties.described import HigherIsBetter
+from ggda_ext.properties.property import HigherIsBetter
 
 if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
+from ggda_ext.checkpoints import State, state_on_cpu
 from ggda_ext.data import ProgressBar
 from ggda_ext.training.denormals import denormals_flushed
 from ggda_ext.training.recipe import Recipe, checked_data, checked_subset, order_generator, shuffled
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 MakeModel = Callable[[], nn.Module]
-State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,6 @@ def initial_model(make_model: MakeModel, seed: int) -> nn.Module:
     """A model whose initial weights follow from `seed`; the global random state stays as it was."""
     with seeded(seed):
         return make_model()
-
-
-def state_on_cpu(model: nn.Module) -> State:
-    """A copy of the model's parameters and buffers."""
-    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
 @contextmanager

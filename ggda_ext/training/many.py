@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
+from ggda_ext.checkpoints import State, load_state, state_on_cpu
 from ggda_ext.data import ProgressBar
 from ggda_ext.training.denormals import denormals_flushed
-from ggda_ext.training.loop import LossFn, MakeModel, State, initial_model, state_on_cpu, train_one
+from ggda_ext.training.loop import LossFn, MakeModel, initial_model, train_one
 from ggda_ext.training.mapped import MappedModel
 from ggda_ext.training.order import StepBatch, Walk, batches, by_falling_steps, walks
 from ggda_ext.training.recipe import BETA2, EPS, Recipe, checked_data, checked_subset
@@ -86,7 +87,7 @@ class TrainedModels:
         """One model, in eval mode."""
         state = self.state(j)
         model = initial_model(self._make_model, 0)
-        model.load_state_dict(state)
+        load_state(model, state)
         return model.to(next(iter(state.values())).device).eval()
 
     @torch.no_grad()

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
+from ggda_ext.checkpoints import State
 from ggda_ext.model import called_with
-from ggda_ext.training.loop import LossFn, State
+from ggda_ext.training.loop import LossFn
 from ggda_ext.training.order import StepBatch
 
 MOST_PARAMETERS = 100_000

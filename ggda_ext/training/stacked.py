@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ggda_ext.training.loop import State
+from ggda_ext.checkpoints import State
 from ggda_ext.training.order import StepBatch
 
 _aten = torch.ops.aten
