@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 KINDS = ("bars", "members", "heatmap")
 
@@ -227,3 +230,34 @@ def test_a_result_that_is_drawn_is_still_a_tensor():
     found.plot.bars()
     assert torch.equal(torch.as_tensor(found), found.scores)
     assert type(found + 1) is torch.Tensor
+
+
+@pytest.mark.parametrize("kind", ["bars", "members"])
+def test_nothing_is_cut_off_or_runs_together_in_a_narrow_picture(kind):
+    """As on the page: long names leave the picture little room, and the label below is wider than it."""
+    names = [f"a very long name of a group {j}" for j in range(3)]
+    found = result(3, names=names, scores=[-0.00249, 0.00147, 0.00131]).replace(properties=["demographic_parity_gap"])
+    figure = Figure(figsize=(4.2, 3.2), layout="constrained")
+    ax = getattr(found.plot, kind)(ax=figure.add_subplot())
+    FigureCanvasAgg(figure).draw()
+    label = ax.xaxis.label.get_window_extent()
+    assert label.x0 >= 0
+    assert label.x1 <= figure.bbox.x1
+    check_apart(ax)
+
+
+@pytest.mark.parametrize("months", [4, 30, 300])
+def test_dates_of_a_timeline_do_not_run_together(months):
+    dates = [f"{2000 + j // 12}-{j % 12 + 1:02d}" for j in range(months)]
+    ax = result(months, names=dates).plot.timeline()
+    ax.figure.canvas.draw()
+    assert len(ax.get_xticks()) >= 2
+    check_apart(ax)
+
+
+def check_apart(ax):
+    """The texts below a picture do not touch."""
+    low, high = ax.get_xlim()
+    ticks = [tick for tick in ax.xaxis.get_major_ticks() if low <= tick.get_loc() <= high and tick.label1.get_text()]
+    boxes = [tick.label1.get_window_extent() for tick in ticks]
+    assert all(one.x1 < other.x0 for one, other in pairwise(boxes))

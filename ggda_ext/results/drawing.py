@@ -107,6 +107,11 @@ def rest_in_words(values: np.ndarray) -> str:
     return words if len(finite) == count else f"{words}; {count - len(finite)} not a number"
 
 
+def in_room(ax: Axes, words: str) -> str:
+    """What is said about groups that are left out, shorter where there is little room."""
+    return words if ax.figure.get_figwidth() > 5 else words.partition(":")[0]
+
+
 def plain_ticks(axis: Any, positions: Any, texts: list[str], **options: Any) -> None:
     """Ticks with names from data: no mathematics between dollar signs."""
     axis.set_ticks(positions, labels=texts, parse_math=False, **options)
@@ -130,6 +135,11 @@ def score_label(result: Attribution, j: int) -> str:
     if direction is None:
         return f"{words}\n← falls without it  |  rises without it →"
     return f"{words}\n{'← helps  |  hurts →' if direction else '← hurts  |  helps →'}"
+
+
+def label_below(ax: Axes, text: str) -> None:
+    """What the numbers below the picture are; it ends where they do, so that a long one runs below the names."""
+    ax.set_xlabel(text, parse_math=False, loc="right", multialignment="center")
 
 
 def legend(ax: Axes, effects: set[str]) -> None:
@@ -157,8 +167,17 @@ def tidy(ax: Axes) -> None:
 
 def few_ticks(ax: Axes) -> None:
     """So few numbers below the picture that small ones do not run into each other."""
-    ax.locator_params(axis="x", nbins=4)
+    ax.locator_params(axis="x", nbins=4 if ax.figure.get_figwidth() > 5 else 2)
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))  # no power of ten beside the axis
+
+
+def few_dates(ax: Axes) -> None:
+    """Dates below the picture, each part of them written once."""
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+
+    locator = AutoDateLocator(minticks=2, maxticks=6)
+    ax.xaxis.set_major_locator(locator)
+    ax.xaxis.set_major_formatter(ConciseDateFormatter(locator))
 
 
 def scores_of(result: Attribution, property: str | int) -> tuple[int, np.ndarray]:

@@ -57,14 +57,9 @@ class Plots:
                 names.append("⋮")
                 ax.axhspan(row - 0.45, row + 0.45, color="0.94", zorder=0)
                 ax.text(
-                    0.5,
-                    row,
-                    f"… {chosen.words}",
-                    transform=ax.get_yaxis_transform(),
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                )
+                    0.5, row, f"… {drawing.in_room(ax, chosen.words)}", transform=ax.get_yaxis_transform(), ha="center",
+                    va="center", fontsize=8,
+                )  # fmt: skip
                 continue
             style = STYLES[effects[group]]
             ax.barh(row, np.nan_to_num(values[group]), color=style.colour, hatch=style.hatch, edgecolor="black", lw=0.6)
@@ -76,7 +71,7 @@ class Plots:
         drawing.plain_ticks(ax.yaxis, range(len(names)), names)
         ax.set_ylim(len(names) - 0.4, -0.6)
         drawing.few_ticks(ax)
-        ax.set_xlabel(drawing.score_label(result, j), parse_math=False)
+        drawing.label_below(ax, drawing.score_label(result, j))
         drawing.legend(ax, {effects[g] for g in chosen.ids if g is not None})
         drawing.tidy(ax)
         return ax
@@ -127,7 +122,7 @@ class Plots:
         drawing.plain_ticks(ax.yaxis, range(len(names)), names)
         ax.set_ylim(len(names) - 0.4, -0.9)
         drawing.few_ticks(ax)
-        ax.set_xlabel(f"of each member alone:\n{drawing.score_label(result, j)}", parse_math=False)
+        drawing.label_below(ax, f"of each member alone:\n{drawing.score_label(result, j)}")
         if chosen.words:
             drawing.plain_title(ax, f"not shown: {chosen.words}")
         drawing.tidy(ax)
@@ -155,12 +150,12 @@ class Plots:
         step = max(1, -(-m // 40))
         drawing.plain_ticks(ax.xaxis, range(0, m, step), columns[::step], rotation=30, ha="right")
         bar = ax.figure.colorbar(picture, ax=ax, ticks=[-1, 0, 1])
-        bar.set_label("score / largest of its property")
+        bar.set_label("score / largest\nof its property")
         bar.ax.set_yticklabels(["−1: falls\nwithout it", "0", "+1: rises\nwithout it"], fontsize=8)
         if scores.shape[1] > count:
             left = scores.shape[1] - count
             weakest = float(np.delete(strongest, chosen).max())
-            drawing.plain_title(ax, f"not shown: {left:,} groups, each below {weakest:.0%} of the largest")
+            drawing.plain_title(ax, f"not shown: {left:,} groups,\neach below {weakest:.0%} of the largest")
         return ax
 
     def timeline(self, property: str | int = 0, *, dates: Sequence[Any] | None = None, ax: Axes | None = None) -> Axes:
@@ -181,7 +176,8 @@ class Plots:
         ax = drawing.new_axes(ax, 7.2, 3.6)
         low, high = self._ends(j)
         if low is not None and high is not None:
-            ax.fill_between(times, low[order], high[order], color="0.85", label=shown(result.interval) or "interval")
+            covers = shown(result.interval.partition(";")[0]) or "interval"
+            ax.fill_between(times, low[order], high[order], color="0.85", label=covers)
         ax.plot(times, values, color="black", lw=1, zorder=2)
         for effect in [e for e in STYLES if e in effects]:
             at = [i for i, e in enumerate(effects) if e == effect]
@@ -191,6 +187,8 @@ class Plots:
                 s=28 if len(values) <= 80 else 12, zorder=3, label=label,
             )  # fmt: skip
         ax.axhline(0, color="black", lw=0.8)
+        if times.dtype.kind == "M":
+            drawing.few_dates(ax)
         ax.set_ylabel(drawing.score_label(result, j).rpartition("\n")[0], parse_math=False)
         drawing.legend_above(ax, ncols=2)
         drawing.tidy(ax)
@@ -258,13 +256,13 @@ class Plots:
 
 def _write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
     """A number in every cell, or its sign where there are many; white on dark colours."""
-    many = scores.size > _NUMBERS
+    many, size = scores.size > _NUMBERS, 7 if ax.figure.get_figwidth() > 5 else 5.5
     if scores.size > 20 * _NUMBERS:
         return
     for (row, column), value in np.ndenumerate(scores):
         text = ("+" if value > 0 else "−" if value < 0 else "") if many else number(value)
         dark = abs(relative[row, column]) > 0.65
-        ax.text(column, row, text, ha="center", va="center", fontsize=7, color="white" if dark else "black")
+        ax.text(column, row, text, ha="center", va="center", fontsize=size, color="white" if dark else "black")
 
 
 def _warned(result: Attribution) -> set[int]:
