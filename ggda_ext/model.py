@@ -181,11 +181,7 @@ class SavedState:
     def changed(self) -> list[str]:
         """Names of the copied values that are not as they were."""
         now = _named_values(self.model)
-        return [
-            name
-            for name, before in self._values.items()
-            if not torch.equal(now[name].nan_to_num(), before.nan_to_num())
-        ]
+        return [name for name, before in self._values.items() if not _same(now[name], before)]
 
     def restore(self) -> None:
         """Give the model everything back."""
@@ -199,8 +195,20 @@ class SavedState:
             now[name].requires_grad_(required)
 
 
+def _same(now: Tensor, before: Tensor) -> bool:
+    """Whether all values are equal; one that is no number is equal to itself."""
+    return torch.equal(now, before) or torch.equal(now.nan_to_num(), before.nan_to_num())
+
+
 def _named_values(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """Parameters and buffers by name, each once; several times as fast as `named_parameters`, and asked for often."""
+    found, seen = dict[str, Tensor](), set[int]()
+    for prefix, module in model.named_modules():
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None and id(value) not in seen:
+                seen.add(id(value))
+                found[f"{prefix}.{name}" if prefix else name] = value
+    return found
 
 
 @contextmanager

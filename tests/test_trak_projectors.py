@@ -219,3 +219,16 @@ def test_factored_projection_is_the_same_captured_and_formed(dim: int) -> None:
 def test_factored_projection_needs_room_for_every_weight() -> None:
     with pytest.raises(ValueError, match="proj_dim=2 is too small for 2 weights"):
         FactoredProjector(network(), 2)
+
+
+def test_a_kept_matrix_gives_trak_its_own_bits_and_leaves_the_projector_as_it_was() -> None:
+    plain, kept = (BasicProjector(12, 10, 0, ProjectionType.normal, "cpu", 4) for _ in range(2))
+    rows = torch.randn(7, 12, generator=torch.Generator().manual_seed(0))
+    projection = Projection(kept, ParameterSpace(nn.Linear(11, 1)), 1.0)
+    for model_id in (0, 0, 1, 0):
+        expected = plain.project(rows, model_id=model_id)
+        with projection.lent():
+            assert torch.equal(kept.project(rows, model_id=model_id), expected)
+        torch.testing.assert_close(projection(rows, model_id), expected)
+        assert torch.equal(kept.project(rows, model_id=model_id), expected)
+    assert "generate_sketch_matrix" not in vars(kept)

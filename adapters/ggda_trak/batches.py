@@ -60,9 +60,10 @@ def given_indices(inds: Any, num_samples: int | None, start: int, size: int, n: 
     outside = indices[(indices < 0) | (indices >= n)]
     if len(outside):
         raise ValueError(f"{name} reaches outside the {n} {of}: {outside[:5].tolist()}.")
-    if len(np.unique(indices)) < len(indices):
+    indices = indices.astype(np.int64)
+    if len(set(indices.tolist())) < len(indices):  # for a batch sooner than np.unique, which sorts
         raise ValueError(f"{name} holds some of the {of} twice: give every one once.")
-    return indices.astype(np.int64)
+    return indices
 
 
 class WaitingPoints:

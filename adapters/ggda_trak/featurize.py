@@ -21,7 +21,7 @@ from ggda_ext import GroupGradients, Groups
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind
 from ggda_ext.sharing import alone
 from ggda_ext.storage.folder import StoreMismatch
-from ggda_trak.batches import Batch, WaitingPoints
+from ggda_trak.batches import Batch, WaitingPoints, point_hashes
 from ggda_trak.projection import Projection
 from ggda_trak.store import GroupStore
 
@@ -30,6 +30,11 @@ LEAST_POINTS, LEAST_NUMBERS = 1024, 2**24
 time, so that the sums do not depend on it, nor on kills."""
 ROWS_PER_DIMENSION = 32
 """Points per dimension of the projection between writes, where every call draws the whole matrix anew."""
+
+
+def points_between_writes(parameters: int) -> int:
+    """How many points a kill may cost: the more, the faster their gradients are formed."""
+    return LEAST_POINTS * min(max(1, LEAST_NUMBERS // (LEAST_POINTS * parameters)), 8)
 
 
 class GroupSums:
@@ -44,6 +49,7 @@ class GroupSums:
         memory_budget: bytes for rows that wait for their projection.
         before: which points are in the sums already, of this rank or another `[n]`.
         gradients: of the task's outputs f_i, for points like those of a batch.
+        weights: Q̄ `[b]` of a batch and its indices.
     """
 
     def __init__(
@@ -56,17 +62,19 @@ class GroupSums:
         memory_budget: int,
         before: np.ndarray,
         gradients: Callable[[Batch], GroupGradients],
+        weights: Callable[[Batch, np.ndarray], Tensor],
     ) -> None:
         self.store, self.groups, self.fisher, self.before = store, groups, fisher, before
         self.projection, self.model_id, self.memory_budget = projection, model_id, memory_budget
         self.now = np.zeros(groups.n, dtype=bool)
-        self._gradients, self._points = gradients, WaitingPoints(projection.space.model)
+        self._gradients, self._weights = gradients, weights
+        self._points = WaitingPoints(projection.space.model)
         self._fisher: Tensor | None = None
         self.names = ("numerators", "fisher_rows") if fisher == "batched" else ("numerators",)
         self._waiting = _Rows(projection, len(self.names), memory_budget, len(groups))
         self._forget()
 
-    def positions_left(self, indices: np.ndarray, hashes: np.ndarray, save_dir: str | Path) -> np.ndarray:
+    def positions_left(self, batch: Batch, indices: np.ndarray, save_dir: str | Path) -> np.ndarray:
         """Where in a batch the points stand that are not in the sums; refuses one given twice, or one that changed."""
         twice = indices[self.now[indices]]
         if len(twice):
@@ -74,37 +82,38 @@ class GroupSums:
                 f"inds holds {len(twice)} points that are featurized already, first {twice[:5].tolist()}: give every "
                 "point once per checkpoint."
             )
-        done, known = self.before[indices], np.asarray(self.store.hashes)[indices]
-        other = indices[done & (known != hashes) & (known != 0)]  # 0: another rank's
-        if len(other):
-            raise StoreMismatch(
-                f"save_dir={str(save_dir)!r} was made with other data than now at {len(other)} points of this "
-                f"batch, first {other[:5].tolist()}: pass what it was made with, or another save_dir."
-            )
+        done = self.before[indices]
+        if done.any():
+            hashes, known = point_hashes(batch), np.asarray(self.store.hashes)[indices]
+            other = indices[done & (known != hashes) & (known != 0)]  # 0: another rank's
+            if len(other):
+                raise StoreMismatch(
+                    f"save_dir={str(save_dir)!r} was made with other data than now at {len(other)} points of this "
+                    f"batch, first {other[:5].tolist()}: pass what it was made with, or another save_dir."
+                )
         return np.flatnonzero(~done)
 
-    def add(self, batch: Batch, indices: np.ndarray, weights: Tensor, hashes: np.ndarray) -> bool:
+    def add(self, batch: Batch, indices: np.ndarray) -> bool:
         """Add points to the sums of their groups, sooner or later: all that wait, or (on an error) none of them.
 
         Args:
             batch: the points.
             indices: their training indices `[b]`.
-            weights: their Q̄ `[b]`.
-            hashes: of their content `[b]`.
 
         Returns:
             Whether all that waited is in the store now.
         """
         if not self._indices:
             self._gradients(batch).plan(None)  # what cannot be done is refused here and now
+        if any(tensor.is_floating_point() and not tensor.sum().isfinite() for tensor in batch):
+            self._weights(batch, indices)  # refuses them before others wait with them
         self._indices.append(indices)
-        self._hashes.append(hashes)
         self.now[indices] = True
         due = self._due()
         with self._all_or_none():
-            if not self._points.are_like((*batch, weights)):
+            if not self._points.are_like(batch):
                 self._take_points()
-            self._points.add((*batch, weights), indices, keep=not due)
+            self._points.add(batch, indices, keep=not due)
             if due or self._points.are_enough(self.projection.space.size):
                 self._take_points()
         if due or self._held > self.memory_budget:
@@ -123,15 +132,16 @@ class GroupSums:
 
     def _take_points(self) -> None:
         """Form the gradients of the points that wait; other ranks have points of their own."""
-        with alone(), self._points.taken() as (waiting, indices):
+        with alone(), self._points.taken() as (batch, indices):
+            if len(indices):
+                self._hashes.append(point_hashes(batch))
             inside = np.flatnonzero(self.groups.labels[indices] >= 0)
             if not len(inside):
                 return
             if len(inside) < len(indices):
-                waiting, indices = tuple(tensor[inside] for tensor in waiting), indices[inside]
-            *batch, weights = waiting
+                batch, indices = tuple(tensor[inside] for tensor in batch), indices[inside]
             add = self._add_points if self.fisher == "exact" else self._add_groups
-            add(self._gradients(tuple(batch)), tuple(batch), self.groups.labels[indices], weights)
+            add(self._gradients(batch), batch, self.groups.labels[indices], self._weights(batch, indices))
 
     def _add_groups(self, gradients: GroupGradients, batch: Batch, labels: np.ndarray, weights: Tensor) -> None:
         ids, local = np.unique(labels, return_inverse=True)
@@ -166,8 +176,7 @@ class GroupSums:
     def _due(self) -> bool:
         if (self.before | self.now | (self.groups.labels < 0)).all():
             return True
-        by_size = min(max(1, LEAST_NUMBERS // (LEAST_POINTS * self.projection.space.size)), 8)
-        points = max(LEAST_POINTS * by_size, self.groups.n // 100)
+        points = max(points_between_writes(self.projection.space.size), self.groups.n // 100)
         if self.projection.collects:
             points = max(points, ROWS_PER_DIMENSION * self.projection.dim)
         return sum(map(len, self._indices)) >= points

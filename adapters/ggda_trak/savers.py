@@ -7,6 +7,7 @@ checksums beside them, the records in TRAK's own JSON files by a checksum in eac
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,8 +41,6 @@ SETTINGS, CHECKPOINT = "ggda.json", "ggda_checkpoint.json"
 _METADATA = "metadata.json"
 _LEFTOVERS = (LOCK, f"{SETTINGS}.part", f"{_METADATA}.part")  # of a process that was killed inside its first write
 _NEW = {"is_featurized": 0, "is_finalized": 0}
-_SEALED_AT_ONCE = 1024
-"""Rows of points that get their checksums together."""
 _ROWS, _FINISHED = ("grads", "out_to_loss"), ("features", "out_to_loss")
 
 
@@ -52,12 +51,17 @@ class CheckedSaver(MmapSaver):
     not finalized, and its rows say what is in them; an experiment counts as not begun.
 
     Attributes:
-        seals_rows: whether rows are single points, written by TRAK's own code, and get their checksums here.
+        sealed_at_once: rows of single points, written by TRAK's own code, get their checksums here, so many together;
+            None where they are group sums.
         notes: model id → what is kept in its record beside TRAK's entries.
     """
 
     def __init__(self, save_dir: Path, metadata: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        self.seals_rows, self.notes, self._seen = False, dict[int, dict[str, Any]](), set[int]()
+        self.sealed_at_once: int | None = None
+        self.notes, self._seen = dict[int, dict[str, Any]](), set[int]()
+        self._opened_for: int | None = None
+        self._sealed = 0
+        self._arrays: dict[Path, tuple[tuple[int, ...], np.ndarray]] = {}
         folder = Path(save_dir).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         if kwargs.get("load_from_save_dir", True):
@@ -78,8 +82,8 @@ class CheckedSaver(MmapSaver):
 
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
         """As TRAK's, with checksums: of new rows, of finished features, and of the record itself."""
-        if self.seals_rows:
-            self._seal_rows()
+        if self.sealed_at_once is not None:
+            self._seal_rows(self.sealed_at_once)
         super().serialize_current_model_id_metadata(already_exists)
         model_id = self.current_model_id
         record, notes = self.model_ids[model_id], self.notes.setdefault(model_id, {})
@@ -90,13 +94,17 @@ class CheckedSaver(MmapSaver):
 
     def load_current_store(self, model_id: int, exp_name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """As TRAK's; rows and features that are not what was written are refused, once for every checkpoint."""
+        if model_id != self._opened_for:
+            self._opened_for = model_id
+            self._arrays.clear()  # memory maps of one checkpoint at a time
         super().load_current_store(model_id, exp_name, *args, **kwargs)
         if exp_name is not None:
             return
-        if self.seals_rows:
+        if self.sealed_at_once is not None:
             path = self._folder / "_row_hashes.mmap"
             mode = "r+" if path.exists() and model_id in self.notes else "w+"
-            self.current_store["row_hashes"] = self._load(path, (self.train_set_size, 2), mode, np.uint64)
+            self.current_store["row_hashes"] = known = self._load(path, (self.train_set_size, 2), mode, np.uint64)
+            self._sealed = 0 if known is None else np.count_nonzero(np.asarray(known)[:, 1])
         if model_id not in self._seen and model_id in self.notes:
             self._check(model_id)
         self.notes.setdefault(model_id, {})
@@ -138,17 +146,19 @@ class CheckedSaver(MmapSaver):
         """Checksums of rows of single points, never 0."""
         return np.maximum(row_hashes(self.current_store[name][indices]), np.uint64(1))
 
-    def _seal_rows(self) -> None:
-        done, known = self.current_store["is_featurized"][:, 0] == 1, self.current_store["row_hashes"]
-        new = np.flatnonzero(done & (known[:, 1] == 0))
-        if len(new) < _SEALED_AT_ONCE and not done.all():
+    def _seal_rows(self, at_once: int) -> None:
+        done, known = np.asarray(self.current_store["is_featurized"])[:, 0] == 1, self.current_store["row_hashes"]
+        count = np.count_nonzero(done)
+        if count < len(done) and count - self._sealed < at_once:
             return  # after a kill they are done again
+        new = np.flatnonzero(done & (np.asarray(known)[:, 1] == 0))
         for column, name in enumerate(_ROWS):
             known[new, column] = self._hashes_of(name, new)
+        self._sealed = count
 
     def _check(self, model_id: int) -> None:
         """Compare rows of points and features with their checksums; a point without one is to be done again."""
-        if self.seals_rows and self.current_store["grads"] is not None:
+        if self.sealed_at_once is not None and self.current_store["grads"] is not None:
             known = self.current_store["row_hashes"]
             at = np.flatnonzero(known[:, 1])
             self.current_store["is_featurized"][:, 0] = known[:, 1] != 0
@@ -171,15 +181,29 @@ class CheckedSaver(MmapSaver):
         path, kind = Path(fname), np.dtype(dtype or (np.float16 if self.use_half_precision else np.float32))
         if mode == "w+":
             with clear_errors(self.save_dir, path.name):
-                return create_array(path, shape, kind)
+                created = create_array(path, shape, kind)
+            self._arrays[path] = _identity(path), created
+            return created
         with damage_named(path.parent):
             try:
-                found = open_array(path, "r+")
+                found = self._opened(path)
             except FileNotFoundError:
                 return None  # as TRAK does: its gradients may be deleted
             if found.shape != shape or found.dtype != kind:
                 raise DamagedFile(f"{path} is damaged: it holds {found.dtype} {found.shape}, not {kind} {shape}.")
         return found
+
+    def _opened(self, path: Path) -> np.ndarray:
+        """A file's array, opened once as long as it is the same file: TRAK asks again and again."""
+        identity, known = _identity(path), self._arrays.get(path)
+        if known is None or known[0] != identity:
+            self._arrays[path] = known = identity, open_array(path, "r+")
+        return known[1]
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mode
 
 
 def _write_records(path: Path, records: Mapping[str, Mapping[str, Any]]) -> None:

@@ -30,11 +30,11 @@ from ggda_ext.curvature.fisher import Damping, FisherKind, check_ridge
 from ggda_ext.groups import GroupsLike
 from ggda_ext.model import ParameterChoice, ParameterSpace, inner_name, inner_names, unwrapped
 from ggda_ext.properties import Property
-from ggda_ext.sharing import alone, once, together
+from ggda_ext.sharing import once, together
 from ggda_ext.storage.fingerprint import of_groups, of_state, of_structure, of_value
 from ggda_trak import ranks
-from ggda_trak.batches import check_batch, given_indices, point_hashes
-from ggda_trak.featurize import GroupSums, damped_fisher
+from ggda_trak.batches import check_batch, given_indices
+from ggda_trak.featurize import GroupSums, damped_fisher, points_between_writes
 from ggda_trak.options import MEMORY_BUDGET, GroupOptions
 from ggda_trak.projection import Projection, check_dimension, describe, release
 from ggda_trak.savers import (
@@ -129,7 +129,8 @@ class TRAKer(trak.TRAKer):
             ranks.follow_first_rank(self.saver.model_ids)
             self.lambda_reg = ridge
         if isinstance(self.saver, CheckedSaver):
-            self.saver.seals_rows = not self._grouped
+            if not self._grouped:
+                self.saver.sealed_at_once = points_between_writes(self.num_params_for_grad)
             notes = self.saver.notes.items()
             self.chosen_damping |= {model_id: kept["damping"] for model_id, kept in notes if "damping" in kept}
 
@@ -187,7 +188,7 @@ class TRAKer(trak.TRAKer):
             assert self.groups is not None
             self._sums = GroupSums(
                 store, self.groups, self._options.fisher, self._projection, model_id,
-                self._options.memory_budget // 2, ranks.points_before(store), self._gradients,
+                self._options.memory_budget // 2, ranks.points_before(store), self._gradients, self._weights,
             )  # fmt: skip
             self.saver.serialize_current_model_id_metadata()
 
@@ -226,20 +227,17 @@ class TRAKer(trak.TRAKer):
                 self._featurize_groups(batch, indices)
         else:
             left = np.flatnonzero(self.saver.current_store["is_featurized"][indices].reshape(-1) != 1)
-            super().featurize(_part(batch, left), indices[left])
+            with self._projection.lent():
+                super().featurize(_part(batch, left), indices[left])
         self._last_ind += 0 if num_samples is None else num_samples
 
     def _featurize_groups(self, batch: tuple[Tensor, ...], indices: np.ndarray) -> None:
         """Add this rank's share of the points of a batch that were not done before."""
-        sums, hashes = self._sums, point_hashes(batch)
+        sums = self._sums
         assert sums is not None
-        mine = ranks.own_share(sums.positions_left(indices, hashes, self._save_dir))
-        if len(mine):
-            own = _part(batch, mine)
-            with alone():
-                weights = self._weights(own, indices[mine])
-            if sums.add(own, indices[mine], weights, hashes[mine]):
-                self.saver.serialize_current_model_id_metadata()
+        mine = ranks.own_share(sums.positions_left(batch, indices, self._save_dir))
+        if len(mine) and sums.add(_part(batch, mine), indices[mine]):
+            self.saver.serialize_current_model_id_metadata()
         sums.now[indices] = True
 
     def _commit(self) -> None:
@@ -264,9 +262,10 @@ class TRAKer(trak.TRAKer):
             if self.saver.model_ids[model_id]["is_finalized"] == 1:
                 self.logger.warning(f"model id {model_id} is finalized already.")
                 continue
+            open_store = self._sums.store if self._sums is not None and self._sums.model_id == model_id else None
             with together({"model_id": model_id}):
                 self.saver.load_current_store(model_id)
-                store = self._store(model_id)
+                store = self._store(model_id) if open_store is None else open_store
             ranks.merge(store)
             self.chosen_damping[model_id] = once(partial(self._finalize, model_id, store))
             self.saver.model_ids[model_id]["is_finalized"] = 1
@@ -331,7 +330,8 @@ class TRAKer(trak.TRAKer):
             batch = check_batch(batch)
             indices = given_indices(inds, num_samples, start, len(batch[0]), len(targets), "targets")
         if batch is not None and not self._grouped:
-            super().score(batch, indices)
+            with self._projection.lent():
+                super().score(batch, indices)
         else:
             rows = self._target_rows(batch, property, model_id)
             if batch is None:

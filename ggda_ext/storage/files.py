@@ -177,10 +177,12 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     with replaced(path, sync=False) as file:
         np.lib.format.write_array_header_2_0(file, described)
         file.flush()
-        size = file.tell() + math.prod(shape) * np.dtype(dtype).itemsize
+        start = file.tell()
+        size = start + math.prod(shape) * np.dtype(dtype).itemsize
         os.ftruncate(file.fileno(), size)
         _reserve(file.fileno(), size)
-    return open_array(path, "r+")
+    with os.fdopen(open_plain(path, os.O_RDWR), "r+b") as file:
+        return _mapped(path, file, "r+", start, shape, dtype)
 
 
 def _reserve(handle: int, size: int) -> None:
@@ -198,7 +200,13 @@ def open_array(path: Path, mode: Any = "c") -> np.ndarray:
     flags = os.O_RDONLY if mode in ("c", "r") else os.O_RDWR
     with os.fdopen(open_plain(path, flags), "rb" if flags == os.O_RDONLY else "r+b") as file:
         shape, fortran, dtype, start = _read_header(path, file)
-        found = np.memmap(file, dtype, mode, start, shape, order="F" if fortran else "C")
+        return _mapped(path, file, mode, start, shape, dtype, "F" if fortran else "C")
+
+
+def _mapped(
+    path: Path, file: BinaryIO, mode: Any, start: int, shape: tuple[int, ...], dtype: Any, order: Any = "C"
+) -> np.ndarray:
+    found = np.memmap(file, dtype, mode, start, shape, order=order)
     found.filename = str(path.absolute())  # known to NumPy only where it opens the file itself
     return found
 

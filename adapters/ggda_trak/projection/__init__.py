@@ -8,6 +8,7 @@ collected (`Projection.collects`); CudaProjector and ChunkedCudaProjector have l
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,12 +38,12 @@ class Projection:
         self.projector, self.space, self.scale = projector, space, scale
         row = space.size * space.dtype.itemsize
         basic = isinstance(projector, BasicProjector) and projector.num_blocks > 1
-        self._keeps = basic and row * projector.proj_dim <= min(memory_budget, KEPT_BYTES)
-        self.collects = basic and not self._keeps
+        fits = basic and row * projector.proj_dim <= min(memory_budget, KEPT_BYTES)
+        self._kept = KeptMatrix(projector) if fits else None
+        self.collects = basic and not fits
         """Whether a call has a large price of its own, so that rows are better collected."""
         by_cache = max(self.dim, CACHED_BLOCK_BYTES // row, 1)  # fewer would read the matrix more often than the rows
         self._rows_at_once = None if self.collects or self.most_rows else by_cache
-        self._kept: tuple[int, Tensor] | None = None
 
     @property
     def dim(self) -> int:
@@ -84,26 +85,68 @@ class Projection:
         return (projected.to(rows.dtype) / self.scale).unflatten(0, rows.shape[:-1])
 
     def _projected(self, rows: Tensor, model_id: int) -> Tensor:
-        if self._keeps:
-            return rows.to(self.projector.dtype) @ self._matrix(model_id)
+        if self._kept is not None:
+            return rows.to(self.projector.dtype) @ self._kept.whole(model_id)
         if isinstance(self.projector, ChunkedCudaProjector):
             by_parameter = {name: self.space.part(rows, value) for name, value in self.space.parameters.items()}
             return self.projector.project(by_parameter, model_id=model_id)
         return self.projector.project(rows, model_id=model_id)
 
-    def _matrix(self, model_id: int) -> Tensor:
-        """The matrix `[d, dim]` of a BasicProjector, drawn as it draws it."""
-        if self._kept is None or self._kept[0] != model_id:
-            projector = self.projector
+    def lent(self) -> AbstractContextManager[None]:
+        """Inside, TRAK's own code finds its projector's matrix drawn, if that is kept: same numbers, sooner."""
+        return nullcontext() if self._kept is None else self._kept.lent()
+
+
+class KeptMatrix:
+    """The matrix of a BasicProjector of several blocks, for one checkpoint at a time, drawn once as it draws it.
+
+    Args:
+        projector: the projector.
+    """
+
+    def __init__(self, projector: BasicProjector) -> None:
+        self.projector = projector
+        self._model_id: int | None = None
+        self._blocks: dict[int, Tensor] = {}
+        self._whole: Tensor | None = None
+
+    def whole(self, model_id: int) -> Tensor:
+        """All of it `[d, dim]`."""
+        projector = self.projector
+        if self._whole is None or self._model_id != model_id:
             if projector.model_id != model_id:
                 projector.model_id = model_id
                 projector.get_generator_states()
-            columns = []
-            for state in projector.generator_states:
-                projector.generate_sketch_matrix(state)
-                columns.append(projector.proj_matrix.clone())
-            self._kept = model_id, torch.cat(columns, 1)[:, : projector.proj_dim].contiguous()
-        return self._kept[1]
+            with self.lent():
+                blocks = []
+                for state in projector.generator_states:
+                    projector.generate_sketch_matrix(state)
+                    blocks.append(projector.proj_matrix)
+            self._blocks, self._whole = {}, torch.cat(blocks, 1)[:, : projector.proj_dim].contiguous()
+        return self._whole
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, the projector takes the blocks from here and draws only those it has not drawn before."""
+        projector = self.projector
+        draw = projector.generate_sketch_matrix
+
+        def drawn(state: Tensor) -> None:
+            if projector.model_id != self._model_id:
+                self._model_id, self._blocks, self._whole = projector.model_id, {}, None
+            block = next(i for i, known in enumerate(projector.generator_states) if known is state)
+            if block not in self._blocks:
+                projector.proj_matrix_available = False  # it draws into new memory
+                draw(state)
+                self._blocks[block] = projector.proj_matrix
+            projector.proj_matrix = self._blocks[block]
+
+        projector.generate_sketch_matrix = drawn
+        try:
+            yield
+        finally:
+            del projector.generate_sketch_matrix
+            projector.proj_matrix_available = False  # what it draws from here on is not drawn over a block
 
 
 def release(projector: Any) -> None:
