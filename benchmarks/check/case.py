@@ -217,7 +217,8 @@ class Method:
         settings: how both are run, in words.
         default: scores of groups in the drop-in's default mode, where that is an approximation (a Fisher of group
             sums): `grouped` is the exact mode then. None where the default is exact.
-        trains_on_its_own: for groups of one the toolkit's own code does the training side, for a property as well.
+        row_per_point: for groups of one, a row is formed for every point, by groups as by the original, for a property
+            as well.
         solves_each_test: the original solves a system of equations for every test point, again for every batch.
     """
 
@@ -227,5 +228,5 @@ class Method:
     grouped: Score
     settings: Callable[[Case], str]
     default: Score | None = None
-    trains_on_its_own: bool = False
+    row_per_point: bool = False
     solves_each_test: bool = False

@@ -76,6 +76,6 @@ METHODS = (
         lambda case: f"{case.scope} projected to {case.projection_dim}, exact Fisher, "
         f"regularization {case.loss_ridge:g}, {case.batches}",
         lambda case: trak(case, ggda_dattri, groups=case.groups),
-        trains_on_its_own=True,
+        row_per_point=True,
     ),
 )  # fmt: skip

@@ -56,5 +56,6 @@ METHODS = (
         lambda case: f"original: vmap(grad) in {case.batches}; {case.scope} projected to {case.projection_dim}, "
         f"exact Fisher, damping {DAMPING}",
         grouped,
+        row_per_point=True,
     ),
 )  # fmt: skip

@@ -56,6 +56,6 @@ METHODS = (
         lambda case: f"BasicProjector, {case.scope} projected to {case.projection_dim}, exact Fisher, "
         f"lambda_reg {case.margin_ridge:g}, {case.batches}",
         lambda case: trak_scores(case, ggda_trak, case.groups.batch_sampler(case.size.batch), groups=case.groups),
-        trains_on_its_own=True,
+        row_per_point=True,
     ),
 )  # fmt: skip

@@ -6,8 +6,8 @@ used up or there are no more points. Where points are left, its time for all of 
     seconds(N) = seconds(n) + slope · (N − n),
 
 with the smaller of the slopes n/4 → n/2 and n/2 → n. `Original.linearity` says how well the line through n/4 and n/2
-foretells what was measured at n; 1 is perfect. The group version always gets all points. Both take turns, and the best
-of several turns counts.
+foretells what was measured at n; 1 is perfect. The group version gets all points. Both take turns, and the best of
+several turns counts; where they come out about as fast as each other, both get more turns.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from benchmarks.compare.hessians import Hessians
 TURNS = 3
 LEFT_ALONE = 0.7
 """Share of the time after which twice the points would take too long."""
+CLOSE, MORE_TURNS = (0.7, 1.1), 4
+"""Ratios of times that decide too little after the first turns, and how many more turns they get."""
 T = TypeVar("T")
 
 
@@ -75,6 +77,10 @@ class Original:
         """Seconds for all points; those that were measured, if they were."""
         n = self.timed_points
         return self.seconds[n] + max(0.0, min(self._slopes, default=0.0)) * (self.points - n)
+
+    def seconds_for(self, points: int) -> float:
+        """Seconds for a number of points that was timed, or for all points."""
+        return self.extrapolated if points == self.points else self.seconds[points]
 
     @property
     def linearity(self) -> float | None:
@@ -129,3 +135,33 @@ def take_turns(
                 theirs[count] += took
                 original.seconds[count] = min(original.seconds[count], took)
     return best, given
+
+
+def decide(
+    clock: Clock, original: Original, run: Callable[[int], Any], call: Callable[[], Any], points: int, best: float,
+    seconds: float,
+) -> float:  # fmt: skip
+    """The best CPU seconds of a group case of so many points, after more turns of both sides if it is a close call.
+
+    Args:
+        clock: times calls.
+        original: times of the original so far; better ones are put in.
+        run: the original on a number of points.
+        call: the group case.
+        points: that it has.
+        best: its best time so far.
+        seconds: after which it takes no further turns.
+    """
+    low, high = CLOSE
+    if not low < original.seconds_for(points) / best < high:
+        return best
+    spent, counts = 0.0, [points] if points == original.timed_points else original.last
+    for _ in range(MORE_TURNS):  # all of them, however the first come out: both sides have as many
+        if spent > seconds:
+            break
+        took, _ = clock.timed(call)
+        best, spent = min(best, took), spent + took
+        for count in counts:
+            theirs, _ = clock.timed(lambda: run(count))  # noqa: B023  # called at once
+            original.seconds[count] = min(original.seconds[count], theirs)
+    return best

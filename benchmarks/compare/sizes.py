@@ -16,6 +16,7 @@ class CompareSize:
     Attributes:
         seconds: CPU seconds the original may take for as many points as fit.
         property_tests: test points the property, their mean loss, is taken over.
+        solved_tests: test points for methods that solve a system of equations for each of them.
         group_sizes: mean sizes of the groups; sizes larger than half of the training points are left out.
         batch: training points in a batch of the original, and of the group version where it is given batches.
         last_parameters: as in `CheckScale`.
@@ -24,6 +25,7 @@ class CompareSize:
     seconds: float
     property_tests: int
     batch: int
+    solved_tests: int = TESTS
     group_sizes: tuple[int, ...] = (1, 64, 1024)
     last_parameters: int | None = None
 
@@ -33,10 +35,10 @@ def _sizes(
 ) -> dict[str, CompareSize]:
     """Task → size: the same time for all, and the test points of the property by data set."""
     return {
-        **dict.fromkeys(("heloc-lr", "heloc-ann-s", "heloc-ann-m"), CompareSize(seconds, heloc, 512)),
-        "mnist-ann-l": CompareSize(seconds, mnist, 64),
-        "cifar10-resnet18": CompareSize(seconds, cifar10, 16),
-        "qnli-bert": CompareSize(seconds, qnli, 8, last_parameters=last_parameters),
+        **dict.fromkeys(("heloc-lr", "heloc-ann-s", "heloc-ann-m"), CompareSize(seconds, heloc, 512, solved_tests=5)),
+        "mnist-ann-l": CompareSize(seconds, mnist, 64, solved_tests=5),
+        "cifar10-resnet18": CompareSize(seconds, cifar10, 16, solved_tests=1),
+        "qnli-bert": CompareSize(seconds, qnli, 4, solved_tests=1, last_parameters=last_parameters),
     }
 
 

@@ -31,13 +31,14 @@ def line(rows: Sequence[Row]) -> str:
     points = f"{first['original_points']:,} of {first['train_points']:,}"
     both = "   ".join(f"{_speed_ups(row):>24}" for row in rows)
     agreements = [cell["agreement"] for cell in first["cells"] if cell["agreement"] is not None]
-    note = f"  exact {_speed_ups(first, EXACT_MODE)}" if any(c["mode"] == DEFAULT_MODE for c in first["cells"]) else ""
+    exact = chosen(first["cells"], EXACT_MODE) if any(c["mode"] == DEFAULT_MODE for c in first["cells"]) else []
+    note = f"  exact {times(exact[0]['speed_up'])}" if exact else ""
     note += f", agreement {min(agreements):.2f}" if agreements else ""
     return f"{left} {points:>16} {first['original_seconds']:9.2f}   {both}{note}"
 
 
-def _speed_ups(row: Row, mode: str | None = None) -> str:
-    cells = {cell["group_size"]: cell for cell in chosen(row["cells"], mode)}
+def _speed_ups(row: Row) -> str:
+    cells = {cell["group_size"]: cell for cell in chosen(row["cells"])}
     return " / ".join(times(cells[size]["speed_up"]) if size in cells else "–" for size in _SIZES)
 
 

@@ -61,8 +61,9 @@ def _line(row: dict[str, Any], sizes: list[int]) -> dict[str, str]:
         cell = default.get(size)
         line[f"Groups of {size:,}"] = "–" if cell is None else _times(cell, row["hessian_seconds"])
     shown = [times(exact[size]["speed_up"]) for size in sizes if size in exact and size > 1]
-    line["Exact mode"] = " / ".join(shown) if DEFAULT_MODE in modes else "is the default"
-    line["Agreement"] = f"{min(agreements):.2f}" if agreements else "1"
+    line["Exact mode"] = (" / ".join(shown) or "–") if DEFAULT_MODE in modes else "is the default"
+    approximate = DEFAULT_MODE in modes
+    line["Agreement"] = f"{min(agreements):.2f}" if agreements else "–" if approximate else "1"
     return line
 
 

@@ -15,7 +15,7 @@ from benchmarks import check, compare
 from benchmarks.check.case import Case
 from benchmarks.compare import table
 from benchmarks.compare.hessians import Hessians
-from benchmarks.compare.measure import Clock, climb, take_turns
+from benchmarks.compare.measure import Clock, climb, decide, take_turns
 from benchmarks.compare.sizes import SIZES
 from benchmarks.names import DEFAULT_MODE, EXACT_MODE, ONE_PROPERTY, TEST_POINTS
 from benchmarks.results import ResultFolder
@@ -70,6 +70,15 @@ def test_the_best_turn_counts_and_what_is_slow_takes_one() -> None:
     assert found.seconds[4] == 4  # it had used up its time
 
 
+def test_a_close_call_gives_both_sides_more_turns_and_a_clear_one_none() -> None:
+    found = climb(MadeClock(), lambda n: 1.0, first=4, points=4, seconds=10.0)
+    ours, theirs = iter([0.9, 0.8, 0.85, 0.9]), iter([0.95, 1.0, 0.7, 1.0])
+    assert decide(MadeClock(), found, lambda n: next(theirs), lambda: next(ours), 4, 1.0, seconds=10.0) == 0.8
+    assert found.seconds[4] == 0.7
+    assert next(ours, None) is None
+    assert decide(MadeClock(), found, pytest.fail, pytest.fail, 4, 0.1, seconds=10.0) == 0.1
+
+
 def test_fewer_points_are_asked_the_same_way(case: Case) -> None:
     few = case.grouped_by(16).first(20)
     assert len(few.train[0]) == 20
@@ -121,9 +130,12 @@ def test_rows_are_measured_once_and_say_everything(
     for row in rows:
         assert row["experiment"] == "speed"
         assert {cell["group_size"] for cell in row["cells"]} == {1, 64}  # 1,024 is more than there are
-        assert {cell["mode"] for cell in row["cells"]} == (
-            {EXACT_MODE, DEFAULT_MODE} if row["method"] == "TRAKAttributor" else {EXACT_MODE}
-        )
+        found = sorted((cell["group_size"], cell["mode"]) for cell in row["cells"])
+        if row["method"] == "TRAKAttributor":
+            exact = [(64, EXACT_MODE)] if row["question"] == ONE_PROPERTY else []
+            assert found == sorted([(1, DEFAULT_MODE), (64, DEFAULT_MODE), *exact])
+        else:
+            assert found == [(1, EXACT_MODE), (64, EXACT_MODE)]
         assert all(cell["speed_up"] > 0 for cell in row["cells"])
         assert set(row["grouping_seconds"]) == {"1", "64"}
     assert "HELOC (stand-in) · LR" in capsys.readouterr().out
