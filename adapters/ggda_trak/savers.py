@@ -104,7 +104,7 @@ class CheckedSaver(MmapSaver):
             path = self._folder / "_row_hashes.mmap"
             mode = "r+" if path.exists() and model_id in self.notes else "w+"
             self.current_store["row_hashes"] = known = self._load(path, (self.train_set_size, 2), mode, np.uint64)
-            self._sealed = 0 if known is None else np.count_nonzero(np.asarray(known)[:, 1])
+            self._sealed = 0 if known is None else int(np.count_nonzero(np.asarray(known)[:, 1]))
         if model_id not in self._seen and model_id in self.notes:
             self._check(model_id)
         self.notes.setdefault(model_id, {})
@@ -148,7 +148,7 @@ class CheckedSaver(MmapSaver):
 
     def _seal_rows(self, at_once: int) -> None:
         done, known = np.asarray(self.current_store["is_featurized"])[:, 0] == 1, self.current_store["row_hashes"]
-        count = np.count_nonzero(done)
+        count = int(np.count_nonzero(done))
         if count < len(done) and count - self._sealed < at_once:
             return  # after a kill they are done again
         new = np.flatnonzero(done & (np.asarray(known)[:, 1] == 0))

@@ -171,7 +171,6 @@ class Comparison:
         for (size, mode), seconds in best.items():
             points = len(asked[size].train[0])
             theirs, exact = found.seconds_for(points), scores.get((size, EXACT_MODE))
-            compared = mode == DEFAULT_MODE and exact is not None
             cells.append(
                 {
                     "group_size": size,
@@ -180,7 +179,7 @@ class Comparison:
                     "seconds": seconds,
                     "speed_up": theirs / seconds,
                     "speed_up_with_hessian": (theirs + hessian) / (seconds + hessian),
-                    "agreement": _agreement(scores[size, mode], exact) if compared else None,
+                    "agreement": None if exact is None or mode == EXACT_MODE else _agreement(scores[size, mode], exact),
                 }
             )
         return {
