@@ -262,7 +262,7 @@ class Counted(Dataset):
 
 @pytest.fixture
 def case(monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr("ggda_ext.storage.blocks.BATCHES_PER_BLOCK", 2)  # blocks of 4 points, in batches of 2
+    monkeypatch.setattr("ggda_ext.storage.jobs.BATCHES_PER_BLOCK", 2)  # blocks of 4 points, in batches of 2
     return make_case("mlp")
 
 

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import ggda_ext.storage.blocks
+import ggda_ext.storage.jobs
 from ggda_ext import GroupGradients, Groups, properties
 from ggda_ext.storage.folder import StoreMismatch
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ggda_ext.storage.blocks, "BATCHES_PER_BLOCK", 0)
-    monkeypatch.setattr(ggda_ext.storage.blocks, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(ggda_ext.storage.jobs, "BATCHES_PER_BLOCK", 0)
+    monkeypatch.setattr(ggda_ext.storage.jobs, "MOST_BLOCKS", 3)
 
 
 @pytest.fixture

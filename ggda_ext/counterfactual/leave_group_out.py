@@ -25,8 +25,8 @@ from ggda_ext.properties import Property
 from ggda_ext.results import Attribution, MethodFacts
 from ggda_ext.sharing import once, world_size
 from ggda_ext.storage import fingerprint
-from ggda_ext.storage.blocks import Block, finish, opened
 from ggda_ext.storage.folder import digest
+from ggda_ext.storage.jobs import Job, finish, opened
 from ggda_ext.training import Recipe, TrainedModels, initial_model, train_many
 from ggda_ext.training.loop import LossFn, MakeModel
 from ggda_ext.training.many import layout_of, models_at_once
@@ -166,25 +166,25 @@ def leave_group_out(
     measure = Measure(property, loss_fn)
     everything = np.arange(len(x))
     kept = [everything, *(np.delete(everything, groups[int(j)]) for j in ids)]
-    jobs = [(points, seed) for seed in seeds for points in kept]
+    trainings = [(points, seed) for seed in seeds for points in kept]
     layout = layout_of(make_model, loss_fn, (x, y))
     # Parts enough for a few ranks, and for little to be lost by a stop; a smaller stack is hardly faster than a loop
-    share = max(SMALLEST_STACK, -(-len(jobs) // PARTS))
+    share = max(SMALLEST_STACK, -(-len(trainings) // PARTS))
     together = at_once or (1 if layout is None else min(models_at_once(layout, recipe), share))
-    order = by_falling_steps([torch.from_numpy(points) for points, _ in jobs], recipe)
+    order = by_falling_steps([torch.from_numpy(points) for points, _ in trainings], recipe)
     chunks = np.array_split(order, max(-(-len(order) // together), min(len(order), world_size())))
     first = initial_model(make_model, int(seeds[0])).to(x.device).eval()
     m = measure.components(first)
 
-    def block(number: int, chunk: np.ndarray) -> Block:
+    def job(number: int, chunk: np.ndarray) -> Job:
         def make() -> Tensor:
-            subsets, chosen = zip(*(jobs[j] for j in chunk), strict=True)
+            subsets, chosen = zip(*(trainings[j] for j in chunk), strict=True)
             models = train_many(
                 make_model, loss_fn, (x, y), recipe, subsets=subsets, seeds=chosen, at_once=at_once
             )  # fmt: skip
             return measure(models)
 
-        return Block(f"values-{number}", (len(chunk), m), sum(len(jobs[j][0]) for j in chunk), make)
+        return Job(f"values-{number}", (len(chunk), m), sum(len(trainings[j][0]) for j in chunk), make)
 
     def made_with() -> dict[str, Any]:
         return {
@@ -204,7 +204,7 @@ def leave_group_out(
         folder = Path(stack.enter_context(TemporaryDirectory()) if save_dir is None else save_dir)
         store = stack.enter_context(opened(folder, dict if save_dir is None else made_with))
         finish(
-            store, [block(*numbered) for numbered in enumerate(chunks)], torch.float64, "leave group out", show_progress
+            store, [job(*numbered) for numbered in enumerate(chunks)], torch.float64, "leave group out", show_progress
         )
 
         def saved() -> Tensor:

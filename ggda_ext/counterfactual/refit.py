@@ -9,7 +9,7 @@ and at the optimum it is the decay's own pull), and the penalty Λ `[r, r]` is t
 the answer where the linearisation holds. Without weight decay a linear model has next to no Λ: there a refit stops
 where outputs have moved by the loss's radius, because with a class left out nothing else bounds them. Newton steps,
 each by conjugate gradients preconditioned with the groups' own curvature at d = 0, for many subsets at once: all
-products with Φ are matrix products shared by a block of subsets.
+products with Φ are matrix products shared by a subsets of subsets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Refit:
         loss: the training loss of these points.
         starts: where every group starts, and where the last one ends `[k + 1]`; later points are in no group and stay.
         point_weights: of every point in the training loss `[n]`.
-        most_bytes: memory for one block of subsets, and for the groups' curvature.
+        most_bytes: memory for one subsets of subsets, and for the groups' curvature.
 
     Attributes:
         radius: how far outputs may move, in the mean square; unbounded at first.
@@ -68,8 +68,8 @@ class Refit:
         self.masses.index_add_(0, self._labels, point_weights.double())
         ones = torch.ones(1, self.k + 1, dtype=torch.float64, device=tangents.device)
         nothing = torch.zeros(self.r, self.r, dtype=torch.float64, device=tangents.device)
-        block = _Block(self, ones, nothing, pull=torch.zeros(self.r, dtype=torch.float64, device=tangents.device))
-        self.pull = block.gradient()[0]
+        subsets = _Subsets(self, ones, nothing, pull=torch.zeros(self.r, dtype=torch.float64, device=tangents.device))
+        self.pull = subsets.gradient()[0]
         self._curvature = self._group_curvature()
 
     def solve(self, weights: Tensor, penalty: Tensor) -> Tensor:
@@ -90,18 +90,18 @@ class Refit:
     def _solved(self, weights: Tensor, penalty: Tensor) -> Tensor:
         answers = torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
         going = torch.arange(len(weights), device=weights.device)
-        block = _Block(self, weights, penalty)
+        subsets = _Subsets(self, weights, penalty)
         tolerance = 1e-6 if self.dtype == torch.float32 else 1e-17  # what is left after such a step is far less
         for step in range(MOST_STEPS):
             if step and step % _REFRESH == 0:
-                block.refresh()
-            fall = block.step()
-            answers[going] = block.d
-            open_ = fall > tolerance * (1 + block.objective.abs())
+                subsets.refresh()
+            fall = subsets.step()
+            answers[going] = subsets.d
+            open_ = fall > tolerance * (1 + subsets.objective.abs())
             if not bool(open_.any()):
                 return answers
             if not bool(open_.all()):
-                going, block = going[open_], block.only(open_)
+                going, subsets = going[open_], subsets.only(open_)
         raise singular(len(going))
 
     def preconditioner(self, weights: Tensor, penalty: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class Refit:
         return share[self._labels] * self.point_weights[:, None]
 
 
-class _Block:
+class _Subsets:
     """Subsets that are solved together, at their current d `[s, r]`."""
 
     def __init__(self, problem: Refit, weights: Tensor, penalty: Tensor, pull: Tensor | None = None) -> None:
@@ -164,9 +164,9 @@ class _Block:
         self.factors: Tensor | None = None
         self.objective = self._objective(self.columns, self.d)
 
-    def only(self, rows: Tensor) -> _Block:
+    def only(self, rows: Tensor) -> _Subsets:
         """The same for some of the subsets."""
-        other = object.__new__(_Block)
+        other = object.__new__(_Subsets)
         other.problem, other.penalty, other.pull = self.problem, self.penalty, self.pull
         other.weights, other.d, other.objective = self.weights[rows], self.d[rows], self.objective[rows]
         other.share, other.columns = self.share[:, rows], self.columns[:, :, rows]

@@ -237,7 +237,7 @@ def _pictures(result: Attribution, members: np.ndarray | None) -> list[dict[str,
     """Bars, and what else there is something to show for, as data addresses with a caption."""
     several = len(result.properties) > 1
     shown_properties = range(min(len(result.properties), MOST_PROPERTIES))
-    plans: list[tuple[str, Any]] = [
+    pictures: list[tuple[str, Any]] = [
         (
             f"Scores{' for ' + shown(result.properties[j]) if several else ''}",
             lambda ax, j=j: result.plot.bars(j, ax=ax),
@@ -245,14 +245,14 @@ def _pictures(result: Attribution, members: np.ndarray | None) -> list[dict[str,
         for j in shown_properties
     ]
     if several:
-        plans.append(("Groups and properties", lambda ax: result.plot.heatmap(ax=ax)))
+        pictures.append(("Groups and properties", lambda ax: result.plot.heatmap(ax=ax)))
     if members is not None:
-        plans.append(
+        pictures.append(
             ("Does one point carry a group?", lambda ax: result.plot.members(member_scores=members, most=6, ax=ax))
         )
     if _dated(result):
-        plans.append(("Over time", lambda ax: result.plot.timeline(ax=ax)))
-    return [{"caption": caption, "address": _drawn(draw)} for caption, draw in plans]
+        pictures.append(("Over time", lambda ax: result.plot.timeline(ax=ax)))
+    return [{"caption": caption, "address": _drawn(draw)} for caption, draw in pictures]
 
 
 def _drawn(draw: Any) -> str:

@@ -21,9 +21,9 @@ from ggda_ext.gradients.sketch import count_sketch, draw_sketch
 from ggda_ext.properties import Property
 from ggda_ext.sharing import alone, together
 from ggda_ext.storage import fingerprint
-from ggda_ext.storage.blocks import Block, Range, finish, group_ranges, opened, part_of, points_per_block, whole_groups
 from ggda_ext.storage.files import open_array
 from ggda_ext.storage.folder import digest
+from ggda_ext.storage.jobs import Job, Range, finish, group_ranges, opened, part_of, points_per_block, whole_groups
 from ggda_ext.storage.scores import gradients_of
 from ggda_ext.words import without
 
@@ -86,7 +86,7 @@ class GradientStore:
         self._tag = tag
         with opened(self.folder, self._fingerprint) as store:
             title = f"{plan.strategy} group gradients"
-            finish(store, self._blocks(plan.strategy), provider.space.dtype, title, provider.show_progress)
+            finish(store, self._jobs(plan.strategy), provider.space.dtype, title, provider.show_progress)
 
     @property
     def dim(self) -> int:
@@ -157,7 +157,7 @@ class GradientStore:
             return rows
         return count_sketch(rows, self._places, self._signs, self.projection_dim)
 
-    def _blocks(self, strategy: str) -> list[Block]:
+    def _jobs(self, strategy: str) -> list[Job]:
         def rows(of: Range) -> Tensor:
             space = self.provider.space
             found = torch.empty(of[1] - of[0], self.dim, dtype=space.dtype, device=space.device)
@@ -167,7 +167,7 @@ class GradientStore:
             return found
 
         return [
-            Block(
+            Job(
                 _name(j),
                 (of[1] - of[0], self.dim),
                 int(self.provider.groups.sizes[slice(*of)].sum()),

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ggda_ext.storage.blocks import Range
 from ggda_ext.storage.files import open_array
+from ggda_ext.storage.jobs import Range
 
 
 def block_name(tests: int, groups: int) -> str:

@@ -22,8 +22,11 @@ from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
 from ggda_ext.methods.scoring import Weight, sum_scores
 from ggda_ext.sharing import once, together
 from ggda_ext.storage import fingerprint
-from ggda_ext.storage.blocks import (
-    Block,
+from ggda_ext.storage.content import UnknownContent
+from ggda_ext.storage.files import open_array
+from ggda_ext.storage.folder import Store, difference, digest, read_contents
+from ggda_ext.storage.jobs import (
+    Job,
     Range,
     finish,
     group_ranges,
@@ -32,9 +35,6 @@ from ggda_ext.storage.blocks import (
     points_per_block,
     whole_groups,
 )
-from ggda_ext.storage.content import UnknownContent
-from ggda_ext.storage.files import open_array
-from ggda_ext.storage.folder import Store, difference, digest, read_contents
 from ggda_ext.storage.score_blocks import ScoreBlocks, StackedBlocks, block_name
 
 _TESTS_PER_POINT = 20  # points of a block for each test point, whose own work is done again for every block
@@ -86,8 +86,8 @@ class ScoreStore:
         )
         question = Path(once(lambda: str(_question(folder, asked))))
         with opened(question, lambda: asked, lock=False) as store:
-            blocks = _blocks(provider, directions, plan, tests, groups)
-            finish(store, blocks, provider.space.dtype, f"{plan.strategy} group scores", provider.show_progress)
+            jobs = _jobs(provider, directions, plan, tests, groups)
+            finish(store, jobs, provider.space.dtype, f"{plan.strategy} group scores", provider.show_progress)
         return ScoreBlocks(question, tests, groups, provider.space.dtype)
 
     def array(
@@ -191,9 +191,9 @@ def _grid(provider: GroupGradients, directions: Directions, plan: Plan) -> tuple
     return tests, group_ranges(provider.groups, points, max(1, provider.memory_budget // (min(m, most) * itemsize)))
 
 
-def _blocks(
+def _jobs(
     provider: GroupGradients, directions: Directions, plan: Plan, tests: list[Range], groups: list[Range]
-) -> list[Block]:
+) -> list[Job]:
     @lru_cache(maxsize=1)
     def asked(at: Range) -> Directions:
         if isinstance(directions, Tensor):
@@ -208,7 +208,7 @@ def _blocks(
             return part_of(provider, of, plan.strategy).scores(asked(at))
 
     return [
-        Block(
+        Job(
             block_name(i, j),
             (at[1] - at[0], of[1] - of[0]),
             int(provider.groups.sizes[slice(*of)].sum()),

@@ -1,4 +1,4 @@
-"""Long work in blocks of groups: each is finished, saved and never done again.
+"""Long work in jobs, a block of groups each: what is finished is saved and never done again.
 
 Where blocks begin and end depends on the groups, the batch size and the size of the question alone. A block is the
 work of one rank, so its numbers do not depend on the number of ranks, on a kill, or on what was finished before.
@@ -72,7 +72,7 @@ def whole_groups(provider: GroupGradients, groups: Range) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Block:
+class Job:
     """One array to be made: its name in the store, its shape, and the points it takes."""
 
     name: str
@@ -84,51 +84,51 @@ class Block:
 
 
 def finish(
-    store: Store | None, blocks: Sequence[Block], dtype: torch.dtype, title: str, show_progress: bool | None
+    store: Store | None, jobs: Sequence[Job], dtype: torch.dtype, title: str, show_progress: bool | None
 ) -> None:
-    """Make and save all blocks that are not finished, one per rank at a time; rank 0 writes.
+    """Make and save all jobs that are not finished, one per rank at a time; rank 0 writes.
 
     Args:
         store: on rank 0 the store, on others None.
-        blocks: all blocks, the same on every rank.
+        jobs: all jobs, the same on every rank.
         dtype: of the arrays; bfloat16, which NumPy does not know, is saved as float32.
         title: of the progress bar.
         show_progress: whether to show it; None, once it takes `PATIENCE` seconds.
     """
-    missing = set(once(lambda: [block.name for block in blocks if store is None or block.name not in store]))
-    todo = [block for block in blocks if block.name in missing]
-    done = sum(block.points for block in blocks) - sum(block.points for block in todo)
-    total = done + sum(block.points for block in todo)
+    missing = set(once(lambda: [job.name for job in jobs if store is None or job.name not in store]))
+    todo = [job for job in jobs if job.name in missing]
+    done = sum(job.points for job in jobs) - sum(job.points for job in todo)
+    total = done + sum(job.points for job in todo)
     with progress(total, title, show_progress, initial=done) as bar:
         for now in _rounds(todo):
             made = _made(now, torch.float32 if dtype == torch.bfloat16 else dtype)
             with together():
                 if store is not None:
-                    for block, values in zip(now, made, strict=True):
-                        store.save(block.name, values.numpy())
-            bar.update(sum(block.points for block in now))
+                    for job, values in zip(now, made, strict=True):
+                        store.save(job.name, values.numpy())
+            bar.update(sum(job.points for job in now))
 
 
-def _rounds(todo: list[Block]) -> Iterator[list[Block]]:
-    """Blocks that are made at the same time: one per rank, or one by all."""
+def _rounds(todo: list[Job]) -> Iterator[list[Job]]:
+    """Jobs that are done at the same time: one per rank, or one by all."""
     while todo:
         count = 1 if todo[0].shared else world_size()
         yield todo[:count]
         todo = todo[count:]
 
 
-def _made(blocks: list[Block], dtype: torch.dtype) -> list[Tensor]:
+def _made(jobs: list[Job], dtype: torch.dtype) -> list[Tensor]:
     """The arrays of one round, on the CPU of every rank."""
-    if blocks[0].shared:
-        return [blocks[0].make().detach().to("cpu", dtype)]
+    if jobs[0].shared:
+        return [jobs[0].make().detach().to("cpu", dtype)]
     mine = rank()
     flat: Tensor | None = None
     with together(), alone():
-        if mine < len(blocks):
-            flat = blocks[mine].make().detach().to(dtype).reshape(-1)
-    sizes = [int(np.prod(block.shape)) for block in blocks]
+        if mine < len(jobs):
+            flat = jobs[mine].make().detach().to(dtype).reshape(-1)
+    sizes = [int(np.prod(job.shape)) for job in jobs]
     parts = gathered(flat).cpu().split(sizes)
-    return [part.reshape(block.shape) for block, part in zip(blocks, parts, strict=True)]
+    return [part.reshape(job.shape) for job, part in zip(jobs, parts, strict=True)]
 
 
 @contextmanager
