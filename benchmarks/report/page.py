@@ -116,9 +116,9 @@ def markdown(content: Content, figures: str) -> str:
 
 
 def run_lines(run: Run) -> str:
-    """A run's machine, command and versions as a Markdown list."""
-    facts = (f"- {plain_markdown(name)}: {plain_markdown(value)}" for name, value in _facts(run))
-    return f"**{plain_markdown(run.path.name)}**\n\n" + "\n".join(facts)
+    """A run's machine, command and versions as a paragraph of Markdown."""
+    facts = (f"{plain_markdown(name)}: {plain_markdown(value)}".replace("; ", ", ") for name, value in _facts(run))
+    return f"**{plain_markdown(run.path.name)}**: " + "; ".join(facts) + "."
 
 
 def _shown(picture: Picture) -> dict[str, str]:
