@@ -21,7 +21,6 @@ from ggda_ext.curvature.gauss_newton import GaussNewton
 from ggda_ext.data import IndexedData
 from ggda_ext.drop_in import DropIn
 from ggda_ext.gradients import GroupGradients, PointGradients
-from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
 from ggda_ext.groups import Groups
 from ggda_ext.losses import ExampleLoss, FunctionalLoss
 from ggda_ext.model import ParameterSpace, inner_name, unwrapped
@@ -83,14 +82,16 @@ class Checkpoint:
         """Gradients of the training loss, summed by group."""
         return self._provider(self.loss, data, groups)
 
-    def weighted_groups(self, data: IndexedData, groups: Groups, weights: Tensor) -> GroupGradients:
-        """Gradients of the training loss times a weight for each point `[n]`, summed by group."""
-        return self._provider(WeightedLoss(self.loss), WeightedData(data, weights), groups)
-
     def blocks(self, provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor]]:
         """A provider's `(ids, rows [b, p])`, in dattri's layout; of this rank's groups."""
         for ids, rows in provider.blocks(self.max_rows):
             yield ids, self.to_dattri(rows)
+
+    def weighted_blocks(self, provider: GroupGradients, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same for weightings of the points `[w, n]`, from one pass: weighting j of group i has the id w·i + j."""
+        count = len(weights)
+        for ids, rows in provider.blocks(max(1, self.max_rows // count), weights):
+            yield (ids[:, None] * count + torch.arange(count)).flatten(), self.to_dattri(rows.flatten(0, 1))
 
     def all_blocks(self, provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor]]:
         """The same of all groups on every rank: for work that the ranks do together, block by block."""

@@ -57,7 +57,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         save_dir: a folder that keeps the projected sums of the groups of every checkpoint once they are finished, so
             that they serve other test points, and another process, without another pass.
         fisher: ``"batched"``, of output gradients summed by group, or ``"paper"``, of loss gradients summed by group,
-            both approximations at about the price of two passes over the data; or ``"exact"``, of every point, whose
+            both approximations at about the price of a pass over the data; or ``"exact"``, of every point, whose
             scores are the sums of dattri's. See `ggda_ext.curvature.fisher` for the formulas.
         damping: ridge of the Fisher relative to its mean diagonal, on top of dattri's `regularization`; ``"auto"`` is
             that of `ggda_ext.curvature.fisher` for a Fisher of groups, and none for the exact one. What was used is in
@@ -232,13 +232,14 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
 
     def _of_groups(self, kept: KeptScores, index: int, data: IndexedData, groups: Groups, weights: Tensor) -> _Features:
         checkpoint = self._checkpoint(index)
-        plain, weighted = checkpoint.groups(data, groups), checkpoint.weighted_groups(data, groups, weights)
+        provider = checkpoint.groups(data, groups)
 
         def make() -> Tensor:
-            found = self._project(checkpoint, checkpoint.blocks(plain), checkpoint.blocks(weighted))
-            return torch.stack(found) / self.norm_scaler
+            both = torch.stack([torch.ones_like(weights), weights])
+            (found,) = self._project(checkpoint, checkpoint.weighted_blocks(provider, both))
+            return found.unflatten(0, (-1, 2)).transpose(0, 1) / self.norm_scaler
 
-        sums, weighted_sums = self._kept_sums(kept, plain, index, weights, make)
+        sums, weighted_sums = self._kept_sums(kept, provider, index, weights, make)
         rows = sums if self.fisher == "batched" else weighted_sums
         fisher = EmpiricalFisher.of_groups(self.fisher, rows, groups.sizes)
         matrix, damping = fisher.damped(self.damping, self.regularization)
