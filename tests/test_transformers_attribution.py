@@ -292,6 +292,15 @@ def test_mistakes_are_named_with_the_fix(tmp_path):
     refused(ValueError, "groups has 3 labels for 6 rows", groups=["a", "b", "a"])
     refused(TypeError, "train_dataset is a generator, which is streamed", data=(row for row in rows))
     refused(TypeError, "train_dataset is a DataLoader: pass its data set", data=DataLoader(rows))
+    refused(TypeError, r"train_dataset is a dict of 'train'.*data\['train'\]", data={"train": rows})
+    texts = [{"text": "a b", "labels": 0, "source": "x"}]
+    refused(ValueError, "no column of the data is an argument of the model: it has 'text'", data=texts)
+    bare = [{"input_ids": row["input_ids"], "source": "x"} for row in rows]
+    refused(
+        ValueError, "the model returned no loss: the rows have 'input_ids', 'attention_mask' and no 'labels'", data=bare
+    )
+    language = {"given": made("gpt2"), "data": sources(examples("gpt2", 4)), "eval_dataset": examples("gpt2", 2)}
+    refused(ValueError, "'f1' is of one label for each row, and a GPT2LMHeadModel", property="f1", **language)
     refused(ValueError, "property='loss' is not one of 'eval_loss'", property="loss")
     refused(ValueError, "pass eval_dataset=", eval_dataset=None)
     refused(ValueError, "'difference' is the loss of one set minus", property="difference")

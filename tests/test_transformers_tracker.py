@@ -217,6 +217,23 @@ def test_a_resumed_run_ends_with_the_sums_of_one_that_was_not_stopped(tmp_path):
         trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
 
 
+def test_a_trainer_may_have_two_trackers(tmp_path):
+    loop, tracker, _ = run(tmp_path / "one")
+    two = [
+        GroupTracker(loop.rows, groups, eval_dataset=loop.tests, every=every, data_collator=collate, show=False)
+        for groups, every in (("source", 1), ("number", 2))
+    ]
+    trainer = trainer_of(
+        made("gpt2"), loop.rows, tmp_path / "two", data_collator=lambda rows: collate(plain_rows(rows)), max_steps=-1,
+        num_train_epochs=2, remove_unused_columns=False, callbacks=two,
+    )  # fmt: skip
+    trainer.train()
+    assert relative_error(two[0].result.scores, tracker.result.scores) <= 1e-10
+    assert (two[0].sums.steps, two[1].sums.steps) == (6, 3)
+    assert len(two[1].result.names) == N
+    assert "training_step" not in vars(trainer)
+
+
 def test_mixed_precision_is_scored_as_it_is_trained(tmp_path):
     loop, tracker, _ = run(tmp_path, dtype=torch.float32, bf16=True)
     assert relative_error(tracker.result.scores[0], loop.sums) <= 0.1

@@ -102,6 +102,8 @@ def number_rows(loader: Any, given: Any) -> tuple[Callable[[], None], bool]:
         raise TypeError(f"the Trainer's data loader is a {type(loader).__name__}: GroupTracker needs a DataLoader.")
     dataset: Any = inner.dataset
     collator = inner.collate_fn
+    numbered = isinstance(dataset, _NumberedRows)  # by another tracker
+    dataset = dataset.dataset if numbered else dataset
     check_rows(dataset, "the Trainer's training data")
     if len(dataset) != len(given):
         raise ValueError(
@@ -109,12 +111,13 @@ def number_rows(loader: Any, given: Any) -> tuple[Callable[[], None], bool]:
             "that the Trainer was given."
         )
     compared = check_same_order(given, dataset)
-    numbered, carrying = _NumberedRows(dataset), _NumberedCollator(collator)
+    if numbered:
+        return lambda: None, compared
 
     def put(data: Any, collate: Any) -> None:
         vars(inner)["dataset"], vars(inner)["collate_fn"] = data, collate  # which a DataLoader refuses as attributes
 
-    put(numbered, carrying)
+    put(_NumberedRows(dataset), _NumberedCollator(collator))
     return lambda: put(dataset, collator), compared
 
 
@@ -149,23 +152,37 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(np.array_equal(np.asarray(one), np.asarray(other)))
 
 
-def take_at_the_step(trainer: Any, take: Callable[[Carried], None]) -> Callable[[], None]:
-    """Take carried batches off the inputs of a Trainer's `training_step`; returns what ends it."""
-    step = trainer.training_step
+class _TakingStep:
+    """A Trainer's `training_step` that gives carried batches to trackers, and the rest to the step itself."""
 
-    def taking(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, trainer: Any) -> None:
+        self.before = vars(trainer).get("training_step")
+        self.step, self.takers = trainer.training_step, list[Callable[[Carried], None]]()
+
+    def __call__(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         carried = inputs.pop(KEY, None)
         if carried is not None:
-            take(carried)
-        return step(model, inputs, *args, **kwargs)
+            for take in self.takers:
+                take(carried)
+        return self.step(model, inputs, *args, **kwargs)
 
-    before = vars(trainer).get("training_step")
+
+def take_at_the_step(trainer: Any, take: Callable[[Carried], None]) -> Callable[[], None]:
+    """Take carried batches off the inputs of a Trainer's `training_step`, for one of its trackers or several.
+
+    Returns:
+        What ends it.
+    """
+    step = trainer.training_step
+    if not isinstance(step, _TakingStep):
+        step = trainer.training_step = _TakingStep(trainer)
+    step.takers.append(take)
 
     def undo() -> None:
-        if before is None:
-            vars(trainer).pop("training_step", None)
-        else:
-            trainer.training_step = before
+        step.takers.remove(take)
+        if not step.takers and trainer.training_step is step:
+            del trainer.training_step
+            if step.before is not None:
+                trainer.training_step = step.before
 
-    trainer.training_step = taking
     return undo

@@ -61,7 +61,16 @@ class TrainerLoss(OwnLoss):
         if self.compute_loss is not None:
             return _checked(self.compute_loss(model, dict(batch)), "compute_loss")
         if self.compute_loss_func is None and self.smoother is None:
-            return super().value(model, batch, rows)
+            try:
+                return super().value(model, batch, rows)
+            except TypeError as error:
+                if "labels" in batch:
+                    raise
+                have = ", ".join(map(repr, batch))
+                raise ValueError(
+                    f"the model returned no loss: the rows have {have} and no 'labels'. Keep the column of labels, or "
+                    "use a data collator that makes them."
+                ) from error
         inputs = dict(batch)
         labels = inputs.pop("labels", None)
         outputs = model(**inputs)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ggda_ext import properties
 from ggda_ext.properties import MeanProperty, Property, named, stack, weighted_sum
 from ggda_ext.properties.property import ReadyProperty
-from ggda_transformers.setup import TrainerSetup
+from ggda_transformers.peft_models import base_of
+from ggda_transformers.setup import TrainerSetup, shifts_labels
 
 NAMES = ("eval_loss", "difference", "accuracy", "f1", "probability", "perplexity")
 
@@ -70,6 +71,12 @@ def _mean(setup: TrainerSetup, dataset: Any, higher_is_better: bool, **kind: Any
 
 
 def _f1(setup: TrainerSetup, dataset: Any) -> Property:
+    config = getattr(setup.model, "config", None)
+    if shifts_labels(setup.model) or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"property='f1' is of one label for each row, and a {type(base_of(setup.model)).__name__} has one for each "
+            "token: take 'accuracy', 'probability' or 'perplexity', or a callable g(model)."
+        )
     return properties.soft_f1(setup.rows(dataset, "eval_dataset"), batch_size=setup.batch_size)
 
 

@@ -18,6 +18,8 @@ from ggda_transformers.columns import column_names, column_values
 from ggda_transformers.losses import TrainerLoss
 from ggda_transformers.peft_models import base_of, check_not_quantized
 
+LABELS = frozenset({"label", "label_ids", "labels"})
+"""Columns that a Trainer leaves, whether they are arguments of the model or not."""
 BATCH_SIZE = 8
 """Rows per batch of a model that comes without a Trainer."""
 
@@ -161,7 +163,7 @@ class TrainerSetup:
         if self.columns is None or not isinstance(row, Mapping):
             return row
         kept = {name: value for name, value in row.items() if name in self.columns}
-        if not kept:
+        if not kept.keys() - LABELS:
             raise ValueError(
                 f"no column of the data is an argument of the model: it has {', '.join(map(repr, row))}. Tokenize it "
                 "first, or use a Trainer with remove_unused_columns=False if its collator does."
@@ -173,6 +175,9 @@ def check_rows(dataset: Any, name: str) -> None:
     """Refuse what has no rows by index, with what to do about it."""
     if isinstance(dataset, DataLoader):
         raise TypeError(f"{name} is a DataLoader: pass its data set, as it was given to Trainer.")
+    if isinstance(dataset, Mapping):
+        sets = ", ".join(map(repr, list(dataset)[:5]))
+        raise TypeError(f"{name} is a {type(dataset).__name__} of {sets}: pass one of its sets, e.g. data['train'].")
     streamed = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     if streamed or not hasattr(dataset, "__len__"):
         raise TypeError(
@@ -193,7 +198,7 @@ def shifts_labels(model: nn.Module) -> bool:
 def _columns(model: nn.Module) -> frozenset[str]:
     """Columns that are arguments of a model, or labels."""
     parameters = inspect.signature(base_of(model).forward).parameters
-    return frozenset({*parameters, "label", "label_ids", "labels"})
+    return LABELS.union(parameters)
 
 
 def _trainer_columns(trainer: Trainer, model: nn.Module) -> frozenset[str]:

@@ -1,0 +1,122 @@
+"""A task: its rows, its training, and what is measured of a seed."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ggda_transformers import GroupTracker, attribute_trainer
+from transformers import Trainer, TrainingArguments
+
+Rows = list[dict[str, Any]]
+BROKEN = "flipped"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Data and training of one kind.
+
+    Attributes:
+        name: of the task.
+        data: seed → training rows, rows of the property, rows of the test.
+        fit: ``(rows, seed, callbacks)`` → a Trainer after training.
+        left_out: sources to train without, in turn; "" for a training with all and the seeds of the others.
+        every: which steps a tracker scores.
+        repeats: trainings for each truth.
+    """
+
+    name: str
+    data: Callable[[int], tuple[Rows, Rows, Rows]]
+    fit: Callable[[Rows, int, list[Any]], Trainer]
+    left_out: tuple[str, ...]
+    every: int
+    repeats: int
+
+
+def trained(
+    model: Any, rows: Rows, collator: Any, callbacks: list[Any], seed: int, batch_size: int, **settings: Any
+) -> Trainer:
+    """A Trainer after training on rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, per_device_train_batch_size=batch_size, seed=seed, logging_steps=10, save_strategy="no",
+            report_to=[], use_cpu=True, disable_tqdm=True, warmup_steps=10, log_level="error", **settings,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, data_collator=collator, train_dataset=rows, callbacks=callbacks)
+        trainer.train()
+    return trainer
+
+
+def measured(trainer: Trainer, rows: Rows) -> tuple[float, float]:
+    """Mean loss and accuracy on rows."""
+    model: Any = trainer.model
+    model.eval()
+    loss, right = 0.0, 0
+    with torch.no_grad():
+        for low in range(0, len(rows), 50):
+            kept = [{key: value for key, value in row.items() if key != "source"} for row in rows[low : low + 50]]
+            batch = trainer.data_collator(kept)
+            output = model(**batch)
+            loss += float(output["loss"]) * len(kept)
+            right += int((output["logits"].argmax(1) == batch["labels"]).sum())
+    return loss / len(rows), right / len(rows)
+
+
+def scored(task: Task, seed: int) -> dict[str, Any]:
+    """Scores of every source by every method, and what the model reaches with all sources."""
+    rows, goal, tests = task.data(seed)
+    tracker, adam = (
+        GroupTracker(rows, "source", eval_dataset=goal, every=task.every, preconditioner=kind, show=False)
+        for kind in (None, "adam")
+    )
+    begin = time.process_time()
+    trainer = task.fit(rows, seed, [tracker, adam])
+    seconds, found = time.process_time() - begin, {"tracker": tracker.result, "tracker, Adam": adam.result}
+    begin = time.process_time()
+    found["curvature"] = attribute_trainer(trainer, rows, "source", eval_dataset=goal)
+    after = time.process_time() - begin
+    found["tracin"] = attribute_trainer(trainer, rows, "source", eval_dataset=goal, method="tracin")
+    return {
+        "scores": {
+            name: dict(zip(map(str, one.names), one.scores[0].tolist(), strict=True)) for name, one in found.items()
+        },
+        "curvature": str(found["curvature"].method), "overhead": tracker.overhead,
+        "CPU s": {"training with two trackers": seconds, "curvature": after},
+        "with all": {"goal": measured(trainer, goal), "tests": measured(trainer, tests)},
+    }  # fmt: skip
+
+
+def trained_without(task: Task, seed: int, source: str | None) -> list[dict[str, Any]]:
+    """Loss and accuracy of models trained without a source, or with all."""
+    rows, goal, tests = task.data(seed)
+    kept, found = [row for row in rows if row["source"] != source], []
+    for repeat in range(task.repeats):
+        trainer = task.fit(kept, seed + 100 * repeat, [])
+        found.append({"goal": measured(trainer, goal), "tests": measured(trainer, tests)})
+    return found
+
+
+def run(task: Task, seed: int, path: Path) -> dict[str, Any]:
+    """One seed, from where the file stands."""
+    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"seed": seed}
+
+    def keep() -> None:
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        part.replace(path)
+
+    if "scores" not in known:
+        known |= scored(task, seed)
+        keep()
+    left_out: dict[str, Any] = known.setdefault("without", {})
+    for source in task.left_out:
+        if source not in left_out:
+            left_out[source] = trained_without(task, seed, source or None)
+            keep()
+    return known
