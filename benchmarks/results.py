@@ -127,8 +127,8 @@ def read_config(path: Path) -> dict[str, Any]:
         found = read_json(path / "config.json")
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is no result folder: it has no config.json.") from None
-    if not isinstance(found, dict):
-        raise DamagedFile(f"{path / 'config.json'} is damaged: it holds no JSON object.")
+    if not isinstance(found, dict) or "command" not in found:
+        raise DamagedFile(f"{path / 'config.json'} is damaged: it holds no JSON object with a command.")
     checksum = found.pop("xxh3", None)
     if (checksum is not None or "row_checksums" in found) and checksum != seal(found):
         raise DamagedFile(f"{path / 'config.json'} is damaged: it does not have the checksum it was written with.")

@@ -79,14 +79,15 @@ class Reader:
 
 
 def make_store(folder: Path) -> None:
-    with Store(folder, {"seed": 0, "sums": [1.0, 2.0]}, parts={"checkpoint-000": {"values": "a"}}) as store:
+    with Store(folder, {"seed": 0, "sums": [1.0, 2.0]}) as store:
         store.save("a", np.arange(12.0).reshape(3, 4))
-        store.save("b", np.arange(5, dtype=np.int8))
+        store.part("checkpoint-000", {"values": "a"}).save("b", np.arange(5, dtype=np.int8))
 
 
 def read_store(folder: Path) -> dict[str, Any]:
-    with Store(folder, {"seed": 0, "sums": [1.0, 2.0]}, parts={"checkpoint-000": {"values": "a"}}) as store:
-        return {name: np.array(store.load(name)) for name in store.names if name in store}
+    with Store(folder, {"seed": 0, "sums": [1.0, 2.0]}) as store:
+        both = (store, store.part("checkpoint-000", {"values": "a"}))
+        return {name: np.array(arrays.load(name)) for arrays in both for name in arrays.names if name in arrays}
 
 
 def traker(folder: Path) -> tuple[Any, Any]:

@@ -116,7 +116,7 @@ def test_no_file_of_a_folder_is_written_or_read_through_a_link(
 
 def test_a_folder_in_a_store_that_is_a_link_is_refused(tmp_path: Path) -> None:
     scores_in(tmp_path / "store")
-    question = tmp_path / "store" / "checkpoint-000" / "scores-000"
+    question = tmp_path / "store" / "checkpoint-000-scores-000"
     question.rename(tmp_path / "elsewhere")
     question.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StoreDamaged, match=r"scores-000.*symbolic link"):
@@ -195,11 +195,11 @@ def test_results_and_caches_are_never_written_through_a_link(
     ("content", "named"),
     [
         ("{", "not JSON"),
-        ('{"format": 2}', "no fingerprint"),
-        ('{"format": 2, "fingerprint": {}, "parts": {}, "blocks": {}}', "checksum"),
+        ('{"format": 3}', "no fingerprint"),
+        ('{"format": 3, "fingerprint": {}, "parts": {}}', "checksum"),
         ('{"format": 1}', "another format"),
         ("[" * 100_000, "nested too deeply|not JSON"),
-        ('{"format": 2, "fingerprint": {}, "parts": {}, "blocks": {"../a": {}}, "xxh3": 1}', "checksum"),
+        ('{"format": 3, "fingerprint": {}, "parts": {"../a": {}}, "xxh3": 1}', "checksum"),
         ("\udcff", "not JSON"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +47,11 @@ def in_child(work: Callable[[], Any]) -> str:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.npy")}
+
+
+def made(folder: Path, fingerprint: dict[str, Any]) -> None:
+    with Store(folder, fingerprint) as store:
+        store.save("a", np.zeros(1))
 
 
 # the folder itself
@@ -104,14 +110,28 @@ def test_a_damaged_array_is_found_and_made_again(tmp_path: Path, damage: Callabl
 
 
 def test_a_file_without_its_checksum_does_not_count(tmp_path: Path) -> None:
-    with Store(tmp_path, {}):
-        np.save(tmp_path / "a.npy", np.zeros(3))  # killed between the file and store.json
+    with Store(tmp_path, {}) as store:
+        store.save("b", np.zeros(3))
+    np.save(tmp_path / "a.npy", np.zeros(3))
     with Store(tmp_path, {}) as store:
         assert "a" not in store
 
 
+def test_an_array_of_another_place_does_not_count(tmp_path: Path) -> None:
+    for seed in range(2):
+        with Store(tmp_path / str(seed), {"seed": seed}) as store:
+            for arrays in (store, store.part("one", {"lr": 1}), store.part("two", {"lr": 2})):
+                for name in "ab":
+                    arrays.save(name, np.full(3, len(arrays.folder.name)))
+    target = tmp_path / "0" / "one" / "a.npy"
+    for other in ("0/a.npy", "0/one/b.npy", "0/two/a.npy", "1/one/a.npy"):
+        shutil.copy(tmp_path / other, target)
+        with Store(tmp_path / "0", {"seed": 0}) as store:
+            assert "a" not in store.part("one", {"lr": 1})
+
+
 def test_another_fingerprint_is_refused_and_named(tmp_path: Path) -> None:
-    Store(tmp_path, {"groups": "a", "seed": 0}).close()
+    made(tmp_path, {"groups": "a", "seed": 0})
     for other, named in [
         ({"groups": "a", "seed": 1}, "seed = 0, now it is 1"),
         ({"groups": "a"}, "seed = 0, now it is None"),
@@ -123,8 +143,9 @@ def test_another_fingerprint_is_refused_and_named(tmp_path: Path) -> None:
 
 
 def test_sketches_may_differ_by_rounding_only(tmp_path: Path) -> None:
-    Store(tmp_path, {"sums": [1.0, -2.0]}).close()
-    Store(tmp_path, {"sums": [1.0 + 1e-7, -2.0]}).close()
+    made(tmp_path, {"sums": [1.0, -2.0]})
+    with Store(tmp_path, {"sums": [1.0 + 1e-7, -2.0]}) as store:
+        assert "a" in store
     for other in ([1.0 + 1e-5, -2.0], [1.0], [float("nan"), -2.0]):
         with pytest.raises(StoreMismatch, match="sums"):
             Store(tmp_path, {"sums": other})
@@ -141,7 +162,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     ("content", "named"), [("{", "damaged"), ('{"format": 99}', "another format"), ("[]", "format")]
 )
 def test_contents_that_cannot_be_read_are_refused(tmp_path: Path, content: str, named: str) -> None:
-    Store(tmp_path, {}).close()
+    made(tmp_path, {})
     (tmp_path / CONTENTS).write_text(content)
     with pytest.raises(StoreMismatch, match=named):
         Store(tmp_path, {})
@@ -499,5 +520,4 @@ def test_contents_are_plain_json(case: Case, tmp_path: Path) -> None:
     found = json.loads((tmp_path / CONTENTS).read_text())
     assert found["fingerprint"]["groups"].startswith("9 groups of 23 points")
     assert found["fingerprint"]["loss"].startswith("CrossEntropyLoss")
-    question = json.loads((tmp_path / "checkpoint-000" / "scores-000" / CONTENTS).read_text())
-    assert question["fingerprint"]["asked for"].startswith("MeanProperty")
+    assert found["parts"]["checkpoint-000-scores-000"]["asked for"].startswith("MeanProperty")

@@ -13,6 +13,7 @@ import functools
 import io
 import logging
 import os
+import struct
 import sys
 import sysconfig
 import types
@@ -77,8 +78,8 @@ class Content:
 
     def hash(self, value: Any) -> bytes:
         """The hash of any value."""
-        if isinstance(value, _PLAIN):
-            return _joined(type(value).__name__, repr(value))
+        if type(value) in _PLAIN:
+            return _plain(value)
         known = self._known.get(id(value))
         if known is None:
             self._alive.append(value)
@@ -318,6 +319,7 @@ _OF_CLASSES = frozenset({"__module__", "__doc__", "__dict__", "__weakref__", "__
                          "__annotate_func__", "__annotations_cache__", "__match_args__"})  # fmt: skip
 
 _RULES: tuple[tuple[Any, Callable[[Content, Any], bytes]], ...] = (
+    (_PLAIN, lambda self, value: _plain(value)),
     (Tensor, Content._tensor),
     (np.ndarray, Content._array),
     (np.generic, lambda self, value: self._array(np.asarray(value))),
@@ -351,12 +353,13 @@ _RULES: tuple[tuple[Any, Callable[[Content, Any], bytes]], ...] = (
 
 
 def _joined(*parts: str | bytes) -> bytes:
-    found = xxhash.xxh3_128()
-    for part in parts:
-        plain = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-        found.update(len(plain).to_bytes(8, "little"))
-        found.update(plain)
-    return found.digest()
+    plain = [part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts]
+    sizes = struct.pack(f"<{len(plain) + 1}Q", len(plain), *map(len, plain))
+    return xxhash.xxh3_128_digest(b"".join((sizes, *plain)))
+
+
+def _plain(value: Any) -> bytes:
+    return _joined(type(value).__name__, repr(value))
 
 
 def hash_of_bytes(plain: Any) -> bytes:
@@ -422,9 +425,10 @@ def _counters(code: types.CodeType) -> frozenset[str]:
 
 def counters_of(kind: type) -> frozenset[str]:
     """The counters that a class of the user's keeps of its calls."""
+    if version_of(kind.__module__) is not None:
+        return frozenset()
     codes = [getattr(getattr(kind, name, None), "__code__", None) for name in ("__call__", "forward")]
-    own = version_of(kind.__module__) is None
-    return frozenset().union(*(_counters(code) for code in codes if own and code is not None))
+    return frozenset().union(*(_counters(code) for code in codes if code is not None))
 
 
 def _name(value: Any) -> str:

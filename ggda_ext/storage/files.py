@@ -11,10 +11,12 @@ import io
 import json
 import math
 import os
+import re
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any, BinaryIO
@@ -23,8 +25,14 @@ import numpy as np
 import xxhash
 
 JSON_BYTES = 256 * 2**20
+SEAL_BYTES = 16
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-_HEADER_BYTES = 10_000
+_HEADER_BYTES, _USUAL_BYTES = 10_000, 256
+_USUAL = re.compile(
+    rb"\x93NUMPY\x02\x00(....){'descr': '([<|][biuf][1-8])', 'fortran_order': False, "
+    rb"'shape': \(([0-9, ]{0,80})\), } *\n",
+    re.DOTALL,
+)
 _UNREADABLE = (ValueError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError, EOFError)  # of a header
 
 
@@ -97,7 +105,7 @@ def replaced(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """
     if path.is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a folder: pass the path of a file.")
-    part = path.with_name(path.name + ".part")
+    part = Path(f"{path}.part")
     try:
         with os.fdopen(_new(part), "wb") as file:
             yield file
@@ -122,8 +130,8 @@ def _new(path: Path) -> int:
         return os.open(path, flags, 0o666)
 
 
-def seal(content: Mapping[str, Any]) -> str:
-    """The checksum of a JSON object, whatever the order of its entries."""
+def seal(content: Any) -> str:
+    """The checksum of a JSON value, whatever the order of entries in objects."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
@@ -168,6 +176,40 @@ def read_sealed_arrays(path: Path) -> dict[str, np.ndarray]:
         return {name: found[name] for name in found.files}
 
 
+def write_sealed_array(
+    path: Path, key: bytes, shape: tuple[int, ...], dtype: np.dtype, parts: Iterable[np.ndarray], *, sync: bool = True
+) -> None:
+    """Write a `.npy` file, from consecutive runs of its rows, that ends with the checksum of `key` and of itself."""
+    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    header = io.BytesIO()
+    np.lib.format.write_array_header_2_0(header, described)
+    found = xxhash.xxh3_128(key)
+    whole = (np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8).data for part in parts)
+    with replaced(path, sync=sync) as file:
+        for plain in chain([header.getbuffer()], whole):
+            found.update(plain)
+            file.write(plain)
+        file.write(found.digest())
+
+
+def is_sealed_array(path: Path, key: bytes) -> bool:
+    """Whether a file is what `write_sealed_array` wrote with this key.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = xxhash.xxh3_128(key)
+    try:
+        with os.fdopen(open_plain(path), "rb", buffering=0) as file:
+            rest = os.fstat(file.fileno()).st_size - SEAL_BYTES
+            while rest > 0 and (chunk := file.read(min(rest, 2**20))):
+                found.update(chunk)
+                rest -= len(chunk)
+            return rest == 0 and file.read() == found.digest()
+    except DamagedFile:
+        return False
+
+
 def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """A `.npy` file of zeros as a memory map that is written through, with all its space on the disk.
 
@@ -195,11 +237,17 @@ def _reserve(handle: int, size: int) -> None:
             raise
 
 
-def open_array(path: Path, mode: Any = "c") -> np.ndarray:
-    """A `.npy` file as a memory map, copy on write unless `mode` says otherwise, without pickle and without links."""
+def open_array(path: Path, mode: Any = "c", *, sealed: bool = False) -> np.ndarray:
+    """A `.npy` file as a memory map, without pickle and without links.
+
+    Args:
+        path: the file.
+        mode: copy on write unless it says otherwise.
+        sealed: whether it ends with a checksum, as `write_sealed_array` makes it; that is not looked at here.
+    """
     flags = os.O_RDONLY if mode in ("c", "r") else os.O_RDWR
     with os.fdopen(open_plain(path, flags), "rb" if flags == os.O_RDONLY else "r+b") as file:
-        shape, fortran, dtype, start = _read_header(path, file)
+        shape, fortran, dtype, start = _read_header(path, file, SEAL_BYTES if sealed else 0)
         return _mapped(path, file, mode, start, shape, dtype, "F" if fortran else "C")
 
 
@@ -211,15 +259,26 @@ def _mapped(
     return found
 
 
-def _read_header(path: Path, file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+def _described(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """What a header says; the usual ones are not left to NumPy, which parses them as Python."""
+    usual = _USUAL.match(file.read(_USUAL_BYTES))
+    if usual is not None and len(usual[0]) == 12 + int.from_bytes(usual[1], "little"):
+        file.seek(len(usual[0]))
+        shape = tuple(map(int, usual[3].decode().replace(",", " ").split()))
+        return shape, False, np.dtype(usual[2].decode())
+    file.seek(0)
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+    return read(file, max_header_size=_HEADER_BYTES)
+
+
+def _read_header(path: Path, file: BinaryIO, behind: int) -> tuple[tuple[int, ...], bool, np.dtype, int]:
     try:
-        version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        shape, fortran, dtype = read(file, max_header_size=_HEADER_BYTES)
+        shape, fortran, dtype = _described(file)
         if dtype.hasobject:
             raise ValueError("it holds pickled objects, which are not read")
         start, found = file.tell(), os.fstat(file.fileno()).st_size
-        promised = start + math.prod(int(size) for size in shape) * dtype.itemsize
+        promised = start + math.prod(int(size) for size in shape) * dtype.itemsize + behind
         if min(shape, default=0) < 0 or promised != found:
             raise ValueError(f"its header promises {promised} bytes, it has {found}")
     except (*_UNREADABLE, TypeError, KeyError) as error:

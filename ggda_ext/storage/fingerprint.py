@@ -7,6 +7,7 @@ property, groups, data. Directions, which a GPU does not repeat exactly, are com
 from __future__ import annotations
 
 import functools
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -135,15 +136,15 @@ def of_state(state: Mapping[str, Any]) -> str:
 def sums_of(rows: Tensor) -> list[float]:
     """A few numbers that differ for other rows `[m, p]`: their norm, and sums with fixed signs and sizes."""
     m, p = rows.shape
-    numbers = np.arange(1, _NUMBERS + 1)[:, None]
+    numbers = np.arange(1.0, _NUMBERS + 1)[:, None]
     left = np.cos(1.7 * numbers * np.arange(m) + numbers)
     total, squares = np.zeros(_NUMBERS), 0.0
     step = max(1, 2**21 // m)
     for low in range(0, p, step):
         part = rows[:, low : low + step].detach().cpu().double().numpy()
         total += ((left @ part) * np.cos(1.1 * numbers * np.arange(low, low + part.shape[1]))).sum(1)
-        squares += float(np.square(part).sum())
-    return [*np.nan_to_num(total).tolist(), float(np.nan_to_num(squares**0.5))]
+        squares += float(np.vdot(part, part))
+    return [value if math.isfinite(value) else 0.0 for value in (*total.tolist(), squares**0.5)]
 
 
 def name_of(value: Any, depth: int = 3) -> str:

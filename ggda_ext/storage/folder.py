@@ -1,8 +1,9 @@
 """A folder of finished arrays that survives being killed, and refuses what does not belong to it.
 
-Every array is a `.npy` file, written to a `.part` file first and renamed, so a file that exists is whole. A small
-`store.json` holds what the arrays were made with (the *fingerprint*) and a checksum for each, and one of its own.
-Opened again, a store hands back what is finished; an array that is missing or changed on disk counts as not made.
+Every array is a `.npy` file with a checksum at its end, of its content, its name and what it was made with (the
+*fingerprint*), written to a `.part` file first and renamed. A small `store.json` holds the fingerprint, and a checksum
+of its own; it is written before the first array. Opened again, a store hands back what is finished; an array that is
+missing or changed on disk counts as not made.
 """
 
 from __future__ import annotations
@@ -12,25 +13,35 @@ import logging
 import math
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from ggda_ext.storage.files import DamagedFile, checksum_of, open_array, read_json, replaced, seal, write_sealed_json
+from ggda_ext.storage.files import (
+    DamagedFile,
+    is_sealed_array,
+    open_array,
+    read_json,
+    seal,
+    write_sealed_array,
+    write_sealed_json,
+)
 from ggda_ext.storage.folder_lock import LOCK, FolderLock
 
-FORMAT = 2
+FORMAT = 3
 CONTENTS = "store.json"
 _LEFTOVERS = (LOCK, CONTENTS + ".part")  # of a process that was killed before its first store.json
 SUMS_TOLERANCE = 1e-6
 SYNC_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-_KINDS = {"fingerprint": dict, "parts": dict, "blocks": dict}
+_KINDS = {"fingerprint": dict, "parts": dict}
 _logger = logging.getLogger(__name__)
 
 
@@ -42,7 +53,85 @@ class StoreDamaged(StoreMismatch):
     """The folder holds a file that was cut or changed, or a link."""
 
 
-class Store:
+class Arrays:
+    """Finished arrays by name in a folder of a store: in its own, or in that of a `Store.part`.
+
+    Args:
+        folder: where they are.
+        made_with: all that they depend on, as JSON values.
+        before_writing: makes the folder ready, and says whether to wait for the disk.
+    """
+
+    def __init__(self, folder: Path, made_with: Any, before_writing: Callable[[Path], bool]) -> None:
+        self.folder, self._made_with, self._before_writing = folder, made_with, before_writing
+        self._checked: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        """Whether an array is finished and intact; its checksum is looked at once."""
+        if name in self._checked:
+            return True
+        try:
+            intact = is_sealed_array(self._path(name), self._key(name))
+        except FileNotFoundError:
+            return False
+        if intact:
+            self._checked.add(name)
+        else:
+            _logger.warning("%s is damaged and will be made again.", self._path(name))
+        return intact
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the arrays that are there; `in` says of each whether it is intact."""
+        return sorted(path.stem for path in self.folder.glob("*.npy"))
+
+    def block(self, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """The array `name` as a memory map; made and saved first if it is not finished."""
+        if name not in self:
+            self.save(name, make())
+        return self.load(name)
+
+    def load(self, name: str) -> np.ndarray:
+        """A finished array as a memory map; changes to it stay in memory."""
+        if name not in self:
+            raise KeyError(f"{name!r} is not finished in save_dir={str(self.folder)!r}.")
+        return open_array(self._path(name), sealed=True)
+
+    def save(self, name: str, array: np.ndarray) -> None:
+        """Write a whole array, and only then count it as finished."""
+        array = np.asarray(array)
+        self.save_parts(name, array.shape, array.dtype, [array])
+
+    def save_parts(self, name: str, shape: tuple[int, ...], dtype: Any, parts: Iterable[np.ndarray]) -> None:
+        """Write an array larger than memory, from consecutive runs of its rows."""
+        path = self._path(name)
+        if np.dtype(dtype).hasobject:
+            raise TypeError(f"{name!r} has dtype {np.dtype(dtype)}: only plain numbers are stored.")
+        with clear_errors(self.folder, name, lambda: f"The {len(self)} arrays finished before are intact"):
+            sync = self._before_writing(self.folder)
+            write_sealed_array(path, self._key(name), shape, np.dtype(dtype), parts, sync=sync)
+        self._checked.add(name)
+
+    def _path(self, name: str) -> Path:
+        return self._inside(name + ".npy")
+
+    def _inside(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"name={name.removesuffix('.npy')!r}: use letters, digits, '.', '_' and '-' only.")
+        return self.folder / name
+
+    def _key(self, name: str) -> bytes:
+        return f"{self._sealed} {name}".encode()
+
+    @cached_property
+    def _sealed(self) -> str:
+        return seal(self._made_with)
+
+
+class Store(Arrays):
     """Arrays by name in a folder, with one writer at a time.
 
     Use it as a context manager, or `close` it: until then other processes are refused. After a kill the system itself
@@ -52,8 +141,6 @@ class Store:
         folder: made if it does not exist; must be empty or a store.
         fingerprint: what the arrays depend on, as JSON values by name. Another value than the stored one is refused,
             except that lists of floats (a few sums of many numbers) may differ by rounding.
-        lock: False for a store inside the folder of another one that is locked.
-        parts: inner folders, and what they were made with; see `part`.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -67,58 +154,27 @@ class Store:
     ggda_ext.storage.folder.StoreMismatch: save_dir='...' was made with seed = 0, now it is 1: pass what it was made...
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        fingerprint: Mapping[str, Any],
-        *,
-        lock: bool = True,
-        parts: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        self.folder = Path(folder)
-        self.fingerprint: dict[str, Any] = json.loads(json.dumps(dict(fingerprint)))
-        self._parts: dict[str, dict[str, Any]] = {}
-        self._blocks: dict[str, dict[str, Any]] = {}
-        self._checked: set[str] = set()
-        self._lock: FolderLock | None = None
-        self._held_before = False
-        self._synced = time.monotonic()
-        check_folder(self.folder, is_inner=not lock)
-        with self._clear_errors():
-            self.folder.mkdir(parents=True, exist_ok=True)
-        if lock:
-            self._refuse_foreign()  # before a lock file is left there
-            with self._clear_errors():
-                self._lock = _take_lock(self.folder)
+    def __init__(self, folder: str | Path, fingerprint: Mapping[str, Any]) -> None:
+        folder = Path(folder)
+        check_folder(folder)
+        with clear_errors(folder, CONTENTS):
+            folder.mkdir(parents=True, exist_ok=True)
+            _refuse_foreign(folder)  # before a lock file is left there
+            self._lock = _take_lock(folder)
         try:
-            self._open(json.loads(json.dumps(parts or {})))
+            given, found = _as_json(fingerprint), read_contents(folder)
+            self._is_kept = self._is_synced = found is not None  # what store.json has to say
+            self._held_before = found is not None
+            self._last_sync = time.monotonic()
+            self.fingerprint: dict[str, Any] = given if found is None else found["fingerprint"]
+            self.parts: dict[str, dict[str, Any]] = {} if found is None else found["parts"]
+            differing = difference(self.fingerprint, given)
+            if differing is not None:
+                raise StoreMismatch(f"save_dir={str(folder)!r} {differing}")
         except BaseException:
             self.close()
             raise
-
-    def _open(self, parts: dict[str, dict[str, Any]]) -> None:
-        found = read_contents(self.folder)
-        if found is None:
-            self._parts = parts
-            if self._lock is not None:
-                self._write_contents()
-            return  # in a folder of our own it is written with the first array
-        differing = difference(found["fingerprint"], self.fingerprint)
-        if differing is not None:
-            raise StoreMismatch(f"save_dir={str(self.folder)!r} {differing}")
-        self._parts, self._blocks = found["parts"], found["blocks"]
-        self._held_before = True
-        for name, made_with in parts.items():
-            self.part(name, made_with)
-
-    def _refuse_foreign(self) -> None:
-        names = os.listdir(self.folder)
-        foreign = [] if CONTENTS in names else sorted(name for name in names if name not in _LEFTOVERS)
-        if foreign:
-            raise StoreMismatch(
-                f"save_dir={str(self.folder)!r} is not empty and not a store (it holds {foreign[0]!r}): pass a new or "
-                "empty folder."
-            )
+        super().__init__(folder, self.fingerprint, self._make_ready)
 
     def __enter__(self) -> Store:
         return self
@@ -128,99 +184,63 @@ class Store:
 
     def close(self) -> None:
         """Let other processes use the folder."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._lock.release()
 
-    def __contains__(self, name: str) -> bool:
-        """Whether an array is finished and intact; its checksum is looked at once."""
-        known = self._blocks.get(name)
+    def part(self, name: str, fingerprint: Mapping[str, Any]) -> Arrays:
+        """The arrays of the inner folder `name`, refused if it was made with something else than now."""
+        given = _as_json(fingerprint)
+        known = self.parts.get(name)
         if known is None:
-            return False
-        if name not in self._checked:
-            if checksum_of(self._path(name)) != known["xxh3"]:
-                _logger.warning("%s is damaged or missing and will be made again.", self._path(name))
-                return False
-            self._checked.add(name)
-        return True
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the arrays that were finished, in the order they were."""
-        return list(self._blocks)
-
-    def part(self, name: str, fingerprint: Mapping[str, Any]) -> Path:
-        """The inner folder `name`, refused if it was made with something else than now."""
-        given = json.loads(json.dumps(dict(fingerprint)))
-        if name not in self._parts:
-            self._parts[name] = given
-            self._write_contents()
-        differing = difference(self._parts[name], given)
+            known = self.parts[name] = given
+            self._is_kept = False
+        differing = difference(known, given)
         if differing is not None:
             raise StoreMismatch(f"save_dir={str(self.folder)!r}, in {name}, {differing}")
-        return self.folder / name
+        inner = self._inside(name)
+        check_folder(inner, is_inner=True)
+        return Arrays(inner, [self.fingerprint, known], self._make_ready)
 
-    def block(self, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """The array `name` as a memory map; made and saved first if it is not finished."""
-        if name not in self:
-            self.save(name, make())
-        return self.load(name)
+    def _make_ready(self, folder: Path) -> bool:
+        """Write what `store.json` has to say before an array is; whether to wait for the disk.
 
-    def load(self, name: str) -> np.ndarray:
-        """A finished array as a memory map; changes to it stay in memory."""
-        if name not in self:
-            raise KeyError(f"{name!r} is not finished in save_dir={str(self.folder)!r}.")
-        return open_array(self._path(name))
-
-    def save(self, name: str, array: np.ndarray) -> None:
-        """Write a whole array, and only then count it as finished."""
-        array = np.asarray(array)
-        self.save_parts(name, array.shape, array.dtype, [array])
-
-    def save_parts(self, name: str, shape: tuple[int, ...], dtype: Any, parts: Iterable[np.ndarray]) -> None:
-        """Write an array larger than memory, from consecutive runs of its rows."""
-        path = self._path(name)
-        if np.dtype(dtype).hasobject:
-            raise TypeError(f"{name!r} has dtype {np.dtype(dtype)}: only plain numbers are stored.")
-        described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
-        with self._clear_errors(name), replaced(path, sync=self._is_much_at_stake) as file:
-            counted = _Counted(file)
-            np.lib.format.write_array_header_2_0(counted, described)
-            for part in parts:
-                counted.write(np.ascontiguousarray(part, dtype))
-        self._blocks[name] = {"xxh3": counted.hash.hexdigest(), "shape": list(shape), "dtype": np.dtype(dtype).name}
-        self._checked.add(name)
-        self._write_contents(name)
-
-    def _path(self, name: str) -> Path:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"name={name!r}: use letters, digits, '.', '_' and '-' only.")
-        return self.folder / f"{name}.npy"
-
-    def _write_contents(self, name: str = CONTENTS) -> None:
-        content = {"format": FORMAT, "fingerprint": self.fingerprint, "parts": self._parts, "blocks": self._blocks}
-        with self._clear_errors(name):
-            sync = self._is_much_at_stake
+        It is waited for where a power failure could cost what was there before, or long work; a kill needs no waiting.
+        """
+        now = time.monotonic()
+        sync = self._held_before or now - self._last_sync > SYNC_SECONDS
+        if not self._is_kept or (sync and not self._is_synced):
+            content = {"format": FORMAT, "fingerprint": self.fingerprint, "parts": self.parts}
             write_sealed_json(self.folder / CONTENTS, content, sync=sync)
-        self._synced = time.monotonic() if sync else self._synced
+            self._is_kept, self._is_synced = True, sync
+        if folder != self.folder:
+            folder.mkdir(exist_ok=True)
+        self._last_sync = now if sync else self._last_sync
+        return sync
 
-    @property
-    def _is_much_at_stake(self) -> bool:
-        """Whether to wait for the disk: a power failure must not cost what was there before, or long work."""
-        return self._held_before or time.monotonic() - self._synced > SYNC_SECONDS
 
-    def _clear_errors(self, name: str = CONTENTS) -> AbstractContextManager[None]:
-        return clear_errors(self.folder, name, f"The {len(self._blocks)} arrays finished before are intact")
+def _as_json(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """As it will be read again: a tuple is a list."""
+    return json.loads(json.dumps(dict(fingerprint)))
+
+
+def _refuse_foreign(folder: Path) -> None:
+    names = os.listdir(folder)
+    foreign = [] if CONTENTS in names else sorted(name for name in names if name not in _LEFTOVERS)
+    if foreign:
+        raise StoreMismatch(
+            f"save_dir={str(folder)!r} is not empty and not a store (it holds {foreign[0]!r}): pass a new or empty "
+            "folder."
+        )
 
 
 def check_folder(folder: Path, *, is_inner: bool = False) -> None:
     """Refuse a `save_dir` that is a file, and a folder inside of a store that is a link to elsewhere."""
-    if is_inner and folder.is_symlink():
+    try:
+        mode = os.stat(folder, follow_symlinks=not is_inner).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(mode):
         raise StoreDamaged(f"save_dir holds {str(folder)!r}, a symbolic link, which is not followed here: remove it.")
-    if folder.exists() and not folder.is_dir():
+    if not stat.S_ISDIR(mode):
         raise StoreMismatch(f"save_dir={str(folder)!r} is a file: pass a new or empty folder.")
 
 
@@ -232,7 +252,7 @@ def _take_lock(folder: Path) -> FolderLock:
 
 
 @contextmanager
-def clear_errors(folder: Path, name: str, intact: str = "What was finished before is intact") -> Iterator[None]:
+def clear_errors(folder: Path, name: str, intact: Callable[[], str] | None = None) -> Iterator[None]:
     """Say what could not be written, where and why, and what to do."""
     try:
         yield
@@ -240,12 +260,14 @@ def clear_errors(folder: Path, name: str, intact: str = "What was finished befor
         raise OSError(
             error.errno,
             f"{name} cannot be written to save_dir={str(folder)!r} ({error.strerror}): free space or make it "
-            f"writable, and run again. {intact}",
+            f"writable, and run again. {intact() if intact else 'What was finished before is intact'}",
         ) from error
 
 
 def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
     """How a store's fingerprint differs from the given one, and what to do; None if it does not."""
+    if stored == given:
+        return None
     for name in (*given, *(name for name in stored if name not in given)):
         before, now = stored.get(name), given.get(name)
         if not _same(before, now):
@@ -288,18 +310,6 @@ def digest(*arrays: np.ndarray) -> str:
         found.update(f"{array.dtype.str}{array.shape}".encode())
         found.update(array.reshape(-1).view(np.uint8).data)
     return found.hexdigest()[:16]
-
-
-class _Counted:
-    """A file that keeps the checksum of what is written to it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.hash = file, xxhash.xxh3_128()
-
-    def write(self, data: Any) -> None:
-        view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
-        self.hash.update(view)
-        self.file.write(view)
 
 
 def _same(before: Any, now: Any) -> bool:

@@ -96,7 +96,7 @@ class GradientStore:
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """What is kept, as `(group ids [b], rows [b, dim])`; the rows are memory maps."""
         for j, (low, high) in enumerate(self._ranges):
-            yield torch.arange(low, high), torch.from_numpy(open_array(self.folder / f"{_name(j)}.npy"))
+            yield torch.arange(low, high), torch.from_numpy(open_array(self.folder / f"{_name(j)}.npy", sealed=True))
 
     def scores(self, asked: Property | Directions) -> Tensor:
         """Scores of a property, of directions `[m, p]` or of test points, without a pass over the training data.
@@ -134,7 +134,7 @@ class GradientStore:
         with opened(self.folder, self._fingerprint) as store, together():
             if store is not None and name not in store:
                 store.save_parts(name, (len(rows), k), rows.numpy().dtype, parts())
-        return torch.from_numpy(open_array(self.folder / f"{name}.npy"))
+        return torch.from_numpy(open_array(self.folder / f"{name}.npy", sealed=True))
 
     def _write_scores(self, rows: Tensor, scores: Tensor) -> None:
         for ids, block in self.blocks():

@@ -22,7 +22,7 @@ from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.plan import NonFinite
 from ggda_ext.groups.partition import Groups
 from ggda_ext.sharing import alone, gathered, once, rank, together, world_size
-from ggda_ext.storage.folder import Store
+from ggda_ext.storage.folder import Arrays, Store
 
 BATCHES_PER_BLOCK = 32
 MOST_BLOCKS = 128
@@ -84,12 +84,12 @@ class Job:
 
 
 def finish(
-    store: Store | None, jobs: Sequence[Job], dtype: torch.dtype, title: str, show_progress: bool | None
+    store: Arrays | None, jobs: Sequence[Job], dtype: torch.dtype, title: str, show_progress: bool | None
 ) -> None:
     """Make and save all jobs that are not finished, one per rank at a time; rank 0 writes.
 
     Args:
-        store: on rank 0 the store, on others None.
+        store: on rank 0 the store or a part of it, on others None.
         jobs: all jobs, the same on every rank.
         dtype: of the arrays; bfloat16, which NumPy does not know, is saved as float32.
         title: of the progress bar.
@@ -132,19 +132,13 @@ def _made(jobs: list[Job], dtype: torch.dtype) -> list[Tensor]:
 
 
 @contextmanager
-def opened(
-    folder: Path,
-    fingerprint: Callable[[], Mapping[str, Any]],
-    *,
-    lock: bool = True,
-    parts: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Iterator[Store | None]:
+def opened(folder: Path, fingerprint: Callable[[], Mapping[str, Any]]) -> Iterator[Store | None]:
     """A store on rank 0, None on other ranks; what goes wrong on opening it is raised on all of them."""
     store: Store | None = None
     with together():
         if rank() == 0:
             with alone():
-                store = Store(folder, fingerprint(), lock=lock, parts=parts)
+                store = Store(folder, fingerprint())
     try:
         yield store
     finally:

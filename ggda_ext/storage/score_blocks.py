@@ -40,7 +40,7 @@ class ScoreBlocks:
 
     def whole(self) -> Tensor:
         """The only block, as a memory map."""
-        return torch.from_numpy(open_array(self.folder / f"{block_name(0, 0)}.npy")).to(self.dtype)
+        return torch.from_numpy(open_array(self.folder / f"{block_name(0, 0)}.npy", sealed=True)).to(self.dtype)
 
     def names(self, folder: Path) -> list[str]:
         """What they are called in a folder."""
@@ -54,7 +54,7 @@ class ScoreBlocks:
                 continue
             at = slice(max(top, low) - low, min(bottom, high) - low)
             for j, (left, right) in enumerate(self.groups):
-                block = open_array(self.folder / f"{block_name(i, j)}.npy")
+                block = open_array(self.folder / f"{block_name(i, j)}.npy", sealed=True)
                 found[at, left:right] = torch.from_numpy(block[max(top, low) - top : min(bottom, high) - top])
         return found
 

@@ -1,6 +1,6 @@
 """Scores that are kept in a folder: block by block while they are made, and as one memory map when they are finished.
 
-The folder of a call holds one folder per checkpoint, and in it one per question (a property, or a set of test points),
+The folder of a call holds one folder per checkpoint and question (a property, or a set of test points),
 so the same folder serves several questions about one model. The training side has to be the same for all of them.
 """
 
@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
 from ggda_ext.methods.scoring import Weight, sum_scores
 from ggda_ext.sharing import once, together
 from ggda_ext.storage import fingerprint
-from ggda_ext.storage.content import UnknownContent
 from ggda_ext.storage.files import open_array
-from ggda_ext.storage.folder import Store, difference, digest, read_contents
+from ggda_ext.storage.folder import Store, difference, digest
 from ggda_ext.storage.jobs import (
     Job,
     Range,
@@ -72,23 +72,25 @@ class ScoreStore:
             checkpoint: its number.
             property: where the directions come from, if from a property; another one is another question.
         """
-        folder = self._checkpoint(provider, checkpoint)
         plan = provider.plan(directions)
         tests, groups = _grid(provider, directions, plan)
+        values = fingerprint.of_checkpoint(provider)
+        within = self._checkpoint(provider, checkpoint, values)
         asked = (
-            {"asked for": self._name_of(property, provider)}
-            | fingerprint.of_checkpoint(provider)
+            {"asked for": "" if property is None else fingerprint.name_of(property)}  # its directions tell the rest
+            | values
             | fingerprint.of_directions(provider, directions, self.tag)
             | {
                 "strategy": plan.strategy,
                 "blocks": digest(np.array(tests), np.array(groups)),
             }
         )
-        question = Path(once(lambda: str(_question(folder, asked))))
-        with opened(question, lambda: asked, lock=False) as store:
-            jobs = _jobs(provider, directions, plan, tests, groups)
-            finish(store, jobs, provider.space.dtype, f"{plan.strategy} group scores", provider.show_progress)
-        return ScoreBlocks(question, tests, groups, provider.space.dtype)
+        question = once(lambda: self._question(within, asked))
+        with together():
+            part = None if self._store is None else self._store.part(question, asked)
+        jobs = _jobs(provider, directions, plan, tests, groups)
+        finish(part, jobs, provider.space.dtype, f"{plan.strategy} group scores", provider.show_progress)
+        return ScoreBlocks(self.folder / question, tests, groups, provider.space.dtype)
 
     def array(
         self, provider: GroupGradients, checkpoint: int, name: str, settings: dict[str, Any], make: Callable[[], Tensor]
@@ -102,37 +104,35 @@ class ScoreStore:
             settings: what else it depends on; other settings are refused.
             make: called by all ranks.
         """
-        folder = self._checkpoint(provider, checkpoint) / name
-        made_with = settings | fingerprint.of_checkpoint(provider)
-        with opened(folder, lambda: made_with, lock=False) as store:
-            if once(lambda: store is None or name not in store):
-                made = make().detach().cpu()
-                with together():
-                    if store is not None:
-                        store.save(name, made.numpy())
-        return torch.from_numpy(open_array(folder / f"{name}.npy")).to(provider.space.device)
+        values = fingerprint.of_checkpoint(provider)
+        within = f"{self._checkpoint(provider, checkpoint, values)}-{name}"
+        with together():
+            part = None if self._store is None else self._store.part(within, settings | values)
+        if once(lambda: part is None or name not in part):
+            made = make().detach().cpu()
+            with together():
+                if part is not None:
+                    part.save(name, made.numpy())
+        return torch.from_numpy(open_array(self.folder / within / f"{name}.npy", sealed=True)).to(provider.space.device)
 
-    def _checkpoint(self, provider: GroupGradients, number: int) -> Path:
-        """The folder of a checkpoint, refused if it was made with another model, data or settings."""
-        name, values = f"checkpoint-{number:03d}", fingerprint.of_checkpoint(provider)
+    def _checkpoint(self, provider: GroupGradients, number: int, values: dict[str, Any]) -> str:
+        """The name of a checkpoint, refused if it was made with another model, data or settings."""
         if not self._is_open:
             made_with = lambda: fingerprint.of_training(provider, self.tag)  # noqa: E731
-            self._store = self._stack.enter_context(opened(self.folder, made_with, parts={name: values}))
+            self._store = self._stack.enter_context(opened(self.folder, made_with))
             self._is_open = True
-        else:
-            with together():
-                if self._store is not None:
-                    self._store.part(name, values)
-        return self.folder / name
+        name = f"checkpoint-{number:03d}"
+        with together():
+            if self._store is not None:
+                self._store.part(name, values)
+        return name
 
-    def _name_of(self, property: Any, provider: GroupGradients) -> str:
-        """The name and content of a property; its directions alone tell it where the content cannot be told."""
-        if property is None:
-            return ""
-        try:
-            return fingerprint.of_value(property, "property", self.tag, provider.model)
-        except UnknownContent:
-            return fingerprint.name_of(property)
+    def _question(self, within: str, asked: dict[str, Any]) -> str:
+        """The name of a question that was asked before, or a new one."""
+        assert self._store is not None
+        asked, known = json.loads(json.dumps(asked)), self._store.parts
+        names = (f"{within}-scores-{number:03d}" for number in count())
+        return next(name for name in names if name not in known or difference(known[name], asked) is None)
 
     def stacked(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
         """Scores of some test points after others, from `(their positions, scores)`."""
@@ -171,7 +171,7 @@ class ScoreStore:
             if self._store is not None and name not in self._store:
                 like = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy()
                 self._store.save_parts(name, (m, k), like.dtype, parts())
-        return torch.from_numpy(open_array(self.folder / f"{name}.npy")).to(dtype)
+        return torch.from_numpy(open_array(self.folder / f"{name}.npy", sealed=True)).to(dtype)
 
 
 def _grid(provider: GroupGradients, directions: Directions, plan: Plan) -> tuple[list[Range], list[Range]]:
@@ -229,15 +229,3 @@ def gradients_of(provider: GroupGradients, points: PointGradients) -> GroupGradi
         parameters=provider.space.parameters.values(),
         memory_budget=provider.memory_budget,
     )
-
-
-def _question(folder: Path, asked: dict[str, Any]) -> Path:
-    """The folder of a question that was asked before, or a new one."""
-    asked = json.loads(json.dumps(asked))
-    number = 0
-    while True:
-        question = folder / f"scores-{number:03d}"
-        found = read_contents(question)
-        if found is None or difference(found["fingerprint"], asked) is None:
-            return question
-        number += 1
