@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NoReturn, TypeGuard
 
 import numpy as np
 from torch import Tensor
@@ -80,14 +80,13 @@ def check_labels(
     return labels, k, known
 
 
-def check_none_empty(sizes: np.ndarray) -> None:
-    """Refuse groups without points, by their sizes `[k]`."""
+def refuse_empty(sizes: np.ndarray) -> NoReturn:
+    """The error for groups of which some have no points, by their sizes `[k]`."""
     empty = np.flatnonzero(sizes == 0)
-    if len(empty):
-        raise ValueError(
-            f"{len(empty)} of {len(sizes)} groups are empty, first {first_few(empty)}: "
-            "remove them, every group needs at least one training point."
-        )
+    raise ValueError(
+        f"{len(empty)} of {len(sizes)} groups are empty, first {first_few(empty)}: "
+        "remove them, every group needs at least one training point."
+    )
 
 
 def is_list_of_lists(groups: Any) -> TypeGuard[Sequence[Any]]:
@@ -109,7 +108,8 @@ def labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
     if alone is not None:
         raise TypeError(f"groups as index lists must hold one list of indices per group, not {alone.tolist()!r}.")
     sizes = np.array([len(indices) for indices in members])
-    check_none_empty(sizes)
+    if not sizes.all():
+        refuse_empty(sizes)
     joined = np.concatenate(members) if members else np.empty(0, np.int64)
     if joined.ndim != 1 or joined.dtype.kind not in "iu":
         raise TypeError(f"groups as index lists must hold whole numbers, not {joined.dtype}.")

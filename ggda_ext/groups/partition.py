@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.groups.batches import GroupBatch, GroupBatchSampler, group_batches
-from ggda_ext.groups.labels import Rest, check_labels, check_none_empty, read_labels
+from ggda_ext.groups.labels import Rest, check_labels, refuse_empty, read_labels
 from ggda_ext.groups.naming import Share, id_of, labels_of_some, names_at, spread_over
 from ggda_ext.words import without
 
@@ -85,7 +85,8 @@ class Groups:
     def _set(self, labels: np.ndarray, k: int, names: tuple[Hashable, ...] | None) -> None:
         labels = labels.astype(np.int32 if max(k, len(labels)) < 2**31 else np.int64, copy=False)
         sizes = np.bincount(labels if labels.min() >= 0 else labels[labels >= 0], minlength=k)
-        check_none_empty(sizes)
+        if not sizes.all():
+            refuse_empty(sizes)
         labels.flags.writeable = False
         sizes.flags.writeable = False
         self._n, self._sizes, self._names = len(labels), sizes, names
@@ -135,7 +136,8 @@ class Groups:
                 wrong = low + int(np.flatnonzero((labels < 0) | (labels >= k))[0])
                 raise ValueError(f"rule gives point {wrong} the group id {labels[wrong - low]}: give 0 to {k - 1}.")
             sizes += np.bincount(labels, minlength=k)
-        check_none_empty(sizes)
+        if not sizes.all():
+            refuse_empty(sizes)
         sizes.flags.writeable = False
         groups._n, groups._sizes, groups._names = n, sizes, None
         groups._labels, groups._rule = None, rule
@@ -146,7 +148,7 @@ class Groups:
         """Every point a group of its own: plain, per-point data attribution."""
         if n < 1:
             raise ValueError(f"n={n}: a training set has at least one point.")
-        return cls(np.arange(n))
+        return cls.with_labels(np.arange(n), n)
 
     @property
     def n(self) -> int:
