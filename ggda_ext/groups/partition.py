@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.groups.batches import GroupBatch, GroupBatchSampler, group_batches
-from ggda_ext.groups.labels import Rest, check_labels, refuse_empty, read_labels
+from ggda_ext.groups.labels import Rest, check_labels, read_labels, refuse_empty
 from ggda_ext.groups.naming import Share, id_of, labels_of_some, names_at, spread_over
 from ggda_ext.words import without
 
