@@ -127,3 +127,10 @@ class WaitingPoints:
     def _changed(self) -> bool:
         """Whether the model has other parameters or buffers than when the first of them came."""
         return self._state is not None and bool(self._state.changed())
+
+
+def part_of(batch: Batch, positions: np.ndarray) -> Batch:
+    """Some of the points of a batch."""
+    if len(positions) == len(batch[0]):
+        return batch
+    return tuple(tensor[torch.from_numpy(positions)] for tensor in batch)

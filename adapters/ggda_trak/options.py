@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ggda_ext.checkpoints import Checkpoints, listed_checkpoints
+import torch
+
+from ggda_ext.checkpoints import Checkpoints, listed_checkpoints, state_of
 from ggda_ext.curvature.fisher import Damping, FisherKind, check_damping, check_fisher
 from ggda_ext.drop_in import DropIn
-from ggda_ext.groups import GroupsLike
-from ggda_ext.model import ParameterChoice
+from ggda_ext.groups import Groups, GroupsLike
+from ggda_ext.model import ParameterChoice, ParameterSpace, inner_name, inner_names, unwrapped
+from ggda_ext.storage.fingerprint import of_state, of_structure, of_value
+from ggda_trak.savers import CheckedSaver
 
 STRATEGIES = ("auto", "segmented", "backward", "persample")
 MEMORY_BUDGET = 512 * 2**20
@@ -45,6 +49,39 @@ class GroupOptions:
         """Who answers for groups of n points; the folder is TRAK's own, for groups of one as well."""
         asked_for = self.fisher == "paper" or self.damping != "auto"
         return DropIn(groups, n=n, strategy=self.strategy, memory_budget=self.memory_budget, by_core=asked_for)
+
+    def for_trak(self, given: dict[str, Any], groups: Groups | None) -> dict[str, Any]:
+        """TRAK's own arguments, as they have to be for its code to work.
+
+        Args:
+            given: by name.
+            groups: those whose rows its code is given in place of points; None where it is given points.
+        """
+        if self.parameters is not None:
+            if given.get("grad_wrt") is not None:
+                raise ValueError("parameters and grad_wrt are both given, and mean the same: pass one of them.")
+            given["grad_wrt"] = list(ParameterSpace(given["model"], self.parameters).parameters)
+        if given.get("grad_wrt") is not None:
+            given["grad_wrt"] = [inner_name(name, given["model"]) for name in given["grad_wrt"]]
+        given["model"] = unwrapped(given["model"])
+        if isinstance(given.get("device"), torch.device):
+            given["device"] = str(given["device"])
+        if groups is not None:
+            given = {"use_half_precision": False} | given | {"train_set_size": len(groups)}
+            given["lambda_reg"] = 0.0  # it is in the Fisher that TRAK's code is given
+        given.setdefault("saver", CheckedSaver)
+        return given
+
+    def made_with(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What a folder is made with, from these options and TRAK's own arguments."""
+        model = given["model"]
+        return {
+            "half_precision": given.get("use_half_precision", True),
+            "task": of_value(given["task"], "task", None),
+            "model": of_structure(model, None),
+            "values of the checkpoints": [of_state(inner_names(state_of(one), model)) for one in self.several],
+            "tag": self.tag,
+        }
 
     @property
     def models(self) -> int:

@@ -25,15 +25,15 @@ from trak.gradient_computers import IterativeGradientComputer
 from trak.savers import ModelIDException
 
 from ggda_ext import GroupGradients, Groups
-from ggda_ext.checkpoints import Checkpoints, state_of
+from ggda_ext.checkpoints import Checkpoints
 from ggda_ext.curvature.fisher import Damping, FisherKind, check_ridge
 from ggda_ext.groups import GroupsLike
-from ggda_ext.model import ParameterChoice, ParameterSpace, inner_name, inner_names, unwrapped
+from ggda_ext.model import ParameterChoice, ParameterSpace, inner_names
 from ggda_ext.properties import Property
 from ggda_ext.sharing import once, together
-from ggda_ext.storage.fingerprint import of_groups, of_state, of_structure, of_value
+from ggda_ext.storage.fingerprint import of_groups
 from ggda_trak import ranks
-from ggda_trak.batches import check_batch, given_indices
+from ggda_trak.batches import check_batch, given_indices, part_of
 from ggda_trak.featurize import GroupSums, damped_fisher, points_between_writes
 from ggda_trak.options import MEMORY_BUDGET, GroupOptions
 from ggda_trak.projection import Projection, check_dimension, describe, release
@@ -120,7 +120,9 @@ class TRAKer(trak.TRAKer):
         self.groups, self._grouped = drop_in.groups, not drop_in.by_toolkit
         self._load = given.get("load_from_save_dir", True)
         ridge = check_ridge(given.get("lambda_reg", 0.0), "lambda_reg")
-        given = self._for_trak(given)
+        given["save_dir"] = self._save_dir = ranks.own_folder(given.get("save_dir", "./trak_results"), self._load)
+        given = self._options.for_trak(given, self.groups if self._grouped else None)
+        self._made_with = self._options.made_with(given)
         with together({"groups": of_groups(self.groups)}):
             check_save_dir(Path(self._save_dir), load=self._load)
             super().__init__(**given)
@@ -133,34 +135,6 @@ class TRAKer(trak.TRAKer):
                 self.saver.sealed_at_once = points_between_writes(self.num_params_for_grad)
             notes = self.saver.notes.items()
             self.chosen_damping |= {model_id: kept["damping"] for model_id, kept in notes if "damping" in kept}
-
-    def _for_trak(self, given: dict[str, Any]) -> dict[str, Any]:
-        """TRAK's own arguments, as they have to be for its code to work with groups."""
-        assert self.groups is not None
-        given["save_dir"] = self._save_dir = ranks.own_folder(given.get("save_dir", "./trak_results"), self._load)
-        if self._options.parameters is not None:
-            if given.get("grad_wrt") is not None:
-                raise ValueError("parameters and grad_wrt are both given, and mean the same: pass one of them.")
-            given["grad_wrt"] = list(ParameterSpace(given["model"], self._options.parameters).parameters)
-        if given.get("grad_wrt") is not None:
-            given["grad_wrt"] = [inner_name(name, given["model"]) for name in given["grad_wrt"]]
-        given["model"] = unwrapped(given["model"])
-        if isinstance(given.get("device"), torch.device):
-            given["device"] = str(given["device"])
-        if self._grouped:
-            given = {"use_half_precision": False} | given | {"train_set_size": len(self.groups)}
-            given["lambda_reg"] = 0.0  # it is in the Fisher that TRAK's code is given
-        given.setdefault("saver", CheckedSaver)
-        self._made_with = {
-            "half_precision": given.get("use_half_precision", True),
-            "task": of_value(given["task"], "task", None),
-            "model": of_structure(given["model"], None),
-            "values of the checkpoints": [
-                of_state(inner_names(state_of(checkpoint), given["model"])) for checkpoint in self._options.several
-            ],
-            "tag": self._options.tag,
-        }
-        return given
 
     def init_projector(self, *args: Any, **kwargs: Any) -> None:
         """As TRAK's; with groups, a projector or a store that does not fit is refused before anything is written."""
@@ -228,7 +202,7 @@ class TRAKer(trak.TRAKer):
         else:
             left = np.flatnonzero(self.saver.current_store["is_featurized"][indices].reshape(-1) != 1)
             with self._projection.lent():
-                super().featurize(_part(batch, left), indices[left])
+                super().featurize(part_of(batch, left), indices[left])
         self._last_ind += 0 if num_samples is None else num_samples
 
     def _featurize_groups(self, batch: tuple[Tensor, ...], indices: np.ndarray) -> None:
@@ -236,7 +210,7 @@ class TRAKer(trak.TRAKer):
         sums = self._sums
         assert sums is not None
         mine = ranks.own_share(sums.positions_left(batch, indices, self._save_dir))
-        if len(mine) and sums.add(_part(batch, mine), indices[mine]):
+        if len(mine) and sums.add(part_of(batch, mine), indices[mine]):
             self.saver.serialize_current_model_id_metadata()
         sums.now[indices] = True
 
@@ -425,10 +399,3 @@ class TRAKer(trak.TRAKer):
                 show_progress=self._options.show_progress,
             )  # fmt: skip
         return self._provider
-
-
-def _part(batch: tuple[Tensor, ...], positions: np.ndarray) -> tuple[Tensor, ...]:
-    """Some of the points of a batch."""
-    if len(positions) == len(batch[0]):
-        return batch
-    return tuple(tensor[torch.from_numpy(positions)] for tensor in batch)

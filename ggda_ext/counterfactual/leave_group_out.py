@@ -8,7 +8,7 @@ gradient: accuracy will do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -200,22 +200,28 @@ def leave_group_out(
             "models at once": [len(chunk) for chunk in chunks],
         } | fingerprint.of_versions()
 
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()) if save_dir is None else save_dir)
-        store = stack.enter_context(opened(folder, dict if save_dir is None else made_with))
-        finish(
-            store, [job(*numbered) for numbered in enumerate(chunks)], torch.float64, "leave group out", show_progress
-        )
-
-        def saved() -> Tensor:
-            assert store is not None
-            return torch.cat([torch.from_numpy(np.array(store.load(f"values-{j}"))) for j in range(len(chunks))])
-
-        values = once(saved)[torch.from_numpy(np.argsort(order))]
+    jobs = [job(*numbered) for numbered in enumerate(chunks)]
+    values = _finished(save_dir, made_with, jobs, show_progress)[torch.from_numpy(np.argsort(order))]
     values = values.view(len(seeds), len(ids) + 1, m).transpose(1, 2)
     full, rises = values[:, :, 0], values[:, :, 1:] - values[:, :, :1]
     found = (rises, full) if measure.is_vector else (rises[:, 0], full[:, 0])
     return LeaveGroupOut(*found, ids, groups, property)
+
+
+def _finished(
+    save_dir: str | Path | None, made_with: Callable[[], dict[str, Any]], jobs: list[Job], show_progress: bool | None
+) -> Tensor:
+    """What all jobs give, one after the other: kept in a folder, or in one that is thrown away."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()) if save_dir is None else save_dir)
+        store = stack.enter_context(opened(folder, dict if save_dir is None else made_with))
+        finish(store, jobs, torch.float64, "leave group out", show_progress)
+
+        def saved() -> Tensor:
+            assert store is not None
+            return torch.cat([torch.from_numpy(np.array(store.load(job.name))) for job in jobs])
+
+        return once(saved)
 
 
 class Measure:
