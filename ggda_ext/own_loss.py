@@ -96,16 +96,16 @@ class OwnLoss(ExampleLoss):
 
     def _proven(self, model: nn.Module, batch: Any, size: int) -> bool:
         """Whether the losses read off a batch are those of its examples alone."""
-        positions = list(range(size))[:: max(1, size // _COMPARED)][:_COMPARED]
+        few = pick(batch, range(size)[:: max(1, size // _COMPARED)][:_COMPARED])
+        positions = range(batch_length(few))
         with torch.no_grad():
             try:
-                found, counted = self._rows(model, batch, size, "mean", None)
+                rows, counted = self._rows(model, few, len(positions), "mean", None)
             except (_NotByRows, RuntimeError, ValueError, TypeError):
                 self.value(model, pick(batch, [0]))  # a model that fails alone, too, says itself what is wrong
                 return False
-            alone = torch.stack([self.value(model, pick(batch, [at])).reshape(()) for at in positions])
-        rows = found[positions]
-        asked = (counted[positions] > 0 if counted is not None else torch.ones_like(rows) > 0) & alone.isfinite()
+            alone = torch.stack([self.value(model, pick(few, [at])).reshape(()) for at in positions])
+        asked = (counted > 0 if counted is not None else torch.ones_like(rows) > 0) & alone.isfinite()
         allowed = 1e-2 if rows.dtype in (torch.float16, torch.bfloat16) else 1e-3
         return bool(((rows - alone).abs() <= allowed * (1e-3 + alone.abs()))[asked].all())
 

@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from ggda_ext.data import batch_length
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, full_precision
-from ggda_ext.watch import Watch
+from ggda_ext.watch import Watch, altered_gradients
 
 Starts = list[int]
 Signature = tuple[tuple[tuple[str, int], ...], int]
@@ -319,6 +319,8 @@ class Calls:
     """A function that may have moved rows of the batch from one place to another."""
     hooks: str | None = None
     """A function that may have put a hook on a gradient: layers may see what it was before."""
+    alters: str | None = None
+    """What makes gradients other than derivatives, where that was asked for."""
     misplaced: str | None = None
     """A layer whose rows turned out not to be those of the examples in their order."""
     losses: Tensor | None = None
@@ -393,6 +395,7 @@ def observe(
     unseen: Iterable[nn.Parameter] = (),
     closely: bool = False,
     allowed: float = 1e-3,
+    alters: bool = False,
 ) -> Calls:
     """Run the summed loss of a batch forward and backward, telling `observer` about every layer call.
 
@@ -407,6 +410,7 @@ def observe(
         unseen: parameters to look after: whether the loss depends on them.
         closely: whether to look whose rows are whose in any case.
         allowed: relative differences that rounding may explain.
+        alters: whether to look for what makes gradients other than derivatives.
     """
     size = batch_length(batch)
     leaves: list[Tensor] = []
@@ -477,6 +481,7 @@ def observe(
                 handle.remove()
         calls.losses, calls.called = losses.detach(), watch.called
         calls.moves, calls.hooks = watch.moves, watch.hooks
+        calls.alters = altered_gradients(losses, watch) if alters else None
         if losses.requires_grad:
             order.wanted = size > 1 and bool(leaves) and (calls.moves is not None or closely)
             wanted = [*leaves, *unseen, *watched]
@@ -572,12 +577,14 @@ def _detached_inside(layers: list[Layer], watched: list[nn.Parameter]) -> Iterat
 
 def _swaps(held: dict[str, Any], own: dict[str, nn.Parameter]) -> tuple[Callable[..., None], Callable[..., None]]:
     """Hooks that put detached parameters into a module's own, unless others are there, and put the parameters back."""
-    given: dict[str, Tensor] = {}
+    detached = {key: parameter.detach() for key, parameter in own.items()}
+    given: list[str] = []
 
     def swap(*_: Any) -> None:
         for key, parameter in own.items():
             if held[key] is parameter:
-                held[key] = given[key] = parameter.detach()
+                held[key] = detached[key]
+                given.append(key)
 
     def back(*_: Any) -> None:
         for key in given:

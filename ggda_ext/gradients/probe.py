@@ -26,7 +26,6 @@ from ggda_ext.gradients.proof import (
     Findings,
     NotForward,
     Unproven,
-    altered_in,
     recall,
     remember,
     strays,
@@ -37,6 +36,7 @@ from ggda_ext.gradients.truth import (
     Truth,
     captured_scores,
     check_batch,
+    check_reduction,
     check_same_losses,
     first_line,
     random_direction,
@@ -139,16 +139,42 @@ class Probe:
         finally:
             saved.restore()
         self._found = Findings([], nothing, sample.precision, sample.bytes_per_example, space.changing)
+        self._found.alters = hidden_hooks(space.model, list(space.parameters.values()))
         self._allowed = tolerance(sample.precision)
-        for batch, alone in sample.chosen():
-            self._add(batch, alone)
-        if not self._data.is_stream:
-            self._look_further(members, at_once)
-        self._found.alters = self._altered()
-        self._layers(sample.output_dims)
+        try:
+            for batch, alone in sample.chosen():
+                self._add(batch, alone)
+            sample.check_repeats(self._found.truth.losses)
+            if not self._data.is_stream:
+                self._look_further(members, at_once)
+            self._check_batches(self._layers(sample.output_dims))
+        except ValueError:
+            sample.check_repeats()  # what is random may look like anything
+            raise
         if self._found.uncovered:
             self._found.work = self._counted_work()
         self._found.unseen = set(self._untouched())
+
+    def _check_batches(self, seen: list[Tensor] | None) -> None:
+        """Refuse a loss of batches that is not made of the losses of their examples.
+
+        Args:
+            seen: losses of every batch `[b]`, if the layers gave the gradient of each of its examples alone. Then the
+                batch has the sum of them; else plain autograd tells.
+        """
+        found, low = self._found, 0
+        for number, batch in enumerate(found.batches):
+            truth = found.truth.part(low, low + batch_length(batch))
+            low += batch_length(batch)
+            losses = None if seen is None else seen[number].cpu().double()
+            proven = losses is not None and bool((truth.finite & losses.isfinite()).all())
+            if losses is None or not proven or bool(truth.other_losses(losses, self._allowed).any()):
+                run = check_batch(
+                    self._space, self._loss, batch, truth, self._direction, self._allowed, self._data.name
+                )
+                found.called.add(run.called)
+                found.alters = found.alters or run.alters
+            check_reduction(self._space, self._loss, batch, truth.losses, self._allowed)
 
     def _compare(self, strategy: str, *, fresh: bool = False) -> None:
         """Compare strategies that do without layers with autograd, if they may be needed.
@@ -168,22 +194,14 @@ class Probe:
             found.no_vmap = self._no_vmap()
         found.looked_at |= missing
 
-    def _altered(self) -> str | None:
-        """What makes gradients of the examples other than derivatives, or None."""
-        space, found = self._space, self._found
-        each = [altered_in(space, self._loss, batch, found.called) for batch in found.batches]
-        each.append(hidden_hooks(space.model, list(space.parameters.values())))
-        return next((altered for altered in each if altered is not None), None)
-
     def _truth_now(self) -> Truth:
         """The truth about the examples at the parameters that the model has now."""
         alone = [pick(batch, [at]) for batch in self._found.batches for at in range(batch_length(batch))]
         return truth_alone(self._space, self._loss, alone, self._direction)
 
     def _add(self, batch: Any, alone: Sequence[Any]) -> None:
-        """Compare a batch with its examples alone, and keep it to compare strategies with."""
+        """Find the truth about the examples of a batch, and keep it to compare strategies with."""
         truth = truth_alone(self._space, self._loss, alone, self._direction)
-        check_batch(self._space, self._loss, batch, truth, self._direction, self._allowed, self._data.name)
         self._found.truth = self._found.truth.joined(truth)
         self._found.batches.append(batch)
 
@@ -206,33 +224,39 @@ class Probe:
 
     # what the strategies can see
 
-    def _layers(self, output_dims: dict[str, int]) -> None:
-        """Find out which layers can be observed, and compare what they say with autograd."""
+    def _layers(self, output_dims: dict[str, int]) -> list[Tensor] | None:
+        """Find out which layers can be observed, and compare what they say with autograd.
+
+        Returns:
+            The losses of every batch `[b]`, if the layers say all there is to say.
+        """
         found, space = self._found, self._space
         if found.hooked:
             found.uncovered = dict.fromkeys(space.parameters, f"{found.alters} changes gradients")
-            return
+            return None
         _, unknown = known_layers(space)
         if unknown and not self._loss.vectorized:
             unknown = self._without_copied(unknown, output_dims)
         found.uncovered = unknown
         if unknown:
-            return
-        scores = self._captured(found.layers(space))
-        if isinstance(scores, str):
+            return None
+        seen = self._captured(found.layers(space))
+        if isinstance(seen, str):
             found.copies_output = True  # perhaps an output is overwritten in place
             again = self._captured(found.layers(space))
             if isinstance(again, str):
                 found.copies_output = False
-                found.uncovered = dict.fromkeys(space.parameters, scores)
-                return
-            scores = again
+                found.uncovered = dict.fromkeys(space.parameters, seen)
+                return None
+            seen = again
+        scores, losses = seen
         wrong = found.truth.differs(scores, self._allowed).tolist()
         found.uncovered = self._strayed | {
             name: f"{name!r} is used in a way its layer alone does not show"
             for name, is_wrong in zip(space.parameters, wrong, strict=True)
             if is_wrong
         }
+        return None if found.uncovered else losses
 
     def _counted_work(self) -> float:
         """Multiplications of a forward pass over one example, where the layers do not tell: as PyTorch counts them."""
@@ -248,25 +272,30 @@ class Probe:
             return least
         return max(counter.get_total_flops() / 2 / batch_length(batch), least)
 
-    def _captured(self, layers: list[Layer]) -> Tensor | str:
-        """Scores of all examples from the layers `[b, q]`, or why there are none; keeps what the layers cost."""
-        found, scores = self._found, []
+    def _captured(self, layers: list[Layer]) -> tuple[Tensor, list[Tensor]] | str:
+        """Scores of all examples from the layers `[b, q]`, with losses, or why there are none; keeps what they cost."""
+        found, scores, losses = self._found, [], []
         found.proven.clear()
         self._strayed: dict[str, str] = {}
         work = _Work(sum(map(batch_length, found.batches)))
         try:
             for batch in found.batches:
                 some, calls = captured_scores(self._space, layers, self._loss, batch, self._direction, work)
-                if calls.misplaced is not None:
+                found.alters = found.alters or calls.alters
+                if found.hooked:
+                    return f"{found.alters} changes gradients"
+                if calls.misplaced is not None or calls.losses is None:
                     return f"the rows of layer {calls.misplaced!r} are not those of the examples in their order"
                 found.proven.add(calls.signature)
+                found.called.add(calls.called)
                 self._strayed |= strays(self._space, calls)
                 scores.append(some)
+                losses.append(calls.losses)
         except FAILS as error:
             return first_line(error)
         found.work, found.ghost_work = work.forward_pass, work.pairs
         found.not_ghost = _other_layer(layers) or work.not_ghost or _shared_parameter(layers)
-        return torch.cat(scores)
+        return torch.cat(scores), losses
 
     def _without_copied(self, unknown: dict[str, str], output_dims: dict[str, int]) -> dict[str, str]:
         """The unknown parameters that cannot be given as copies, one per example."""
@@ -466,7 +495,12 @@ class Sample:
 
     def _each(self, batch: Any) -> Tensor:
         with self._space.require_gradients(of_chosen=False):  # no_grad would hinder a loss with gradients of its own
-            return self._loss.each(self._space.model, batch).detach()
+            losses = self._loss.each(self._space.model, batch).detach()
+        if losses.shape != (batch_length(batch),):
+            raise ValueError(
+                f"the loss gave {list(losses.shape)} values for a batch of {batch_length(batch)} examples."
+            )
+        return losses
 
     def _hook(self, name: str, is_leaf: bool) -> Any:
         def look(module: nn.Module, args: Any, output: Any) -> None:
@@ -484,20 +518,31 @@ class Sample:
     def chosen(self) -> list[tuple[Any, list[Any]]]:
         """The examples to compare, as batches, each with its examples alone: first, last, and those of large loss."""
         if self._data.is_stream:
-            self._check_same(self._batch)
+            self._picked = torch.arange(len(self._losses))
             return [(self._batch, [pick(self._batch, [at]) for at in range(batch_length(self._batch))])]
         ends = [0, len(self._candidates) - 1]
         large = torch.argsort(self._losses.detach().float().nan_to_num(-1, -1, -1), descending=True).tolist()
-        picked = self._candidates[list(dict.fromkeys([*ends, *large]))[:EXAMPLES]]
+        self._picked = torch.tensor(list(dict.fromkeys([*ends, *large]))[:EXAMPLES])
+        picked = self._candidates[self._picked.numpy()]
         runs = self._runs(picked)
-        asked: list[Any] = [self._runs(self._candidates)[0], *runs, *[[index] for index in picked]]
-        first, *fetched = (to_device(batch, self._device) for batch in self._data.batches(asked))
-        self._check_same(first)
+        asked: list[Any] = [*runs, *[[index] for index in picked]]
+        fetched = [to_device(batch, self._device) for batch in self._data.batches(asked)]
         alone = iter(fetched[len(runs) :])
         return [(batch, [next(alone) for _ in run]) for batch, run in zip(fetched, runs, strict=False)]
 
-    def _check_same(self, batch: Any) -> None:
-        check_same_losses(self._first_losses, self._each(batch), self._data.name)
+    def check_repeats(self, alone: Tensor | None = None) -> None:
+        """Refuse a loss that gives two answers for the same examples.
+
+        Args:
+            alone: losses of the chosen examples alone: where they are as before, nothing needs to run again.
+        """
+        before = self._losses.cpu().double()
+        if alone is not None and torch.allclose(before[self._picked], alone, rtol=1e-4, equal_nan=True):
+            return
+        first = self._batch
+        if not self._data.is_stream:
+            first = to_device(next(iter(self._data.batches([self._runs(self._candidates)[0]]))), self._device)
+        check_same_losses(self._first_losses, self._each(first), self._data.name)
 
 
 def runs_of(indices: np.ndarray, most: int) -> list[np.ndarray]:

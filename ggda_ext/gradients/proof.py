@@ -40,14 +40,14 @@ from ggda_ext.gradients.truth import (
     captured_scores,
     check_losses,
     check_sum,
+    plain_run,
     random_direction,
-    total_along,
     truth_of,
     wide,
 )
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
-from ggda_ext.watch import Watch, altered_gradients
+from ggda_ext.watch import Watch
 
 _MOST_KEPT = 8  # sets of findings per model
 
@@ -266,10 +266,10 @@ class CapturedLayers:
         """
         if watch.hooks is None and not watch.asks and watch.called in self.found.forward_proven:
             return
-        altered = altered_in(self.space, self.loss, batch)
-        if altered is not None:
-            raise NotForward(f"{altered} changes gradients, which forward-mode differentiation does not see")
-        total, room = total_along(self.space, self.loss, batch, tangent), float(wide(scores).double().abs().sum())
+        run = plain_run(self.space, self.loss, batch, list(tangent.values()))
+        if run.alters is not None:
+            raise NotForward(f"{run.alters} changes gradients, which forward-mode differentiation does not see")
+        total, room = float(run.total.double().sum()), float(wide(scores).double().abs().sum())
         if not abs(float(wide(scores).double().sum()) - total) <= 10 * self.allowed.most * (room + abs(total)):
             raise NotForward("forward-mode differentiation of the model disagrees with its gradient")
         self.found.forward_proven.add(watch.called)
@@ -371,16 +371,6 @@ class CapturedLayers:
         raise Unproven(
             dict.fromkeys(sorted(missing), "no example could be found to compare its gradient with autograd")
         )
-
-
-def altered_in(space: ParameterSpace, loss: ExampleLoss, batch: Any, called: set[int] | None = None) -> str | None:
-    """What makes gradients of a batch other than derivatives of its loss, or None; `called` is told of functions."""
-    with space.require_gradients(of_chosen=True):
-        with Watch(0) as watch:
-            losses = loss.each(space.model, batch)
-        if called is not None:
-            called.add(watch.called)
-        return altered_gradients(losses, watch)
 
 
 def strays(space: ParameterSpace, calls: Calls) -> dict[str, str]:

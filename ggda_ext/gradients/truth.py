@@ -17,6 +17,7 @@ from ggda_ext.data import batch_length, pick
 from ggda_ext.gradients.layers import Calls, Layer, Observer, observe
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
+from ggda_ext.watch import Watch, altered_gradients
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,18 @@ class Truth:
         """These examples and others."""
         return Truth(*(torch.cat([getattr(self, name), getattr(other, name)]) for name in self.__dataclass_fields__))
 
+    def part(self, low: int, high: int) -> Truth:
+        """Some of the examples."""
+        return Truth(*(getattr(self, name)[low:high] for name in self.__dataclass_fields__))
+
+    def other_losses(self, losses: Tensor, allowed: Tolerance) -> Tensor:
+        """Which examples have other losses `[b]` than alone, as far as both are finite `[b]`."""
+        finite = self.finite & losses.isfinite()
+        if not bool(finite.any()):
+            return finite
+        scale = self.losses.abs() + self.losses[finite].abs().max()
+        return ((losses - self.losses).abs() > allowed.most * scale) & finite
+
     def differs(self, scores: Tensor, allowed: Tolerance) -> Tensor:
         """Which parameters have other scores `[b, q]` than these examples should have `[q]`."""
         finite = self.finite
@@ -84,10 +97,14 @@ class Truth:
         return ~(error <= allowed.each).all(0) | (typical > allowed.most)
 
 
+_DRAWN = 2**20 + 7  # a prime: numbers of a direction, which then come again; drawing is slower than a gradient
+
+
 def random_direction(space: ParameterSpace) -> Tensor:
     """A fixed random direction `[1, p]`, drawn without touching the global random state."""
     generator = torch.Generator(space.device).manual_seed(0)
-    return torch.randn(1, space.size, generator=generator, dtype=space.dtype, device=space.device)
+    drawn = torch.randn(min(space.size, _DRAWN), generator=generator, dtype=space.dtype, device=space.device)
+    return drawn.repeat(-(-space.size // _DRAWN))[None, : space.size]
 
 
 def truth_of(space: ParameterSpace, loss: ExampleLoss, alone: Sequence[Any], direction: Tensor) -> Truth:
@@ -104,16 +121,35 @@ def truth_of(space: ParameterSpace, loss: ExampleLoss, alone: Sequence[Any], dir
 
 def total_scores(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: Tensor) -> Tensor:
     """Gradient of the summed loss of a batch along a direction, per parameter `[q]`."""
-    _, gradients = _gradients(space, loss, batch)
-    parts = (wide(space.part(direction, parameter)).flatten() for parameter in space.parameters.values())
-    return torch.stack([_dot(*pair) for pair in zip(gradients, parts, strict=True)]).cpu()
+    return plain_run(space, loss, batch, [space.part(direction, own)[0] for own in space.parameters.values()]).total
 
 
-def total_along(space: ParameterSpace, loss: ExampleLoss, batch: Any, tangent: dict[str, Tensor]) -> float:
-    """Gradient of the summed loss of a batch along a direction given by parameter."""
-    _, gradients = _gradients(space, loss, batch)
-    pairs = zip(gradients, tangent.values(), strict=True)
-    return float(sum(_dot(gradient, wide(move).flatten()).double() for gradient, move in pairs))
+@dataclass(frozen=True)
+class PlainRun:
+    """A batch run by plain autograd.
+
+    Attributes:
+        losses: of the examples `[b]`.
+        total: gradient of their sum along a direction, per parameter `[q]`.
+        alters: what makes gradients other than derivatives, or None.
+        called: stands for the functions that were called.
+    """
+
+    losses: Tensor
+    total: Tensor
+    alters: str | None
+    called: int
+
+
+def plain_run(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: Sequence[Tensor]) -> PlainRun:
+    """Run a batch by plain autograd; the direction is given by parameter."""
+    with space.require_gradients(of_chosen=True):
+        with Watch(0) as watch:
+            losses = loss.each(space.model, batch)
+        alters = altered_gradients(losses, watch)
+        gradients = _gradients_of(losses.sum(), space)
+    pairs = zip(gradients, (wide(part).flatten() for part in direction), strict=True)
+    return PlainRun(_on_cpu(losses), torch.stack([_dot(*pair) for pair in pairs]).cpu(), alters, watch.called)
 
 
 def captured_scores(
@@ -124,19 +160,27 @@ def captured_scores(
     `watcher` sees the layers' calls too.
     """
     observer = _ParameterScores(space, direction, batch_length(batch), watcher)
-    calls = observe(space, layers, loss, batch, observer)
+    calls = observe(space, layers, loss, batch, observer, alters=True)
     return torch.stack([observer.scores[id(parameter)] for parameter in space.parameters.values()], 1).cpu(), calls
 
 
 def _gradients(space: ParameterSpace, loss: ExampleLoss, batch: Any) -> tuple[Tensor, list[Tensor | None]]:
     """The summed loss of a batch, and its gradient by parameter; None where it does not depend on it."""
-    parameters = list(space.parameters.values())
     with space.require_gradients(of_chosen=True):
         value = loss.total(space.model, batch)
-        found: Sequence[Tensor | None] = [None] * len(parameters)
-        if value.requires_grad:
-            found = torch.autograd.grad(value, parameters, allow_unused=True)
-    return value.detach().cpu().double(), [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+        return _on_cpu(value), _gradients_of(value, space)
+
+
+def _gradients_of(value: Tensor, space: ParameterSpace) -> list[Tensor | None]:
+    parameters = list(space.parameters.values())
+    if not value.requires_grad:
+        return [None] * len(parameters)
+    found = torch.autograd.grad(value, parameters, allow_unused=True)
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+
+
+def _on_cpu(values: Tensor) -> Tensor:
+    return values.detach().cpu().double()
 
 
 def _dot(gradient: Tensor | None, direction: Tensor) -> Tensor:
@@ -202,7 +246,7 @@ def truth_alone(space: ParameterSpace, loss: ExampleLoss, alone: Sequence[Any], 
 
 def check_batch(
     space: ParameterSpace, loss: ExampleLoss, batch: Any, truth: Truth, direction: Tensor, allowed: Tolerance, name: str
-) -> None:
+) -> PlainRun:
     """Refuse a model or a loss for which a batch is not the sum of its examples alone.
 
     Args:
@@ -214,22 +258,43 @@ def check_batch(
         allowed: differences that rounding may explain.
         name: of the data.
     """
-    with space.require_gradients(of_chosen=False):
-        losses = loss.each(space.model, batch).detach().cpu().double()
-        reduced = loss.reduced(space.model, batch)
-    if losses.shape != truth.losses.shape:
-        raise ValueError(f"the loss gave {list(losses.shape)} values for a batch of {len(truth.losses)} examples.")
-    finite = truth.finite & losses.isfinite()
-    if len(losses) < 2 or not bool(finite.any()):
-        return
-    scale = truth.losses.abs() + truth.losses[finite].abs().max()
-    off = ((losses - truth.losses).abs() > allowed.most * scale) & finite
-    same = not bool(off.any()) and bool(finite.all()) and _same_sum(space, loss, batch, truth, direction, allowed)
+    run = plain_run(space, loss, batch, [space.part(direction, own)[0] for own in space.parameters.values()])
+    losses = run.losses
+    if len(losses) < 2 or not bool((truth.finite & losses.isfinite()).any()):
+        return run
+    off = truth.other_losses(losses, allowed)
+    same = not bool(off.any()) and bool(truth.finite.all()) and _same_sum(run.total, truth, allowed)
     # a loss near 0 is a difference of larger numbers, so only gradients can tell rounding from mixing
     if not same and not _alike_in_batch(space, loss, batch, truth, direction, allowed):
         _refuse_mixing(space.model, losses, truth.losses, off, name)
-    if reduced is not None and bool(finite.all()):
-        _check_reduction(float(reduced), truth.losses, allowed)
+    return run
+
+
+def check_reduction(space: ParameterSpace, loss: ExampleLoss, batch: Any, alone: Tensor, allowed: Tolerance) -> None:
+    """Refuse a loss function whose value for a batch is neither the sum nor the mean of the losses of its examples.
+
+    Args:
+        space: model and chosen parameters.
+        loss: of the examples.
+        batch: some examples.
+        alone: their losses, each alone `[b]`.
+        allowed: differences that rounding may explain.
+    """
+    if len(alone) < 2 or not bool(alone.isfinite().all()):
+        return
+    with space.require_gradients(of_chosen=False):
+        reduced = loss.reduced(space.model, batch)
+    if reduced is None:
+        return
+    whole, room = float(reduced), allowed.most * float(alone.abs().max() + alone.abs().mean())
+    if abs(whole - float(alone.mean())) <= room or abs(whole - float(alone.sum())) <= room * len(alone):
+        return
+    raise ValueError(
+        f"loss_fn gives {whole:.6g} for a batch of {len(alone)} examples whose losses alone have the mean "
+        f"{float(alone.mean()):.6g}: neither their mean nor their sum, so what an example adds depends on who "
+        "shares the batch (a weighted or masked mean, a broadcast of target against output, a comparison of "
+        "examples). Let loss_fn return one loss per example [b], or their sum."
+    )
 
 
 def check_losses(space: ParameterSpace, loss: ExampleLoss, batch: Any, losses: Tensor, allowed: Tolerance) -> None:
@@ -271,11 +336,8 @@ def _pieces(batch: Any) -> Iterator[Any]:
     return (pick(batch, range(low, min(low + _PIECE, size))) for low in range(0, size, _PIECE))
 
 
-def _same_sum(
-    space: ParameterSpace, loss: ExampleLoss, batch: Any, truth: Truth, direction: Tensor, allowed: Tolerance
-) -> bool:
-    """Whether the gradient of a batch is the sum of those of its examples."""
-    total = total_scores(space, loss, batch, direction)
+def _same_sum(total: Tensor, truth: Truth, allowed: Tolerance) -> bool:
+    """Whether the gradient of a batch `[q]` is the sum of those of its examples."""
     room = truth.norms.sum(0) + 1e-3 * truth.norms.sum()
     return bool(((total - truth.scores.sum(0)).abs() <= 10 * allowed.most * room).all())
 
@@ -319,19 +381,6 @@ def _refuse_mixing(
         f"{float(losses[worst]):.6g} in a batch of {len(losses)} and of {float(alone[worst]):.6g} {apart}, or its "
         f"gradient differs{who}. So the gradient of a group has no fixed value: use statistics that do not depend on "
         "the batch, and a loss of each example by itself."
-    )
-
-
-def _check_reduction(whole: float, alone: Tensor, allowed: Tolerance) -> None:
-    """Refuse a loss function whose value for a batch is neither the sum nor the mean of its examples' losses."""
-    room = allowed.most * float(alone.abs().max() + alone.abs().mean())
-    if abs(whole - float(alone.mean())) <= room or abs(whole - float(alone.sum())) <= room * len(alone):
-        return
-    raise ValueError(
-        f"loss_fn gives {whole:.6g} for a batch of {len(alone)} examples whose losses alone have the mean "
-        f"{float(alone.mean()):.6g}: neither their mean nor their sum, so what an example adds depends on who "
-        "shares the batch (a weighted or masked mean, a broadcast of target against output, a comparison of "
-        "examples). Let loss_fn return one loss per example [b], or their sum."
     )
 
 
