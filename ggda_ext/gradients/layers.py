@@ -65,17 +65,26 @@ class LayerRule:
         return segment_sum(d.flatten(2).sum(2) if d.dim() > 2 else d, starts)
 
 
+_FEW, _NARROW = 16, 64  # outputs of a layer, as matrix products go
+
+
 class _Linear(LayerRule):
     def apply(self, layer: nn.Linear, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(a, weight, bias)
 
     def row_scores(self, layer: nn.Linear, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """By W a or by Wᵀ d, whichever is shorter; rows are added up by a product with ones, faster than by `sum`."""
+        """By W a or by Wᵀ d, as matrix products are faster; rows are added up by a product with ones, not by `sum`."""
         size, (out, into) = d.shape[0], weight.shape
         a, d = a.reshape(-1, into), d.reshape(-1, out)
-        products = torch.mm(a, weight.T).mul_(d) if out <= into else torch.mm(d, weight).mul_(a)
+        if out > max(into, _NARROW):
+            products = torch.mm(d, weight).mul_(a)
+        elif out > _FEW:
+            products = (torch.mm(a, weight.T) if bias is None else torch.addmm(bias, a, weight.T)).mul_(d)
+        else:  # a product with few columns is slow, one with few rows is not
+            turned = torch.mm(weight, a.T) if bias is None else torch.addmm(bias[:, None], weight, a.T)
+            products = turned.mul_(d.T).T
         scores = torch.mv(products, products.new_ones(products.shape[1]))
-        if bias is not None:
+        if bias is not None and out > max(into, _NARROW):
             scores = torch.addmv(scores, d, bias)
         return scores if scores.shape[0] == size else scores.reshape(size, -1).sum(1)
 

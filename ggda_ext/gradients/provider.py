@@ -248,8 +248,7 @@ class GroupGradients:
         """
         with only_thread(self.model):
             check_deterministic_modules(self.model)
-            plan = self.plan(directions)
-            if isinstance(directions, PointGradients) and plan.strategy != "ghost":
+            if isinstance(directions, PointGradients) and self.plan(directions).strategy != "ghost":
                 return self._scores_by_rows(directions)
             with together(partial(self._same, directions)), torch.inference_mode(False):
                 scores = self._proven_scores(directions)
