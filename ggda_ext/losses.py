@@ -207,10 +207,10 @@ _KNOWN = frozenset((*_ELEMENTWISE, *_CLASSES, *_BY_ROW))
 
 def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target: Tensor | None) -> Tensor:
     """``loss_fn`` of each row of `output` and `target` alone `[b]`; trailing dimensions are reduced as it does."""
-    size = len(output)
+    size = output.shape[0]  # len() of a tensor is a function that is watched
     if loss_fn is None:
         return output.reshape(size, -1).sum(1)
-    if type(loss_fn) in _KNOWN and target is not None and len(target) == size:
+    if type(loss_fn) in _KNOWN and target is not None and target.shape[:1] == (size,):
         found = _known_losses(loss_fn, output, target)
         if found is not None:
             return found
@@ -235,7 +235,7 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
 
 def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor | None:
     """Losses of the rows alone `[b]` for a loss of PyTorch; None where only calling it row by row will tell."""
-    reduction, size = loss_fn.reduction, len(output)
+    reduction, size = loss_fn.reduction, output.shape[0]
     classes = isinstance(loss_fn, _CLASSES)
     if classes and loss_fn.weight is not None and reduction == "mean":
         raise ValueError(

@@ -264,6 +264,7 @@ class ParameterSpace:
     def __init__(self, model: nn.Module, chosen: ParameterChoice = None) -> None:
         self.model = unwrapped(model)
         self.parameters = _chosen(self.model, chosen)
+        self._every = list(self.model.parameters())
         self.spans: dict[int, tuple[int, int]] = {}
         end = 0
         for parameter in self.parameters.values():
@@ -301,7 +302,7 @@ class ParameterSpace:
     @contextmanager
     def require_gradients(self, of_chosen: bool, also: Iterable[nn.Parameter] = ()) -> Iterator[None]:
         """Let the chosen parameters alone require gradients, or (``of_chosen=False``) none at all but `also`."""
-        before = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+        before = [(parameter, parameter.requires_grad) for parameter in self._every]
         wanted = self.spans.keys() if of_chosen else {id(parameter) for parameter in also}
         saved = SavedState(self.model, self.changing) if self.changing else None
         try:

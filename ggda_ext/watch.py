@@ -96,7 +96,10 @@ def _of_torch(node: BackwardCFunction) -> bool:
 
 def _batched(size: int, values: Any) -> bool:
     """Whether a tensor may have the examples of a batch along its first dimension."""
-    return isinstance(values, Tensor) and values.dim() > 0 and len(values) > 0 and len(values) % size == 0
+    if not isinstance(values, Tensor) or not values.dim():
+        return False
+    rows = values.shape[0]
+    return rows > 0 and rows % size == 0
 
 
 def _by_index(size: int, values: Tensor, index: Any, *_: Any) -> bool:

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import IndexedData, progress, to_device
+from ggda_ext.data import PATIENCE, IndexedData, progress, to_device
 from ggda_ext.gradients.layers import Layer, Observer
 from ggda_ext.gradients.proof import CapturedLayers
 from ggda_ext.groups.batches import GroupBatch
@@ -300,7 +301,17 @@ class Request:
         return scores
 
     def _bar(self, items: Iterator[Any], total: int, size: Any) -> Iterator[Any]:
-        with progress(int(total), self.title, self.show_progress) as bar:
+        """The items, with a bar over their points: one that nobody asked for is made only when it is to be seen."""
+        start, done = perf_counter(), 0
+        if self.show_progress is None:
+            for item in items:
+                yield item
+                done += size(item)
+                if perf_counter() - start > PATIENCE:
+                    break
+            else:
+                return
+        with progress(int(total), self.title, self.show_progress is not False, initial=done) as bar:
             for item in items:
                 yield item
                 bar.update(size(item))

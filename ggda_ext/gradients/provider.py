@@ -206,7 +206,7 @@ class GroupGradients:
             if isinstance(directions, PointGradients):
                 m = directions.n
             else:
-                m = len(directions) if isinstance(directions, Tensor) else directions or 0
+                m = directions.shape[0] if isinstance(directions, Tensor) else directions or 0
             facts = self._probe.facts
             if isinstance(directions, PointGradients) and facts.not_ghost is None and not facts.uncovered:
                 facts = replace(facts, not_ghost=self.tests(directions)._not_ghost())
