@@ -453,11 +453,13 @@ def as_batch_of_one(example: Any) -> Any:
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor on `device`, and fit for autograd if it was made in inference mode."""
     with torch.inference_mode(False):
-        return _map(lambda tensor: _for_autograd(tensor).to(device, non_blocking=True), batch)
+        return _map(lambda tensor: _fit_for(tensor, device), batch)
 
 
-def _for_autograd(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.is_inference() else tensor
+def _fit_for(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.is_inference():
+        tensor = tensor.clone()
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
@@ -469,6 +471,8 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 def batch_length(batch: Any) -> int:
     """Number of examples in a batch: the length of its first tensor, or of a list with a tensor for each example."""
+    if isinstance(batch, tuple) and batch and isinstance(batch[0], Tensor) and batch[0].dim():
+        return batch[0].shape[0]  # nearly always
     parts = (
         list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
     )

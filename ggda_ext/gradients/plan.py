@@ -250,11 +250,11 @@ class Request:
             labels = torch.from_numpy(self.groups.labels_of(at).astype(np.int64))
             yield labels.to(self.space.device), to_device(batch, self.space.device)
 
-    @property
+    @cached_property
     def _points(self) -> int:
         return int(self.groups.sizes.sum())
 
-    @property
+    @cached_property
     def _complete(self) -> bool:
         return self._points == self.groups.n
 

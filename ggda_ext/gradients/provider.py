@@ -40,6 +40,7 @@ from ggda_ext.model import (
     ParameterSpace,
     check_deterministic_modules,
     only_thread,
+    training_kernels,
     unwrapped,
 )
 from ggda_ext.sharing import add_up, adding_up, alone, checksum, in_order, my_share, together, world_size
@@ -250,7 +251,7 @@ class GroupGradients:
             check_deterministic_modules(self.model)
             if isinstance(directions, PointGradients) and self.plan(directions).strategy != "ghost":
                 return self._scores_by_rows(directions)
-            with together(partial(self._same, directions)), torch.inference_mode(False):
+            with together(partial(self._same, directions)), training_kernels():
                 scores = self._proven_scores(directions)
             return self._summed(scores)
 
@@ -395,7 +396,7 @@ class GroupGradients:
         """Scores of test points by their gradient rows, added up over ranks block by block."""
 
         def summed(rows: Tensor) -> Tensor:
-            with together(partial(self._same, rows)), torch.inference_mode(False):
+            with together(partial(self._same, rows)), training_kernels():
                 part = self._proven_scores(rows)
             return self._summed(part)
 
