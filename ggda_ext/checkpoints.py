@@ -29,7 +29,7 @@ def listed_checkpoints(checkpoints: Checkpoints) -> list[Any]:
 
 
 def states_of(model: nn.Module, models: Sequence[nn.Module]) -> list[Mapping[str, Any]]:
-    """The states of a model, copied, and of others of the same kind, as checkpoints of the first."""
+    """State dicts of a model, as a copy, and of other models like it, to be loaded into the first."""
     if isinstance(models, nn.Module):
         raise TypeError(f"models is a {type(models).__name__}: pass a list, [model].")
     own = unwrapped(model).state_dict()
@@ -54,7 +54,7 @@ def state_on_cpu(model: nn.Module) -> State:
 def at_checkpoints(
     model: nn.Module, checkpoints: Sequence[Any] | None, load: LoadCheckpoint | None = None
 ) -> Generator[int, None, None]:
-    """The number of every checkpoint, loaded into the model; without checkpoints, 0 for the current parameters.
+    """Load one checkpoint after the other, and give its number; without checkpoints, 0 for the current parameters.
 
     The model gets its own parameters back at the end, or when the generator is closed: use it with
     `contextlib.closing`, so that this happens at once if something fails.

@@ -118,7 +118,7 @@ class IndexedData:
             raise ValueError(f"{name} is empty: it holds no examples.")
 
     def suit(self, model: nn.Module) -> None:
-        """From now on give float64 numbers of NumPy and pandas, which know no other default, in the model's dtype."""
+        """Convert float64 numbers of NumPy and pandas, where they are the default, to the model's dtype from now on."""
         if self._doubles:
             found = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
             cast = None if found == torch.float64 else found
@@ -136,7 +136,7 @@ class IndexedData:
 
     @property
     def tensors(self) -> Any:
-        """The tensors that hold the examples in their order, where they are held so; else None."""
+        """The tensors that hold the examples, in their order; None if the data is not made of tensors."""
         return None if getattr(self, "_order", None) is not None else getattr(self, "_tensors", None)
 
     def _length(self) -> int | None:

@@ -148,7 +148,7 @@ def training_kernels() -> Iterator[None]:
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """For our own arithmetic, which autocast is not to round, wherever it is called from."""
+    """Turn autocast off for our own arithmetic, which it would round."""
     if not torch.is_autocast_enabled(device.type):
         yield
         return

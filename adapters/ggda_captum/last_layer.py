@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
 
 def layer_for(asked: Asked, model: nn.Module) -> nn.Linear | None:
-    """The layer that a question is about: it has all parameters that count, and losses hang on outputs alone.
+    """The layer that holds all parameters that count, where the losses depend on outputs only; else None.
 
     None if there is none, and where a setting asks for the model itself: a strategy, a folder, several processes.
     """
@@ -76,7 +76,7 @@ def asked_of(layer: nn.Linear | None, asked: Asked, model: nn.Module) -> Asked |
 
 
 def _of_outputs(loss: ExampleLoss) -> bool:
-    """Whether a loss hangs on the model's output alone."""
+    """Whether a loss depends on the model's output alone."""
     return getattr(loss, "loss_fn", None) is not None and (type(loss) is OutputLoss or hasattr(loss, "layer"))
 
 

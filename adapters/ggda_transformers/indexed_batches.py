@@ -37,7 +37,7 @@ class Carried:
     batch: dict[str, Any]
 
     def to(self, *_: Any, **__: Any) -> Carried:
-        """Stay where it is: a batch that is moved moves all it holds."""
+        """The batch itself: what moves a batch to a device moves what it holds."""
         return self
 
 

@@ -70,7 +70,7 @@ class Calibration:
         return float(stdtrit(self.retrainings - _FITTED, (1 + confidence) / 2)) * self.error
 
     def explain(self) -> str:
-        """In words."""
+        """The calibration in words."""
         return (
             f"calibrated by {self.retrainings} retrainings: real changes are {self.slope:.3g} times the predicted ones "
             f"and {self.level:+.3g} per share of points left out, give or take {self.error:.2g}"

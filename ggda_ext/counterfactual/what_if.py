@@ -167,13 +167,13 @@ class WhatIf:
         return "\n".join(lines + [found.explain() for _, found in self.calibrations.values()])
 
     def without(self, names: Names) -> Counterfactual:
-        """Without one group or several, by name (or id, if they have no names)."""
+        """The model without one group or several, by name (or id, if they have no names)."""
         weights = np.ones(len(self.groups))
         weights[self.ids(names)] = 0
         return self._answer(weights)
 
     def only(self, names: Names) -> Counterfactual:
-        """With no other groups than these."""
+        """The model trained on these groups only."""
         weights = np.zeros(len(self.groups))
         weights[self.ids(names)] = 1
         return self._answer(weights)
@@ -212,7 +212,7 @@ class WhatIf:
         )
 
     def interactions(self, property: Property, names: Names | None = None) -> Interactions:
-        """Which pairs of groups matter together otherwise than one by one; see `Interactions`."""
+        """Pairs of groups whose effects do not add up; see `Interactions`."""
         from ggda_ext.counterfactual.interactions import found_interactions
 
         return found_interactions(self, property, None if names is None else self.ids(names))

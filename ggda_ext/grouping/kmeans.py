@@ -47,7 +47,7 @@ def kmeans(points: np.ndarray, k: int, rng: np.random.Generator, max_iter: int, 
 
 
 def numbered(labels: np.ndarray) -> np.ndarray:
-    """The same clusters `[n]`, numbered in the order in which the points come to them, with no number left out."""
+    """The same clusters `[n]`, numbered by their first point, with no number left out."""
     first = np.full(int(labels.max()) + 1, len(labels))
     first[labels[::-1]] = np.arange(len(labels))[::-1]  # the last to be written stays
     return np.argsort(np.argsort(first, kind="stable"))[labels]

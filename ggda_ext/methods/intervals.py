@@ -33,7 +33,7 @@ class Sources:
 
     @classmethod
     def of(cls, intervals: Intervals, checkpoints: int) -> Sources:
-        """What was asked for; True is all that there is."""
+        """The sources asked for; True stands for all that there are."""
         if intervals not in (True, False, "test points", "checkpoints", "both"):
             raise ValueError(
                 f"intervals={intervals!r} is not one of True, False, 'test points', 'checkpoints', 'both'."

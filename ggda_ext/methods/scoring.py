@@ -40,7 +40,7 @@ class Account:
     notes: list[str] = field(default_factory=list)
 
     def add(self, done: Preconditioned, passes: float) -> None:
-        """Add a block: of numbers the largest is kept, of words the first."""
+        """Add what was done for a block of test points: the largest of a number is kept, the first of a text."""
         for name, value in done.settings.items():
             before = self.settings.get(name)
             numbers = isinstance(value, int | float) and isinstance(before, int | float)
@@ -49,7 +49,7 @@ class Account:
         self.notes += [note for note in done.notes if note not in self.notes]
 
     def facts(self, method: Method, checkpoints: int, seconds: float) -> MethodFacts:
-        """All of it, for the result."""
+        """The facts that the result shows."""
         several = {"checkpoints": checkpoints} if checkpoints > 1 or not self.settings else {}
         return MethodFacts(method.name, method.unit, self.settings | several, self.passes, seconds)
 

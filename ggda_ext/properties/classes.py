@@ -153,7 +153,7 @@ class OutputsProperty(_DataProperty):
         return self.fn(torch.cat(outputs), None if targets[0] is None else torch.cat(targets))
 
     def of_points(self, points: np.ndarray) -> OutputsProperty:
-        """The property with an `fn` for some of the test points, where `fn` knows something about each of them."""
+        """The property for some of the test points, where `fn` holds a value for each of them."""
         found = copy.copy(self)
         if self.fn_of_points is not None:
             found.fn = self.fn_of_points(points)
@@ -232,7 +232,7 @@ class LinearProperty(ReadyProperty):
 
     @property
     def components(self) -> int | None:
-        """How many numbers it is, where that is known without calling it."""
+        """How many numbers it gives, where that is known without calling it."""
         counts = [getattr(part, "components", None) for part in self.properties]
         if not self.stacked:
             return next((count for count in counts if count is not None), None)

@@ -215,7 +215,7 @@ def named(
 @overload
 def named(property: Property, name: str | None = None, *, higher_is_better: HigherIsBetter = None) -> Property: ...
 def named(property: Property, name: str | None = None, *, higher_is_better: HigherIsBetter = None) -> Property:
-    """A property with a name and a direction, for the result to speak of.
+    """A property with a name and a direction, which results show.
 
     Args:
         property: any property, ready or a callable of your own.

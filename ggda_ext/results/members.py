@@ -36,7 +36,7 @@ def members_of(result: Attribution, member_scores: Any = None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Carried:
-    """Who carries a group: of what pulls its way, the sum of the members' scores that have its sign.
+    """How few members make up a group's score, among those whose own score has its sign.
 
     Attributes:
         largest: share of the largest member.

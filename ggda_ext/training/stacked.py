@@ -34,7 +34,7 @@ _ALIGNED = 8  # matrix products are up to twice as fast if the batch has a multi
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearLayer:
     """A Linear layer and the activation after it.
 
     Attributes:
@@ -58,7 +58,7 @@ class StackedLayers:
     there is one, the bias of every other layer.
     """
 
-    def __init__(self, layers: list[Layer]) -> None:
+    def __init__(self, layers: list[LinearLayer]) -> None:
         self.layers = layers
         self.columns = _rounded_up(layers[0].inside + layers[0].bias)
 
@@ -198,16 +198,16 @@ def _rounded_up(columns: int) -> int:
     return -(-columns // _ALIGNED) * _ALIGNED
 
 
-def _layers(model: nn.Module) -> list[Layer]:
+def _layers(model: nn.Module) -> list[LinearLayer]:
     """The model's Linear layers with the activations between them; empty if it holds anything else."""
     named = [("", model)] if isinstance(model, nn.Linear) else list(_flattened(model, ""))
-    layers: list[Layer] = []
+    layers: list[LinearLayer] = []
     seen = set()
     for name, module in named:
         if type(module) is nn.Linear and id(module) not in seen:
             seen.add(id(module))
             bias = module.bias is not None
-            layers.append(Layer(name, module.in_features, module.out_features, bias, nn.Identity))
+            layers.append(LinearLayer(name, module.in_features, module.out_features, bias, nn.Identity))
         elif type(module) in ACTIVATIONS and layers and layers[-1].activation is nn.Identity:
             layers[-1] = replace(layers[-1], activation=type(module))
         elif type(module) is not nn.Identity:
