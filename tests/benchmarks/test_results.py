@@ -111,3 +111,11 @@ def test_the_config_says_how_rows_were_made(tmp_path: Path) -> None:
     assert {"command", "scale", "machine", "started", "finished"} <= set(config)
     opened(tmp_path, folder.path).add_source("MNIST", "folder", stand_in=False)
     assert set(read_config(folder.path)["data"]) == {"HELOC", "MNIST"}
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"finished": null}', "{"])
+def test_a_config_that_says_nothing_is_named(tmp_path: Path, content: str) -> None:
+    folder = opened(tmp_path)
+    (folder.path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        read_config(folder.path)
