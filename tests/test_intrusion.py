@@ -345,6 +345,8 @@ def test_a_file_or_a_folder_of_another_program_is_named(tmp_path: Path) -> None:
     for run in (scores_in, gradients_in, traker):
         with pytest.raises(StoreMismatch, match="is a file: pass a new or empty folder"):
             run(tmp_path / "file")
+        with pytest.raises(StoreMismatch, match="lies below a file: pass a new or empty folder"):
+            run(tmp_path / "file" / "store")
         with pytest.raises(StoreMismatch, match=r"is not empty and not a store.*thesis\.tex"):
             run(tmp_path / "other")
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.tex"]

@@ -238,6 +238,8 @@ def check_folder(folder: Path, *, is_inner: bool = False) -> None:
         mode = os.stat(folder, follow_symlinks=not is_inner).st_mode
     except FileNotFoundError:
         return
+    except NotADirectoryError:
+        raise StoreMismatch(f"save_dir={str(folder)!r} lies below a file: pass a new or empty folder.") from None
     if stat.S_ISLNK(mode):
         raise StoreDamaged(f"save_dir holds {str(folder)!r}, a symbolic link, which is not followed here: remove it.")
     if not stat.S_ISDIR(mode):
