@@ -5,17 +5,14 @@ Both run on the same model and points; the original's scores, summed by group, m
 
 from __future__ import annotations
 
-import gc
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
-
 from benchmarks.check import table
 from benchmarks.results import ResultFolder
+from benchmarks.side_by_side import SideBySide
 from benchmarks.sizes import CheckScale, Scale
 
 if TYPE_CHECKING:
@@ -34,66 +31,15 @@ def methods() -> tuple[Method, ...]:
     return tuple(found)
 
 
-def run(
-    tasks: Sequence[str],
-    scale: Scale,
-    folder: ResultFolder,
-    data_dir: Path | None = None,
-    chosen: Iterable[str] | None = None,
-    show_progress: bool = True,
-) -> list[dict[str, Any]]:
-    """Check the tasks, print the table as it grows, and append every row to the folder.
-
-    Args:
-        tasks: names of tasks, see `benchmarks.tasks.TASKS`.
-        scale: how much of everything.
-        folder: where rows go; what is there already is not run again.
-        data_dir: folder with the data sets.
-        chosen: names of methods; all if left out.
-        show_progress: show a bar over all rows.
-
-    Returns:
-        The rows of this check, in the order of the table.
-    """
-    wanted = [method for method in methods() if chosen is None or method.name in set(chosen)]
-    keys = {task: {method: f"check/{task}/{method.toolkit}/{method.name}" for method in wanted} for task in tasks}
-    print(table.heading())
-    with without_garbage():
-        _fill(keys, scale, folder, data_dir, show_progress)
-    found = {row["key"]: row for row in folder.rows}
-    return [found[key] for of_task in keys.values() for key in of_task.values()]
+def _prepared(
+    task: str, scale: Scale, folder: ResultFolder, data_dir: Path | None
+) -> tuple[Case, dict[str, Any]]:  # fmt: skip
+    return prepared(task, scale, folder, data_dir, scale.check[task])
 
 
-@contextmanager
-def without_garbage() -> Iterator[None]:
-    """Modules are no garbage, and looking through them before every measurement takes a third of a second."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _fill(
-    keys: Mapping[str, Mapping[Method, str]], scale: Scale, folder: ResultFolder, data_dir: Path | None, show: bool
-) -> None:
-    """Append the rows that are not there, task by task, and print all."""
-    with tqdm(total=sum(map(len, keys.values())), unit="check", disable=not show) as bar:
-        for name, of_task in keys.items():
-            case: Case | None = None
-            for position, (method, key) in enumerate(of_task.items()):
-                if not folder.done(key):
-                    if case is None:
-                        bar.set_postfix_str(f"data and model of {name}")
-                        case, common = prepared(name, scale, folder, data_dir, scale.check[name])
-                    bar.set_postfix_str(f"{name}: {method.toolkit} {method.name}")
-                    folder.append({"key": key, **common, **_checked(name, method, case)})
-                row = next(row for row in folder.rows if row["key"] == key)
-                if not position:
-                    bar.write(f"\n{table.source(row)}")
-                bar.write(table.line(row))
-                bar.update()
+def _rows(task: str, method: Method, given: tuple[Case, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    case, common = given
+    yield common | _checked(task, method, case)
 
 
 def _checked(task: str, method: Method, case: Case) -> dict[str, Any]:
@@ -137,3 +83,9 @@ def prepared(
         "scale": scale.name,
         "test_points": len(points.test[0]),
     }
+
+
+run = SideBySide(
+    "check", table.heading, table.source, lambda rows: table.line(rows[0]),
+    lambda task, method: [f"check/{task}/{method.toolkit}/{method.name}"], _prepared, _rows,
+).run  # fmt: skip

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import errno
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from tqdm.auto import tqdm
 
 from benchmarks import check
 from benchmarks.compare import table
 from benchmarks.compare.sizes import SIZES, TESTS, CompareSize
 from benchmarks.names import DEFAULT_MODE, EXACT_MODE, ONE_PROPERTY, TEST_POINTS
 from benchmarks.results import ResultFolder
+from benchmarks.side_by_side import SideBySide
 from benchmarks.sizes import Scale
 
 if TYPE_CHECKING:
@@ -32,52 +31,6 @@ if TYPE_CHECKING:
     from benchmarks.compare.measure import Clock, Original
 
 QUESTIONS = (ONE_PROPERTY, TEST_POINTS)
-
-
-def run(
-    tasks: Sequence[str],
-    scale: Scale,
-    folder: ResultFolder,
-    data_dir: Path | None = None,
-    chosen: Iterable[str] | None = None,
-    show_progress: bool = True,
-) -> list[dict[str, Any]]:
-    """Compare the tasks, print the table as it grows, and append every row to the folder.
-
-    Args:
-        tasks: names of tasks, see `benchmarks.tasks.TASKS`.
-        scale: how much of everything.
-        folder: where rows go; what is there already is not run again.
-        data_dir: folder with the data sets.
-        chosen: names of methods; all if left out.
-        show_progress: show a bar over all rows.
-
-    Returns:
-        The rows of this comparison.
-    """
-    wanted = [method for method in check.methods() if chosen is None or method.name in set(chosen)]
-    print(table.heading())
-    with check.without_garbage(), tqdm(total=len(tasks) * len(wanted), unit="method", disable=not show_progress) as bar:
-        for name in tasks:
-            compared: Comparison | None = None
-            for position, method in enumerate(wanted):
-                key = f"speed/{name}/{method.toolkit}/{method.name}"
-                if not folder.done(f"{key}/{QUESTIONS[-1]}"):
-                    if compared is None:
-                        bar.set_postfix_str(f"data and model of {name}")
-                        compared = Comparison.of(name, scale, folder, data_dir)
-                    bar.set_postfix_str(f"{name}: {method.toolkit} {method.name}")
-                    for row in compared.rows(method):
-                        row = {"key": f"{key}/{row['question']}", **row}
-                        if not folder.done(row["key"]):
-                            folder.append(row)
-                rows = [row for row in folder.rows if row["key"].startswith(f"{key}/")]
-                if not position:
-                    bar.write(f"\n{table.source(rows[0])}")
-                bar.write(table.line(rows))
-                bar.update()
-    kept = {f"speed/{name}/{method.toolkit}/{method.name}/" for name in tasks for method in wanted}
-    return [row for row in folder.rows if any(row["key"].startswith(one) for one in kept)]
 
 
 @dataclass(frozen=True)
@@ -210,3 +163,10 @@ def _agreement(found: Tensor, expected: Tensor) -> float | None:
     from benchmarks.fidelity import mean_rank_correlation
 
     return None if found.shape[1] < 3 else mean_rank_correlation(found.T, expected.T)
+
+
+run = SideBySide(
+    "method", table.heading, table.source, table.line,
+    lambda task, method: [f"speed/{task}/{method.toolkit}/{method.name}/{question}" for question in QUESTIONS],
+    lambda *given: Comparison.of(*given), lambda _, method, compared: compared.rows(method),
+).run  # fmt: skip
