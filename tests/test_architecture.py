@@ -17,8 +17,8 @@ import ggda_ext
 
 ROOT = Path(ggda_ext.__file__).parent
 LAYERS = [
-    {"distributed", "sharing", "model", "groups", "tables", "row_reductions", "watch", "words"},
-    {"data", "losses", "misfits", "own_loss", "checkpoints"},
+    {"distributed", "sharing", "model", "groups", "tables", "watch", "words"},
+    {"data", "losses", "checkpoints"},
     {"training", "gradients"},
     {"properties"},
     {"curvature", "estimation"},

@@ -11,10 +11,10 @@ from torch import nn
 
 from ggda_ext import attribute
 from ggda_ext.curvature.damping import TrainingSteps
+from ggda_ext.losses.row_reductions import Tokens
 from ggda_ext.methods import Method
 from ggda_ext.model import ParameterChoice, ParameterSpace
 from ggda_ext.results import Attribution
-from ggda_ext.row_reductions import Tokens
 from ggda_transformers.adam import AdamTracIn
 from ggda_transformers.checkpoints import TrainerCheckpoint, found_checkpoints
 from ggda_transformers.columns import groups_of

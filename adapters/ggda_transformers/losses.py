@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.own_loss import OwnLoss
-from ggda_ext.row_reductions import RowReductions, Tokens
+from ggda_ext.losses.own import OwnLoss
+from ggda_ext.losses.row_reductions import RowReductions, Tokens
 
 IGNORED = -100
 

@@ -13,7 +13,7 @@ from transformers import Trainer, default_data_collator
 from transformers.data.data_collator import DataCollatorWithPadding
 
 from ggda_ext.data import IndexedData, batch_length
-from ggda_ext.row_reductions import Tokens
+from ggda_ext.losses.row_reductions import Tokens
 from ggda_transformers.columns import column_names, column_values
 from ggda_transformers.losses import TrainerLoss
 from ggda_transformers.peft_models import base_of, check_not_quantized

@@ -27,8 +27,8 @@ from ggda_ext.attribution import property_directions
 from ggda_ext.data import to_device
 from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups import Groups
+from ggda_ext.losses.row_reductions import Tokens
 from ggda_ext.results import Attribution, MethodFacts
-from ggda_ext.row_reductions import Tokens
 from ggda_ext.sharing import alone
 from ggda_ext.words import without
 from ggda_transformers.adam import live_divisors

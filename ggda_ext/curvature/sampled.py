@@ -24,7 +24,7 @@ from ggda_ext.data import IndexedData, SomePoints, pick, tensors_in
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
 from ggda_ext.groups.partition import Groups
-from ggda_ext.own_loss import OwnLoss
+from ggda_ext.losses.own import OwnLoss
 
 CurvatureKind = Literal["auto", "gauss-newton", "hessian", "fisher"]
 KINDS: tuple[str, ...] = get_args(CurvatureKind)

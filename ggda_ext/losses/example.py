@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ggda_ext import misfits
 from ggda_ext.data import as_batch_of_one, batch_length
+from ggda_ext.losses import misfits
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -122,7 +122,7 @@ def as_example_loss(loss_fn: Any) -> ExampleLoss:
     if isinstance(loss_fn, ExampleLoss):
         return loss_fn
     if loss_fn is None:
-        from ggda_ext.own_loss import OwnLoss  # which is an ExampleLoss
+        from ggda_ext.losses.own import OwnLoss  # which is an ExampleLoss
 
         return OwnLoss()
     if isinstance(loss_fn, type):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import batch_length, pick
-from ggda_ext.losses import ExampleLoss, shape_of
-from ggda_ext.row_reductions import RowReductions, Tokens
+from ggda_ext.losses.example import ExampleLoss, shape_of
+from ggda_ext.losses.row_reductions import RowReductions, Tokens
 
 _COMPARED = 4  # examples of the first batch that are run alone
 
