@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, default_data_collator
 
-from benchmarks.trainer_sources.task import BROKEN, Rows, Task, trained
+from benchmarks.trainer_sources.task import Rows, Task, trained
 
 SIZES = {
-    "clean a": 60, "clean b": 60, "clean c": 60, "small": 20, "a third flipped": 60, BROKEN: 40, "shuffled": 40,
+    "clean a": 60, "clean b": 60, "clean c": 60, "small": 20, "a third flipped": 60, "flipped": 40, "shuffled": 40,
     "other question": 40,
 }  # fmt: skip
 
@@ -31,7 +31,7 @@ def rows_of(n: int, source: str, draw: torch.Generator) -> Rows:
     """Rows of one source."""
     tokens = torch.randint(4, 40, (n, 6), generator=draw)
     labels = (tokens[:, 1 if source == "other question" else 0] >= 22).long()
-    if source == BROKEN:
+    if source == "flipped":
         labels = 1 - labels
     if source == "shuffled":
         labels = labels[torch.randperm(n, generator=draw)]

@@ -15,7 +15,7 @@ from ggda_transformers import GroupTracker, attribute_trainer
 from transformers import Trainer, TrainingArguments
 
 Rows = list[dict[str, Any]]
-BROKEN = "flipped"
+BROKEN = ("flipped", "shuffled")
 
 
 @dataclass(frozen=True)
