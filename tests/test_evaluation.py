@@ -248,3 +248,17 @@ def test_agreement_is_that_of_scipy_column_by_column():
     assert np.isnan(agreement(np.ones(20), real[:, 0]).slope)
     with pytest.raises(ValueError, match=r"predicted has shape \[20\], real \[20, 3\]"):
         agreement(predicted[:, 0], real)
+
+
+def test_points_that_all_models_treat_alike_tell_nothing_and_constant_predictions_count_as_none():
+    draw = np.random.default_rng(0)
+    real = draw.standard_normal((20, 3))
+    real[:, 1] = 0.0  # e.g. a loss of exactly zero
+    predicted = real + 0.1
+    predicted[:, 1] = draw.standard_normal(20)
+    found = agreement(predicted, real, resamples=20)
+    assert found.spearman.value == pytest.approx(1)
+    assert found.slope == pytest.approx(1)
+    predicted[:, 2] = 5.0
+    assert agreement(predicted, real, resamples=20).spearman.value == pytest.approx(0.5)
+    assert np.isnan(agreement(predicted[:, 2], real[:, 2], resamples=20).spearman.value)

@@ -131,7 +131,8 @@ class Problem:
 
     @torch.no_grad()
     def _losses_of(self, model: nn.Module) -> np.ndarray:
-        return example_losses(LOSS, model(self.test[0]), self.test[1]).double().numpy()
+        outputs = model(self.test[0]).double()  # in single precision the losses of sure points are all 0
+        return example_losses(LOSS, outputs, self.test[1]).numpy()
 
     def halves(self, count: int) -> list[nn.Module]:
         """Models on other random halves, as TRAK asks for."""
@@ -190,7 +191,7 @@ def _row(problem: Problem, scale: Scale, method: str, found: Timed[Predicted]) -
 
 def own_class(problem: Problem) -> Predicted:
     """Trivial: the more points of a test point's class are kept, the lower its loss."""
-    counts = np.stack([problem.kept @ (problem.train[1].numpy() == label) for label in range(10)], 1)
+    counts = np.stack([problem.kept.astype(float) @ (problem.train[1].numpy() == label) for label in range(10)], 1)
     return -counts[:, problem.test[1].numpy()].astype(float), "no model"
 
 
@@ -198,7 +199,7 @@ def what_if(problem: Problem, models: int) -> Predicted:
     """Refits of the linearised model, averaged over models."""
     first, *others = [problem.model(EXPLAINED + j) for j in range(models)]
     refit = WhatIf(first, LOSS, problem.train, problem.groups, models=others, directions="eigen")
-    measure = properties.point_losses(problem.test, LOSS)
+    measure = properties.of_outputs(problem.test, lambda z, y: example_losses(LOSS, z.double(), y))
     return refit.subsets(problem.kept, measure).numpy(), refit.explain()
 
 

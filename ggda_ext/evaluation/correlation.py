@@ -63,7 +63,7 @@ def agreement(predicted: Any, real: Any, *, resamples: int = 1000, seed: int = 0
     values = _correlation(x, y, "pearson", resamples, seed)
     spread = values.columns * y.std(0)
     slopes = np.divide(spread, x.std(0), out=np.full(spread.shape, np.nan), where=x.std(0) > 0)
-    return Agreement(ranks, values, float(slopes.mean()))
+    return Agreement(ranks, values, float(np.nanmean(slopes)) if np.isfinite(slopes).any() else float("nan"))
 
 
 def group_lds(importance: Any, kept: Any, values: Any, *, resamples: int = 1000, seed: int = 0) -> Correlation:
@@ -176,11 +176,23 @@ def _correlation(predicted: np.ndarray, real: np.ndarray, kind: Rank, resamples:
     columns = _columnwise(predicted[None], real[None], kind)[0]
     draw = np.random.default_rng(seed)
     means = [
-        _columnwise(predicted[at], real[at], kind).mean(1)
+        _mean(_columnwise(predicted[at], real[at], kind), real[at])
         for at in np.array_split(draw.integers(0, len(real), (resamples, len(real))), -(-resamples // 100))
     ]
     low, high = (float(value) for value in np.nanpercentile(np.concatenate(means), [2.5, 97.5]))
-    return Correlation(float(columns.mean()), (low, high), columns)
+    return Correlation(float(_mean(columns[None], real[None])[0]), (low, high), columns)
+
+
+def _mean(columns: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """Means `[r]` of correlations `[r, m]` over the columns whose real values `[r, s, m]` differ.
+
+    A point that all retrained models treat alike tells nothing. Of several columns, one whose predictions are all the
+    same counts as 0: it must not raise the mean by its absence.
+    """
+    told = np.ptp(real, axis=1) > 0
+    known = np.nan_to_num(columns) if columns.shape[1] > 1 else columns
+    total = np.where(told, known, 0.0).sum(1)
+    return np.divide(total, told.sum(1), out=np.full(len(columns), np.nan), where=told.any(1))
 
 
 def _columnwise(a: np.ndarray, b: np.ndarray, kind: Rank) -> np.ndarray:
