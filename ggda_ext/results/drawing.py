@@ -107,9 +107,14 @@ def rest_in_words(values: np.ndarray) -> str:
     return words if len(finite) == count else f"{words}; {count - len(finite)} not a number"
 
 
+def is_wide(ax: Axes) -> bool:
+    """Whether the figure has room for long labels: more than 5 inches."""
+    return bool(ax.figure.bbox.width / ax.figure.dpi > 5)
+
+
 def in_room(ax: Axes, words: str) -> str:
     """What is said about groups that are left out, shorter where there is little room."""
-    return words if ax.figure.get_figwidth() > 5 else words.partition(":")[0]
+    return words if is_wide(ax) else words.partition(":")[0]
 
 
 def plain_ticks(axis: Any, positions: Any, texts: list[str], **options: Any) -> None:
@@ -167,7 +172,7 @@ def tidy(ax: Axes) -> None:
 
 def few_ticks(ax: Axes) -> None:
     """So few numbers below the picture that small ones do not run into each other."""
-    ax.locator_params(axis="x", nbins=4 if ax.figure.get_figwidth() > 5 else 2)
+    ax.locator_params(axis="x", nbins=4 if is_wide(ax) else 2)
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))  # no power of ten beside the axis
 
 

@@ -256,7 +256,7 @@ class Plots:
 
 def _write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
     """A number in every cell, or its sign where there are many; white on dark colours."""
-    many, size = scores.size > _NUMBERS, 7 if ax.figure.get_figwidth() > 5 else 5.5
+    many, size = scores.size > _NUMBERS, 7 if drawing.is_wide(ax) else 5.5
     if scores.size > 20 * _NUMBERS:
         return
     for (row, column), value in np.ndenumerate(scores):
