@@ -47,7 +47,7 @@ def advice_table(results: Results) -> Table | None:
         return None
     frame = pd.DataFrame([[need.want, need.use, need.because] for need in needs], columns=["I want", "Use", "Because"])
     notes = ["From the rows of this report alone: a larger run, or other data, may say something else."]
-    return Table("advice", "Which method should I use?", frame, keys=3, notes=notes)
+    return Table("advice", "What the rows of this report say", frame, keys=3, notes=notes)
 
 
 def _faithful(results: Results) -> Iterator[Need]:

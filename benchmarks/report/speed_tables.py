@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.compare.table import chosen, times
+from benchmarks.compare.table import HEADLINE_SIZE, chosen, times
 from benchmarks.names import DEFAULT_MODE, EXACT_MODE, ONE_PROPERTY, TEST_POINTS
 from benchmarks.report.formats import Table, three_digits
 from benchmarks.report.rows import Results
@@ -49,9 +49,9 @@ def speed_tables(results: Results) -> Iterator[Table]:
 
 def _line(row: dict[str, Any], sizes: list[int]) -> dict[str, str]:
     default = {cell["group_size"]: cell for cell in chosen(row["cells"])}
-    exact = chosen(row["cells"], EXACT_MODE)
+    headline = [cell for cell in row["cells"] if cell["group_size"] == HEADLINE_SIZE]
     modes = {cell["mode"] for cell in row["cells"]}
-    agreements = [cell["agreement"] for cell in row["cells"] if cell["agreement"] is not None]
+    agreements = [cell["agreement"] for cell in headline if cell["agreement"] is not None]
     linearity = row.get("linearity")
     line = {
         "Data / model": row["setting"],
@@ -66,9 +66,10 @@ def _line(row: dict[str, Any], sizes: list[int]) -> dict[str, str]:
         line[f"Groups of {size:,}"] = "–" if cell is None else _times(cell, row["hessian_seconds"])
     if row["question"] == ONE_PROPERTY:
         approximate = DEFAULT_MODE in modes
-        shown = " / ".join(times(cell["speed_up"]) for cell in exact)
-        line["Exact mode"] = (shown or "–") if approximate else "is the default"
-        line["Agreement"] = f"{min(agreements):.2f}" if agreements else "–" if approximate else "1"
+        exact = [times(cell["speed_up"]) for cell in chosen(headline, EXACT_MODE)] or ["–"]
+        agreement = [f"{value:.2f}" for value in agreements] or ["–"]
+        line["Exact mode"] = exact[0] if approximate else "is the default"
+        line["Agreement"] = agreement[0] if approximate else "1"
     return line
 
 
