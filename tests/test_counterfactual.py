@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from ggda_ext import BatchLoss, Groups, properties
-from ggda_ext.counterfactual import WhatIf, calibration, linearized, trust
+from ggda_ext.counterfactual import WhatIf, calibration, linearized, refit, trust
 from ggda_ext.counterfactual.convex import (
     AnyLoss,
     LogisticLoss,
@@ -434,6 +434,9 @@ def test_a_ridge_without_a_recipe_is_raised_until_the_model_itself_follows():
     assert trust.kept_share(first, guess) < trust.LEAST <= trust.kept_share(first, first.ridge)
     assert trust.kept_share(first, 1e6) == pytest.approx(1, abs=1e-3), "small steps come true"
     assert "come true" in what_if.explain()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refit, "MOST_STEPS", 0)  # no refit ends
+        assert trust.kept_share(first, guess) == -np.inf
     worst = float(what_if.only(0).value(properties.mean_loss(data, nn.MSELoss())))
     assert worst < 10 * float(data[1].square().mean()), "of the order of the targets"
 

@@ -291,9 +291,13 @@ class _Subsets:
         return total - d @ self.pull + ((d @ self.penalty) * d).sum(1) / 2
 
 
-def singular(count: int) -> ValueError:
+class SingularRefit(ValueError):
+    """A small problem without an optimum."""
+
+
+def singular(count: int) -> SingularRefit:
     """The error for a small problem without an optimum."""
-    return ValueError(
+    return SingularRefit(
         f"a refit has no optimum, or none within {MOST_STEPS} steps, for {count} subsets: the small problem is "
         "singular, because nothing bounds the outputs in some direction. Pass a larger ridge, or the weight_decay of "
         "the training."

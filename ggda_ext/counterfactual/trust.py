@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ggda_ext.counterfactual.refit import SingularRefit
 from ggda_ext.data import to_device
 from ggda_ext.evaluation import random_subsets
 from ggda_ext.model import called_with
@@ -39,13 +40,19 @@ def trusted_ridge(model: LinearizedModel, ridge: float) -> tuple[float, float]:
 
 @torch.no_grad()
 def kept_share(model: LinearizedModel, ridge: float) -> float:
-    """The share of a promised fall that comes true: the median over random halves of the groups; NaN for one group."""
+    """The share of a promised fall that comes true: the median over random halves of the groups.
+
+    NaN for one group, −∞ where a refit has no optimum.
+    """
     groups = model.provider.groups
     if len(groups) < 2:
         return float("nan")
     halves = random_subsets(groups, _HALVES, fraction=0.5, seed=model.settings.seed)
     weights = torch.from_numpy(np.unique(halves, axis=0).astype(float))
-    answers = model.refit.solve(weights, model.penalty(ridge))
+    try:
+        answers = model.refit.solve(weights, model.penalty(ridge))
+    except SingularRefit:  # it runs without end
+        return -float("inf")
     stay = torch.ones(len(weights), 1, dtype=torch.float64)
     shares = model.refit.weights_of_points(torch.cat([weights, stay], 1).to(answers))
     step = -(-len(model.chosen) // _POINTS)
