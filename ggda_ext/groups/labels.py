@@ -149,6 +149,8 @@ def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | No
     if array.dtype.kind == "b":
         labels, names = _labels_of_integers(array.astype(np.int8))
         return labels, tuple(bool(name) for name in names or (False, True)[: int(labels.max()) + 1])
+    if array.dtype.kind in "mM":
+        array = array.astype(f"{array.dtype.kind}8[us]")  # of nanoseconds NumPy gives bare numbers
     return _labels_of_objects(array.tolist())
 
 
