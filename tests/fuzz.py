@@ -22,17 +22,23 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xxhash
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import trak_cases
 from ggda_trak import TRAKer
+from ggda_transformers.adam import AdamTracIn
+from ggda_transformers.checkpoints import TrainerCheckpoint
+from ggda_transformers.tracked_sums import TrackedSums
+from safetensors.torch import save_file
 
 from benchmarks.data import checksums, folders, formats
 from benchmarks.data.errors import DataError
@@ -172,6 +178,58 @@ def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [place for key in keys for place in ((*way, key), *places(value[key], (*way, key)))]
 
 
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+
+
+def make_checkpoint(folder: Path) -> None:
+    """What a Trainer leaves behind, with parameters in two shards."""
+    model = small_network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    history = [{"step": 1, "learning_rate": 0.1}, {"step": 2, "learning_rate": 0.05}, {"step": 2, "loss": 1.0}]
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 2, "log_history": history}))
+    state = model.state_dict()
+    shards = {name: f"model-0000{1 + (name[0] == '1')}-of-00002.safetensors" for name in state}
+    for shard in set(shards.values()):
+        save_file({name: state[name] for name in state if shards[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any]:
+    model, checkpoint, adam = small_network(), TrainerCheckpoint(folder), AdamTracIn(None)
+    adam.load(model, checkpoint)
+    divisors = adam.divisors(dict(model.named_parameters()))
+    return {"rate": checkpoint.learning_rate, **{name: value.detach().numpy() for name, value in divisors.items()}}
+
+
+def forge_checkpoint(folder: Path, draw: random.Random) -> None:
+    """Any change, as a Trainer's files have no checksums: other numbers may be read, nothing else may happen."""
+    mutate(folder, draw, folder.parent / "outside.txt")
+
+
+TRAINER = SimpleNamespace(resume_from_checkpoint=None), SimpleNamespace(global_step=3, is_world_process_zero=True)
+
+
+def make_tracker(folder: Path) -> None:
+    arguments, state = TRAINER
+    arguments.output_dir = folder
+    (folder / "checkpoint-3").mkdir()
+    scores = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
+    TrackedSums(Groups(["north", "south", "east"]), scores, steps=2, seconds=0.5).save(arguments, state)
+
+
+def read_tracker(folder: Path) -> dict[str, Any]:
+    arguments, state = TRAINER
+    arguments.output_dir = folder
+    sums = TrackedSums(Groups(["north", "south", "east"]))
+    sums.resume(arguments, state)
+    return {"scores": sums.scores.numpy(), "steps": sums.steps, "seconds": sums.seconds}
+
+
 def data_reader(name: str, layout: str) -> Reader:
     def make(folder: Path) -> None:
         data_cases.WRITERS[layout](folder, data_cases.tiny(name))
@@ -200,6 +258,8 @@ READERS = {
     "result rows": Reader(make_rows, read_rows_of),
     "attribution": Reader(make_result, read_result),
     "attribution, forged": Reader(make_result, read_result, forge_result),
+    "Trainer's folder": Reader(make_checkpoint, read_checkpoint, forge_checkpoint),
+    "tracker": Reader(make_tracker, read_tracker),
     **{f"{name}, {layout}": data_reader(name, layout) for name, layout in data_cases.LAYOUTS},
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.methods import Method, Preconditioned
 from ggda_ext.results.method import Unit
-from ggda_transformers.checkpoints import TrainerCheckpoint
+from ggda_transformers.checkpoints import TrainerCheckpoint, damaged
 
 _NO_WEIGHT_DECAY = ("bias", "layernorm", "rmsnorm", "layer_norm", "_norm", "norm.")
 
@@ -57,7 +57,10 @@ class AdamTracIn(Method):
         """√v̂ + ε of every parameter, by name."""
         if self._checkpoint is not None:
             state = self._checkpoint.optimizer_state()
-            return _saved_divisors(state, parameters, self._trainer, str(self._checkpoint.path))
+            try:
+                return _saved_divisors(state, parameters, self._trainer, str(self._checkpoint.path))
+            except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+                raise damaged(self._checkpoint.path / "optimizer.pt", error) from None
         if self._optimizer is None:
             raise ValueError(
                 "preconditioner='adam' at the current parameters needs the optimizer: pass the Trainer after train(), "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.model import unwrapped
+from ggda_ext.storage.files import DamagedFile, read_json
 from ggda_transformers.peft_models import is_peft, load_adapter
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -42,18 +43,21 @@ class TrainerCheckpoint:
                 f"{self.path} has no trainer_state.json, so its learning rate is not known: pass weights=, one for "
                 "each checkpoint."
             )
-        state = json.loads(path.read_text(encoding="utf-8"))
-        logged = [
-            (entry["step"], float(entry["learning_rate"]))
-            for entry in state.get("log_history", [])
-            if "learning_rate" in entry
-        ]
+        state = read_json(path.resolve())  # a hub's cache holds links
+        try:
+            logged = [
+                (int(entry["step"]), float(entry["learning_rate"]))
+                for entry in state.get("log_history", [])
+                if "learning_rate" in entry
+            ]
+            step = int(state.get("global_step", logged[-1][0] if logged else 0))
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise damaged(path, error) from None
         if not logged:
             raise ValueError(
-                f"{path} logs no learning rate up to step {state.get('global_step')}: train with logging_steps no "
+                f"{path} logs no learning rate up to step {step}: train with logging_steps no "
                 "larger than save_steps, or pass weights=, one for each checkpoint."
             )
-        step = int(state.get("global_step", logged[-1][0]))
         return max((entry for entry in logged if entry[0] <= step), default=logged[0])[1]
 
     def load(self, model: nn.Module) -> None:
@@ -79,9 +83,11 @@ class TrainerCheckpoint:
                 return read_tensors(self.path / name)
         for name in _SHARDED:
             if (self.path / name).is_file():
-                index = json.loads((self.path / name).read_text(encoding="utf-8"))
-                files = sorted(set(index["weight_map"].values()))
-                inside = [self.path / Path(file).name for file in files]  # by name: an index may not lead elsewhere
+                index = read_json((self.path / name).resolve())
+                try:  # by name: an index may not lead elsewhere
+                    inside = [self.path / Path(file).name for file in sorted(set(index["weight_map"].values()))]
+                except (AttributeError, KeyError, TypeError, IndexError) as error:
+                    raise damaged(self.path / name, error) from None
                 absent = [file.name for file in inside if not file.is_file()]
                 if absent:
                     raise FileNotFoundError(f"{self.path} lacks {absent[0]!r}, which {name} lists: copy all shards.")
@@ -99,17 +105,42 @@ class TrainerCheckpoint:
                 f"{self.path} has no optimizer.pt, which preconditioner='adam' needs: train with "
                 "save_only_model=False, or leave out preconditioner."
             )
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return dict(found)
+        return _read_pytorch(path, mmap=True)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, or of a PyTorch file loaded without running code."""
     if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return dict(load_file(path))
-    return dict(torch.load(path, map_location="cpu", weights_only=True))
+        try:
+            return dict(load_file(path))
+        except SafetensorError as error:
+            raise damaged(path, error) from None
+    return _read_pytorch(path)
+
+
+def _read_pytorch(path: Path, **options: Any) -> dict[str, Any]:
+    """What a PyTorch file holds, loaded without running code."""
+    try:
+        return dict(torch.load(path, map_location="cpu", weights_only=True, **options))
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:
+        raise damaged(path, error) from None
+
+
+def damaged(path: Path, error: Exception) -> DamagedFile:
+    """The error about a file in which something else is found than a Trainer writes."""
+    reason = str(error).split("\n")[0] or type(error).__name__
+    return DamagedFile(f"{path} is damaged or not what a Trainer writes ({reason}): take another checkpoint.")
 
 
 def _check_fits(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ggda_ext.groups import Groups
 from ggda_ext.sharing import add_up
+from ggda_ext.storage.files import read_sealed_json, write_sealed_json
 
 FILE = "ggda_tracker.json"
 
@@ -53,7 +53,7 @@ class TrackedSums:
         if state.is_world_process_zero and folder.is_dir():
             known = {"groups": self._names, "scored_steps": self.steps, "seconds": self.seconds,
                      "scores": None if scores is None else scores.tolist()}  # fmt: skip
-            (folder / FILE).write_text(json.dumps(known), encoding="utf-8")
+            write_sealed_json(folder / FILE, known)
 
     def resume(self, args: Any, state: Any) -> None:
         """Take up the sums of the checkpoint that a run goes on from."""
@@ -66,7 +66,7 @@ class TrackedSums:
                 f"training goes on from step {state.global_step}, and {places[0] / FILE} is not there: the scores of "
                 "the steps before are lost. Resume from a checkpoint that a GroupTracker was part of, or leave it out."
             )
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = read_sealed_json(path)
         if kept["groups"] != self._names:
             raise ValueError(f"{path} is of other groups: {kept['groups'][:5]}. Pass the same groups, or start again.")
         self.steps, self.seconds = kept["scored_steps"], kept["seconds"]
