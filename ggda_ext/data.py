@@ -13,7 +13,8 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from time import perf_counter
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -63,6 +64,9 @@ indexed already where the library passes its own data on."""
 
 PATIENCE = 5.0
 """Seconds after which a bar appears that was neither asked for nor turned off."""
+
+S = TypeVar("S", bound=Sized)
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -518,3 +522,20 @@ def progress(total: int, title: str, show: bool | None, *, initial: int = 0) -> 
         total=total, initial=initial, desc=title, unit="point", disable=show is False or rank() > 0,
         delay=0 if show else PATIENCE,
     )  # fmt: skip
+
+
+def with_progress(pairs: Iterator[tuple[S, T]], total: int, title: str, show: bool | None) -> Iterator[tuple[S, T]]:
+    """Pairs of some points and their batch, with a bar over points: one not asked for is made when it is to be seen."""
+    start, done = perf_counter(), 0
+    if show is None:
+        for points, batch in pairs:
+            yield points, batch
+            done += len(points)
+            if perf_counter() - start > PATIENCE:
+                break
+        else:
+            return
+    with progress(total, title, show is not False, initial=done) as bar:
+        for points, batch in pairs:
+            yield points, batch
+            bar.update(len(points))

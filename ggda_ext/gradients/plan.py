@@ -12,14 +12,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import PATIENCE, IndexedData, progress, to_device
+from ggda_ext.data import IndexedData, to_device, with_progress
 from ggda_ext.gradients.layers import Layer, Observer
 from ggda_ext.gradients.proof import CapturedLayers
 from ggda_ext.groups.batches import GroupBatch
@@ -240,7 +239,7 @@ class Request:
     def natural_batches(self) -> Iterator[tuple[Tensor, Any]]:
         """Our share of all points, in the order of the data set: `(their group ids, batch)`."""
         low, high = self.within
-        for indices, batch in self._bar(self._in_order(), high - low, lambda item: len(item[0])):
+        for indices, batch in self._bar(self._in_order(), high - low):
             if indices[-1] >= self.groups.n:
                 raise ValueError(
                     f"groups was built for {self.groups.n} training points, but {self.data.name} gives more: "
@@ -289,7 +288,7 @@ class Request:
         batches = self.data.batches(group.indices for group in self.groups.batches(size, most_groups, self.within))
         pairs = zip(self.groups.batches(size, most_groups, self.within), batches, strict=True)
         low, high = self.within
-        for groups, batch in self._bar(pairs, high - low, lambda item: len(item[0])):
+        for groups, batch in self._bar(pairs, high - low):
             yield groups, to_device(batch, self.space.device)
 
     def scores_of(self, blocks: Iterable[tuple[Tensor, Tensor]], directions: Tensor) -> Tensor:
@@ -300,21 +299,8 @@ class Request:
                 scores[:, ids.to(scores.device)] = (directions @ rows.T).to(scores)
         return scores
 
-    def _bar(self, items: Iterator[Any], total: int, size: Any) -> Iterator[Any]:
-        """The items, with a bar over their points: one that nobody asked for is made only when it is to be seen."""
-        start, done = perf_counter(), 0
-        if self.show_progress is None:
-            for item in items:
-                yield item
-                done += size(item)
-                if perf_counter() - start > PATIENCE:
-                    break
-            else:
-                return
-        with progress(int(total), self.title, self.show_progress is not False, initial=done) as bar:
-            for item in items:
-                yield item
-                bar.update(size(item))
+    def _bar(self, pairs: Iterator[tuple[Any, Any]], total: int) -> Iterator[tuple[Any, Any]]:
+        return with_progress(pairs, int(total), self.title, self.show_progress)
 
 
 class LossModule(nn.Module):
