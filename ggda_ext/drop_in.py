@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import IndexedData
-from ggda_ext.gradients import GroupGradients
+from ggda_ext.gradients import STRATEGIES, GroupGradients
 from ggda_ext.gradients.plan import check_strategy
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.losses import ExampleLoss
@@ -60,7 +60,7 @@ class DropIn:
         show_progress: bool | None = None,
         by_core: bool = False,
     ) -> None:
-        check_strategy(strategy)
+        check_strategy(strategy, STRATEGIES)
         if groups is None and save_dir is not None:
             raise ValueError(f"save_dir={str(save_dir)!r} is given without groups: it keeps scores of groups.")
         if memory_budget is not None and memory_budget < 1:

@@ -1,7 +1,7 @@
 """One language for users: a word of `attribute` means the same at every entry point, or is refused with what to do.
 
 The words are `WORDS`. An entry point that has no use for one of them says so with `without`: whoever passes it reads
-why, and what to pass instead. What `without` does not name is Python's own error.
+why, and what to pass instead. What `without` does not name is Python's own error. `check_counts` looks at numbers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 WORDS = ("parameters", "strategy", "batch_size", "memory_budget", "save_dir", "tag", "show_progress")
@@ -56,3 +57,19 @@ def refuse_words(given: Mapping[str, Any], instead: Mapping[str, str], entry: Ca
     for word in given:
         if word in instead and word not in signature(entry).parameters:
             raise TypeError(f"{who} takes no {word}=: {instead[word]}.")
+
+
+def check_counts(*, whole: bool = True, **counts: Any) -> None:
+    """Refuse what is no positive number; None is left to whoever asks.
+
+    Args:
+        whole: whether it counts something; if not, any number will do.
+        **counts: name → value.
+    """
+    for name, value in counts.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+            raise TypeError(f"{name}={value!r}: pass a whole number, or leave it out.")
+        if value < 1:
+            raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")

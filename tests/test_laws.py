@@ -12,7 +12,7 @@ from torch import nn
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
-from ggda_ext.gradients.provider import _BLOCKS, _SCORES
+from ggda_ext.gradients.strategies import BY_NAME
 from ggda_ext.losses import OutputLoss
 
 LOSS = nn.CrossEntropyLoss()
@@ -27,6 +27,7 @@ def usable(model: str, strategy: str) -> bool:
     )
 
 
+FORM_ROWS = [name for name in STRATEGIES if BY_NAME[name].blocks is not None]
 PAIRS = [(model, strategy) for model in MODELS for strategy in (*STRATEGIES, "auto") if usable(model, strategy)]
 
 
@@ -67,7 +68,7 @@ def test_batch_size_does_not_change_a_score(model, strategy):
         assert relative_error(scores, groups.sum(truth)) <= 1e-12, batch_size
 
 
-@pytest.mark.parametrize("strategy", [*_BLOCKS, "auto"])
+@pytest.mark.parametrize("strategy", [*FORM_ROWS, "auto"])
 @pytest.mark.parametrize("model", MODELS)
 def test_rows_are_group_summed_gradients(model, strategy):
     if not usable(model, strategy):
@@ -86,7 +87,7 @@ def test_rows_are_group_summed_gradients(model, strategy):
         assert relative_error(torch.cat([rows for _, rows in blocks])[ids.argsort()], truth) <= 1e-12
 
 
-@pytest.mark.parametrize("strategy", [*_BLOCKS, "auto"])
+@pytest.mark.parametrize("strategy", [*FORM_ROWS, "auto"])
 @pytest.mark.parametrize("model", MODELS)
 def test_weighted_rows_are_weighted_sums_of_gradients_for_every_weighting(model, strategy):
     if not usable(model, strategy):
@@ -222,7 +223,7 @@ def test_left_out_points_count_for_no_group():
     assert truth.shape[0] == N
 
 
-@pytest.mark.parametrize("strategy", _SCORES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not BY_NAME[name].of_points])
 def test_a_choice_of_layers_and_frozen_parameters(strategy):
     case = make_case("transformer")
     every = case.gradients()

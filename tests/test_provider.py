@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
+from ggda_ext.gradients.plan import Cost
+from ggda_ext.gradients.strategies import BY_NAME
 from ggda_ext.losses import BatchLoss, OutputLoss
 
 LOSS = nn.CrossEntropyLoss()
@@ -370,3 +374,19 @@ def test_point_gradients_are_built_from_a_loss_and_data_as_users_have_them():
         PointGradients("loss", (x, y))
     with pytest.raises(ValueError, match="the test data holds tensors of different lengths"):
         PointGradients(LOSS, (x, y[:2]))
+
+
+@pytest.mark.parametrize("finding", ["it gives twice the gradient", None])
+def test_a_new_strategy_is_trusted_only_where_it_was_compared_with_autograd(monkeypatch, finding):
+    known = BY_NAME["forward"]
+    cheap = replace(known, name="cheap", cost=Cost(), compare=lambda proof, direction: finding)
+    monkeypatch.setitem(BY_NAME, "cheap", cheap)
+    torch.manual_seed(0)
+    model, data = nn.Linear(3, 2), (torch.randn(6, 3), torch.randint(0, 2, (6,)))
+    asked = GroupGradients(model, nn.CrossEntropyLoss(), data, [0, 0, 1, 1, 2, 2], strategy="cheap")
+    assert GroupGradients(model, nn.CrossEntropyLoss(), data, strategy="auto").plan(1).strategy == "directional"
+    if finding is None:
+        assert asked.plan(1).strategy == "cheap"
+    else:
+        with pytest.raises(ValueError, match=f"strategy='cheap' cannot be used here: {finding}"):
+            asked.plan(1)

@@ -1,17 +1,17 @@
 """What will be done: which strategy answers a question and why (`Plan`), and what it is given (`Request`).
 
-Costs are multiples of one forward and backward pass over the training points, from a model fitted to
-measurements (``python -m benchmarks speed`` compares them): a pass counts three forward passes, capturing a and d two,
-a direction one more. Forming rows of length p is bound by memory, so it pays only once the points of a
-group (or their tokens) share it; a backward pass of its own for every group also has a fixed price.
+A `Strategy` says what it can do and what it costs; `ggda_ext.gradients.strategies` lists them all. Costs are multiples
+of one forward and backward pass over the training points, from a model fitted to measurements (``python -m benchmarks
+speed`` compares them): a pass counts three forward passes, capturing a and d two, a direction one more. Forming rows of
+length p is bound by memory, so it pays only once the points of a group (or their tokens) share it; a backward pass of
+its own for every group also has a fixed price.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,6 @@ from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, full_precision, sums_on
 from ggda_ext.sharing import share_of_stream
 
-STRATEGIES = ("directional", "forward", "ghost", "segmented", "backward", "persample")
-
-_ROW_WRITE = 6.0  # passes a row costs in `segmented`, shared by the points and tokens of a group
-_GROUP_ROW = 100.0  # passes a row costs in `backward`, likewise
-_GROUP_CALL = 2e6  # multiplications that could be done in the time of one more backward call
-_VMAP = 30.0  # passes vmap(grad) costs over the two of its arithmetic, shared by tokens
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -44,16 +37,14 @@ class Facts:
     parameters: int
     work_per_point: float
     """Multiplications of one forward pass over one point."""
-    uncovered: dict[str, str]
-    """Parameters that `directional`, `segmented` and `ghost` cannot see: name → why."""
-    not_ghost: str | None
-    """Why `ghost` cannot serve, or None."""
     ghost_work: float
     """Multiplications of `ghost` per training and test point."""
-    no_forward_mode: str | None
-    """Why `forward` cannot serve, or None."""
-    no_vmap: str | None
-    """Why `persample` cannot serve, or None."""
+    uncovered: Mapping[str, str]
+    """Parameters whose gradients layers do not show: name → why."""
+    refused: Mapping[str, str]
+    """Strategies that were found not to give the gradients of this model: name → why."""
+    compared: frozenset[str]
+    """Strategies whose own comparison with autograd was made: others that have one are not chosen by ``"auto"``."""
     batch_size: int
     working_bytes: int
 
@@ -65,6 +56,78 @@ class Facts:
     def sharing(self) -> float:
         """How often a group uses each parameter, on average: points times tokens."""
         return max(self.group_size * self.work_per_point / self.parameters, 1e-9)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a strategy costs, in passes over the data; the first number is paid once.
+
+    Attributes:
+        once: whatever is asked.
+        direction: for each direction.
+        pair: for each test point, if a pair of points costs as much as a forward pass.
+        row: for a row per group, if every point uses each parameter once; more points and tokens share it.
+        point_row: likewise for a row per point.
+        product: for each direction with such a row.
+        call: for each group, in multiplications that could be done in that time.
+    """
+
+    once: float = 0.0
+    direction: float = 0.0
+    pair: float = 0.0
+    row: float = 0.0
+    point_row: float = 0.0
+    product: float = 0.0
+    call: float = 0.0
+
+    def passes(self, facts: Facts, m: int) -> float:
+        """Estimated cost of m directions."""
+        pairs = self.pair * facts.ghost_work / facts.work_per_point
+        rows = self.row + self.point_row * facts.group_size + self.product * m
+        calls = self.call / (facts.group_size * facts.work_per_point)
+        return self.once + (self.direction + pairs) * m + rows / facts.sharing + calls
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to sum gradients by group.
+
+    Attributes:
+        name: what users call it.
+        scores: ``scores(request, directions [m, p]) -> [m, k]``, or of the test points' request, see `of_points`.
+        blocks: ``blocks(request, max_rows)``, the rows by group; None if it never forms them.
+        cost: what `auto` compares.
+        from_layers: whether it sees gradients only where layers show them; these are compared with autograd for all.
+        of_points: whether directions have to be the gradients of test points.
+        compare: why it does not give what autograd gave for some examples, or None if it does; needed unless it is
+            plain autograd or `from_layers`.
+    """
+
+    name: str
+    scores: Callable[[Request, Any], Tensor]
+    cost: Cost
+    blocks: Callable[[Request, int], Iterator[tuple[Tensor, Tensor]]] | None = None
+    from_layers: bool = False
+    of_points: bool = False
+    compare: Callable[[CapturedLayers, Tensor], str | None] | None = None
+
+    def refusal(self, facts: Facts, *, rows: bool, points: bool) -> str | None:
+        """Why it cannot answer the question, or None if it can.
+
+        Args:
+            facts: what is known of model, data and groups.
+            rows: whether the gradients themselves are asked for, not only inner products.
+            points: whether the directions are gradients of test points.
+        """
+        if self.from_layers and facts.uncovered:
+            name, why = next(iter(facts.uncovered.items()))
+            more = f" (and {len(facts.uncovered) - 1} more parameters)" if len(facts.uncovered) > 1 else ""
+            return f"it cannot see the gradient of parameter {name!r}{more}: {why}"
+        if rows and self.blocks is None:
+            return "it never forms gradients, only inner products with directions"
+        if self.name in facts.refused:
+            return facts.refused[self.name]
+        return "the directions are not gradients of test points" if self.of_points and not points else None
 
 
 @dataclass(frozen=True)
@@ -86,84 +149,44 @@ class Plan:
         )
 
 
-def check_counts(*, whole: bool = True, **counts: Any) -> None:
-    """Refuse what is no positive number; None is left to whoever asks.
-
-    Args:
-        whole: whether it counts something; if not, any number will do.
-        **counts: name → value.
-    """
-    for name, value in counts.items():
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
-            raise TypeError(f"{name}={value!r}: pass a whole number, or leave it out.")
-        if value < 1:
-            raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
-
-
-def check_strategy(strategy: str) -> None:
+def check_strategy(asked: str, strategies: Iterable[str]) -> None:
     """Refuse what is neither ``"auto"`` nor the name of a strategy."""
-    if strategy != "auto" and strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is not one of 'auto', {', '.join(map(repr, STRATEGIES))}.")
+    if asked != "auto" and asked not in strategies:
+        raise ValueError(f"strategy={asked!r} is not one of 'auto', {', '.join(map(repr, strategies))}.")
 
 
-def refusal(strategy: str, facts: Facts, rows: bool, points: bool) -> str | None:
-    """Why a strategy cannot answer the question, or None if it can.
+def choose(
+    strategies: Mapping[str, Strategy],
+    asked: str,
+    facts: Facts,
+    m: int,
+    *,
+    rows: bool = False,
+    points: bool = False,
+) -> Plan:
+    """The strategy that was asked for by name, refused if it cannot answer; for ``"auto"`` the cheapest that can.
 
     Args:
-        strategy: its name.
+        strategies: all there are, by name.
+        asked: a name, or ``"auto"``.
         facts: what is known of model, data and groups.
+        m: directions.
         rows: whether the gradients themselves are asked for, not only inner products.
         points: whether the directions are gradients of test points.
     """
-    if strategy in ("directional", "segmented", "ghost") and facts.uncovered:
-        name, why = next(iter(facts.uncovered.items()))
-        more = f" (and {len(facts.uncovered) - 1} more parameters)" if len(facts.uncovered) > 1 else ""
-        return f"it cannot see the gradient of parameter {name!r}{more}: {why}"
-    if strategy in ("directional", "forward", "ghost") and rows:
-        return "it never forms gradients, only inner products with directions"
-    if strategy == "ghost":
-        return facts.not_ghost or (None if points else "the directions are not gradients of test points")
-    if strategy == "forward":
-        return facts.no_forward_mode
-    return facts.no_vmap if strategy == "persample" else None
-
-
-def cost(strategy: str, facts: Facts, m: int) -> float:
-    """Estimated cost of m directions in passes over the data."""
-    products = m / (3 * facts.sharing)
-    match strategy:
-        case "directional":
-            return (2 + m) / 3
-        case "forward":
-            return 1.3 * m
-        case "ghost":
-            return (2 + 2 * m * facts.ghost_work / facts.work_per_point) / 3
-        case "segmented":
-            return 1 + _ROW_WRITE / facts.sharing + products
-        case "backward":
-            call = _GROUP_CALL / (facts.group_size * facts.work_per_point)
-            return 1 + _GROUP_ROW / facts.sharing + call + products
-        case _:
-            return 2 + _VMAP * facts.group_size / facts.sharing + products
-
-
-def choose(facts: Facts, m: int, *, rows: bool = False, points: bool = False) -> Plan:
-    """The cheapest strategy that can answer, by the cost model."""
-    possible = [name for name in STRATEGIES if refusal(name, facts, rows, points) is None]
-    best = min(possible, key=lambda name: cost(name, facts, m))
-    return Plan(best, _reason(facts, m, rows, points), cost(best, facts, m), facts)
-
-
-def named(strategy: str, facts: Facts, m: int, *, rows: bool = False, points: bool = False) -> Plan:
-    """A plan for the strategy the user asked for; refused if it cannot answer."""
-    check_strategy(strategy)
-    why = refusal(strategy, facts, rows, points)
-    if why is not None:
-        others = [name for name in STRATEGIES if refusal(name, facts, rows, points) is None]
-        raise ValueError(f"strategy={strategy!r} cannot be used here: {why}. Use 'auto' or {others}.")
-    return Plan(strategy, "asked for by name", cost(strategy, facts, m), facts)
+    possible = {
+        name: strategy.cost.passes(facts, m)
+        for name, strategy in strategies.items()
+        if strategy.refusal(facts, rows=rows, points=points) is None
+    }
+    if asked == "auto":
+        proven = [name for name in possible if strategies[name].compare is None or name in facts.compared]
+        best = min(proven, key=lambda name: possible[name])
+        return Plan(best, _reason(facts, m, rows, points), possible[best], facts)
+    if asked not in possible:
+        why = strategies[asked].refusal(facts, rows=rows, points=points)
+        raise ValueError(f"strategy={asked!r} cannot be used here: {why}. Use 'auto' or {list(possible)}.")
+    return Plan(asked, "asked for by name", possible[asked], facts)
 
 
 def _reason(facts: Facts, m: int, rows: bool, points: bool) -> str:

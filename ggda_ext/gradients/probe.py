@@ -20,17 +20,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ggda_ext.data import IndexedData, batch_length, pick, to_device
 from ggda_ext.gradients.layers import Layer, Observer, copied_parameter, known_layers
-from ggda_ext.gradients.plan import Facts, LossModule
+from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.proof import (
     CapturedLayers,
     Findings,
-    NotForward,
     Unproven,
     recall,
     remember,
     strays,
 )
-from ggda_ext.gradients.strategies import forward, persample
+from ggda_ext.gradients.strategies import BY_NAME
 from ggda_ext.gradients.truth import (
     FAILS,
     Truth,
@@ -111,8 +110,8 @@ class Probe:
         return Facts(
             points=self._points, groups=self._groups, parameters=self._space.size,
             work_per_point=max(found.work, 1.0),
-            uncovered=found.uncovered, not_ghost=found.not_ghost, ghost_work=found.ghost_work,
-            no_forward_mode=found.no_forward_mode, no_vmap=found.no_vmap,
+            ghost_work=found.ghost_work, uncovered=found.uncovered, refused=dict(found.refused),
+            compared=frozenset(found.looked_at),
             batch_size=size, working_bytes=self._bytes_per_point * size,
         )  # fmt: skip
 
@@ -124,8 +123,7 @@ class Probe:
 
     def give_up(self, error: Unproven) -> None:
         """Do without what a pass found not to tell the gradient: the layers of some parameters, or forward mode."""
-        if isinstance(error, NotForward):
-            self._found.no_forward_mode = error.reason
+        self._found.refused |= error.refused
         self._found.uncovered = self._found.uncovered | error.why
         self._compare("auto")
 
@@ -184,15 +182,16 @@ class Probe:
             fresh: whether the truth was found at the parameters that the model has now.
         """
         found = self._found
-        needed = {"forward", "persample"} if found.uncovered else {strategy} & {"forward", "persample"}
-        missing = needed - found.looked_at
-        if missing and not fresh:
-            found.truth = self._truth_now()
-        if "forward" in missing:
-            found.no_forward_mode = self._no_forward_mode()
-        if "persample" in missing:
-            found.no_vmap = self._no_vmap()
-        found.looked_at |= missing
+        missing = [name for name in BY_NAME if found.uncovered or name == strategy if name not in found.looked_at]
+        for name in missing:
+            compare = BY_NAME[name].compare
+            if compare is None:
+                continue
+            if not fresh:
+                found.truth, fresh = self._truth_now(), True
+            why = compare(self.captured, self._direction) or self._unproven()
+            found.refused |= {} if why is None else {name: why}
+            found.looked_at.add(name)
 
     def _truth_now(self) -> Truth:
         """The truth about the examples at the parameters that the model has now."""
@@ -294,7 +293,8 @@ class Probe:
         except FAILS as error:
             return first_line(error)
         found.work, found.ghost_work = work.forward_pass, work.pairs
-        found.not_ghost = _other_layer(layers) or work.not_ghost or _shared_parameter(layers)
+        not_ghost = _other_layer(layers) or work.not_ghost or _shared_parameter(layers)
+        found.refused = {} if not_ghost is None else {"ghost": not_ghost}
         return torch.cat(scores), losses
 
     def _without_copied(self, unknown: dict[str, str], output_dims: dict[str, int]) -> dict[str, str]:
@@ -325,53 +325,6 @@ class Probe:
             f"no example of {self._data.name} was found whose loss depends on parameter {untouched[0]!r}, so its "
             "gradient cannot be compared with autograd"
         )
-
-    def _no_forward_mode(self) -> str | None:
-        """Why forward-mode differentiation does not give the gradients of these examples, or None."""
-        truth, alters = self._found.truth, self._found.alters
-        if alters is not None:
-            return f"{alters} changes gradients, which forward-mode differentiation does not see"
-        finite = truth.finite
-        norms = truth.norms[finite].amax(0) if bool(finite.any()) else torch.ones(len(self._space.parameters))
-        norms = norms + 1e-3 * norms.max() + torch.finfo(norms.dtype).tiny
-        # every parameter of about equal weight, so that a small one counts
-        moves = forward.tangents(self._space, self._direction)[0]
-        scaled = {name: move / norm.to(move) for (name, move), norm in zip(moves.items(), norms, strict=True)}
-        module = LossModule(self._space.model, self._loss)
-        try:
-            runs = [forward.watched_scores(module, self._space, scaled, batch) for batch in self._found.batches]
-        except FAILS as error:
-            return f"forward-mode differentiation of the model failed: {first_line(error)}"
-        found, expected = (
-            torch.cat([scores for scores, _, _ in runs]).cpu().to(truth.scores),
-            (truth.scores / norms).sum(1),
-        )
-        self._found.forward_proven |= {watch.called for _, _, watch in runs}
-        off = ((found - expected).abs() / (0.1 + (truth.norms / norms).square().sum(1).sqrt()))[finite]
-        if len(off) and not (bool((off <= self._allowed.each).all()) and off.median() <= self._allowed.most):
-            return "forward-mode differentiation of the model disagrees with its gradient"
-        return self._unproven()
-
-    def _no_vmap(self) -> str | None:
-        """Why vmap(grad) does not give the gradients of these examples, or None."""
-        if self._found.hooked:
-            return f"{self._found.alters} changes gradients, which vmap may not see"
-        module = LossModule(self._space.model, self._loss)
-        rows = []
-        try:
-            for batch in self._found.batches:
-                for at in range(0, batch_length(batch), 2):  # a row has p numbers
-                    pair = pick(batch, range(at, min(at + 2, batch_length(batch))))
-                    products = persample.point_gradients(module, self._space, pair) * self._direction
-                    rows += [[part.double().sum() for part in self._space.split(row).values()] for row in products]
-        except FAILS as error:
-            return f"vmap over the model failed: {first_line(error)}"
-        found = torch.stack([torch.stack(row) for row in rows]).cpu()
-        wrong = self._found.truth.differs(found, self._allowed)
-        if not bool(wrong.any()):
-            return self._unproven()
-        names = [name for name, is_wrong in zip(self._space.parameters, wrong.tolist(), strict=True) if is_wrong]
-        return f"vmap over the model gives another gradient of parameter {names[0]!r} than autograd"
 
 
 def _may_change(model: nn.Module) -> list[str]:

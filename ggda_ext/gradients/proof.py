@@ -15,7 +15,7 @@ touch them now? What is new is compared with autograd there and then; what diffe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,9 +71,8 @@ class Findings:
     """Whether the model overwrites outputs of layers in place."""
     work: float = 0.0
     ghost_work: float = 0.0
-    not_ghost: str | None = None
-    no_forward_mode: str | None = None
-    no_vmap: str | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    """Strategies that do not give the gradients of this model: name → why."""
     looked_at: set[str] = field(default_factory=set)
     """Strategies that were compared with autograd."""
     proven: set[Signature] = field(default_factory=set)
@@ -197,6 +196,9 @@ _TRIED = 64  # examples of a batch that are looked at for one that touches a par
 class Unproven(ValueError):
     """Layer inputs and output gradients do not give the gradient of some parameters: name → why."""
 
+    refused: Mapping[str, str] = {}
+    """Strategies that the finding speaks against: name → why."""
+
     def __init__(self, why: dict[str, str]) -> None:
         self.why = why
         name, reason = next(iter(why.items()))
@@ -210,7 +212,7 @@ class NotForward(Unproven):
     """Forward-mode differentiation does not give the gradients of a batch."""
 
     def __init__(self, reason: str) -> None:
-        self.why, self.reason = {}, reason
+        self.why, self.refused = {}, {"forward": reason}
         ValueError.__init__(self, reason)
 
 

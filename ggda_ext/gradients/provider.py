@@ -19,19 +19,10 @@ from torch.utils.data import DataLoader
 
 from ggda_ext.data import DataLike, IndexedData, to_device
 from ggda_ext.gradients.layers import Observer
-from ggda_ext.gradients.plan import (
-    Plan,
-    Request,
-    check_counts,
-    check_finite_rows,
-    check_finite_scores,
-    check_strategy,
-    choose,
-    named,
-)
+from ggda_ext.gradients.plan import Plan, Request, check_finite_rows, check_finite_scores, check_strategy, choose
 from ggda_ext.gradients.probe import Probe
 from ggda_ext.gradients.proof import Unproven
-from ggda_ext.gradients.strategies import backward, directional, forward, ghost, norms, persample, segmented
+from ggda_ext.gradients.strategies import BY_NAME, norms
 from ggda_ext.groups.batches import GroupBatch
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.losses import ExampleLoss, as_example_loss
@@ -45,6 +36,7 @@ from ggda_ext.model import (
 )
 from ggda_ext.sharing import add_up, adding_up, alone, checksum, in_order, my_share, together, world_size
 from ggda_ext.tables import aligned
+from ggda_ext.words import check_counts
 
 
 @dataclass(frozen=True, init=False)
@@ -103,19 +95,6 @@ class PointGradients:
 
 Directions = Tensor | PointGradients
 
-_SCORES: dict[str, Callable[[Request, Tensor], Tensor]] = {
-    "directional": directional.scores,
-    "forward": forward.scores,
-    "segmented": segmented.scores,
-    "backward": backward.scores,
-    "persample": persample.scores,
-}
-_BLOCKS: dict[str, Callable[[Request, int], Iterator[tuple[Tensor, Tensor]]]] = {
-    "segmented": segmented.blocks,
-    "backward": backward.blocks,
-    "persample": persample.blocks,
-}
-
 
 class GroupGradients:
     """Gradients of the loss summed over groups of training points, at the model's current parameters.
@@ -155,7 +134,7 @@ class GroupGradients:
         memory_budget: int = 256 * 2**20,
         show_progress: bool | None = None,
     ) -> None:
-        check_strategy(strategy)
+        check_strategy(strategy, BY_NAME)
         check_counts(batch_size=batch_size)
         check_counts(whole=False, memory_budget=memory_budget)
         if not isinstance(model, nn.Module):
@@ -209,11 +188,10 @@ class GroupGradients:
             else:
                 m = directions.shape[0] if isinstance(directions, Tensor) else directions or 0
             facts = self._probe.facts
-            if isinstance(directions, PointGradients) and facts.not_ghost is None and not facts.uncovered:
-                facts = replace(facts, not_ghost=self.tests(directions)._not_ghost())
-            if self.strategy == "auto":
-                return choose(facts, m, rows=rows, points=points)
-            return named(self.strategy, facts, m, rows=rows, points=points)
+            if isinstance(directions, PointGradients) and "ghost" not in facts.refused and not facts.uncovered:
+                why = self.tests(directions)._not_ghost()
+                facts = facts if why is None else replace(facts, refused={**facts.refused, "ghost": why})
+            return choose(BY_NAME, self.strategy, facts, m, rows=rows, points=points)
 
     def _not_ghost(self) -> str | None:
         """Why `ghost` cannot serve with these as test points, or None."""
@@ -221,7 +199,7 @@ class GroupGradients:
         if facts.uncovered:
             name, why = next(iter(facts.uncovered.items()))
             return f"the loss of the test points has a gradient of parameter {name!r} that layers do not show: {why}"
-        return None if facts.not_ghost is None else f"for the test points, {facts.not_ghost}"
+        return f"for the test points, {facts.refused['ghost']}" if "ghost" in facts.refused else None
 
     def tests(self, points: PointGradients, groups: GroupsLike | None = None) -> GroupGradients:
         """The provider of the gradients of test points, of each by itself or summed by `groups`.
@@ -249,7 +227,7 @@ class GroupGradients:
         """
         with only_thread(self.model):
             check_deterministic_modules(self.model)
-            if isinstance(directions, PointGradients) and self.plan(directions).strategy != "ghost":
+            if isinstance(directions, PointGradients) and not BY_NAME[self.plan(directions).strategy].of_points:
                 return self._scores_by_rows(directions)
             with together(partial(self._same, directions)), training_kernels():
                 scores = self._proven_scores(directions)
@@ -259,13 +237,14 @@ class GroupGradients:
         """This rank's part of the scores, by another strategy if a pass finds what was not proven."""
         while True:
             plan = self.plan(directions)
+            strategy = BY_NAME[plan.strategy]
             try:
                 if isinstance(directions, Tensor):
-                    return _SCORES[plan.strategy](self._request(plan), self._checked(directions))
-                if plan.strategy != "ghost":
+                    return strategy.scores(self._request(plan), self._checked(directions))
+                if not strategy.of_points:
                     return self._rows_of(directions, self._proven_scores, here=True)
                 tests = self.tests(directions)
-                return ghost.scores(self._request(plan), tests._request(tests.plan(None), range(0)))
+                return strategy.scores(self._request(plan), tests._request(tests.plan(None), range(0)))
             except Unproven as error:
                 self._give_up(plan, error)
 
@@ -317,7 +296,9 @@ class GroupGradients:
                 plan = self.plan(None)
                 request = replace(self._request(plan, within=within), weights=weights)
                 try:
-                    for some, rows in _BLOCKS[plan.strategy](request, max_rows or request.rows_in_budget):
+                    form = BY_NAME[plan.strategy].blocks
+                    assert form is not None  # or the plan would be another
+                    for some, rows in form(request, max_rows or request.rows_in_budget):
                         check_finite_rows(rows, some, self.groups)
                         yield some, rows
                         within = int(self.groups.offsets[int(some[-1]) + 1]), within[1]
@@ -369,7 +350,7 @@ class GroupGradients:
     def _factored_norms(self) -> Tensor | None:
         """Squared norms from layer inputs and output gradients; None where they do not tell."""
         facts = self._probe.facts
-        seen = not facts.uncovered and facts.not_ghost is None
+        seen = not facts.uncovered and "ghost" not in facts.refused
         if not seen or self.strategy != "auto" or int(self.groups.sizes.max()) > facts.batch_size:
             return None
         plan = self.plan(None)
@@ -386,7 +367,7 @@ class GroupGradients:
         """
         with only_thread(self.model):
             check_deterministic_modules(self.model)
-            plan = named("segmented", self._probe.facts, 0, rows=True, points=False)
+            plan = choose(BY_NAME, "segmented", self._probe.facts, 0, rows=True)
             request = self._request(plan, range(len(self.groups)))
             for groups, batch in request.grouped_batches():
                 request.observe(batch, watch(groups))

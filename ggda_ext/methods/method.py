@@ -17,8 +17,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.gradients.plan import check_counts
 from ggda_ext.results.method import Setting, Unit
+from ggda_ext.words import check_counts
 
 
 @dataclass(frozen=True)

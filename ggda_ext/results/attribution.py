@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.gradients.plan import check_counts
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.properties.property import HigherIsBetter
 from ggda_ext.results import ranking
 from ggda_ext.results.method import MethodFacts
+from ggda_ext.words import check_counts
 
 if TYPE_CHECKING:
     import pandas

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.gradients.plan import check_counts
+from ggda_ext.words import check_counts
 
 Schedule = Literal["onecycle", "linear", "constant"]
 

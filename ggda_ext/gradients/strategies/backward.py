@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ggda_ext.gradients.plan import Request, merge_pieces
+from ggda_ext.gradients.plan import Cost, Request, Strategy, merge_pieces
 from ggda_ext.watch import Watch
 
 
@@ -38,3 +38,6 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
             yield torch.from_numpy(groups.ids), rows if weights is None else rows[None], groups.complete
 
     return merge_pieces(pieces(), max_rows)
+
+
+STRATEGY = Strategy("backward", scores, Cost(once=1, row=100, product=1 / 3, call=2e6), blocks)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from torch import Tensor
 
 from ggda_ext.gradients.layers import Layer, Observer
-from ggda_ext.gradients.plan import Request
+from ggda_ext.gradients.plan import Cost, Request, Strategy
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
@@ -42,3 +42,6 @@ class _PointScores(Observer):
         for row, weight, bias in zip(self.rows, weights, biases, strict=True):
             found = layer.row_scores(kept, d, weight, bias)
             row += found if repeats == 1 else found.reshape(row.shape[0], -1).sum(1)
+
+
+STRATEGY = Strategy("directional", scores, Cost(once=2 / 3, direction=1 / 3), from_layers=True)

@@ -14,7 +14,9 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ggda_ext.data import batch_length
-from ggda_ext.gradients.plan import Request
+from ggda_ext.gradients.plan import Cost, LossModule, Request, Strategy
+from ggda_ext.gradients.proof import CapturedLayers
+from ggda_ext.gradients.truth import FAILS, first_line
 from ggda_ext.model import ParameterSpace, called_with
 from ggda_ext.watch import Watch
 
@@ -89,3 +91,30 @@ def _constant(found: Any) -> Any:
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     others = [d for d in range(v.dim()) if d != dim] if dim >= 0 else list(range(v.dim()))
     return v * (g / v.square().sum(others, keepdim=True).sqrt())
+
+
+def compare(proof: CapturedLayers, direction: Tensor) -> str | None:
+    """Why forward-mode differentiation does not give what autograd gave for some examples, or None."""
+    found, space = proof.found, proof.space
+    truth, finite = found.truth, found.truth.finite
+    if found.alters is not None:
+        return f"{found.alters} changes gradients, which forward-mode differentiation does not see"
+    norms = truth.norms[finite].amax(0) if bool(finite.any()) else torch.ones(len(space.parameters))
+    norms = norms + 1e-3 * norms.max() + torch.finfo(norms.dtype).tiny
+    # every parameter of about equal weight, so that a small one counts
+    moves = tangents(space, direction)[0]
+    scaled = {name: move / norm.to(move) for (name, move), norm in zip(moves.items(), norms, strict=True)}
+    module = LossModule(space.model, proof.loss)
+    try:
+        runs = [watched_scores(module, space, scaled, batch) for batch in found.batches]
+    except FAILS as error:
+        return f"forward-mode differentiation of the model failed: {first_line(error)}"
+    found.forward_proven |= {watch.called for _, _, watch in runs}
+    scores, expected = torch.cat([run[0] for run in runs]).cpu().to(truth.scores), (truth.scores / norms).sum(1)
+    off = ((scores - expected).abs() / (0.1 + (truth.norms / norms).square().sum(1).sqrt()))[finite]
+    if len(off) and not (bool((off <= proof.allowed.each).all()) and off.median() <= proof.allowed.most):
+        return "forward-mode differentiation of the model disagrees with its gradient"
+    return None
+
+
+STRATEGY = Strategy("forward", scores, Cost(direction=1.3), compare=compare)

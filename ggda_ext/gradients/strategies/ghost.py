@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ggda_ext.data import batch_length, to_device
 from ggda_ext.gradients.layers import Layer, Observer
-from ggda_ext.gradients.plan import Request
+from ggda_ext.gradients.plan import Cost, Request, Strategy
 
 Factors = dict[str, list[tuple[Tensor, Tensor]]]
 """Per layer, one (a, d) for each time it is called."""
@@ -86,3 +86,6 @@ class _PairScores(Observer):
                 inputs = a_test @ kept.T
                 pairs *= inputs + 1 if layer.bias is not None else inputs
             self.scores += pairs
+
+
+STRATEGY = Strategy("ghost", scores, Cost(once=2 / 3, pair=2 / 3), from_layers=True, of_points=True)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from ggda_ext.data import as_batch_of_one
+from ggda_ext.data import as_batch_of_one, batch_length, pick
 from ggda_ext.gradients.layers import segment_sum
-from ggda_ext.gradients.plan import Request, merge_pieces
+from ggda_ext.gradients.plan import Cost, LossModule, Request, Strategy, merge_pieces
+from ggda_ext.gradients.proof import CapturedLayers
+from ggda_ext.gradients.truth import FAILS, first_line
 from ggda_ext.model import ParameterSpace, called_with
 
 
@@ -44,3 +46,25 @@ def point_gradients(loss_module: nn.Module, space: ParameterSpace, batch: Any) -
     with space.require_gradients(of_chosen=False):
         gradients = vmap(grad(loss_of_one), in_dims=(None, 0))(parameters, batch)
     return torch.cat([gradients[name].reshape(len(gradients[name]), -1) for name in parameters], 1)
+
+
+def compare(proof: CapturedLayers, direction: Tensor) -> str | None:
+    """Why vmap(grad) does not give what autograd gave for some examples, or None."""
+    found, space = proof.found, proof.space
+    if found.hooked:
+        return f"{found.alters} changes gradients, which vmap may not see"
+    module, rows = LossModule(space.model, proof.loss), []
+    try:
+        for batch in found.batches:
+            for at in range(0, batch_length(batch), 2):  # a row has p numbers
+                pair = pick(batch, range(at, min(at + 2, batch_length(batch))))
+                products = point_gradients(module, space, pair) * direction
+                rows += [[part.double().sum() for part in space.split(row).values()] for row in products]
+    except FAILS as error:
+        return f"vmap over the model failed: {first_line(error)}"
+    wrong = found.truth.differs(torch.stack([torch.stack(row) for row in rows]).cpu(), proof.allowed)
+    names = [name for name, is_wrong in zip(space.parameters, wrong.tolist(), strict=True) if is_wrong]
+    return f"vmap over the model gives another gradient of parameter {names[0]!r} than autograd" if names else None
+
+
+STRATEGY = Strategy("persample", scores, Cost(once=2, point_row=30, product=1 / 3), blocks, compare=compare)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.gradients.layers import Layer, Observer
-from ggda_ext.gradients.plan import Request, merge_pieces
+from ggda_ext.gradients.plan import Cost, Request, Strategy, merge_pieces
 
 BUFFER_BYTES = 8 * 2**20
 
@@ -150,3 +150,6 @@ class _SegmentRows(Observer):
         for parameter in self.space.parameters.values():
             if id(parameter) not in self.written:
                 self.space.part(self.rows, parameter).zero_()
+
+
+STRATEGY = Strategy("segmented", scores, Cost(once=1, row=6, product=1 / 3), blocks, from_layers=True)
