@@ -17,7 +17,7 @@ import ggda_ext
 
 ROOT = Path(ggda_ext.__file__).parent
 LAYERS = [
-    {"distributed", "sharing", "model", "groups", "tables", "watch", "words"},
+    {"distributed", "sharing", "model", "groups", "tables", "words"},
     {"data", "losses", "checkpoints"},
     {"training", "gradients"},
     {"properties"},
@@ -99,7 +99,8 @@ def walk(call) -> tuple[list[str], set[tuple[str, str]]]:
         if here not in files:
             files.append(here)
         resumed = frame.f_code.co_flags & inspect.CO_GENERATOR  # by whoever iterates over it
-        caller = None if resumed or frame.f_back is None else name(frame.f_back)
+        by_torch = frame.f_code.co_name == "__torch_function__"  # whoever calls a function of PyTorch
+        caller = None if resumed or by_torch or frame.f_back is None else name(frame.f_back)
         if caller is not None and caller != here:
             calls.add((caller, here))
 

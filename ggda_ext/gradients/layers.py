@@ -34,9 +34,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from ggda_ext.data import batch_length
+from ggda_ext.gradients.watch import Watch, altered_gradients
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, full_precision
-from ggda_ext.watch import Watch, altered_gradients
 
 Starts = list[int]
 Signature = tuple[tuple[tuple[str, int], ...], int]

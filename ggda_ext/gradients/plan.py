@@ -92,6 +92,8 @@ class Cost:
 class Strategy:
     """A way to sum gradients by group.
 
+    A model may change its buffers when it runs: inside one ``space.require_gradients`` it is run once.
+
     Attributes:
         name: what users call it.
         scores: ``scores(request, directions [m, p]) -> [m, k]``, or of the test points' request, see `of_points`.

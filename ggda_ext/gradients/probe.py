@@ -43,10 +43,10 @@ from ggda_ext.gradients.truth import (
     total_scores,
     truth_alone,
 )
+from ggda_ext.gradients.watch import hidden_hooks
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, SavedState
-from ggda_ext.watch import hidden_hooks
 
 LARGEST_BATCH = 65_536
 CACHED_BYTES = 26 * 2**20  # of activations of a batch: fewer, and what is done once per batch counts on small models

@@ -45,9 +45,9 @@ from ggda_ext.gradients.truth import (
     truth_of,
     wide,
 )
+from ggda_ext.gradients.watch import Watch
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
-from ggda_ext.watch import Watch
 
 _MOST_KEPT = 8  # sets of findings per model
 

@@ -17,8 +17,8 @@ from ggda_ext.data import batch_length
 from ggda_ext.gradients.plan import Cost, LossModule, Request, Strategy
 from ggda_ext.gradients.proof import CapturedLayers
 from ggda_ext.gradients.truth import FAILS, first_line
+from ggda_ext.gradients.watch import Watch
 from ggda_ext.model import ParameterSpace, called_with
-from ggda_ext.watch import Watch
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
