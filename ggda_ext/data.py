@@ -524,9 +524,11 @@ def progress(total: int, title: str, show: bool | None, *, initial: int = 0) -> 
     )  # fmt: skip
 
 
-def with_progress(pairs: Iterator[tuple[S, T]], total: int, title: str, show: bool | None) -> Iterator[tuple[S, T]]:
+def with_progress(
+    pairs: Iterator[tuple[S, T]], total: int, title: str, show: bool | None, done: int = 0
+) -> Iterator[tuple[S, T]]:
     """Pairs of some points and their batch, with a bar over points: one not asked for is made when it is to be seen."""
-    start, done = perf_counter(), 0
+    start = perf_counter()
     if show is None:
         for points, batch in pairs:
             yield points, batch

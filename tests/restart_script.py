@@ -52,7 +52,7 @@ if __name__ == "__main__":
     if first and rank == 1:
         die_later()
     if not first and rank == 0:
-        (where / "finished_before").write_text(str(len(list(where.rglob("block-*.npy")))))
+        (where / "finished_before").write_text(str(len(list(where.rglob("*block-*.npy")))))
     dist.barrier()
     found = {"resumed": work(where / "store"), "undisturbed": work(where / "undisturbed")}
     torch.save(found, where / f"rank{rank}.pt")

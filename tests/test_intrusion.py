@@ -76,7 +76,9 @@ def gradients_in(folder: Path) -> torch.Tensor:
 
 def save_again(folder: Path) -> None:
     with Store(folder, {}) as store:
-        store.save("b", store.block("a", lambda: np.ones(3)))
+        if "a" not in store:
+            store.save("a", np.ones(3))
+        store.save("b", store.load("a"))
 
 
 @pytest.mark.parametrize("name", ["store.lock", "store.json", "store.json.part", "a.npy", "a.npy.part"])
@@ -112,15 +114,6 @@ def test_no_file_of_a_folder_is_written_or_read_through_a_link(
             place.unlink(missing_ok=True)
             if kept is not None:
                 place.write_bytes(kept)
-
-
-def test_a_folder_in_a_store_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    scores_in(tmp_path / "store")
-    question = tmp_path / "store" / "checkpoint-000-scores-000"
-    question.rename(tmp_path / "elsewhere")
-    question.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StoreDamaged, match=r"scores-000.*symbolic link"):
-        scores_in(tmp_path / "store")
 
 
 def test_a_hard_link_in_the_place_of_the_lock_keeps_its_content(tmp_path: Path, secret: Path) -> None:
@@ -195,11 +188,11 @@ def test_results_and_caches_are_never_written_through_a_link(
     ("content", "named"),
     [
         ("{", "not JSON"),
-        ('{"format": 3}', "no fingerprint"),
-        ('{"format": 3, "fingerprint": {}, "parts": {}}', "checksum"),
+        ('{"format": 4}', "no fingerprint"),
+        ('{"format": 4, "fingerprint": {}, "parts": {}}', "checksum"),
         ('{"format": 1}', "another format"),
         ("[" * 100_000, "nested too deeply|not JSON"),
-        ('{"format": 3, "fingerprint": {}, "parts": {"../a": {}}, "xxh3": 1}', "checksum"),
+        ('{"format": 4, "fingerprint": {}, "parts": {"../a": {}}, "xxh3": 1}', "checksum"),
         ("\udcff", "not JSON"),
     ],
 )

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from ggda_ext import GradientStore, GroupGradients, attribute, properties
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
+from ggda_ext.curvature.damping import TrainingSteps
 from ggda_ext.storage.content import Content, UnknownContent
 from ggda_ext.storage.fingerprint import SampledData, of_structure, of_value
 from ggda_ext.storage.folder import StoreMismatch
@@ -448,3 +449,37 @@ def test_dattri_refuses(change: Callable[[Any], Any], named: str, tmp_path: Path
     change(case)
     with pytest.raises(StoreMismatch, match=f"was made with {named} = "):
         dattri(case, tmp_path)
+
+
+@pytest.mark.parametrize("method", ["tracin", "influence"])
+def test_a_small_component_of_a_property_counts_beside_a_large_one(method: Any, tmp_path: Path) -> None:
+    given, (x, y) = Given(), make_data()
+
+    def goal(small: int) -> Callable[[nn.Module], Tensor]:
+        return lambda model: torch.stack([1e6 * LOSS(model(x[:9]), y[:9]), 1e-2 * LOSS(model(x[small]), y[small])])
+
+    def run(small: int, **options: Any) -> Tensor:
+        return attribute(
+            given.network(), given.loss, given.data, given.groups, goal(small), method=method, **options
+        ).scores
+
+    run(10, save_dir=tmp_path)
+    torch.testing.assert_close(run(11, save_dir=tmp_path)[1], run(11)[1], rtol=1e-3, atol=1e-7)
+
+
+def test_a_solve_is_found_again_for_the_same_settings_only_however_long_they_are(tmp_path: Path) -> None:
+    given, rates = Given(), np.full(2_000, 1e-2)
+    other = rates.copy()
+    other[1_000] = 50.0  # NumPy prints neither
+
+    def run(rates: np.ndarray, **options: Any) -> Tensor:
+        recipe = TrainingSteps(rates)  # type: ignore[arg-type]
+        return attribute(
+            given.network(), LOSS, given.data, given.groups, given.property, recipe=recipe, **options
+        ).scores
+
+    first = run(rates, save_dir=tmp_path)
+    assert torch.equal(run(rates, save_dir=tmp_path), first)
+    assert len(list(tmp_path.glob("*solve-*"))) == 1
+    torch.testing.assert_close(run(other, save_dir=tmp_path), run(other))
+    assert not torch.allclose(run(other), first)

@@ -7,16 +7,12 @@ in-memory path knows of folders.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,6 +71,10 @@ class ScoresInMemory:
         """``make()``."""
         return make()
 
+    def solve(self, method: Method, provider: GroupGradients, rows: Tensor, checkpoint: int) -> Preconditioned:
+        """``method.precondition(provider, rows)``."""
+        return method.precondition(provider, rows)
+
     def stacked(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
         """Scores of some test points after others, from `(their positions, scores)`."""
         return torch.cat([block for _, block in parts])[torch.cat([ids for ids, _ in parts]).argsort()]
@@ -120,7 +120,7 @@ def scores_by(
         return kept.scores(provider, directions, checkpoint, property)
     return kept.stacked(
         [
-            (ids, _scored(method, provider, rows, account, kept, checkpoint, (property, int(ids[0]))))
+            (ids, _scored(method, provider, rows, account, kept, checkpoint, property))
             for ids, rows in provider.tests(directions).all_blocks()
         ]
     )
@@ -136,37 +136,12 @@ def _scored(
     property: Any,
 ) -> Any:
     try:
-        done = _kept_solve(method, provider, rows, kept, checkpoint) if method.needs_rows else Preconditioned(rows)
+        done = kept.solve(method, provider, rows, checkpoint) if method.needs_rows else Preconditioned(rows)
     except (ValueError, RuntimeError):
         finite_losses(provider)  # curvature that cannot be solved with may come from a single point, which is named
         raise
     account.add(done, provider.plan(done.directions).passes)
     return kept.scores(provider, done.directions, checkpoint, property)
-
-
-def _kept_solve(
-    method: Method, provider: GroupGradients, rows: Tensor, kept: KeptScores, checkpoint: int
-) -> Preconditioned:
-    """``method.precondition``, or what it gave before."""
-    if isinstance(kept, ScoresInMemory):
-        return method.precondition(provider, rows)
-    made_with = {"method": repr(method)}
-    content = rows.detach().to("cpu", torch.promote_types(rows.dtype, torch.float32)).contiguous().numpy()
-    name = f"solve-{hashlib.blake2b(content.data, key=repr(method).encode()[:64], digest_size=8).hexdigest()}"
-
-    @lru_cache(maxsize=1)
-    def done() -> Preconditioned:
-        return method.precondition(provider, rows)
-
-    solved = kept.array(provider, checkpoint, name, made_with, lambda: done().directions)
-    told = kept.array(provider, checkpoint, f"{name}-facts", made_with, lambda: _told(done()))
-    settings, passes, notes = json.loads(bytes(told.cpu().tolist()))
-    return Preconditioned(solved.to(rows), settings, passes, tuple(notes))
-
-
-def _told(done: Preconditioned) -> Tensor:
-    text = json.dumps([dict(done.settings), done.passes, done.notes])
-    return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
 
 
 def finite_losses(points: GroupGradients, batch_size: int | None = None) -> Tensor:

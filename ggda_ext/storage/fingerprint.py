@@ -26,6 +26,7 @@ from ggda_ext.storage.content import Content, bytes_of, counters_of
 from ggda_ext.storage.folder import digest
 
 _NUMBERS = 8
+_WAVES = np.arange(1.0, _NUMBERS + 1)[:, None]
 _SIMPLE = (bool, int, float, str, type(None))
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -133,18 +134,27 @@ def of_state(state: Mapping[str, Any]) -> str:
     return found.hexdigest()[:16]
 
 
-def sums_of(rows: Tensor) -> list[float]:
-    """A few numbers that differ for other rows `[m, p]`: their norm, and sums with fixed signs and sizes."""
+def sums_of(rows: Tensor) -> list[list[float]]:
+    """A few numbers that differ for other rows `[m, p]`: sums over rows of length 1, and sums of the logs of lengths.
+
+    So a small row counts as much as a large one.
+    """
     m, p = rows.shape
-    numbers = np.arange(1.0, _NUMBERS + 1)[:, None]
-    left = np.cos(1.7 * numbers * np.arange(m) + numbers)
-    total, squares = np.zeros(_NUMBERS), 0.0
+    lengths = rows.detach().norm(dim=1, dtype=torch.float64).cpu().numpy()
+    known = np.where(np.isfinite(lengths) & (lengths > 0), lengths, 1.0)
+    left = np.cos(_WAVES * (1.7 * np.arange(m) + 1))
+    total, unit = np.zeros(_NUMBERS), left / known
     step = max(1, 2**21 // m)
     for low in range(0, p, step):
         part = rows[:, low : low + step].detach().cpu().double().numpy()
-        total += ((left @ part) * np.cos(1.1 * numbers * np.arange(low, low + part.shape[1]))).sum(1)
-        squares += float(np.vdot(part, part))
-    return [value if math.isfinite(value) else 0.0 for value in (*total.tolist(), squares**0.5)]
+        total += np.einsum("ij,ij->i", unit @ part, np.cos(_WAVES * (1.1 * np.arange(low, low + part.shape[1]))))
+    both = (total, left @ np.log(known))
+    return [[value if math.isfinite(value) else 0.0 for value in numbers.tolist()] for numbers in both]
+
+
+def kind_of(value: Any) -> str:
+    """The name of a function, or of an object's class."""
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def name_of(value: Any, depth: int = 3) -> str:

@@ -35,7 +35,7 @@ from ggda_ext.storage.files import (
 )
 from ggda_ext.storage.folder_lock import LOCK, FolderLock
 
-FORMAT = 3
+FORMAT = 4
 CONTENTS = "store.json"
 _LEFTOVERS = (LOCK, CONTENTS + ".part")  # of a process that was killed before its first store.json
 SUMS_TOLERANCE = 1e-6
@@ -54,16 +54,18 @@ class StoreDamaged(StoreMismatch):
 
 
 class Arrays:
-    """Finished arrays by name in a folder of a store: in its own, or in that of a `Store.part`.
+    """Finished arrays by name in the folder of a store: its own, or those of a `Store.part`.
 
     Args:
         folder: where they are.
+        part: the part they belong to; its name stands before theirs.
         made_with: all that they depend on, as JSON values.
         before_writing: makes the folder ready, and says whether to wait for the disk.
     """
 
-    def __init__(self, folder: Path, made_with: Any, before_writing: Callable[[Path], bool]) -> None:
+    def __init__(self, folder: Path, part: str, made_with: Any, before_writing: Callable[[], bool]) -> None:
         self.folder, self._made_with, self._before_writing = folder, made_with, before_writing
+        self._part = part
         self._checked: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -86,19 +88,14 @@ class Arrays:
     @property
     def names(self) -> list[str]:
         """Names of the arrays that are there; `in` says of each whether it is intact."""
-        return sorted(path.stem for path in self.folder.glob("*.npy"))
-
-    def block(self, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """The array `name` as a memory map; made and saved first if it is not finished."""
-        if name not in self:
-            self.save(name, make())
-        return self.load(name)
+        found = (path.stem.rpartition("+") for path in self.folder.glob("*.npy"))
+        return sorted(name for part, _, name in found if part == self._part)
 
     def load(self, name: str) -> np.ndarray:
         """A finished array as a memory map; changes to it stay in memory."""
         if name not in self:
             raise KeyError(f"{name!r} is not finished in save_dir={str(self.folder)!r}.")
-        return open_array(self._path(name), sealed=True)
+        return read_array(self.folder, name, self._part)
 
     def save(self, name: str, array: np.ndarray) -> None:
         """Write a whole array, and only then count it as finished."""
@@ -111,17 +108,12 @@ class Arrays:
         if np.dtype(dtype).hasobject:
             raise TypeError(f"{name!r} has dtype {np.dtype(dtype)}: only plain numbers are stored.")
         with clear_errors(self.folder, name, lambda: f"The {len(self)} arrays finished before are intact"):
-            sync = self._before_writing(self.folder)
+            sync = self._before_writing()
             write_sealed_array(path, self._key(name), shape, np.dtype(dtype), parts, sync=sync)
         self._checked.add(name)
 
     def _path(self, name: str) -> Path:
-        return self._inside(name + ".npy")
-
-    def _inside(self, name: str) -> Path:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"name={name.removesuffix('.npy')!r}: use letters, digits, '.', '_' and '-' only.")
-        return self.folder / name
+        return _path(self.folder, _checked_name(name), self._part)
 
     def _key(self, name: str) -> bytes:
         return f"{self._sealed} {name}".encode()
@@ -145,9 +137,9 @@ class Store(Arrays):
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
     >>> with Store(folder, {"seed": 0}) as store:
-    ...     block = store.block("scores-0", lambda: np.arange(3.0))
-    >>> with Store(folder, {"seed": 0}) as store:  # nothing is made again
-    ...     store.block("scores-0", lambda: 1 / 0).tolist(), "scores-1" in store
+    ...     store.save("scores-0", np.arange(3.0))
+    >>> with Store(folder, {"seed": 0}) as store:
+    ...     store.load("scores-0").tolist(), "scores-1" in store
     ([0.0, 1.0, 2.0], False)
     >>> Store(folder, {"seed": 1})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -162,19 +154,19 @@ class Store(Arrays):
             _refuse_foreign(folder)  # before a lock file is left there
             self._lock = _take_lock(folder)
         try:
-            given, found = _as_json(fingerprint), read_contents(folder)
+            found = read_contents(folder)
             self._is_kept = self._is_synced = found is not None  # what store.json has to say
             self._held_before = found is not None
             self._last_sync = time.monotonic()
-            self.fingerprint: dict[str, Any] = given if found is None else found["fingerprint"]
-            self.parts: dict[str, dict[str, Any]] = {} if found is None else found["parts"]
-            differing = difference(self.fingerprint, given)
+            self.fingerprint: Mapping[str, Any] = fingerprint if found is None else found["fingerprint"]
+            self.parts: dict[str, Mapping[str, Any]] = {} if found is None else found["parts"]
+            differing = difference(self.fingerprint, fingerprint)
             if differing is not None:
                 raise StoreMismatch(f"save_dir={str(folder)!r} {differing}")
         except BaseException:
             self.close()
             raise
-        super().__init__(folder, self.fingerprint, self._make_ready)
+        super().__init__(folder, "", self.fingerprint, self._make_ready)
 
     def __enter__(self) -> Store:
         return self
@@ -187,20 +179,17 @@ class Store(Arrays):
         self._lock.release()
 
     def part(self, name: str, fingerprint: Mapping[str, Any]) -> Arrays:
-        """The arrays of the inner folder `name`, refused if it was made with something else than now."""
-        given = _as_json(fingerprint)
-        known = self.parts.get(name)
+        """The arrays of the part `name`, refused if it was made with something else than now."""
+        known = self.parts.get(_checked_name(name))
         if known is None:
-            known = self.parts[name] = given
+            known = self.parts[name] = fingerprint
             self._is_kept = False
-        differing = difference(known, given)
+        differing = difference(known, fingerprint)
         if differing is not None:
             raise StoreMismatch(f"save_dir={str(self.folder)!r}, in {name}, {differing}")
-        inner = self._inside(name)
-        check_folder(inner, is_inner=True)
-        return Arrays(inner, [self.fingerprint, known], self._make_ready)
+        return Arrays(self.folder, name, [self.fingerprint, known], self._make_ready)
 
-    def _make_ready(self, folder: Path) -> bool:
+    def _make_ready(self) -> bool:
         """Write what `store.json` has to say before an array is; whether to wait for the disk.
 
         It is waited for where a power failure could cost what was there before, or long work; a kill needs no waiting.
@@ -211,15 +200,23 @@ class Store(Arrays):
             content = {"format": FORMAT, "fingerprint": self.fingerprint, "parts": self.parts}
             write_sealed_json(self.folder / CONTENTS, content, sync=sync)
             self._is_kept, self._is_synced = True, sync
-        if folder != self.folder:
-            folder.mkdir(exist_ok=True)
         self._last_sync = now if sync else self._last_sync
         return sync
 
 
-def _as_json(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """As it will be read again: a tuple is a list."""
-    return json.loads(json.dumps(dict(fingerprint)))
+def read_array(folder: Path, name: str, part: str = "") -> np.ndarray:
+    """A finished array of a store, or of a part of it, as a memory map; its checksum is not looked at."""
+    return open_array(_path(folder, name, part), sealed=True)
+
+
+def _path(folder: Path, name: str, part: str) -> Path:
+    return folder / f"{part}{'+' if part else ''}{name}.npy"
+
+
+def _checked_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"name={name!r}: use letters, digits, '.', '_' and '-' only.")
+    return name
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -232,16 +229,14 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def check_folder(folder: Path, *, is_inner: bool = False) -> None:
-    """Refuse a `save_dir` that is a file, and a folder inside of a store that is a link to elsewhere."""
+def check_folder(folder: Path) -> None:
+    """Refuse a `save_dir` that is a file."""
     try:
-        mode = os.stat(folder, follow_symlinks=not is_inner).st_mode
+        mode = os.stat(folder).st_mode
     except FileNotFoundError:
         return
     except NotADirectoryError:
         raise StoreMismatch(f"save_dir={str(folder)!r} lies below a file: pass a new or empty folder.") from None
-    if stat.S_ISLNK(mode):
-        raise StoreDamaged(f"save_dir holds {str(folder)!r}, a symbolic link, which is not followed here: remove it.")
     if not stat.S_ISDIR(mode):
         raise StoreMismatch(f"save_dir={str(folder)!r} is a file: pass a new or empty folder.")
 
@@ -270,6 +265,7 @@ def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str | Non
     """How a store's fingerprint differs from the given one, and what to do; None if it does not."""
     if stored == given:
         return None
+    given = json.loads(json.dumps(given))  # as it was read: a tuple is a list
     for name in (*given, *(name for name in stored if name not in given)):
         before, now = stored.get(name), given.get(name)
         if not _same(before, now):
@@ -315,13 +311,12 @@ def digest(*arrays: np.ndarray) -> str:
 
 
 def _same(before: Any, now: Any) -> bool:
-    are_sums = all(isinstance(value, list) and value and isinstance(value[0], float) for value in (before, now))
-    if not are_sums:
+    if not all(isinstance(value, list) and value for value in (before, now)) or len(before) != len(now):
         return before == now
-    scale = max(map(abs, (*before, *now)))
-    return len(before) == len(now) and all(
-        math.isclose(a, b, rel_tol=0, abs_tol=SUMS_TOLERANCE * scale) for a, b in zip(before, now, strict=True)
-    )
+    if not all(isinstance(value, float) for value in (*before, *now)):
+        return all(map(_same, before, now))
+    scale = SUMS_TOLERANCE * max(map(abs, (*before, *now)))
+    return all(math.isclose(a, b, rel_tol=0, abs_tol=scale) for a, b in zip(before, now, strict=True))
 
 
 def _short(value: Any, other: Any) -> str:

@@ -21,8 +21,7 @@ from ggda_ext.gradients.sketch import count_sketch, draw_sketch
 from ggda_ext.properties import Property
 from ggda_ext.sharing import alone, together
 from ggda_ext.storage import fingerprint
-from ggda_ext.storage.files import open_array
-from ggda_ext.storage.folder import digest
+from ggda_ext.storage.folder import digest, read_array
 from ggda_ext.storage.jobs import Job, Range, finish, group_ranges, opened, part_of, points_per_block, whole_groups
 from ggda_ext.storage.scores import gradients_of
 from ggda_ext.words import without
@@ -96,7 +95,7 @@ class GradientStore:
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """What is kept, as `(group ids [b], rows [b, dim])`; the rows are memory maps."""
         for j, (low, high) in enumerate(self._ranges):
-            yield torch.arange(low, high), torch.from_numpy(open_array(self.folder / f"{_name(j)}.npy", sealed=True))
+            yield torch.arange(low, high), torch.from_numpy(read_array(self.folder, _name(j)))
 
     def scores(self, asked: Property | Directions) -> Tensor:
         """Scores of a property, of directions `[m, p]` or of test points, without a pass over the training data.
@@ -134,7 +133,7 @@ class GradientStore:
         with opened(self.folder, self._fingerprint) as store, together():
             if store is not None and name not in store:
                 store.save_parts(name, (len(rows), k), rows.numpy().dtype, parts())
-        return torch.from_numpy(open_array(self.folder / f"{name}.npy", sealed=True))
+        return torch.from_numpy(read_array(self.folder, name))
 
     def _write_scores(self, rows: Tensor, scores: Tensor) -> None:
         for ids, block in self.blocks():

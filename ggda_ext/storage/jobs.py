@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.data import SomePoints, progress
+from ggda_ext.data import SomePoints, with_progress
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.plan import NonFinite
 from ggda_ext.groups.partition import Groups
@@ -85,7 +85,7 @@ class Job:
 
 def finish(
     store: Arrays | None, jobs: Sequence[Job], dtype: torch.dtype, title: str, show_progress: bool | None
-) -> None:
+) -> Tensor | None:
     """Make and save all jobs that are not finished, one per rank at a time; rank 0 writes.
 
     Args:
@@ -94,19 +94,22 @@ def finish(
         dtype: of the arrays; bfloat16, which NumPy does not know, is saved as float32.
         title: of the progress bar.
         show_progress: whether to show it; None, once it takes `PATIENCE` seconds.
+
+    Returns:
+        The array of the only job, if it was made now; None otherwise.
     """
     missing = set(once(lambda: [job.name for job in jobs if store is None or job.name not in store]))
     todo = [job for job in jobs if job.name in missing]
     done = sum(job.points for job in jobs) - sum(job.points for job in todo)
-    total = done + sum(job.points for job in todo)
-    with progress(total, title, show_progress, initial=done) as bar:
-        for now in _rounds(todo):
-            made = _made(now, torch.float32 if dtype == torch.bfloat16 else dtype)
-            with together():
-                if store is not None:
-                    for job, values in zip(now, made, strict=True):
-                        store.save(job.name, values.numpy())
-            bar.update(sum(job.points for job in now))
+    total, made = done + sum(job.points for job in todo), list[Tensor]()
+    rounds = ((range(sum(job.points for job in now)), now) for now in _rounds(todo))
+    for _, now in with_progress(rounds, total, title, show_progress, done):
+        made = _made(now, torch.float32 if dtype == torch.bfloat16 else dtype)
+        with together():
+            if store is not None:
+                for job, values in zip(now, made, strict=True):
+                    store.save(job.name, values.numpy())
+    return made[0] if made and len(jobs) == 1 else None
 
 
 def _rounds(todo: list[Job]) -> Iterator[list[Job]]:

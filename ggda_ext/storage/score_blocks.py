@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.storage.files import open_array
+from ggda_ext.storage.folder import read_array
 from ggda_ext.storage.jobs import Range
 
 
@@ -19,12 +20,23 @@ def block_name(tests: int, groups: int) -> str:
 
 @dataclass(frozen=True)
 class ScoreBlocks:
-    """Finished scores `[m, k]` of one question at one checkpoint, in a grid of blocks on disk."""
+    """Finished scores `[m, k]` of one question at one checkpoint, in a grid of blocks on disk.
+
+    Attributes:
+        folder: of the store.
+        name: of the question, which is a part of the store.
+        tests: where blocks of test points or components begin and end.
+        groups: where blocks of groups do.
+        dtype: of the scores.
+        made: all of them, where they are one block that was made just now.
+    """
 
     folder: Path
+    name: str
     tests: list[Range]
     groups: list[Range]
     dtype: torch.dtype
+    made: Tensor | None = None
 
     @property
     def m(self) -> int:
@@ -39,12 +51,17 @@ class ScoreBlocks:
         return len(self.tests) == len(self.groups) == 1
 
     def whole(self) -> Tensor:
-        """The only block, as a memory map."""
-        return torch.from_numpy(open_array(self.folder / f"{block_name(0, 0)}.npy", sealed=True)).to(self.dtype)
+        """The only block."""
+        found = torch.from_numpy(self._block(0, 0)) if self.made is None else self.made
+        return found.to(self.dtype)
 
-    def names(self, folder: Path) -> list[str]:
-        """What they are called in a folder."""
-        return [str(self.folder.relative_to(folder))]
+    def _block(self, tests: int, groups: int) -> np.ndarray:
+        return read_array(self.folder, block_name(tests, groups), self.name)
+
+    @property
+    def names(self) -> list[str]:
+        """What they are called in the folder."""
+        return [self.name]
 
     def rows(self, low: int, high: int) -> Tensor:
         """The scores of the test points or components from `low` up to `high`, `[high - low, k]`."""
@@ -54,7 +71,7 @@ class ScoreBlocks:
                 continue
             at = slice(max(top, low) - low, min(bottom, high) - low)
             for j, (left, right) in enumerate(self.groups):
-                block = open_array(self.folder / f"{block_name(i, j)}.npy", sealed=True)
+                block = self._block(i, j)
                 found[at, left:right] = torch.from_numpy(block[max(top, low) - top : min(bottom, high) - top])
         return found
 
@@ -77,9 +94,10 @@ class StackedBlocks:
     def dtype(self) -> torch.dtype:
         return self.parts[0].dtype
 
-    def names(self, folder: Path) -> list[str]:
-        """What they are called in a folder."""
-        return [name for part in self.parts for name in part.names(folder)]
+    @property
+    def names(self) -> list[str]:
+        """What they are called in the folder."""
+        return [name for part in self.parts for name in part.names]
 
     def rows(self, low: int, high: int) -> Tensor:
         """The scores of the test points from `low` up to `high`, `[high - low, k]`."""

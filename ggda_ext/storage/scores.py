@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ggda_ext.data import SomePoints
 from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
+from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.methods.scoring import Weight, sum_scores
 from ggda_ext.sharing import once, together
 from ggda_ext.storage import fingerprint
-from ggda_ext.storage.files import open_array
-from ggda_ext.storage.folder import Store, difference, digest
+from ggda_ext.storage.folder import Store, difference, digest, read_array
 from ggda_ext.storage.jobs import (
     Job,
     Range,
@@ -77,7 +77,7 @@ class ScoreStore:
         values = fingerprint.of_checkpoint(provider)
         within = self._checkpoint(provider, checkpoint, values)
         asked = (
-            {"asked for": "" if property is None else fingerprint.name_of(property)}  # its directions tell the rest
+            {"asked for": "" if property is None else fingerprint.kind_of(property)}  # its directions tell the rest
             | values
             | fingerprint.of_directions(provider, directions, self.tag)
             | {
@@ -89,8 +89,8 @@ class ScoreStore:
         with together():
             part = None if self._store is None else self._store.part(question, asked)
         jobs = _jobs(provider, directions, plan, tests, groups)
-        finish(part, jobs, provider.space.dtype, f"{plan.strategy} group scores", provider.show_progress)
-        return ScoreBlocks(self.folder / question, tests, groups, provider.space.dtype)
+        made = finish(part, jobs, provider.space.dtype, f"{plan.strategy} group scores", provider.show_progress)
+        return ScoreBlocks(self.folder, question, tests, groups, provider.space.dtype, made)
 
     def array(
         self, provider: GroupGradients, checkpoint: int, name: str, settings: dict[str, Any], make: Callable[[], Tensor]
@@ -113,7 +113,22 @@ class ScoreStore:
             with together():
                 if part is not None:
                     part.save(name, made.numpy())
-        return torch.from_numpy(open_array(self.folder / within / f"{name}.npy", sealed=True)).to(provider.space.device)
+        return torch.from_numpy(read_array(self.folder, name, within)).to(provider.space.device)
+
+    def solve(self, method: Method, provider: GroupGradients, rows: Tensor, checkpoint: int) -> Preconditioned:
+        """What ``method.precondition(provider, rows)`` gives, or gave before: numbers with their facts behind them."""
+        described = fingerprint.of_value(method, "method", self.tag)
+        name = f"solve-{fingerprint.of_state({described: rows})}"
+        packed = self.array(
+            provider,
+            checkpoint,
+            name,
+            {"method": described},
+            lambda: _packed(method.precondition(provider, rows), rows),
+        )
+        size = rows.numel() * rows.element_size()
+        settings, passes, notes = json.loads(packed[size:].cpu().numpy().tobytes())
+        return Preconditioned(packed[:size].view(rows.dtype).view(rows.shape), settings, passes, tuple(notes))
 
     def _checkpoint(self, provider: GroupGradients, number: int, values: dict[str, Any]) -> str:
         """The name of a checkpoint, refused if it was made with another model, data or settings."""
@@ -130,7 +145,7 @@ class ScoreStore:
     def _question(self, within: str, asked: dict[str, Any]) -> str:
         """The name of a question that was asked before, or a new one."""
         assert self._store is not None
-        asked, known = json.loads(json.dumps(asked)), self._store.parts
+        known = self._store.parts
         names = (f"{within}-scores-{number:03d}" for number in count())
         return next(name for name in names if name not in known or difference(known[name], asked) is None)
 
@@ -146,7 +161,7 @@ class ScoreStore:
         """
         listed: list[tuple[Weight, ScoreBlocks | StackedBlocks]] = list(parts)
         made_of = [
-            (fingerprint.sums_of(weight[None]) if isinstance(weight, Tensor) else weight, blocks.names(self.folder))
+            (fingerprint.sums_of(weight[None]) if isinstance(weight, Tensor) else weight, blocks.names)
             for weight, blocks in listed
         ]
         first = listed[0][1]
@@ -171,7 +186,14 @@ class ScoreStore:
             if self._store is not None and name not in self._store:
                 like = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy()
                 self._store.save_parts(name, (m, k), like.dtype, parts())
-        return torch.from_numpy(open_array(self.folder / f"{name}.npy", sealed=True)).to(dtype)
+        return torch.from_numpy(read_array(self.folder, name)).to(dtype)
+
+
+def _packed(done: Preconditioned, rows: Tensor) -> Tensor:
+    """Directions like `rows` as bytes, and behind them, as text, what else is known of them."""
+    told = bytearray(json.dumps([dict(done.settings), done.passes, done.notes]).encode())
+    numbers = done.directions.to(rows).contiguous().view(-1).view(torch.uint8)
+    return torch.cat([numbers, torch.frombuffer(told, dtype=torch.uint8).to(numbers.device)])
 
 
 def _grid(provider: GroupGradients, directions: Directions, plan: Plan) -> tuple[list[Range], list[Range]]:
