@@ -189,7 +189,8 @@ class IndexedData:
             mine = my_share(-(-self.n // batch_size))
             low, high = mine.start * batch_size, min(mine.stop * batch_size, self.n)
         else:
-            low, high = my_share(self.n).start, my_share(self.n).stop
+            mine = my_share(self.n)
+            low, high = mine.start, mine.stop
         yield from self._runs(low, high, batch_size)
 
     def _stream(self, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
@@ -411,6 +412,8 @@ def _index(tensors: Any, indices: np.ndarray | range) -> Any:
 def _map(function: Any, batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return function(batch)
+    if type(batch) is tuple:  # nearly always
+        return tuple([_map(function, value) for value in batch])
     if isinstance(batch, Mapping):  # also a tokenizer's BatchEncoding, as a plain dict
         return {key: _map(function, value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -59,22 +59,31 @@ class _Lock:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._owner: int | None = None
-        self._count = 0
+        self._count = self._waiting = 0
 
     def take(self, name: str) -> None:
         me = threading.get_ident()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._owner in (None, me), _PATIENCE):
-                _logger.warning("waiting: the model (%s) is in use by another thread.", name)
-                self._changed.wait_for(lambda: self._owner in (None, me))
+            if self._owner not in (None, me):
+                self._wait(name)
             self._owner, self._count = me, self._count + 1
+
+    def _wait(self, name: str) -> None:
+        self._waiting += 1
+        try:
+            if not self._changed.wait_for(lambda: self._owner is None, _PATIENCE):
+                _logger.warning("waiting: the model (%s) is in use by another thread.", name)
+                self._changed.wait_for(lambda: self._owner is None)
+        finally:
+            self._waiting -= 1
 
     def give_back(self) -> None:
         with self._changed:
             self._count -= 1
             if self._count == 0:
                 self._owner = None
-                self._changed.notify_all()
+                if self._waiting:
+                    self._changed.notify_all()
 
 
 _locks: weakref.WeakKeyDictionary[nn.Module, _Lock] = weakref.WeakKeyDictionary()
@@ -85,8 +94,10 @@ _making = threading.Lock()
 def only_thread(model: nn.Module) -> Iterator[None]:
     """Hold the lock of a model; a second thread waits until the first has finished."""
     inner = unwrapped(model)
-    with _making:
-        lock = _locks.setdefault(inner, _Lock())
+    lock = _locks.get(inner)
+    if lock is None:
+        with _making:
+            lock = _locks.setdefault(inner, _Lock())
     lock.take(type(inner).__name__)
     try:
         yield
@@ -174,7 +185,7 @@ class SavedState:
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
         self.model = model
         self._modes = [(module, module.training) for module in model.modules()]
-        self._required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        self._required = {name: value.requires_grad for name, value in _named_values(model, "_parameters").items()}
         now = _named_values(model)
         self._values = {name: now[name].detach().clone() for name in (now if names is None else names)}
 
@@ -190,9 +201,11 @@ class SavedState:
             for name, before in self._values.items():
                 now[name].copy_(before)
         for module, training in self._modes:
-            module.training = training
+            if module.training != training:
+                module.training = training
         for name, required in self._required.items():
-            now[name].requires_grad_(required)
+            if now[name].requires_grad != required:
+                now[name].requires_grad_(required)
 
 
 def _same(now: Tensor, before: Tensor) -> bool:
@@ -200,14 +213,20 @@ def _same(now: Tensor, before: Tensor) -> bool:
     return torch.equal(now, before) or torch.equal(now.nan_to_num(), before.nan_to_num())
 
 
-def _named_values(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once; several times as fast as `named_parameters`, and asked for often."""
+def _named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once; several times as fast as `named_parameters`, and asked for often.
+
+    Args:
+        model: the model.
+        kinds: ``"_parameters"`` or ``"_buffers"``; both by default.
+    """
     found, seen = dict[str, Tensor](), set[int]()
     for prefix, module in model.named_modules():
-        for name, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None and id(value) not in seen:
-                seen.add(id(value))
-                found[f"{prefix}.{name}" if prefix else name] = value
+        for kind in kinds or ("_parameters", "_buffers"):
+            for name, value in vars(module)[kind].items():
+                if value is not None and id(value) not in seen:
+                    seen.add(id(value))
+                    found[f"{prefix}.{name}" if prefix else name] = value
     return found
 
 

@@ -70,7 +70,8 @@ def together(same: Same | None = None) -> Iterator[None]:
 
 def my_share(count: int) -> range:
     """Which of `count` pieces of work are ours: neighbours, and as many as others have, up to one."""
-    return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
+    of = world_size()
+    return range(count) if of == 1 else range(count * rank() // of, count * (rank() + 1) // of)
 
 
 def share_of_stream(items: Iterable[T]) -> Iterator[T]:

@@ -56,6 +56,10 @@ class LayerRule:
         """⟨layer(a; weight, bias), d⟩ of every row `[b]`."""
         return self.apply(layer, a, weight, bias).mul_(d).reshape(len(d), -1).sum(1)
 
+    def arranged(self, weight: Tensor) -> Tensor:
+        """The same numbers, in the order in memory in which `row_scores` reads them fastest."""
+        return weight
+
     def weight_rows(self, layer: Any, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
         """Write the weight's gradient of every segment to `out` `[s, *weight.shape]`."""
         raise NotImplementedError
@@ -65,7 +69,8 @@ class LayerRule:
         return segment_sum(d.flatten(2).sum(2) if d.dim() > 2 else d, starts)
 
 
-_FEW, _NARROW = 16, 64  # outputs of a layer, as matrix products go
+_FEW, _NARROW = 16, 64  # outputs or inputs of a layer, as matrix products go
+_SMALL = 2**18  # numbers in a weight from which on its order in memory does not matter
 
 
 class _Linear(LayerRule):
@@ -76,7 +81,8 @@ class _Linear(LayerRule):
         """By W a or by Wᵀ d, as matrix products are faster; rows are added up by a product with ones, not by `sum`."""
         size, (out, into) = d.shape[0], weight.shape
         a, d = a.reshape(-1, into), d.reshape(-1, out)
-        if out > max(into, _NARROW):
+        back = out > into >= _NARROW
+        if back:
             products = torch.mm(d, weight).mul_(a)
         elif out > _FEW:
             products = (torch.mm(a, weight.T) if bias is None else torch.addmm(bias, a, weight.T)).mul_(d)
@@ -84,9 +90,15 @@ class _Linear(LayerRule):
             turned = torch.mm(weight, a.T) if bias is None else torch.addmm(bias[:, None], weight, a.T)
             products = turned.mul_(d.T).T
         scores = torch.mv(products, products.new_ones(products.shape[1]))
-        if bias is not None and out > max(into, _NARROW):
+        if bias is not None and back:
             scores = torch.addmv(scores, d, bias)
         return scores if scores.shape[0] == size else scores.reshape(size, -1).sum(1)
+
+    def arranged(self, weight: Tensor) -> Tensor:
+        """By columns, where `row_scores` multiplies inputs by a small weight."""
+        out, into = weight.shape
+        turned = out > _FEW and not out > into >= _NARROW and weight.numel() <= _SMALL
+        return weight.T.contiguous().T if turned else weight
 
     def weight_rows(self, layer: nn.Linear, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
         _outer_products(d, a, starts, out)
@@ -103,6 +115,10 @@ class _TransposedLinear(_Linear):
 
     def row_scores(self, layer: Any, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super().row_scores(layer, a, d, weight.T, bias)
+
+    def arranged(self, weight: Tensor) -> Tensor:
+        """As it is: by columns already."""
+        return weight
 
     def weight_rows(self, layer: nn.Module, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
         _outer_products(a, d, starts, out)
@@ -336,6 +352,11 @@ class Calls:
     """Of the examples `[b]`."""
 
     @property
+    def suspicious(self) -> bool:
+        """Whether something was seen that layers may not tell."""
+        return bool(self.strayed) or self.moves is not None or self.hooks is not None or self.misplaced is not None
+
+    @property
     def signature(self) -> Signature:
         """The same for runs that call the same functions, and layers equally often with as many rows per example."""
         return tuple(sorted(self.rows)), self.called
@@ -395,6 +416,104 @@ def copied_layer(name: str, module: nn.Module, key: str, parameter: nn.Parameter
     return Layer(name, module, COPIES, parameter, None, copied=(key, shape))
 
 
+class Observation:
+    """The layers of a model with hooks on them that tell an observer what a batch does, for one batch or many.
+
+    Meanwhile no parameter but `unseen` and those of the layers requires a gradient.
+
+    Args:
+        space: model and chosen parameters.
+        layers: what to observe.
+        loss: of the examples.
+        unseen: parameters to look after: whether the loss depends on them.
+    """
+
+    def __init__(
+        self, space: ParameterSpace, layers: list[Layer], loss: ExampleLoss, unseen: Iterable[nn.Parameter] = ()
+    ) -> None:
+        self._space, self._loss, self._unseen = space, loss, list(unseen)
+        self._watched = _watched(layers, self._unseen)
+        self._copied = [layer for layer in layers if layer.copied is not None]
+        self._biases = [layer for layer in layers if layer.bias_of is not None]
+        self._tapped = [layer for layer in layers if layer.copied is None and layer.bias_of is None]
+        self._run: _Run | None = None
+
+    @contextmanager
+    def on(self) -> Iterator[Observation]:
+        """With the hooks on the layers."""
+        handles: list[RemovableHandle] = []
+        own = {id(parameter) for parameter in self._watched}
+        with self._space.require_gradients(of_chosen=False, also=[*self._unseen, *self._watched]):
+            try:
+                for layer in [*self._tapped, *self._biases]:
+                    handles += _detached_inside(layer, own)
+                for layer in self._tapped:
+                    handles.append(layer.module.register_forward_hook(self._hook(layer), with_kwargs=True))
+                yield self
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def _hook(self, layer: Layer) -> Callable[..., Tensor | None]:
+        def on_forward(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        ) -> Tensor | None:
+            if self._run is None:
+                return None
+            a = args[0] if args else kwargs["input"]
+            with torch._C.DisableTorchFunction():  # what is done here is not the model's
+                if self._loss.vectorized:
+                    return _UnderVmap.apply(output, a, layer, self._run.tap)
+                return self._run.tap(layer, a, output)
+
+        return on_forward
+
+    def run(
+        self, batch: Any, observer: Observer, closely: bool = False, allowed: float = 1e-3, alters: bool = False
+    ) -> Calls:
+        """Run the summed loss of a batch forward and backward, telling `observer` about every layer call.
+
+        Where rows may have been moved, a second backward pass looks whose they are (`_Order`).
+
+        Args:
+            batch: examples along dim 0.
+            observer: is told.
+            closely: whether to look whose rows are whose in any case.
+            allowed: relative differences that rounding may explain.
+            alters: whether to look for what makes gradients other than derivatives.
+        """
+        run = _Run(self._space, batch_length(batch), observer, allowed)
+        calls = run.calls
+        with _copies(self._copied, run.size) as copied, _shared(self._biases, run.share):
+            for layer, copies in copied:
+                run.tell_of_copies(layer, copies)
+            self._run = run
+            try:
+                with Watch(run.size) as watch:
+                    losses = self._loss.each(self._space.model, batch)
+            finally:
+                self._run = None  # a checkpoint calls layers again on the way back
+            calls.losses, calls.called = losses.detach(), watch.called
+            calls.moves, calls.hooks = watch.moves, watch.hooks
+            calls.alters = altered_gradients(losses, watch) if alters else None
+            if losses.requires_grad:
+                run.order.wanted = run.size > 1 and bool(run.leaves) and (calls.moves is not None or closely)
+                self._go_back(run, losses)
+        return calls
+
+    def _go_back(self, run: _Run, losses: Tensor) -> None:
+        """The backward pass, and a second one if that is wanted; parameters that have a gradient are kept."""
+        calls, order, leaves, others = run.calls, run.order, run.leaves, [*self._unseen, *self._watched]
+        found = torch.autograd.grad(losses.sum(), [*leaves, *others], allow_unused=True, retain_graph=order.wanted)
+        if order.wanted:
+            weights = order.weights(run.size, losses)
+            torch.autograd.grad((losses * weights).sum(), leaves, allow_unused=True)
+            calls.misplaced = order.misplaced
+        for at, d in enumerate(found[len(leaves) :]):
+            if d is not None and bool(_dense(d).any()):
+                (calls.touched if at < len(self._unseen) else calls.strayed).append(others[at])
+
+
 def observe(
     space: ParameterSpace,
     layers: list[Layer],
@@ -402,33 +521,30 @@ def observe(
     batch: Any,
     observer: Observer,
     unseen: Iterable[nn.Parameter] = (),
-    closely: bool = False,
-    allowed: float = 1e-3,
-    alters: bool = False,
+    **looking: Any,
 ) -> Calls:
-    """Run the summed loss of a batch forward and backward, telling `observer` about every layer call.
+    """Run one batch under observation; see `Observation.run`."""
+    with Observation(space, layers, loss, unseen).on() as observation:
+        return observation.run(batch, observer, **looking)
 
-    Where rows may have been moved, a second backward pass looks whose they are (`_Order`).
 
-    Args:
-        space: model and chosen parameters.
-        layers: what to observe.
-        loss: of the examples.
-        batch: examples along dim 0.
-        observer: is told.
-        unseen: parameters to look after: whether the loss depends on them.
-        closely: whether to look whose rows are whose in any case.
-        allowed: relative differences that rounding may explain.
-        alters: whether to look for what makes gradients other than derivatives.
-    """
-    size = batch_length(batch)
-    leaves: list[Tensor] = []
-    unseen = list(unseen)
-    watched = _watched(layers, unseen)
-    calls, order = Calls(), _Order(allowed)
+class _Run:
+    """One batch under observation: what happened so far."""
 
-    def tap(layer: Layer, a: Tensor, output: Tensor) -> Tensor:
-        a, rows = a.detach(), output.shape[0]
+    def __init__(self, space: ParameterSpace, size: int, observer: Observer, allowed: float) -> None:
+        self.space, self.size, self.observer = space, size, observer
+        self.calls, self.order = Calls(), _Order(allowed)
+        self.leaves: list[Tensor] = []
+
+    def tell_of_copies(self, layer: Layer, copies: Tensor) -> None:
+        """Tell of a parameter's copies, and of their gradient."""
+        self.leaves.append(copies)
+        kept = self.observer.forward(layer, copies.detach().view(self.size, *_of(layer.weight).shape))
+        copies.register_hook(self.order.of(layer, _backward(self.observer, layer, kept, 1, self.space), 1))
+
+    def tap(self, layer: Layer, a: Tensor, output: Tensor) -> Tensor:
+        """Tell of a layer's input; what goes on in place of its output tells of its gradient."""
+        a, rows, size = a.detach(), output.shape[0], self.size
         if rows != size and rows == 1:  # shared by the batch, as position embeddings are
             a, output, rows = a.expand(size, *a.shape[1:]), output.expand(size, *output.shape[1:]), size
         repeats, remainder = divmod(rows, size)
@@ -437,74 +553,28 @@ def observe(
                 f"layer {layer.name!r} returned {list(output.shape)} for a batch of {size} examples, "
                 "so its rows cannot be told apart by example"
             )
-        calls.rows.append((layer.name, repeats))
-        kept = _told(observer.forward, layer, _in_full(a, space))
+        self.calls.rows.append((layer.name, repeats))
+        kept = _told(self.observer.forward, layer, _in_full(a, self.space))
         tapped = output
         if not output.requires_grad:
             tapped = output.detach().requires_grad_()
-            leaves.append(tapped)
+            self.leaves.append(tapped)
             output = tapped.clone() if layer.copies_output else tapped
-        tapped.register_hook(order.of(layer, _backward(observer, layer, kept, repeats, space), repeats))
+        told = _backward(self.observer, layer, kept, repeats, self.space)
+        tapped.register_hook(self.order.of(layer, told, repeats))
         return output
 
-    def hook(layer: Layer) -> Callable[..., Tensor]:
-        def on_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            a = args[0] if args else kwargs["input"]
-            with torch._C.DisableTorchFunction():  # what is done here is not the model's
-                return _UnderVmap.apply(output, a, layer, tap) if loss.vectorized else tap(layer, a, output)
-
-        return on_forward
-
-    def share(layer: Layer, positions: Tensor, bias: Tensor) -> Tensor:
+    def share(self, layer: Layer, positions: Tensor, bias: Tensor) -> Tensor:
         """Scores `[1, h, q, k]` that all examples get, as one copy for each, so that each has a gradient of its own."""
         if bias.dim() != 4 or len(bias) != 1 or bias.shape[2:] != positions.shape:
             raise UnknownLayer(f"layer {layer.name!r} gives scores {list(bias.shape)}, which are not [1, h, q, k]")
-        calls.rows.append((layer.name, 1))
-        kept = _told(observer.forward, layer, positions.expand(size, *positions.shape))
-        copies = bias.detach().expand(size, *bias.shape[1:]).requires_grad_()
-        leaves.append(copies)
-        back = order.of(layer, _backward(observer, layer, kept, 1, space), 1)
+        self.calls.rows.append((layer.name, 1))
+        kept = _told(self.observer.forward, layer, positions.expand(self.size, *positions.shape))
+        copies = bias.detach().expand(self.size, *bias.shape[1:]).requires_grad_()
+        self.leaves.append(copies)
+        back = self.order.of(layer, _backward(self.observer, layer, kept, 1, self.space), 1)
         copies.register_hook(lambda d: back(d.permute(0, 2, 3, 1)))
         return copies
-
-    with (
-        space.require_gradients(of_chosen=False, also=[*unseen, *watched]),
-        _copies(layers, size) as copied,
-        _detached_inside(layers, watched),
-        _shared([layer for layer in layers if layer.bias_of is not None], share),
-    ):
-        for layer, copies in copied:
-            leaves.append(copies)
-            kept = observer.forward(layer, copies.detach().view(size, *_of(layer.weight).shape))
-            copies.register_hook(order.of(layer, _backward(observer, layer, kept, 1, space), 1))
-        handles = [
-            layer.module.register_forward_hook(hook(layer), with_kwargs=True)
-            for layer in layers
-            if layer.copied is None and layer.bias_of is None
-        ]
-        try:
-            with Watch(size) as watch:
-                losses = loss.each(space.model, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
-        calls.losses, calls.called = losses.detach(), watch.called
-        calls.moves, calls.hooks = watch.moves, watch.hooks
-        calls.alters = altered_gradients(losses, watch) if alters else None
-        if losses.requires_grad:
-            order.wanted = size > 1 and bool(leaves) and (calls.moves is not None or closely)
-            wanted = [*leaves, *unseen, *watched]
-            found = torch.autograd.grad(losses.sum(), wanted, allow_unused=True, retain_graph=order.wanted)
-            if order.wanted:
-                weights = order.weights(size, losses)
-                torch.autograd.grad((losses * weights).sum(), leaves, allow_unused=True)
-                calls.misplaced = order.misplaced
-            pairs = zip([*unseen, *watched], found[len(leaves) :], strict=True)
-            used = [parameter for parameter, d in pairs if d is not None and bool(_dense(d).any())]
-            seen = {id(parameter) for parameter in watched}
-            calls.touched = [parameter for parameter in used if id(parameter) not in seen]
-            calls.strayed = [parameter for parameter in used if id(parameter) in seen]
-    return calls
 
 
 class _Order:
@@ -565,23 +635,17 @@ def _watched(layers: list[Layer], unseen: list[nn.Parameter]) -> list[nn.Paramet
     return list({id(value): value for value in own if id(value) not in left_out}.values())
 
 
-@contextmanager
-def _detached_inside(layers: list[Layer], watched: list[nn.Parameter]) -> Iterator[None]:
-    """Let layers compute with detached parameters, in their own calls only; also when a checkpoint calls them again."""
-    wanted = {id(parameter) for parameter in watched}
-    handles: list[RemovableHandle] = []
-    try:
-        for layer in layers:
-            own = {"weight": layer.weight, "bias": layer.bias}
-            mine = {key: value for key, value in own.items() if value is not None and id(value) in wanted}
-            if layer.copied is None and mine:
-                swap, back = _swaps(layer.module._parameters, mine)
-                handles.append(layer.module.register_forward_pre_hook(swap))
-                handles.append(layer.module.register_forward_hook(back, prepend=True, always_call=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _detached_inside(layer: Layer, watched: set[int]) -> list[RemovableHandle]:
+    """Let a layer compute with detached parameters, in its own calls only; also when a checkpoint calls it again."""
+    own = {"weight": layer.weight, "bias": layer.bias}
+    mine = {key: value for key, value in own.items() if value is not None and id(value) in watched}
+    if not mine:
+        return []
+    swap, back = _swaps(layer.module._parameters, mine)
+    return [
+        layer.module.register_forward_pre_hook(swap),
+        layer.module.register_forward_hook(back, prepend=True, always_call=True),
+    ]
 
 
 def _swaps(held: dict[str, Any], own: dict[str, nn.Parameter]) -> tuple[Callable[..., None], Callable[..., None]]:

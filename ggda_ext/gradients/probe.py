@@ -48,7 +48,7 @@ from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, SavedState
 
-LARGEST_BATCH = 65_536
+LARGEST_BATCH = 2**17
 CACHED_BYTES = 26 * 2**20  # of activations of a batch: fewer, and what is done once per batch counts on small models
 ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
 _BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent

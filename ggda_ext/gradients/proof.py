@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from ggda_ext.data import IndexedData, batch_length, pick
 from ggda_ext.gradients.layers import (
     Calls,
     Layer,
+    Observation,
     Observer,
     Signature,
     UnknownLayer,
@@ -229,6 +230,39 @@ class CapturedLayers:
     def __init__(self, space: ParameterSpace, found: Findings, loss: ExampleLoss, allowed: Tolerance) -> None:
         self.space, self.found, self.loss, self.allowed = space, found, loss, allowed
         self.layers = found.layers(space)
+        self._holding, self._held = False, ExitStack()
+        self._observation: Observation | None = None
+
+    @contextmanager
+    def held(self, wanted: bool) -> Iterator[None]:
+        """Leave the hooks on the layers from batch to batch, which saves time.
+
+        Args:
+            wanted: whether to; not where code of the user makes the batches, which may run the model.
+        """
+        self._holding = wanted and not self.space.changing  # what a batch changes is put back after it
+        try:
+            yield
+        finally:
+            self._holding = False
+            self._release()
+
+    def _release(self) -> None:
+        """Take the hooks off the layers."""
+        self._observation = None
+        self._held.close()
+
+    def _observe(self, batch: Any, observer: Observer) -> Calls:
+        """Run a batch under observation; the hooks stay on if they are held."""
+        if self._observation is None:
+            unseen = [self.space.parameters[name] for name in self.found.unseen]
+            self._observation = self._held.enter_context(Observation(self.space, self.layers, self.loss, unseen).on())
+        try:
+            with self._named():
+                return self._observation.run(batch, observer, self.found.alters is not None, self.allowed.rows)
+        finally:
+            if not self._holding:
+                self._release()
 
     def run(self, batch: Any, observer: Observer) -> None:
         """Run a batch forward and backward under an observer.
@@ -240,16 +274,14 @@ class CapturedLayers:
         recorder = None
         if size > 1 and self.found.rows_compared < ENOUGH_ROWS:
             recorder = _Recorder(self._some(size), size, observer)
-        unseen = [self.space.parameters[name] for name in self.found.unseen]
-        closely = self.found.alters is not None
-        with self._named():
-            calls = observe(
-                self.space, self.layers, self.loss, batch, recorder or observer, unseen, closely, self.allowed.rows
-            )
+        calls = self._observe(batch, recorder or observer)
+        new = bool(calls.touched) or calls.signature not in self.found.proven
+        if new or recorder is not None or calls.suspicious:
+            self._release()  # plain autograd runs without hooks
         if calls.strayed:
             raise Unproven(strays(self.space, calls))
         self._check_order(batch, calls)
-        if calls.touched or calls.signature not in self.found.proven:
+        if new:
             self._prove(batch, calls)
         elif recorder is not None:
             self._compare(batch, recorder)
@@ -348,7 +380,7 @@ class CapturedLayers:
                 }
             )
         recorder = _Recorder(positions, size)
-        again = observe(self.space, self.layers, self.loss, batch, recorder, (), True, self.allowed.rows)
+        again = observe(self.space, self.layers, self.loss, batch, recorder, closely=True, allowed=self.allowed.rows)
         self._check_order(batch, again)
         self._compare(batch, recorder)
         self.found.proven.add(calls.signature)

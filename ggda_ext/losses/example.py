@@ -121,6 +121,8 @@ def as_example_loss(loss_fn: Any) -> ExampleLoss:
     """`loss_fn` as an `ExampleLoss`: ``loss_fn(output, target)`` of any reduction, one already, or the model's own."""
     if isinstance(loss_fn, ExampleLoss):
         return loss_fn
+    if type(loss_fn) in _KNOWN:
+        return OutputLoss(loss_fn)
     if loss_fn is None:
         from ggda_ext.losses.own import OwnLoss  # which is an ExampleLoss
 
@@ -207,13 +209,14 @@ _KNOWN = frozenset((*_ELEMENTWISE, *_CLASSES, *_BY_ROW))
 
 def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target: Tensor | None) -> Tensor:
     """``loss_fn`` of each row of `output` and `target` alone `[b]`; trailing dimensions are reduced as it does."""
-    size = output.shape[0]  # len() of a tensor is a function that is watched
+    with torch._C.DisableTorchFunction():  # a pass watches functions of the model and the loss, not our questions
+        size = output.shape[0]
+        known = type(loss_fn) in _KNOWN and target is not None and target.shape[:1] == (size,)
+        comparable = _comparable(loss_fn, output, target) if known else None
     if loss_fn is None:
         return output.reshape(size, -1).sum(1)
-    if type(loss_fn) in _KNOWN and target is not None and target.shape[:1] == (size,):
-        found = _known_losses(loss_fn, output, target)
-        if found is not None:
-            return found
+    if comparable is not None:
+        return _known_losses(loss_fn, output, comparable)
     if type(loss_fn) in _KNOWN and target is None:
         raise ValueError(
             f"the data gives no targets, which {type(loss_fn).__name__} needs: pass (x, y), or a dict with one of the "
@@ -233,11 +236,10 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
     return losses.reshape(1) if size == 1 else _alone(loss_fn, arguments)
 
 
-def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor | None:
-    """Losses of the rows alone `[b]` for a loss of PyTorch; None where only calling it row by row will tell."""
-    reduction, size = loss_fn.reduction, output.shape[0]
+def _comparable(loss_fn: Any, output: Tensor, target: Any) -> Tensor | None:
+    """The target as a loss of PyTorch takes it beside the output; None where only calling it row by row will tell."""
     classes = isinstance(loss_fn, _CLASSES)
-    if classes and loss_fn.weight is not None and reduction == "mean":
+    if classes and loss_fn.weight is not None and loss_fn.reduction == "mean":
         raise ValueError(
             f"loss_fn is {type(loss_fn).__name__}(weight=…, reduction='mean'), which divides by the weights of "
             "whoever shares the batch, so an example has no loss of its own: pass reduction='sum' if the weights are "
@@ -253,15 +255,25 @@ def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor | None
     by_number = classes and output.dim() == 2 and not target.is_complex()
     if by_number and ((target.dim() == 1) == target.is_floating_point() or output.shape[1] == 1):
         misfits.check_classes(type(loss_fn).__name__, output, target)
-    unreduced = copy.copy(loss_fn)
+    return target
+
+
+def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor:
+    """Losses of the rows alone `[b]` for a loss of PyTorch."""
+    reduction, classes, unreduced = loss_fn.reduction, isinstance(loss_fn, _CLASSES), copy.copy(loss_fn)
     unreduced.reduction = "none"
     try:
-        rows = unreduced(output, target).reshape(size, -1)
+        rows = unreduced(output, target)
+        with torch._C.DisableTorchFunction():
+            flat, size = rows.shape == output.shape[:1], output.shape[0]
+        rows = rows if flat else rows.reshape(size, -1)
     except (RuntimeError, IndexError) as error:
         explained = misfits.of_loss(error, type(loss_fn).__name__, output, target)
         if explained is error:
             raise
         raise explained from error
+    if flat:
+        return rows
     if rows.shape[1] == 1:
         return rows.reshape(size)
     if reduction != "mean":

@@ -17,14 +17,25 @@ from ggda_ext.gradients.plan import Cost, Request, Strategy
 
 def scores(request: Request, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
-    result = request.empty_scores(len(directions))
+    alone = request.groups.are_singletons  # nothing to add up
+    m, k = len(directions), len(request.groups)
+    result = directions.new_zeros(m, k) if alone else request.empty_scores(m)
     nothing: list[Tensor | None] = [None] * len(directions)
     parts: Parts = defaultdict(lambda: nothing)
     parts |= {id(value): list(request.space.part(directions, value)) for value in request.space.parameters.values()}
-    for labels, batch in request.natural_batches():
-        observer = _PointScores(parts, directions.new_zeros(len(directions), labels.shape[0]))
-        request.observe(batch, observer)
-        result.index_add_(1, labels, observer.scores.to(result))
+    for layer in request.layers:
+        if layer.weight is not None:
+            parts[id(layer.weight)] = [
+                layer.rule.arranged(part) for part in parts[id(layer.weight)] if part is not None
+            ]
+    with request.captured.held(request.data.tensors is not None):
+        for labels, batch in request.natural_batches():
+            observer = _PointScores(parts, directions.new_zeros(len(directions), labels.shape[0]))
+            request.observe(batch, observer)
+            if alone:
+                result.scatter_(1, labels.expand(m, -1), observer.scores)
+            else:
+                result.index_add_(1, labels, observer.scores.to(result))
     return result
 
 
