@@ -6,8 +6,9 @@ Three kinds, of which all but the Hessian have no negative eigenvalues:
 * ``"hessian"``       1/N Σ ∇²ℓᵢ;
 * ``"fisher"``        1/N Σ ∇ℓᵢ ∇ℓᵢᵀ, the empirical Fisher, for any loss at all.
 
-A few thousand points tell the curvature well enough; the error this leaves is measured on other points. The Fisher is
-taken on no more points than those whose gradients can be kept, so that its products need no further pass.
+A few thousand points tell the curvature well enough; the error this leaves is measured on other points. The
+Fisher keeps their gradients where they fit into memory, so that its products need no further pass; where nobody asked
+for it by name, it is taken on as many points as that.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ggda_ext.losses.own import OwnLoss
 CurvatureKind = Literal["auto", "gauss-newton", "hessian", "fisher"]
 KINDS: tuple[str, ...] = get_args(CurvatureKind)
 KEPT_BYTES, FEWEST = 2**30, 128
-"""For the gradients of the Fisher's points; fewer points than this are not taken, kept or not."""
+"""For the gradients of the Fisher's points; at least so many are taken, kept or not."""
 _PASSES, _PASSES_OF_VECTOR, _PASSES_OF_ROWS = 1.0, 1.3, 2.5
 """Passes over the sample that a product takes, those for each of its vectors, and what keeping gradients takes."""
 
@@ -63,8 +64,8 @@ class SampledCurvature:
             why = self._no_gauss_newton()
             self.kind = "gauss-newton" if why is None else "fisher"
             self.note = "" if why is None else f"The curvature is the empirical Fisher, because {why}"
-        if self.kind == "fisher" and self.points > FEWEST:
-            self.sample, _ = sample_of(provider, min(self.points, max(FEWEST, self._points_to_keep)), seed)
+        if kind == "auto" and self.kind == "fisher":
+            self.sample, _ = sample_of(provider, min(points, max(FEWEST, self._points_to_keep)), seed)
             self.points = self.sample.n or 0
 
     @property

@@ -35,8 +35,8 @@ class Influence(Method):
         damping: λ in (H + λ)⁻¹; by default from the recipe, else from the curvature itself (see
             `ggda_ext.curvature.damping`).
         recipe: how the model was trained: a `ggda_ext.training.Recipe` or a `Training`.
-        points: most training points that the curvature is taken on; the Fisher takes those whose gradients fit into
-            memory (1 GiB), but at least 128.
+        points: most training points that the curvature is taken on; with ``"auto"`` the Fisher takes those whose
+            gradients fit into 1 GiB, but at least 128.
         steps: most products of the solve.
         tolerance: residual, relative to the right-hand side, at which the solve is done.
         seed: of the draw of points.
