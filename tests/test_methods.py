@@ -8,6 +8,7 @@ from torch.func import functional_call
 from torch.utils.data import IterableDataset
 
 from ggda_ext import BatchLoss, attribute, properties
+from ggda_ext.curvature import sampled
 from ggda_ext.curvature.damping import ADAM, TrainingSteps
 from ggda_ext.methods import EKFAC, METHODS, Influence, TracIn
 from ggda_ext.training import Recipe
@@ -83,6 +84,29 @@ def test_influence_of_logistic_regression_is_the_closed_form(curvature):
     rows = gradients_of(model, x, y)
     matrix = rows.T @ rows / N if curvature == "fisher" else hessian_of(model, x, y)
     torch.testing.assert_close(found.scores[0], expected(model, x, y, test, matrix, 0.1), rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_fisher_takes_the_points_whose_gradients_it_can_keep_and_no_pass_for_a_step(kept, monkeypatch):
+    (x, y), test, model = data(), data(1), network()
+    few, size = 20, sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr(sampled, "FEWEST", 1 if kept else few)
+    monkeypatch.setattr(sampled, "KEPT_BYTES", few * size * 8 if kept else 0)
+    monkeypatch.setattr(sampled.SampledCurvature, "_no_gauss_newton", lambda _: "of this test.")
+    points = np.sort(np.random.default_rng(0).permutation(N)[:few])
+    rows = gradients_of(model, x[points], y[points])
+    matrix, seen, passes = rows.T @ rows / few, [], []
+    handle = model.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    for steps in (1, 3, 12):  # the first call finds out about the model
+        seen.clear()
+        method = Influence(damping=0.1, steps=steps, tolerance=1e-13)
+        found = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=method)
+        assert found.method.settings["points for the curvature"] == few
+        passes.append((sum(seen), found.method.passes))
+    handle.remove()
+    torch.testing.assert_close(found.scores[0], expected(model, x, y, test, matrix, 0.1), rtol=1e-8, atol=1e-12)
+    for one, other in zip(*passes[1:], strict=True):
+        assert other == one if kept else other > one
 
 
 def test_influence_of_a_network_by_the_hessian_is_the_closed_form():

@@ -301,6 +301,10 @@ def test_mistakes_are_named_with_the_fix(tmp_path):
     )
     language = {"given": made("gpt2"), "data": sources(examples("gpt2", 4)), "eval_dataset": examples("gpt2", 2)}
     refused(ValueError, "'f1' is of one label for each row, and a GPT2LMHeadModel", property="f1", **language)
+    number, measures = made("bert", num_labels=1), [row | {"labels": 0.5} for row in tests]
+    regression = {"given": number, "data": [row | {"labels": 0.5} for row in rows], "eval_dataset": measures}
+    for name in ("accuracy", "f1", "probability"):
+        refused(ValueError, f"property='{name}' is of labels.*predicts a number", property=name, **regression)
     refused(ValueError, "property='loss' is not one of 'eval_loss'", property="loss")
     refused(ValueError, "pass eval_dataset=", eval_dataset=None)
     refused(ValueError, "'difference' is the loss of one set minus", property="difference")

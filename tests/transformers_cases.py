@@ -48,8 +48,8 @@ def t5() -> nn.Module:
     )  # fmt: skip
 
 
-def bert() -> nn.Module:
-    return BertForSequenceClassification(BertConfig(**_BERT))
+def bert(**settings: Any) -> nn.Module:
+    return BertForSequenceClassification(BertConfig(**_BERT | settings))
 
 
 def bert_tokens() -> nn.Module:
@@ -67,16 +67,16 @@ def vit() -> nn.Module:
     )  # fmt: skip
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "gpt2": gpt2, "llama": llama, "t5": t5, "bert": bert, "bert_tokens": bert_tokens, "bert_answers": bert_answers,
     "vit": vit,
 }  # fmt: skip
 
 
-def made(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+def made(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **settings: Any) -> nn.Module:
     """A model in eval mode, with parameters that differ from their plain start (zeros and ones tell little)."""
     torch.manual_seed(seed)
-    model = MODELS[name]()
+    model = MODELS[name](**settings)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -12,7 +12,7 @@ from torch import nn
 from ggda_ext import attribute
 from ggda_ext.curvature.damping import TrainingSteps
 from ggda_ext.losses.row_reductions import Tokens
-from ggda_ext.methods import Method
+from ggda_ext.methods import EKFAC, Influence, Method
 from ggda_ext.model import ParameterChoice, ParameterSpace
 from ggda_ext.results import Attribution
 from ggda_transformers.adam import AdamTracIn
@@ -24,7 +24,9 @@ from ggda_transformers.setup import TrainerSetup, check_rows
 
 MethodChoice = Literal["auto", "tracin", "influence", "fisher", "ekfac"]
 FEW_PARAMETERS = 2_000_000
-"""Up to here (adapters, heads) the curvature is solved with; above it is factored, which takes fewer passes."""
+"""Up to here (adapters, heads) the curvature is solved with; above it is factored, which needs less memory."""
+CURVATURE_ROWS = 1024
+"""Rows that the curvature is taken on at most: rows are long and have many tokens to tell it by."""
 
 
 def attribute_trainer(
@@ -69,7 +71,8 @@ def attribute_trainer(
             ``optimizer.pt``, or of the Trainer's optimizer at the current parameters.
         method: that of `ggda_ext.attribute`. ``"auto"`` takes curvature into account: ``"influence"`` for up to two
             million parameters (adapters, heads), ``"ekfac"`` above, ``"tracin"`` with a preconditioner. The result says
-            which it was. Curvature takes some passes; ``"tracin"`` takes one for each checkpoint.
+            which it was. Curvature is taken on up to 1,024 rows, at about three passes over them; pass one of
+            `ggda_ext.methods` for other settings. Then, as ``"tracin"``, one pass over all for each checkpoint.
         eval_dataset: what a property by name is of; by default the Trainer's. A dict gives a row for each set.
         tokens: the loss of a sequence is the ``"mean"`` of its tokens, as its loss alone, or their ``"sum"``. A Trainer
             takes the mean over all tokens of a batch, which is neither: sequences count by length there, as in the sum.
@@ -97,10 +100,10 @@ def attribute_trainer(
     chosen = counted_parameters(setup.model) if parameters is None else parameters
     data = setup.rows(setup.prepared(train_dataset), "train_dataset")
     with evaluated(setup.model):
-        by, recipe = _method(method, preconditioner, setup, damping, ParameterSpace(setup.model, chosen).size)
+        by, damping = _method(method, preconditioner, setup, damping, ParameterSpace(setup.model, chosen).size)
         result = attribute(
             setup.model, setup.loss(tokens), data, partition, goal, method=by,
-            damping=damping, recipe=recipe, checkpoints=listed, weights=_weights(listed, weights, by),
+            damping=damping, checkpoints=listed, weights=_weights(listed, weights, by),
             load_checkpoint=by.load if isinstance(by, AdamTracIn) else _load, parameters=chosen, strategy=strategy,
             batch_size=setup.batch_size, memory_budget=memory_budget, show_progress=show_progress, save_dir=save_dir,
             tag=tag,
@@ -127,18 +130,21 @@ def _load(model: nn.Module, checkpoint: TrainerCheckpoint) -> None:
 
 def _method(
     method: MethodChoice | Method, preconditioner: str | None, setup: TrainerSetup, damping: float | None, p: int
-) -> tuple[Any, TrainingSteps | None]:
-    """The method, and what is known of the training for its damping."""
+) -> tuple[Any, float | None]:
+    """The method, and the damping where the method does not hold it."""
     if preconditioner not in (None, "adam"):
         raise ValueError(f"preconditioner={preconditioner!r} is not one of None, 'adam'.")
     if preconditioner == "adam":
         if method not in ("auto", "tracin"):
             raise ValueError(f"preconditioner='adam' is for TracIn, and method={method!r} has its own: leave out one.")
-        return AdamTracIn(getattr(setup.trainer, "optimizer", None), setup.trainer), None
+        return AdamTracIn(getattr(setup.trainer, "optimizer", None), setup.trainer), damping
     if method == "auto":
         method = "influence" if p <= FEW_PARAMETERS else "ekfac"
-    curved = isinstance(method, str) and method in ("influence", "ekfac")
-    return method, training_steps(setup.trainer) if curved and damping is None else None
+    if not isinstance(method, str) or method not in ("influence", "ekfac"):
+        return method, damping
+    kind = Influence if method == "influence" else EKFAC
+    recipe = training_steps(setup.trainer) if damping is None else None
+    return kind(damping=damping, recipe=recipe, points=CURVATURE_ROWS), None
 
 
 def training_steps(trainer: Any) -> TrainingSteps | None:

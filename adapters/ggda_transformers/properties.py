@@ -45,6 +45,11 @@ def property_of(setup: TrainerSetup, property: Any, eval_dataset: Any) -> Proper
         )
     if property == "difference":
         return _difference(setup, eval_dataset)
+    if property in ("accuracy", "f1", "probability") and _predicts_a_number(setup.model):
+        raise ValueError(
+            f"property={property!r} is of labels, and this {type(base_of(setup.model)).__name__} predicts a number "
+            "(num_labels=1 or problem_type='regression'): take 'eval_loss', or a callable g(model)."
+        )
     make = _MAKERS[property]
     if not isinstance(eval_dataset, Mapping):
         return named(make(setup, eval_dataset), property)
@@ -78,6 +83,13 @@ def _f1(setup: TrainerSetup, dataset: Any) -> Property:
             "token: take 'accuracy', 'probability' or 'perplexity', or a callable g(model)."
         )
     return properties.soft_f1(setup.rows(dataset, "eval_dataset"), batch_size=setup.batch_size)
+
+
+def _predicts_a_number(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    kind = getattr(config, "problem_type", None)
+    one = getattr(config, "num_labels", None) == 1 and "Classification" in type(base_of(model)).__name__
+    return kind == "regression" or (kind is None and one)
 
 
 def _difference(setup: TrainerSetup, sets: Any) -> Property:

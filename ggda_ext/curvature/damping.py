@@ -221,8 +221,9 @@ def _second_moments(provider: GroupGradients, sample: IndexedData, batch_size: i
     some = SomePoints(sample, np.linspace(0, n - 1, count).astype(np.int64))
     points = provider.on(some, Groups.singletons(len(some.positions)))
     squares, total = (torch.zeros(provider.p, dtype=torch.float64) for _ in range(2))
-    for _, rows in points.all_blocks():
-        squares += rows.double().square().sum(0).cpu()
-        total += rows.double().sum(0).cpu()
+    for _, block in points.all_blocks():
+        rows = block.to(torch.promote_types(block.dtype, torch.float32))
+        squares += rows.square().sum(0).double().cpu()
+        total += rows.sum(0).double().cpu()
     seen = len(some.positions)
     return (squares / seen / batch_size + (total / seen).square()).to(provider.space.device)

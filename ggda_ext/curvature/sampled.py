@@ -6,12 +6,15 @@ Three kinds, of which all but the Hessian have no negative eigenvalues:
 * ``"hessian"``       1/N Σ ∇²ℓᵢ;
 * ``"fisher"``        1/N Σ ∇ℓᵢ ∇ℓᵢᵀ, the empirical Fisher, for any loss at all.
 
-A few thousand points tell the curvature well enough; the error this leaves is measured on other points.
+A few thousand points tell the curvature well enough; the error this leaves is measured on other points. The
+Fisher keeps their gradients where they fit into memory, so that its products need no further pass; where nobody asked
+for it by name, it is taken on as many points as that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -28,6 +31,10 @@ from ggda_ext.losses.own import OwnLoss
 
 CurvatureKind = Literal["auto", "gauss-newton", "hessian", "fisher"]
 KINDS: tuple[str, ...] = get_args(CurvatureKind)
+KEPT_BYTES, FEWEST = 2**30, 128
+"""For the gradients of the Fisher's points; at least so many are taken, kept or not."""
+_PASSES, _PASSES_OF_VECTOR, _PASSES_OF_ROWS = 1.0, 1.3, 2.5
+"""Passes over the sample that a product takes, those for each of its vectors, and what keeping gradients takes."""
 
 
 def checked_kind(kind: str) -> str:
@@ -57,6 +64,9 @@ class SampledCurvature:
             why = self._no_gauss_newton()
             self.kind = "gauss-newton" if why is None else "fisher"
             self.note = "" if why is None else f"The curvature is the empirical Fisher, because {why}"
+        if kind == "auto" and self.kind == "fisher":
+            self.sample, _ = sample_of(provider, min(points, max(FEWEST, self._points_to_keep)), seed)
+            self.points = self.sample.n or 0
 
     @property
     def whole(self) -> bool:
@@ -71,8 +81,35 @@ class SampledCurvature:
         """The same on as many points of which few are in the sample; the sample itself where that is all there is."""
         return self.on(_draw(self.provider.data, self.points, self.seed + 1, instead=True), vectors)
 
+    def passes(self, steps: int, vectors: int) -> float:
+        """What the products of a solve took, and one elsewhere, in passes over all training points."""
+        product = _PASSES + _PASSES_OF_VECTOR * vectors
+        solve = _PASSES_OF_ROWS if self._keeps else steps * product
+        return (solve + (0 if self.whole else product)) * self.points / self.total
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.promote_types(self.provider.space.dtype, torch.float32)
+
+    @property
+    def _points_to_keep(self) -> int:
+        """How many points have gradients that fit into memory."""
+        return KEPT_BYTES // (self.provider.p * self._dtype.itemsize)
+
+    @property
+    def _keeps(self) -> bool:
+        return self.kind == "fisher" and self.points <= self._points_to_keep
+
+    @cached_property
+    def _gradients(self) -> Tensor:
+        """Those of the sample's points `[N, p]`."""
+        return self.provider.on(self.sample, Groups.singletons(self.points)).rows().to(self._dtype)
+
     def on(self, data: IndexedData, vectors: Tensor) -> Tensor:
         """Products with the curvature on some data."""
+        if self._keeps and data is self.sample:
+            rows = self._gradients
+            return ((vectors.to(rows) @ rows.T) @ rows / self.points).to(vectors)
         if self.kind == "fisher":
             return _fisher_product(self.provider, data, vectors)
         cast = vectors.to(self.provider.space.dtype)

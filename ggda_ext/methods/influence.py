@@ -24,9 +24,6 @@ from ggda_ext.gradients import GroupGradients
 from ggda_ext.methods.method import Method, Preconditioned, check_numbers
 from ggda_ext.results.method import Setting, Unit
 
-_PASSES = (1.0, 1.3)
-"""Passes over the sample that a product takes, and those for each of its vectors, as measured."""
-
 
 @dataclass(frozen=True)
 class Influence(Method):
@@ -38,7 +35,8 @@ class Influence(Method):
         damping: λ in (H + λ)⁻¹; by default from the recipe, else from the curvature itself (see
             `ggda_ext.curvature.damping`).
         recipe: how the model was trained: a `ggda_ext.training.Recipe` or a `Training`.
-        points: most training points that the curvature is taken on.
+        points: most training points that the curvature is taken on; with ``"auto"`` the Fisher takes those whose
+            gradients fit into 1 GiB, but at least 128.
         steps: most products of the solve.
         tolerance: residual, relative to the right-hand side, at which the solve is done.
         seed: of the draw of points.
@@ -72,9 +70,7 @@ class Influence(Method):
         )  # fmt: skip
         rows = scaled.outwards(found.rows) / curvature.total
         error = 0.0 if curvature.whole else _error_elsewhere(scaled, found, wanted)
-        products = found.steps + (not curvature.whole)
-        each = _PASSES[0] + _PASSES[1] * len(directions)
-        passes = products * each * curvature.points / curvature.total + scaled.passes
+        passes = curvature.passes(found.steps, len(directions)) + scaled.passes
         return Preconditioned(
             rows.to(directions.dtype),
             self._settings(curvature, scaled, found, error),
