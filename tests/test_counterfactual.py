@@ -392,9 +392,11 @@ def test_a_level_and_what_goes_with_the_share_left_out_are_found_beside_the_slop
     predicted, removed = draw.uniform(0, 0.1, 200), draw.uniform(0.2, 0.6, 200)
     real = 0.9 * predicted + 0.05 + 0.2 * (removed - removed.mean()) + 0.01 * draw.standard_normal(200)
     found = line(predicted, removed, real)
-    assert (found.slope, found.level, found.per_share) == pytest.approx((0.9, 0.05, 0.2), rel=0.15)
+    middle = found.rise(0.0, removed.mean())
+    assert (found.slope, middle, found.per_share) == pytest.approx((0.9, 0.05, 0.2), rel=0.15)
+    assert found.rise(0.0, np.float64(0.99)) == found.rise(0.0, removed.max()), "no further than what was retrained"
     few = line(predicted[:6], removed[:6], real[:6])
-    assert 0 < few.level < 0.05 + 0.01
+    assert 0 < few.rise(0.0, removed[:6].mean()) < 0.05 + 0.01
     assert line(predicted, np.full(200, 0.5), real).per_share == 0
 
 
@@ -434,9 +436,23 @@ def test_the_ridge_under_which_retrainings_are_most_likely_is_taken(bent):
     assert float(asked.value(measure)) == pytest.approx(fresh, rel=1e-9), "an answer from before is as those from after"
     weights = torch.tensor([[0.0, 1, 1, 0, 1, 1, 1, 1]], dtype=torch.float64)
     assert fresh == pytest.approx(float(exact.values(measure, weights, 8)), rel=1e-2)
-    assert float(what_if.with_weights({}).value(measure)) == pytest.approx(
-        float(measure(what_if.models[0].provider.model))
+    assert float(what_if.with_weights({}).change(measure)) == 0
+
+
+def test_the_luck_of_the_explained_model_is_in_values_and_not_in_changes(bent):
+    """Retrained models all 0.3 above: so is one with all groups, and no group, pair or choice is to blame for it."""
+    what_if, exact, measure, _ = bent
+    slope, luck = 1.5, 0.3
+    found = calibration.Calibration(slope, luck, 0.0, 0.4, 0.6, error=0.1, retrainings=8)
+    what_if.calibrations[what_if.identity(measure)] = (measure, found)
+    assert float(what_if.without([1]).change(measure)) == pytest.approx(
+        slope * float(exact.without([1]).change(measure))
     )
+    alone, plain = what_if.leave_group_out(measure), exact.leave_group_out(measure)
+    assert torch.allclose(alone.scores, slope * plain.scores)
+    assert torch.allclose(alone.full, plain.full + luck)
+    pairs, without_luck = what_if.interactions(measure), exact.interactions(measure)
+    np.testing.assert_allclose(pairs.matrix, slope * without_luck.matrix, atol=1e-9)
 
 
 def test_a_second_property_keeps_the_ridge_the_first_was_calibrated_with(bent):
@@ -462,7 +478,7 @@ def test_intervals_of_a_calibration_hold_what_is_retrained(shares: str):
         factor, fitted_line = calibration._likeliest(path, removed[:8], real[:8])
         error = np.sqrt(np.mean((calibration._from_others(path, removed[:8], real[:8]) - real[:8]) ** 2))
         found = calibration.Calibration(**vars(fitted_line), error=error, retrainings=8)
-        held.append(abs(found.change(predicted[8] * factor**-0.5, removed[8]) - real[8]) <= found.width())
+        held.append(abs(found.rise(predicted[8] * factor**-0.5, removed[8]) - real[8]) <= found.width())
     assert 0.92 <= np.mean(held) <= 0.99
 
 

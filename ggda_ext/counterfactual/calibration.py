@@ -2,18 +2,19 @@
 
 A refit ranks counterfactuals better than it knows their level, which its ridge decides more than anything else: the
 smaller it is, the further predictions lie from the model's own value, all of them. So a path of ridges is tried, and
-real changes are compared with the changes predicted with each,
+real rises are compared with those predicted with each,
 
-    real change = slope · predicted change + level + per share · (share left out − mean share) + error.
+    real rise = slope · predicted rise + level + per share · share left out + error.
 
-A refit that is right has slope 1 and no level, up to the luck of the model that is explained. So the slope comes from a
-normal distribution around 1, level and share from normal ones around 0 that are small beside the error, and the
-logarithm of the ridge from one around the present ridge: the ridge is the one under which the retrainings are most
-likely, slope, level and share their means given the retrainings (Bayesian linear regression, the size of the error
-integrated out). Few retrainings that agree on nothing leave predictions as they are. Eight tell a slope only if their
-predictions lie apart, so the subsets to retrain are chosen by them: of many random ones, those whose predictions are
-spread evenly from the lowest to the highest. Choosing by the prediction leaves the relation of real to predicted
-changes unbiased.
+A rise is that of a new model over the one explained, so luck of the latter is in the level, whatever is left out; what
+goes with the share left out is not followed beyond the shares that were retrained. A refit that is right has slope 1
+and nothing more. So the slope comes from a normal distribution around 1, level and share from normal ones around 0 that
+are small beside the error, and the logarithm of the ridge from one around the present ridge: the ridge is the one under
+which the retrainings are most likely, slope, level and share have their means given the retrainings (Bayesian linear
+regression, the size of the error integrated out). Few retrainings that agree on nothing leave predictions as they are.
+Eight tell a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many random
+ones, those whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves the
+relation of real to predicted rises unbiased.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from ggda_ext.properties import Property
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.what_if import WhatIf
 
-Path = dict[float, np.ndarray]
-"""Predicted changes `[s]` by the factor of the ridge."""
+ByRidge = dict[float, np.ndarray]
+"""Predicted rises `[s]` by the factor of the ridge."""
 FEWEST = 4
 DRAWN = 8
 """Random subsets that are predicted for each one that is retrained."""
@@ -43,7 +44,7 @@ RIDGES = 2.0 ** np.arange(-6, 7)
 """Ridges that are tried, in units of the present one."""
 SLOPE, PART, RIDGE = 0.3, 0.3, np.log(8)
 """What is likely before any retraining: the standard deviation of the slope around 1, the variance of level and share
-in units of the error's, the standard deviation of the logarithm of the ridge. Chosen on seven small problems; see
+in units of the error's, the standard deviation of the logarithm of the ridge. Chosen on five small problems; see
 benchmarks/RESULTS.md."""
 _FITTED = 2  # numbers that a calibration fits freely, about: those around which it draws the rest count less
 _ERRORS = np.logspace(-12, 0.5, 101)  # squared errors to integrate over, in units of the predictions' own
@@ -52,28 +53,31 @@ _UNEVEN = 1e-3  # spread of the shares left out, in units of their mean, below w
 
 @dataclass(frozen=True)
 class Line:
-    """Real changes as a function of predicted ones and of the share of points left out.
+    """Real rises of a property over the model's own value, as a function of predicted ones and of the share left out.
 
     Attributes:
-        slope: of real on predicted changes.
-        level: by how much real changes are above that.
-        per_share: and by how much more per share of points left out beyond `share`.
-        share: of points that the retrainings left out, in the mean.
+        slope: of real on predicted rises.
+        level: rise beside that, at the lowest share left out.
+        per_share: and what comes to it for every share of points left out beyond the lowest, up to the highest.
+        lowest: share of points that a retraining left out.
+        highest: likewise.
     """
 
     slope: float
     level: float
     per_share: float
-    share: float
+    lowest: float
+    highest: float
 
-    def change(self, predicted: Any, removed: Any) -> Any:
-        """Calibrated changes `[s]` of predicted ones, given the share of points left out `[s]`."""
-        return self.slope * predicted + self.level + self.per_share * (removed - self.share)
+    def rise(self, predicted: Any, removed: Any) -> Any:
+        """Calibrated rises `[s]` of predicted ones, given the share of points left out `[s]`."""
+        beyond = removed.clip(self.lowest, self.highest) - self.lowest
+        return self.slope * predicted + self.level + self.per_share * beyond
 
 
 @dataclass(frozen=True)
 class Calibration(Line):
-    """What turns predicted changes into real ones.
+    """What turns predicted rises into real ones.
 
     Attributes:
         error: standard error of a calibrated prediction: of the retrainings, each predicted from the others.
@@ -94,7 +98,7 @@ class Calibration(Line):
     def explain(self) -> str:
         """The calibration in words."""
         return (
-            f"calibrated by {self.retrainings} retrainings: real changes are {self.slope:.3g} times the predicted ones "
+            f"calibrated by {self.retrainings} retrainings: real rises are {self.slope:.3g} times the predicted ones "
             f"{self.level:+.3g}, give or take {self.error:.2g}"
         )
 
@@ -195,8 +199,8 @@ def _predicted(what_if: WhatIf, property: Property, weights: Tensor, factor: flo
     return numbers[1:], float(numbers[0])
 
 
-def _path(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[Path, float]:
-    """Predicted changes `[s]` by factor of the ridge, and the value with nothing left out.
+def _path(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[ByRidge, float]:
+    """Predicted rises `[s]` by factor of the ridge, and the value with nothing left out.
 
     The ridge stays where it is once another property was calibrated with it.
     """
@@ -210,15 +214,15 @@ def _path(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[Path, f
     return path, base
 
 
-def _likeliest(path: Path, removed: np.ndarray, real: np.ndarray) -> tuple[float, Line]:
-    """The factor of the ridge under which real changes are most likely, and the line that goes with it."""
+def _likeliest(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> tuple[float, Line]:
+    """The factor of the ridge under which real rises are most likely, and the line that goes with it."""
     fits = {factor: _fit(predicted, removed, real) for factor, predicted in path.items()}
     best = max(fits, key=lambda factor: fits[factor][0] - (np.log(factor) / RIDGE) ** 2 / 2)
     return best, fits[best][1]
 
 
 def _fit(predicted: np.ndarray, removed: np.ndarray, real: np.ndarray) -> tuple[float, Line]:
-    """How likely real changes are, as a logarithm, and their line; a slope below 0 would turn the ranks around."""
+    """How likely real rises are, as a logarithm, and their line; a slope below 0 would turn the ranks around."""
     n, share = len(real), float(removed.mean())
     away = removed - share
     spread = float(np.sqrt(np.mean(away**2)))
@@ -233,15 +237,16 @@ def _fit(predicted: np.ndarray, removed: np.ndarray, real: np.ndarray) -> tuple[
     weights = np.exp(told - told.max())
     slope = max(0.0, 1 + float(weights @ pulled) * jointly / float(weights.sum()))
     level, more = PART * columns.T @ inner @ (real - slope * predicted)
-    line = Line(slope, float(level), float(more / spread) if uneven else 0.0, share)
+    per_share, lowest = float(more / spread) if uneven else 0.0, float(removed.min())
+    line = Line(slope, float(level) + per_share * (lowest - share), per_share, lowest, float(removed.max()))
     return float(told.max() + np.log(weights.sum())), line
 
 
-def _from_others(path: Path, removed: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Calibrated changes, each with the ridge and the line of the others."""
+def _from_others(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """Calibrated rises, each with the ridge and the line of the others."""
     found = np.empty_like(real)
     for j in range(len(real)):
         rest = np.arange(len(real)) != j
-        factor, line = _likeliest({f: changes[rest] for f, changes in path.items()}, removed[rest], real[rest])
-        found[j] = line.change(path[factor][j], removed[j])
+        factor, line = _likeliest({f: rises[rest] for f, rises in path.items()}, removed[rest], real[rest])
+        found[j] = line.rise(path[factor][j], removed[j])
     return found

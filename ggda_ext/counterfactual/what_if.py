@@ -205,7 +205,9 @@ class WhatIf:
         rises = self.values(property, weights) - full[:, None]
         found = self.calibration_of(property)
         if found is not None:
-            rises = found.change(rises, self.removed(weights))
+            nothing = torch.zeros(1, dtype=torch.float64)
+            luck = found.rise(nothing, nothing)
+            rises, full = found.rise(rises, self.removed(weights)) - luck, full + luck
         per_model = rises.transpose(1, -1) if rises.dim() > 2 else rises
         return LeaveGroupOut(
             per_model, full, np.arange(k), self.groups, property, "refit of the linearised model", False
@@ -308,13 +310,12 @@ class WhatIf:
         return self._features[key][1]
 
     def calibrated(self, property: Property, weights: Tensor, values: Tensor) -> Tensor:
-        """Values with what `verify` found out about their level and slope; as they are without it or with all kept."""
+        """Values with what `verify` found out about their level and slope; as they are without it."""
         found = self.calibration_of(property)
         if found is None:
             return values
         base = self.values(property, torch.ones(1, len(self.groups), dtype=torch.float64)).mean(0)[0]
-        calibrated = base + found.change(values - base, self.removed(weights))
-        return torch.where((weights == 1).all(1), values, calibrated)
+        return base + found.rise(values - base, self.removed(weights))
 
     @staticmethod
     def identity(property: Property) -> Any:
@@ -368,12 +369,16 @@ class Counterfactual:
         return self._solved[ridges]
 
     def value(self, property: Property) -> Tensor:
-        """A property of it, a scalar or `[m]`: the mean over models, calibrated if `verify` was called for it."""
+        """A property of it, a scalar or `[m]`: the mean over models.
+
+        After `verify` it is that of a newly trained model, with all groups as well, whose value need not be the one
+        of the model explained.
+        """
         raw = torch.stack([self.what_if._values(j, property, d[None]) for j, d in enumerate(self._coefficients)])
         return self.what_if.calibrated(property, self.weights[None], raw.mean(0))[0]
 
     def change(self, property: Property) -> Tensor:
-        """How much the property rises compared with the model as it is."""
+        """How much the property rises compared with all groups as they are."""
         full = Counterfactual(self.what_if, torch.ones_like(self.weights))
         return self.value(property) - full.value(property)
 
