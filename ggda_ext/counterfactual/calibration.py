@@ -8,13 +8,13 @@ real rises are compared with those predicted with each,
 
 A rise is that of a new model over the one explained, so luck of the latter is in the level, whatever is left out; what
 goes with the share left out is not followed beyond the shares that were retrained. A refit that is right has slope 1
-and nothing more. So the slope comes from a normal distribution around 1, level and share from normal ones around 0 that
-are small beside the error, and the logarithm of the ridge from one around the present ridge: the ridge is the one under
-which the retrainings are most likely, slope, level and share have their means given the retrainings (Bayesian linear
-regression, the size of the error integrated out). Few retrainings that agree on nothing leave predictions as they are.
-Eight tell a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many random
-ones, those whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves the
-relation of real to predicted rises unbiased.
+and nothing more. So the slope comes from a normal distribution around 1, level and share from normal ones around 0, and
+the logarithm of the ridge from one around the present ridge: the ridge is the one under which the retrainings are most
+likely, slope, level and share have their means given the retrainings (Bayesian linear regression, the sizes of the
+error and of the level integrated out). Few retrainings that agree on nothing leave predictions as they are. Eight tell
+a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many random ones, those
+whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves the relation of
+real to predicted rises unbiased.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ DRAWN = 8
 """Random subsets that are predicted for each one that is retrained."""
 RIDGES = 2.0 ** np.arange(-6, 7)
 """Ridges that are tried, in units of the present one."""
-SLOPE, PART, RIDGE = 0.3, 0.3, np.log(8)
-"""What is likely before any retraining: the standard deviation of the slope around 1, the variance of level and share
-in units of the error's, the standard deviation of the logarithm of the ridge. Chosen on five small problems; see
-benchmarks/RESULTS.md."""
+SLOPE, RIDGE = 0.3, np.log(4)
+"""What is likely before any retraining: standard deviations of the slope around 1 and of the ridge's logarithm around
+that of the present one. Chosen on small problems; see benchmarks/RESULTS.md."""
+_LEVELS = np.array([0.1, 1.0, 10.0, 100.0])  # variances of level and share to integrate over, in units of the error's
 _FITTED = 2  # numbers that a calibration fits freely, about: those around which it draws the rest count less
 _ERRORS = np.logspace(-12, 0.5, 101)  # squared errors to integrate over, in units of the predictions' own
 _UNEVEN = 1e-3  # spread of the shares left out, in units of their mean, below which they are the same
@@ -216,30 +216,34 @@ def _path(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[ByRidge
 
 def _likeliest(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> tuple[float, Line]:
     """The factor of the ridge under which real rises are most likely, and the line that goes with it."""
-    fits = {factor: _fit(predicted, removed, real) for factor, predicted in path.items()}
-    best = max(fits, key=lambda factor: fits[factor][0] - (np.log(factor) / RIDGE) ** 2 / 2)
-    return best, fits[best][1]
-
-
-def _fit(predicted: np.ndarray, removed: np.ndarray, real: np.ndarray) -> tuple[float, Line]:
-    """How likely real rises are, as a logarithm, and their line; a slope below 0 would turn the ranks around."""
     n, share = len(real), float(removed.mean())
     away = removed - share
     spread = float(np.sqrt(np.mean(away**2)))
     uneven = spread > _UNEVEN * share
-    columns = np.stack([np.ones(n), away / spread if uneven else np.zeros(n)], 1)
-    inner = np.linalg.inv(np.eye(n) + PART * columns @ columns.T)
+    columns = np.stack([np.ones(n), away / spread], 1) if uneven else np.ones((n, 1))
+    inner = np.linalg.inv(np.eye(n) + _LEVELS[:, None, None] * (columns @ columns.T))  # [levels, n, n]
+    factors, predicted = np.array(list(path)), np.stack(list(path.values()))  # [ridges, n]
     left = real - predicted
-    by_itself, jointly, rest = predicted @ inner @ predicted, predicted @ inner @ left, left @ inner @ left
-    errors = _ERRORS * max(float(left @ left), 1e-20 * float(real @ real), 1e-200) / n
-    pulled = SLOPE**2 / (errors + SLOPE**2 * by_itself)
-    told = -(n * np.log(errors) + np.log1p(SLOPE**2 * by_itself / errors) + (rest - pulled * jointly**2) / errors) / 2
-    weights = np.exp(told - told.max())
-    slope = max(0.0, 1 + float(weights @ pulled) * jointly / float(weights.sum()))
-    level, more = PART * columns.T @ inner @ (real - slope * predicted)
-    per_share, lowest = float(more / spread) if uneven else 0.0, float(removed.min())
-    line = Line(slope, float(level) + per_share * (lowest - share), per_share, lowest, float(removed.max()))
-    return float(told.max() + np.log(weights.sum())), line
+    size = np.maximum((left**2).sum(1), 1e-20 * float(real @ real) + 1e-200) / n
+    errors = size[:, None, None] * _ERRORS  # [ridges, 1, errors]
+    square, both, rest = (
+        ((one @ inner) * other).sum(2).T[:, :, None]
+        for one, other in ((predicted, predicted), (predicted, left), (left, left))
+    )
+    drawn = SLOPE**2 / (errors + SLOPE**2 * square)
+    told = np.linalg.slogdet(inner)[1][:, None] - n * np.log(errors) - np.log1p(SLOPE**2 * square / errors)
+    told = (told - (rest - drawn * both**2) / errors) / 2  # log-likelihoods [ridges, levels, errors]
+    highest = told.max((1, 2), keepdims=True)
+    weights = np.exp(told - highest)
+    likely = highest[:, 0, 0] + np.log(weights.sum((1, 2))) - (np.log(factors) / RIDGE) ** 2 / 2
+    best = int(np.argmax(likely))
+    chances = weights[best] / weights[best].sum()
+    slope = max(0.0, 1 + float((chances * drawn[best] * both[best]).sum()))  # below 0 it would turn the ranks around
+    mixed = np.tensordot(chances.sum(1) * _LEVELS, inner, 1)
+    parts = columns.T @ mixed @ (real - slope * predicted[best])
+    per_share, lowest = float(parts[1] / spread) if uneven else 0.0, float(removed.min())
+    level = float(parts[0]) + per_share * (lowest - share)
+    return float(factors[best]), Line(slope, level, per_share, lowest, float(removed.max()))
 
 
 def _from_others(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> np.ndarray:
