@@ -1,22 +1,25 @@
 """A few real retrainings beside the predictions: what level and slope later predictions need, and how wrong they are.
 
-A refit ranks counterfactuals better than it knows their level: the linearised model forgets less than a new one would.
-So real changes are compared with predicted ones and with the share of points left out,
+A refit ranks counterfactuals better than it knows their level, which its ridge decides more than anything else: the
+smaller it is, the further predictions lie from the model's own value, all of them. So a path of ridges is tried, and
+real rises are compared with those predicted with each,
 
-    real change = slope · predicted change + level · share left out + error,
+    real rise = slope · predicted rise + level + per share · share left out + error.
 
-both zero where nothing is left out. Slope and level are those of least squares, and the slope is then drawn towards 1,
-which an exact refit has, by as much as the retrainings leave it open (empirical Bayes): with slopes from a normal
-distribution around 1 of variance v, and an estimate whose own squared error is e, the part v / (v + e) of its distance
-from 1 remains; v is what the squared distance exceeds e by, from 0 to 1. So few retrainings that agree on nothing leave
-predictions as they are. The ridge is chosen on the way, if another one predicts clearly better. Eight retrainings tell
+A rise is that of a new model over the one explained, so luck of the latter is in the level, whatever is left out; what
+goes with the share left out is not followed beyond the shares that were retrained. A refit that is right has slope 1
+and nothing more. So the slope comes from a normal distribution around 1, level and share from normal ones around 0, and
+the logarithm of the ridge from one around the present ridge: the ridge is the one under which the retrainings are most
+likely, slope, level and share have their means given the retrainings (Bayesian linear regression, the sizes of the
+error and of the level integrated out). Few retrainings that agree on nothing leave predictions as they are. Eight tell
 a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many random ones, those
 whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves the relation of
-real to predicted changes unbiased.
+real to predicted rises unbiased.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,41 +28,64 @@ import torch
 from torch import Tensor
 
 from ggda_ext.counterfactual.checks import check_count, one_number
+from ggda_ext.counterfactual.refit import SingularRefit
 from ggda_ext.evaluation import Retrain, random_subsets
 from ggda_ext.properties import Property
 
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.what_if import WhatIf
 
+ByRidge = dict[float, np.ndarray]
+"""Predicted rises `[s]` by the factor of the ridge."""
 FEWEST = 4
 DRAWN = 8
 """Random subsets that are predicted for each one that is retrained."""
-RIDGES = (0.25, 1.0, 4.0)
+RIDGES = 2.0 ** np.arange(-6, 7)
 """Ridges that are tried, in units of the present one."""
-_FITTED = 2  # numbers that a calibration fits
-_BETTER = 0.6  # share of the present ridge's error below which another one is taken
+SLOPE, RIDGE = 0.3, np.log(4)
+"""What is likely before any retraining: standard deviations of the slope around 1 and of the ridge's logarithm around
+that of the present one. Chosen on small problems; see benchmarks/RESULTS.md."""
+_LEVELS = np.array([0.1, 1.0, 10.0, 100.0])  # variances of level and share to integrate over, in units of the error's
+_FITTED = 2  # numbers that a calibration fits freely, about: those around which it draws the rest count less
+_ERRORS = np.logspace(-12, 0.5, 101)  # squared errors to integrate over, in units of the predictions' own
+_UNEVEN = 1e-3  # spread of the shares left out, in units of their mean, below which they are the same
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """What turns predicted changes into real ones.
+class Line:
+    """Real rises of a property over the model's own value, as a function of predicted ones and of the share left out.
 
     Attributes:
-        slope: of real on predicted changes.
-        level: rise of the property per share of points left out that the predictions miss.
-        error: standard error of a calibrated prediction: of the retrainings, each predicted from the others.
-        retrainings: how many it was found from.
+        slope: of real on predicted rises.
+        level: rise beside that, at the lowest share left out.
+        per_share: and what comes to it for every share of points left out beyond the lowest, up to the highest.
+        lowest: share of points that a retraining left out.
+        highest: likewise.
     """
 
     slope: float
     level: float
+    per_share: float
+    lowest: float
+    highest: float
+
+    def rise(self, predicted: Any, removed: Any) -> Any:
+        """Calibrated rises `[s]` of predicted ones, given the share of points left out `[s]`."""
+        beyond = removed.clip(self.lowest, self.highest) - self.lowest
+        return self.slope * predicted + self.level + self.per_share * beyond
+
+
+@dataclass(frozen=True)
+class Calibration(Line):
+    """What turns predicted rises into real ones.
+
+    Attributes:
+        error: standard error of a calibrated prediction: of the retrainings, each predicted from the others.
+        retrainings: how many it was found from.
+    """
+
     error: float
     retrainings: int
-
-    def change(self, predicted: Tensor, removed: Tensor) -> Tensor:
-        """Calibrated changes of predicted ones `[s, …]`, given the share of points left out `[s]`."""
-        shape = (-1,) + (1,) * (predicted.dim() - 1)
-        return self.slope * predicted + self.level * removed.to(predicted).view(shape)
 
     def width(self, confidence: float = 0.95) -> float:
         """Half the width of an interval for a retrained model: a quantile of Student's t, for few retrainings."""
@@ -72,8 +98,8 @@ class Calibration:
     def explain(self) -> str:
         """The calibration in words."""
         return (
-            f"calibrated by {self.retrainings} retrainings: real changes are {self.slope:.3g} times the predicted ones "
-            f"and {self.level:+.3g} per share of points left out, give or take {self.error:.2g}"
+            f"calibrated by {self.retrainings} retrainings: real rises are {self.slope:.3g} times the predicted ones "
+            f"{self.level:+.3g}, give or take {self.error:.2g}"
         )
 
 
@@ -121,27 +147,17 @@ def verified(
     _predicted(what_if, property, weights[:1])  # a question that cannot be asked is refused before anything is trained
     real = _retrained(retrain, what_if.groups.labels, kept)
     removed = what_if.removed(weights).numpy()
-    best: tuple[float, float, np.ndarray, np.ndarray] | None = None
-    ridges = [model.ridge for model in what_if.models]
-    for factor in sorted(RIDGES, key=lambda value: value != 1):  # the present one first
-        if factor != 1 and not any(ridges):
-            continue
-        for model, ridge in zip(what_if.models, ridges, strict=True):
-            model.ridge = factor * ridge
-        values, base = _predicted(what_if, property, weights)
-        others = base + _from_others(values - base, removed, real.mean(1) - base)
-        error = float(np.sqrt(np.sum((others - real.mean(1)) ** 2) / (len(kept) - _FITTED)))
-        if best is None or error < _BETTER * best[1]:
-            best = factor, error, values, others
-    assert best is not None
-    factor, error, values, others = best
-    for model, ridge in zip(what_if.models, ridges, strict=True):
-        model.ridge = factor * ridge
-    base = _predicted(what_if, property, weights[:1])[1]
-    slope, level = _fit(values - base, removed, real.mean(1) - base)
-    found = Calibration(slope, level, error, len(kept))
+    path, base = _path(what_if, property, weights)
+    rises = real.mean(1) - base
+    factor, line = _likeliest(path, removed, rises)
+    others = _from_others(path, removed, rises)
+    error = float(np.sqrt(np.mean((others - rises) ** 2)))
+    for model in what_if.models:
+        model.ridge *= factor
+    found = Calibration(**vars(line), error=error, retrainings=len(kept))
     what_if.calibrations[what_if.identity(property)] = (property, found)
-    return Verification(kept, real, values, others, found, tuple(model.ridge for model in what_if.models))
+    ridges = tuple(model.ridge for model in what_if.models)
+    return Verification(kept, real, base + path[factor], base + others, found, ridges)
 
 
 def chosen_subsets(
@@ -176,38 +192,65 @@ def _retrained(retrain: Retrain, labels: np.ndarray, kept: np.ndarray) -> np.nda
     return real.reshape(len(kept), -1)
 
 
-def _predicted(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[np.ndarray, float]:
-    """Predicted values `[s]`, and the value with nothing left out."""
+def _predicted(what_if: WhatIf, property: Property, weights: Tensor, factor: float = 1.0) -> tuple[np.ndarray, float]:
+    """Predicted values `[s]` with ridges times a factor, and the value with nothing left out."""
     everything = torch.ones(1, weights.shape[1], dtype=torch.float64)
-    numbers = one_number(what_if.values(property, torch.cat([everything, weights])).mean(0))
+    numbers = one_number(what_if.values(property, torch.cat([everything, weights]), factor).mean(0))
     return numbers[1:], float(numbers[0])
 
 
-def _fit(predicted: np.ndarray, removed: np.ndarray, real: np.ndarray) -> tuple[float, float]:
-    """Slope, drawn towards 1, and level; a slope is never negative, which would turn the ranks around."""
-    told = removed > 0
-    predicted, removed, real = predicted[told], removed[told], real[told]
-    freedom, weight = len(real) - _FITTED, float(removed @ removed)
-    if not len(real):
-        return 1.0, 0.0
-    apart = predicted - removed * float(removed @ predicted) / weight  # what the shares do not tell as well
-    spread = float(apart @ apart)
-    slope = 1.0
-    if freedom > 0 and spread > 1e-12 * float(predicted @ predicted):
-        found = float(apart @ real) / spread
-        level = float(removed @ (real - found * predicted)) / weight
-        left = real - found * predicted - level * removed
-        error = float(left @ left) / freedom / spread
-        variance = min(max((found - 1) ** 2 - error, 0.0), 1.0)
-        slope = max(0.0, 1 + (found - 1) * variance / (variance + error)) if variance > 0 else 1.0
-    return slope, float(removed @ (real - slope * predicted)) / weight
+def _path(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[ByRidge, float]:
+    """Predicted rises `[s]` by factor of the ridge, and the value with nothing left out.
+
+    The ridge stays where it is once another property was calibrated with it.
+    """
+    values, base = _predicted(what_if, property, weights)
+    path = {1.0: values - base}
+    chosen = set(what_if.calibrations) - {what_if.identity(property)}  # with the present ridge
+    if not chosen and any(model.ridge and not model.is_linear for model in what_if.models):
+        for factor in RIDGES[RIDGES != 1].tolist():
+            with suppress(SingularRefit):  # too small a ridge
+                path[factor] = _predicted(what_if, property, weights, factor)[0] - base
+    return path, base
 
 
-def _from_others(predicted: np.ndarray, removed: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Calibrated changes, each by a fit to the others."""
-    found = np.empty_like(predicted)
-    for j in range(len(predicted)):
-        rest = np.arange(len(predicted)) != j
-        slope, level = _fit(predicted[rest], removed[rest], real[rest])
-        found[j] = slope * predicted[j] + level * removed[j]
+def _likeliest(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> tuple[float, Line]:
+    """The factor of the ridge under which real rises are most likely, and the line that goes with it."""
+    n, share = len(real), float(removed.mean())
+    away = removed - share
+    spread = float(np.sqrt(np.mean(away**2)))
+    uneven = spread > _UNEVEN * share
+    columns = np.stack([np.ones(n), away / spread], 1) if uneven else np.ones((n, 1))
+    inner = np.linalg.inv(np.eye(n) + _LEVELS[:, None, None] * (columns @ columns.T))  # [levels, n, n]
+    factors, predicted = np.array(list(path)), np.stack(list(path.values()))  # [ridges, n]
+    left = real - predicted
+    size = np.maximum((left**2).sum(1), 1e-20 * float(real @ real) + 1e-200) / n
+    errors = size[:, None, None] * _ERRORS  # [ridges, 1, errors]
+    square, both, rest = (
+        ((one @ inner) * other).sum(2).T[:, :, None]
+        for one, other in ((predicted, predicted), (predicted, left), (left, left))
+    )
+    drawn = SLOPE**2 / (errors + SLOPE**2 * square)
+    told = np.linalg.slogdet(inner)[1][:, None] - n * np.log(errors) - np.log1p(SLOPE**2 * square / errors)
+    told = (told - (rest - drawn * both**2) / errors) / 2  # log-likelihoods [ridges, levels, errors]
+    highest = told.max((1, 2), keepdims=True)
+    weights = np.exp(told - highest)
+    likely = highest[:, 0, 0] + np.log(weights.sum((1, 2))) - (np.log(factors) / RIDGE) ** 2 / 2
+    best = int(np.argmax(likely))
+    chances = weights[best] / weights[best].sum()
+    slope = max(0.0, 1 + float((chances * drawn[best] * both[best]).sum()))  # below 0 it would turn the ranks around
+    mixed = np.tensordot(chances.sum(1) * _LEVELS, inner, 1)
+    parts = columns.T @ mixed @ (real - slope * predicted[best])
+    per_share, lowest = float(parts[1] / spread) if uneven else 0.0, float(removed.min())
+    level = float(parts[0]) + per_share * (lowest - share)
+    return float(factors[best]), Line(slope, level, per_share, lowest, float(removed.max()))
+
+
+def _from_others(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """Calibrated rises, each with the ridge and the line of the others."""
+    found = np.empty_like(real)
+    for j in range(len(real)):
+        rest = np.arange(len(real)) != j
+        factor, line = _likeliest({f: rises[rest] for f, rises in path.items()}, removed[rest], real[rest])
+        found[j] = line.rise(path[factor][j], removed[j])
     return found

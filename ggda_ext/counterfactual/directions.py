@@ -81,6 +81,7 @@ def pulled_back(provider: GroupGradients, cotangents: Tensor, groups: Groups) ->
     own = GroupGradients(
         provider.model, BatchLoss(products), paired, groups,
         parameters=provider.space.parameters.values(), memory_budget=provider.memory_budget,
+        show_progress=provider.show_progress,
     )  # fmt: skip
     return own.rows()
 

@@ -110,9 +110,9 @@ class LinearizedModel:
             problem.radius = self.training_loss.radius
         return problem
 
-    def solve(self, weights: Tensor, ridge: float | None = None) -> Tensor:
-        """Coefficients d `[s, r]` for weights of groups `[s, k]`; under several ranks each solves some of them."""
-        penalty = self.penalty(ridge)
+    def solve(self, weights: Tensor, factor: float = 1.0) -> Tensor:
+        """Coefficients d `[s, r]` for weights of groups `[s, k]`, with a factor of the ridge; ranks share the work."""
+        penalty = self.penalty(factor * self.ridge)
         return in_shares(len(weights), lambda some: self.refit.solve(weights[some], penalty), "subsets")
 
     @property
@@ -183,7 +183,7 @@ class LinearizedModel:
 
     def _trusted(self, ridge: float, source: str) -> tuple[float, str]:
         """A guess at the ridge, raised where the model itself does not follow."""
-        raised, _ = trusted_ridge(self, ridge)
+        raised = trusted_ridge(self, ridge)
         return raised, source if raised == ridge else f"{source}, raised until the model itself follows"
 
     def explain(self) -> str:

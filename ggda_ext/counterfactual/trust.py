@@ -21,21 +21,19 @@ from ggda_ext.model import called_with
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.linearized import LinearizedModel
 
-LEAST = -1.0
-"""Where no recipe gives the ridge, it is raised until at least this share comes true: the model itself loses no more
-than its linearisation promised to gain. Ranks can be good below it; levels were off by factors of 10 and more."""
+LEAST = 0.0
+"""Where no recipe gives the ridge, it is raised until at least this share comes true: the model itself must not lose
+where its linearisation promises a gain. Ranks can be good below it; levels were off by factors of up to 9."""
 _HALVES, _POINTS, _FACTOR, _RAISES = 8, 2_000, 2.0, 16
 
 
-def trusted_ridge(model: LinearizedModel, ridge: float) -> tuple[float, float]:
-    """The ridge, raised until random halves of the groups keep `LEAST` of what is promised, and the share they keep."""
-    share = kept_share(model, ridge)
+def trusted_ridge(model: LinearizedModel, ridge: float) -> float:
+    """The ridge, raised until `LEAST` of what is promised for random halves of the groups comes true."""
     for _ in range(_RAISES):
-        if not share < LEAST or ridge == 0:
+        if not kept_share(model, ridge) < LEAST or ridge == 0:
             break
         ridge *= _FACTOR
-        share = kept_share(model, ridge)
-    return ridge, share
+    return ridge
 
 
 @torch.no_grad()
@@ -48,6 +46,8 @@ def kept_share(model: LinearizedModel, ridge: float) -> float:
     if len(groups) < 2:
         return float("nan")
     halves = random_subsets(groups, _HALVES, fraction=0.5, seed=model.settings.seed)
+    first = np.unique(groups.labels[groups.labels >= 0], return_index=True)[1]
+    halves = halves[:, np.argsort(np.argsort(first))]  # the same points whatever the order of the groups
     weights = torch.from_numpy(np.unique(halves, axis=0).astype(float))
     try:
         answers = model.refit.solve(weights, model.penalty(ridge))
@@ -56,7 +56,7 @@ def kept_share(model: LinearizedModel, ridge: float) -> float:
     stay = torch.ones(len(weights), 1, dtype=torch.float64)
     shares = model.refit.weights_of_points(torch.cat([weights, stay], 1).to(answers))
     step = -(-len(model.chosen) // _POINTS)
-    at = slice(None, None, step)  # points stand group after group, so this takes some of each
+    at = torch.from_numpy(np.argsort(model.chosen)[::step].copy()).to(answers.device)
     loss, before = model.training_loss.take(at), model.training.outputs[at]
     tangents = model.training.tangents[at]
     found = []
@@ -73,14 +73,14 @@ def kept_share(model: LinearizedModel, ridge: float) -> float:
     return float(np.median(np.nan_to_num(found, nan=-np.inf))) if found else float("nan")
 
 
-def _moved_outputs(model: LinearizedModel, at: slice, d: Tensor) -> Tensor:
+def _moved_outputs(model: LinearizedModel, at: Tensor, d: Tensor) -> Tensor:
     """The model's own outputs for some training points at θ + V d."""
     rows = model.directions.rows
     step = (d.to(rows) @ rows)[None]
     moved = {
         f"model.{name}": value + model.space.part(step, value)[0] for name, value in model.space.parameters.items()
     }
-    parts = []
-    for batch in model.provider.data.batches(np.array_split(model.chosen[at], -(-len(model.chosen[at]) // 512))):
+    points, parts = model.chosen[at.cpu().numpy()], []
+    for batch in model.provider.data.batches(np.array_split(points, -(-len(points) // 512))):
         parts.append(called_with(model.module, moved, (to_device(batch, model.space.device),)))
     return torch.cat(parts)

@@ -205,7 +205,9 @@ class WhatIf:
         rises = self.values(property, weights) - full[:, None]
         found = self.calibration_of(property)
         if found is not None:
-            rises = torch.stack([found.change(rise, self.removed(weights)) for rise in rises])
+            nothing = torch.zeros(1, dtype=torch.float64)
+            luck = found.rise(nothing, nothing)
+            rises, full = found.rise(rises, self.removed(weights)) - luck, full + luck
         per_model = rises.transpose(1, -1) if rises.dim() > 2 else rises
         return LeaveGroupOut(
             per_model, full, np.arange(k), self.groups, property, "refit of the linearised model", False
@@ -258,10 +260,16 @@ class WhatIf:
         """
         return chosen_subsets(self, property, count, fraction, seed, among)
 
-    def values(self, property: Property, weights: Tensor, ridge: float | None = None) -> Tensor:
-        """Values `[models, s]` or `[models, s, m]` of a property for weights of groups `[s, k]`, not calibrated."""
+    def values(self, property: Property, weights: Tensor, factor: float = 1.0) -> Tensor:
+        """Values `[models, s]` or `[models, s, m]` of a property for weights of groups `[s, k]`, not calibrated.
+
+        Args:
+            property: what is asked.
+            weights: of the groups.
+            factor: of the ridges.
+        """
         return torch.stack(
-            [self._values(j, property, model.solve(weights, ridge)) for j, model in enumerate(self.models)]
+            [self._values(j, property, model.solve(weights, factor)) for j, model in enumerate(self.models)]
         )
 
     def _values(self, j: int, property: Property, coefficients: Tensor) -> Tensor:
@@ -307,7 +315,7 @@ class WhatIf:
         if found is None:
             return values
         base = self.values(property, torch.ones(1, len(self.groups), dtype=torch.float64)).mean(0)[0]
-        return base + found.change(values - base, self.removed(weights))
+        return base + found.rise(values - base, self.removed(weights))
 
     @staticmethod
     def identity(property: Property) -> Any:
@@ -344,19 +352,33 @@ class Counterfactual:
 
     def __init__(self, what_if: WhatIf, weights: Tensor) -> None:
         self.what_if, self.weights = what_if, weights
-        self._coefficients = [model.solve(weights[None])[0] for model in what_if.models]
+        self._solved: dict[tuple[float, ...], list[Tensor]] = {}
+        _ = self._coefficients  # a question without an answer is refused when it is asked
 
     def __repr__(self) -> str:
         changed = {n: float(w) for n, w in zip(self.what_if.names, self.weights, strict=True) if w != 1}
         return f"Counterfactual(weights {changed}, others 1)"
 
+    @property
+    def _coefficients(self) -> list[Tensor]:
+        """The answers d `[r]` of every model with its present ridge, which `verify` may change."""
+        models = self.what_if.models
+        ridges = tuple(model.ridge for model in models)
+        if ridges not in self._solved:
+            self._solved = {ridges: [model.solve(self.weights[None])[0] for model in models]}
+        return self._solved[ridges]
+
     def value(self, property: Property) -> Tensor:
-        """A property of it, a scalar or `[m]`: the mean over models, calibrated if `verify` was called for it."""
+        """A property of it, a scalar or `[m]`: the mean over models.
+
+        After `verify` it is that of a newly trained model, with all groups as well, whose value need not be the one
+        of the model explained.
+        """
         raw = torch.stack([self.what_if._values(j, property, d[None]) for j, d in enumerate(self._coefficients)])
         return self.what_if.calibrated(property, self.weights[None], raw.mean(0))[0]
 
     def change(self, property: Property) -> Tensor:
-        """How much the property rises compared with the model as it is."""
+        """How much the property rises compared with all groups as they are."""
         full = Counterfactual(self.what_if, torch.ones_like(self.weights))
         return self.value(property) - full.value(property)
 
