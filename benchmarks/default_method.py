@@ -111,17 +111,21 @@ def measured(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """LDS, in brackets the cost in passes: a line for every problem, grouping and seed, a column for every method."""
+    """LDS, in brackets the cost in passes: a line for every problem, grouping and seed, and the means by data set."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    cells: dict[str, dict[str, str]] = {}
+    lines: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        line = cells.setdefault(f"{row['problem']}, {row['grouping']}, seed {row['seed']}", {})
-        line[row["method"]] = f"{row['lds']:.2f} ({row['passes']:.0f})"
-    body = [[name, *(found.get(method, "–") for method in methods)] for name, found in cells.items()]
-    return "\n".join(
-        "| " + " | ".join(line) + " |"
-        for line in [["task, groups of 64", *methods], ["---"] * (len(methods) + 1), *body]
-    )
+        lines.setdefault(f"{row['problem']}, {row['grouping']}, seed {row['seed']}", []).append(row)
+    for row in rows:
+        lines.setdefault(f"{row['problem'].split(' / ')[0]}, mean", []).append(row)
+    table = [["task, groups of 64", *methods], ["---"] * (len(methods) + 1)]
+    for name, found in lines.items():
+        of_method = [[row for row in found if row["method"] == method] for method in methods]
+        means = [
+            [np.mean([row[key] for row in some]) if some else np.nan for key in ("lds", "passes")] for some in of_method
+        ]
+        table.append([name, *(f"{lds:.2f} ({passes:.0f})" for lds, passes in means)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in table)
 
 
 def points_for(problem: Problem, folder: Path | None) -> tuple[Pair, Pair]:
