@@ -5,7 +5,8 @@
 HELOC's three models on all points, MNIST's network on 10,000: models retrained on random halves of the groups, two
 seeds each, for groupings at random, by Grad-K-Means and by K-Means of the inputs. Settings of the methods were chosen
 on other data (scikit-learn's digits and breast cancer, and made data). CPU time is given in passes: forward and
-backward over the training data in batches of 1,024.
+backward over the training data in batches of 1,024. It ends with a table of all rows in the folder. `--seed` takes
+another explained model, other groups, halves and retrainings.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ggda_ext.properties import property_gradient
 from ggda_ext.training import Recipe, train_many
 
 LOSS = nn.CrossEntropyLoss()
-HALVES, SEEDS, GROUP_SIZE = 32, (101, 102), 64
+HALVES, GROUP_SIZE = 32, 64
 Pair = tuple[Tensor, Tensor]
 
 
@@ -66,43 +67,65 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[problem.name for problem in PROBLEMS])
     parser.add_argument("--groupings", nargs="*", default=["random", "Grad-K-Means", "K-Means"])
-    parser.add_argument("--grouping-seed", type=int, default=11)
+    parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
+    rows = chosen.out / "rows.jsonl"
     for problem in PROBLEMS:
         if problem.name in chosen.only:
-            with (chosen.out / "rows.jsonl").open("a") as file:
-                for row in measured(problem, chosen.data_dir, chosen.out, chosen.groupings, chosen.grouping_seed):
+            with rows.open("a") as file:
+                for row in measured(problem, chosen.data_dir, chosen.out, chosen.groupings, chosen.seed):
                     print(json.dumps(row), file=file, flush=True)
                     print(row, flush=True)
+    print(table([json.loads(line) for line in rows.read_text().splitlines()]))
 
 
 def measured(
-    problem: Problem, folder: Path | None, out: Path, names: Sequence[str], grouping_seed: int
+    problem: Problem, folder: Path | None, out: Path, names: Sequence[str], seed: int
 ) -> Iterator[dict[str, Any]]:
     """A row for every grouping and method."""
     train, test = points_for(problem, folder)
     everything = np.arange(len(train[0]))
-    model = next(iter(train_many(problem.make_model, LOSS, train, problem.recipe, subsets=[everything], seeds=[100])))
+    model = next(
+        iter(train_many(problem.make_model, LOSS, train, problem.recipe, subsets=[everything], seeds=[100 + 10 * seed]))
+    )
     model.eval()
     _scores(model, (train[0][:200], train[1][:200]), Groups(np.arange(200) % 4), goal_of(test), Influence())  # warms up
     one_pass = pass_seconds(model, train)
     for name in names:
-        groups = GROUPINGS[name](model, train, grouping_seed)
-        kept = random_subsets(groups, HALVES, seed=500, equal_points=True)
-        file_name = f"{problem.name.replace(' / ', '-')}-{name}" + (f"-{grouping_seed}" if grouping_seed != 11 else "")
-        real = retrained(problem, train, test, groups, kept, out / f"{file_name}.npy")
+        groups = GROUPINGS[name](model, train, 11 + seed)
+        kept = random_subsets(groups, HALVES, seed=500 + seed, equal_points=True)
+        path = out / f"{problem.name.replace(' / ', '-')}-{name}-{seed}.npy"
+        real = retrained(problem, train, test, groups, kept, (101 + 10 * seed, 102 + 10 * seed), path)
         for method, scores in scored(problem, model, train, test, groups):
             start = time.process_time()
             found = scores()
             seconds = time.process_time() - start
             lds = group_lds(found, kept, real.mean(1))
             yield {
-                "problem": problem.name, "grouping": name, "grouping seed": grouping_seed, "method": method,
+                "problem": problem.name, "grouping": name, "seed": seed, "method": method,
                 "lds": round(lds.value, 3),
                 "interval": [round(end, 3) for end in lds.interval], "passes": round(seconds / one_pass, 2),
                 "ceiling": round(float(np.corrcoef(real.T)[0, 1]), 3),
             }  # fmt: skip
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """LDS, in brackets the cost in passes: a line for every problem, grouping and seed, and the means by data set."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault(f"{row['problem']}, {row['grouping']}, seed {row['seed']}", []).append(row)
+    for row in rows:
+        lines.setdefault(f"{row['problem'].split(' / ')[0]}, mean", []).append(row)
+    table = [["task, groups of 64", *methods], ["---"] * (len(methods) + 1)]
+    for name, found in lines.items():
+        of_method = [[row for row in found if row["method"] == method] for method in methods]
+        means = [
+            [np.mean([row[key] for row in some]) if some else np.nan for key in ("lds", "passes")] for some in of_method
+        ]
+        table.append([name, *(f"{lds:.2f} ({passes:.0f})" for lds, passes in means)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in table)
 
 
 def points_for(problem: Problem, folder: Path | None) -> tuple[Pair, Pair]:
@@ -129,10 +152,12 @@ GROUPINGS: dict[str, Callable[[nn.Module, Pair, int], Groups]] = {
 """Three groupings of one size."""
 
 
-def retrained(problem: Problem, train: Pair, test: Pair, groups: Groups, kept: np.ndarray, path: Path) -> np.ndarray:
+def retrained(
+    problem: Problem, train: Pair, test: Pair, groups: Groups, kept: np.ndarray, seeds: Sequence[int], path: Path
+) -> np.ndarray:
     """Test losses of models on every half `[halves, seeds]`; kept in a file."""
     if not path.exists():
-        train_again = Retrainer(problem.make_model, LOSS, train, test, problem.recipe, seeds=SEEDS, measure="loss")
+        train_again = Retrainer(problem.make_model, LOSS, train, test, problem.recipe, seeds=seeds, measure="loss")
         np.save(path, train_again(points_of(groups, kept)))
     return np.load(path)
 

@@ -26,7 +26,7 @@ from ggda_ext import attribute, properties
 
 folder, result, stop_after = sys.argv[1], sys.argv[2], int(sys.argv[3])
 torch.manual_seed(0)
-x, y = torch.randn(100_000, 20), torch.randint(0, 3, (100_000,))
+x, y = torch.randn(20_000, 20), torch.randint(0, 3, (20_000,))
 model = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 3))
 loss = nn.CrossEntropyLoss()
 goal = properties.mean_loss((x[:500], y[:500]), loss)
@@ -46,7 +46,7 @@ class Counted(torch.utils.data.Dataset):  # a data set that is read from somewhe
 
 
 scores = attribute(
-    model, loss, Counted(), torch.arange(100_000) // 500, goal, save_dir=folder, tag="example",
+    model, loss, Counted(), torch.arange(20_000) // 200, goal, save_dir=folder, tag="example",
     batch_size=500, show_progress=False,
 )
 torch.save(scores.tensor.clone(), result)
@@ -75,7 +75,7 @@ def run(folder, result, stop_after=10**9):
 home = Path(tempfile.mkdtemp())
 reads = [
     run(home / "undisturbed", home / "a.pt"),
-    run(home / "stopped", home / "b.pt", stop_after=60_000),
+    run(home / "stopped", home / "b.pt", stop_after=18_000),
     run(home / "stopped", home / "b.pt"),
 ]
 print("same bits:", torch.equal(torch.load(home / "a.pt"), torch.load(home / "b.pt")))

@@ -8,6 +8,7 @@ and a ranking drops them both. `WhatIf` refits the model without any choice of s
 better three. Models that are really trained again confirm it.
 """
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from torch import nn
@@ -87,9 +88,33 @@ def answers(seed):
         "what-if drops": best.removed,
         "a ranking drops": best.additive,
         "loss, retrained": {(): losses[()], best.removed: losses[best.removed], best.additive: losses[best.additive]},
+        "interactions": what_if.interactions(test_loss),
     }
 
 
 story = answers(0)
-for name, found in story.items():
-    print(f"{name}: {found}")
+for drops in ("what-if drops", "a ranking drops"):
+    print(f"{drops} {', '.join(story[drops])}: loss {story['loss, retrained'][story[drops]]:.3f}")
+print(f"with all sources: loss {story['loss, retrained'][()]:.3f}")
+
+figure, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
+for place, (how, hatch) in enumerate({"what-if": "", "added scores": "//", "retrained": "xx"}.items()):
+    rises = story[f"rise of the loss, {how}"]
+    at = np.arange(len(COPIES)) + 0.27 * (1 - place)
+    ax.barh(at, [rises[gone] for gone in COPIES], 0.25, label=how, hatch=hatch, color="#a8c4e5", edgecolor="black")
+ax.set_yticks(range(len(COPIES)), ["without " + " and ".join(gone) for gone in COPIES])
+ax.set_xlabel("rise of the test loss")
+ax.legend()
+
+# %%
+# Which sources stand in for each other?
+# --------------------------------------
+# An interaction is what happens without two sources beyond the sum of what happens without each. It is positive for the
+# blog and its mirror, which stand in for each other. It is most negative for news and spam: without news, only spam
+# speaks about that topic, and without both nobody does.
+
+interactions = story["interactions"]
+one, other, rise = interactions.strongest(1)[0]
+blog, mirror = (interactions.names.index(name) for name in ("blog", "mirror"))
+print(f"{one} and {other}: {rise:+.2f}; blog and mirror: {interactions.matrix[blog, mirror]:+.2f}")
+interactions.plot(plt.subplots(layout="constrained")[1])

@@ -29,9 +29,10 @@ from ggda_ext.methods.intervals import Intervals, Sources, ends, jackknifed_dire
 from ggda_ext.methods.scoring import Account, keep_scores, scores_by
 from ggda_ext.model import ParameterChoice, only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
+from ggda_ext.properties.classes import data_of
 from ggda_ext.properties.property import names_of, whether_higher_is_better
 from ggda_ext.results import Attribution
-from ggda_ext.tables import group_column
+from ggda_ext.tables import check_columns, group_column
 
 
 def attribute(
@@ -109,6 +110,8 @@ def attribute(
         model, loss_fn, data, groups, parameters=parameters, strategy=strategy, batch_size=batch_size,
         memory_budget=memory_budget, show_progress=show_progress,
     )  # fmt: skip
+    for tested in data_of(property) if provider.data.columns else ():
+        check_columns(tested.columns, f"{tested.name} of the property", provider.data.columns)
     solver = _chosen(method, damping=damping, recipe=recipe)
     if models:
         if checkpoints is not None:

@@ -35,7 +35,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm.auto import tqdm
 
 from ggda_ext.sharing import my_share, rank, share_of_stream
-from ggda_ext.tables import aligned, holds_doubles, index_of, is_table, tensor_of, why_no_data
+from ggda_ext.tables import aligned, columns_of, holds_doubles, index_of, is_table, tensor_of, why_no_data
 
 
 class ExampleSource(Protocol):
@@ -83,10 +83,12 @@ class IndexedData:
         n: number of examples, or None for a stream (an IterableDataset) of unknown length.
         batch_size: of the user's DataLoader, or None.
         index: of the rows of a pandas table, or None.
+        columns: names of the columns of a pandas table, or None.
     """
 
     batch_size: int | None = None
     index: Any = None
+    columns: tuple[Any, ...] | None = None
     _doubles = False
     _cast: torch.dtype | None = None
 
@@ -116,7 +118,7 @@ class IndexedData:
         if self._loader is not None:
             self.batch_size = self._loader.batch_size
         elif self._tensors is not None and not _holds_tensors(source):
-            self.index, self._doubles = index_of(source), holds_doubles(source)
+            self.index, self.columns, self._doubles = index_of(source), columns_of(source), holds_doubles(source)
         self.n = self._length()
         if self.n == 0:
             raise ValueError(f"{name} is empty: it holds no examples.")
@@ -466,6 +468,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def _fit_for(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.is_inference():
         tensor = tensor.clone()
+    if tensor.requires_grad:  # of inputs nobody asks for a gradient
+        tensor = tensor.detach()
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
 

@@ -88,6 +88,34 @@ def index_of(source: Any) -> Any:
     return next((part.index for part in parts if is_table(part)), None)
 
 
+def columns_of(source: Any) -> tuple[Any, ...] | None:
+    """The names of the columns of the first pandas DataFrame in some data, or None."""
+    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else [source]
+    return next((tuple(part.columns) for part in parts if is_table(part) and hasattr(part, "columns")), None)
+
+
+def check_columns(columns: tuple[Any, ...] | None, name: str, trained: tuple[Any, ...] | None) -> None:
+    """Refuse a table whose columns are not those of the training table: the model would take one for another.
+
+    Args:
+        columns: of the table, or None.
+        name: how errors call it.
+        trained: the columns of the training data, or None.
+    """
+    if columns is None or trained is None or columns == trained or len(columns) != len(trained):
+        return
+    if set(columns) == set(trained):
+        raise ValueError(
+            f"{name} has its columns in another order than the training data: take them in the same order, e.g. "
+            f"test[{list(trained)}]."
+        )
+    here, there = next((a, b) for a, b in zip(columns, trained, strict=True) if a != b)
+    raise ValueError(
+        f"{name} has a column {here!r}, and the training data has {there!r} there: pass the same columns, or "
+        ".to_numpy() of both if they are the same but for their names."
+    )
+
+
 def tensor_of(array: Any, name: str) -> Tensor:
     """A tensor, NumPy array or pandas table of numbers as a tensor."""
     if isinstance(array, Tensor):
@@ -129,7 +157,7 @@ def holds_doubles(source: Any) -> bool:
 
 def _table_holds_doubles(table: Any) -> bool:
     kinds = [table.dtype] if hasattr(table, "dtype") else list(table.dtypes)
-    return any(kind.kind == "f" and kind.itemsize == 8 for kind in kinds)
+    return any(kind.kind == "f" and getattr(kind, "itemsize", 8) == 8 for kind in kinds)
 
 
 def why_no_data(source: Any, arrays: Sequence[Any], name: str) -> str:

@@ -42,6 +42,9 @@ def redundant_sources(found: dict[str, Any], folder: Path) -> None:
         assert "spam" in chosen
         assert not {"blog", "mirror"} <= set(chosen)
         assert losses[chosen] < min(losses[()], losses[ranked])
+        pairs = story["interactions"]
+        assert pairs.matrix[pairs.names.index("blog"), pairs.names.index("mirror")] > 0.03
+        assert set(pairs.strongest(1)[0][:2]) == {"news", "spam"}
 
 
 def tabular_sources(found: dict[str, Any], folder: Path) -> None:

@@ -69,6 +69,13 @@ def test_types_of_pandas_own_and_of_several_kinds_are_numbers() -> None:
     expected = attribute(network(), LOSS, plain, frame["clinic"].tolist(), properties.mean_loss(plain, LOSS))
     found = attribute(network(), LOSS, own, frame["clinic"], properties.mean_loss(own, LOSS))
     torch.testing.assert_close(found.scores, expected.scores)
+    sparse = own[0].assign(a=own[0]["a"].astype(pd.SparseDtype(float))), own[1]
+    again = attribute(network(), LOSS, sparse, frame["clinic"], properties.mean_loss(own, LOSS))
+    torch.testing.assert_close(again.scores, expected.scores)
+    asked = plain[0].clone().requires_grad_(), plain[1]  # of inputs that were looked at before
+    kept = attribute(network(), LOSS, asked, frame["clinic"].tolist(), properties.mean_loss(asked, LOSS))
+    torch.testing.assert_close(kept.scores, expected.scores)
+    assert not kept.scores.requires_grad
 
 
 @pytest.mark.parametrize("what", ["groups", "target", "frame"])

@@ -50,6 +50,10 @@ class Listed(Dataset[Any]):
         return X[index].tolist(), int(Y[index])
 
 
+def of_table(columns: list[str]) -> Any:
+    return properties.mean_loss((TABLE[columns], TABLE["y"]), LOSS)
+
+
 def elsewhere(index_from: int) -> pd.Series:
     return TABLE["clinic"].set_axis(pd.RangeIndex(index_from, index_from + N))
 
@@ -239,6 +243,42 @@ MISTAKES: dict[str, Mistake] = {
     "a column name for issues": (
         lambda: find_label_issues(MODEL, LOSS, (X, Y), groups="clinic"), ValueError, "one value: pass one label"
     ),
+    # tables and types
+    "columns of the test table in another order": (
+        lambda: ask(data=(TABLE[FEATURES], TABLE["y"]), property=of_table(FEATURES[::-1])), ValueError,
+        r"of the property has its columns in another order than the training data: .*\[\['age', 'dose', 'weight', 'height'\]\]",
+    ),
+    "another column in the test table": (
+        lambda: ask(data=(TABLE[FEATURES], TABLE["y"]), property=properties.stack(of_table([*FEATURES[:3], "year"]))),
+        ValueError, "has a column 'year', and the training data has 'height' there: pass the same columns",
+    ),
+    "columns of the clean table in another order": (
+        lambda: find_label_issues(
+            MODEL, LOSS, (TABLE[FEATURES], TABLE["y"]), validation=(TABLE[FEATURES[::-1]], TABLE["y"])
+        ), ValueError, "validation has its columns in another order than the training data",
+    ),
+    "classes as True and False": (
+        lambda: ask(data=(TABLE[FEATURES], TABLE["y"] > 0)), TypeError, r"targets are bool.*: pass y.long\(\)"
+    ),
+    "classes as short numbers": (lambda: ask(data=(X, Y.int())), TypeError, r"targets are int32.*: pass y.long\(\)"),
+    "classes one-hot, as whole numbers": (
+        lambda: ask(data=(X, nn.functional.one_hot(Y))), TypeError, r"one-hot.*: pass y.argmax\(1\)"
+    ),
+    "a class below 0": (lambda: ask(data=(X, Y - 1)), ValueError, "the targets hold class -1, and the model has"),
+    "inputs as whole numbers": (lambda: ask(data=((9 * X).long(), Y)), TypeError, r"int64.*x.float\(\)"),
+    "images as bytes": (lambda: ask(data=((9 * X).byte(), Y)), TypeError, r"uint8.*x.float\(\)"),
+    "inputs of half precision": (lambda: ask(data=(X.half(), Y)), TypeError, r"float16.*x.float\(\)"),
+    "masks for groups": (
+        lambda: ask(groups={"a": Y == 0, "b": Y != 0}), TypeError, r"not bool: .* np.flatnonzero\(mask\)"
+    ),
+    "labels that can be read once": (
+        lambda: ask(groups=iter(TABLE["clinic"])), TypeError, r"pass list\(groups\)"
+    ),
+    "a rule for groups": (lambda: ask(groups=lambda i: i % 3), TypeError, r"pass Groups.by_rule\(n, k, rule\)"),
+    "a list to be stacked": (
+        lambda: properties.stack([properties.mean_loss((X, Y), LOSS)]), TypeError, r"a list: .* stack\(a, b\)"
+    ),
+    "retraining that gives text": (lambda: RESULT.verify(lambda subsets: ["good"] * 4), TypeError, "retrain returned"),
 }  # fmt: skip
 
 

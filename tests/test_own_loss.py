@@ -34,9 +34,10 @@ def test_groups_of_sequences_have_the_sum_of_one_backward_pass_each(name):
     truth = Groups(LABELS).sum(gradients(model, own_loss, rows), 0)
     found = GroupGradients(model, None, DataLoader(rows, batch_size=4, collate_fn=collate), LABELS)
     directions = torch.randn(1, found.p, dtype=torch.float64)
+    bound = 1e-6 if name == "t5" else 1e-10  # T5 has a softmax in float32 until transformers 5
     assert found.plan(1).strategy == "directional"
-    assert relative_error(found.scores(directions), directions @ truth.T) <= 1e-10
-    assert relative_error(found.rows(), truth) <= 1e-10
+    assert relative_error(found.scores(directions), directions @ truth.T) <= bound
+    assert relative_error(found.rows(), truth) <= bound
 
 
 @pytest.mark.parametrize("strategy", ["forward", "segmented", "backward"])

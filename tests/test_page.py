@@ -164,6 +164,9 @@ def test_rows_may_be_a_frame_texts_or_dicts(tmp_path):
         assert "row 0" in page_of(result(members=False), tmp_path, rows=rows).text
     wide = pandas.DataFrame(np.zeros((18, 20)), columns=[f"c{i}" for i in range(20)])
     assert "8 more columns" in page_of(result(), tmp_path, rows=wide).text
+    days = page_of(result(), tmp_path, rows=pandas.DataFrame({"day": pandas.date_range("2024-05-01", periods=18)})).text
+    assert "2024-05-0" in days
+    assert "00:00:00" not in days
 
 
 def test_long_and_odd_texts_are_cut_and_written(tmp_path):

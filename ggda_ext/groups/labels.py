@@ -5,7 +5,7 @@ All give one label per point, the ids 0 … k-1 of its group, with -1 for a poin
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, Literal, NoReturn, TypeGuard
 
@@ -112,7 +112,8 @@ def labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
         refuse_empty(sizes)
     joined = np.concatenate(members) if members else np.empty(0, np.int64)
     if joined.ndim != 1 or joined.dtype.kind not in "iu":
-        raise TypeError(f"groups as index lists must hold whole numbers, not {joined.dtype}.")
+        mask = ": pass np.flatnonzero(mask) for a mask" if joined.dtype.kind == "b" else ""
+        raise TypeError(f"groups as index lists must hold whole numbers, not {joined.dtype}{mask}.")
     n = int(joined.max()) + 1 if n is None else n
     outside = joined[(joined < 0) | (joined >= n)]
     if len(outside):
@@ -132,6 +133,10 @@ def labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
 
 def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
     """Labels and names from one value per point; names are None for plain ids 0 … k-1."""
+    if isinstance(values, Iterator):
+        raise TypeError(f"groups is a {type(values).__name__}: pass list(groups), which can be read more than once.")
+    if callable(values) and not hasattr(values, "__len__"):
+        raise TypeError("groups is a function: pass Groups.by_rule(n, k, rule), or one label per training point.")
     array = _as_numpy(values)
     if array.ndim != 1:
         got = f"{values!r}, which is one value" if array.ndim == 0 else f"of shape {tuple(array.shape)}"

@@ -21,6 +21,7 @@ from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.label_issues.issues import LabelIssues, RankedBy
 from ggda_ext.methods.scoring import finite_losses
 from ggda_ext.model import ParameterChoice, only_thread
+from ggda_ext.tables import check_columns
 from ggda_ext.words import without
 
 RankBy = Literal["auto", "loss", "self_influence", "influence", "loss and influence"]
@@ -88,6 +89,7 @@ def find_label_issues(
         influence, clean_loss = None, None
         if validation is not None:
             clean = points.on(IndexedData(validation, "validation"))
+            check_columns(clean.data.columns, "validation", points.data.columns)
             influence = _influence(points, clean, norms, memory_budget).cpu().numpy()
             clean_loss = float(finite_losses(clean, batch_size).mean())
     ranked_by, why = _choice(rank_by, float(loss.mean()), clean_loss)

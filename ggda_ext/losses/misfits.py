@@ -48,7 +48,11 @@ def of_model(error: Exception, model: nn.Module, batch: Any) -> Exception:
     if "dtype" in str(error):
         own = next((str(p.dtype) for p in model.parameters()), "another type")
         dtypes = ", ".join(str(tensor.dtype) for tensor in tensors_in(batch))
-        fix = "pass x.float() for x, or model.double()" if "float64" in dtypes else "pass inputs first, then the target"
+        fix = (
+            "pass x.float() for x, or model.double()"
+            if "float64" in dtypes
+            else ("pass inputs first, then the target; x.float() for x")
+        )
         return TypeError(
             f"the data holds tensors of {dtypes}, and the parameters of the model are {own}: {fix}. {said}."
         )
@@ -66,8 +70,7 @@ def check_classes(name: str, output: Tensor, target: Tensor) -> None:
             "nn.BCEWithLogitsLoss(), or a model with an output for each class."
         )
     if target.is_floating_point() and target.dim() == 1:
-        kind = str(target.dtype).removeprefix("torch.")
-        raise TypeError(f"the targets are {kind} numbers of classes: pass y.long() for {name}.")
+        raise TypeError(f"the targets are {_kind(target)} numbers of classes: pass y.long() for {name}.")
     if not target.is_floating_point() and list(target.shape) == [len(output), 1]:
         raise ValueError(
             f"the targets have shape {list(target.shape)}, and {name} takes the number of a class for each point: "
@@ -79,13 +82,22 @@ def of_loss(error: Exception, name: str, output: Tensor, target: Tensor) -> Exce
     """The error of a loss of PyTorch for outputs and targets, with the remedy; or the error itself."""
     if isinstance(error, IndexError) and "out of bounds" in str(error):
         classes = output.shape[1]
+        worst = int(target.min()) if target.min() < 0 else int(target.max())
         return ValueError(
-            f"the targets hold class {int(target.max())}, and the model has outputs for {classes}, 0 … {classes - 1}: "
+            f"the targets hold class {worst}, and the model has outputs for {classes}, 0 … {classes - 1}: "
             "number the classes from 0, or use a model with more outputs."
         )
+    if isinstance(error, RuntimeError) and "class probabilities" in str(error):
+        return TypeError(f"the targets are one-hot, of {_kind(target)}: pass y.argmax(1) for {name}, or y.float().")
+    if isinstance(error, RuntimeError) and "target dtype" in str(error):
+        return TypeError(f"the targets are {_kind(target)} numbers of classes: pass y.long() for {name}.")
     if isinstance(error, RuntimeError) and "between 0 and 1" in str(error):
         return ValueError(
             f"{name} takes probabilities, and the model gives {float(output.min()):.3g} to {float(output.max()):.3g}: "
             "use nn.BCEWithLogitsLoss(), or end the model with a sigmoid."
         )
     return error
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

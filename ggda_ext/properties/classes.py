@@ -226,6 +226,9 @@ class LinearProperty(ReadyProperty):
     ) -> None:
         if not properties:
             raise ValueError("properties is empty: pass at least one property.")
+        for part in properties:
+            if not callable(part):
+                raise TypeError(f"one of the properties is a {type(part).__name__}: pass callables, as in stack(a, b).")
         self.properties, self.join = tuple(properties), join
         self.stacked = self.properties if is_stack else ()
         self.name, self.higher_is_better = name, higher_is_better
@@ -244,6 +247,14 @@ class LinearProperty(ReadyProperty):
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
         """Rows `[m, p]`."""
         return self.join([property_gradient(part, model, parameters) for part in self.properties])
+
+
+def data_of(property: Any) -> Iterator[IndexedData]:
+    """The test data that a ready property is measured on; all of them, if it is made of several."""
+    if isinstance(property, _DataProperty):
+        yield property.data
+    for part in getattr(property, "properties", ()):
+        yield from data_of(part)
 
 
 def stack(*properties: Property) -> LinearProperty:

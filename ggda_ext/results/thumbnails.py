@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ggda_ext.results.table import plainly
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -78,7 +80,7 @@ def row_cells(rows: Any, index: int) -> list[tuple[str, str]]:
 
 
 def _value(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float | np.floating) else text(value)
+    return f"{value:.4g}" if isinstance(value, float | np.floating) else text(plainly(value))
 
 
 def text(value: Any) -> str:

@@ -89,7 +89,11 @@ def verified(result: Attribution, retrain: Retrain, top: int, by: str | int | No
     empty = next((j for j, kept in zip(ids, subsets[1:], strict=True) if not len(kept)), None)
     if empty is not None:
         raise ValueError(f"group {result.groups.name(empty)!r} holds all training points: nothing is left to train on.")
-    values = np.asarray(retrain(subsets), dtype=np.float64)
+    returned = retrain(subsets)
+    try:
+        values = np.asarray(returned, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"retrain returned a {type(returned).__name__} that is not made of numbers: {error}.") from None
     values = values[:, None] if values.ndim == 1 else values
     if values.ndim != 2 or len(values) != len(subsets):
         raise ValueError(
