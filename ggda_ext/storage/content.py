@@ -13,7 +13,6 @@ import functools
 import io
 import logging
 import os
-import struct
 import sys
 import sysconfig
 import types
@@ -89,14 +88,12 @@ class Content:
 
     def _hash(self, value: Any) -> bytes:
         kind = type(value)
-        if kind not in _rule_of:
+        rule = _rule_of.get(kind)
+        if rule is None:
             own = getattr(kind, "__fingerprint__", None)
-            _rule_of[kind] = (
-                Content._own
-                if own is not None
-                else next((how for kinds, how in _RULES if isinstance(value, kinds)), Content._object)
-            )
-        return _rule_of[kind](self, value)
+            known = next((how for kinds, how in _RULES if isinstance(value, kinds)), Content._object)
+            rule = _rule_of[kind] = known if own is None else Content._own
+        return rule(self, value)
 
     def _own(self, value: Any) -> bytes:
         return _joined("own", _name(type(value)), str(value.__fingerprint__()))
@@ -347,15 +344,13 @@ _RULES: tuple[tuple[Any, Callable[[Content, Any], bytes]], ...] = (
     (dict, Content._mapping),
     ((list, tuple, deque), Content._sequence),
     ((set, frozenset), Content._set),
-    ((bytearray, memoryview), lambda self, value: _joined("bytes", bytes(value))),
+    ((bytearray, memoryview), lambda self, value: _joined("bytes", hash_of_bytes(bytes(value)))),
     (_UNTOLD, Content._untold),
 )
 
 
 def _joined(*parts: str | bytes) -> bytes:
-    plain = [part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts]
-    sizes = struct.pack(f"<{len(plain) + 1}Q", len(plain), *map(len, plain))
-    return xxhash.xxh3_128_digest(b"".join((sizes, *plain)))
+    return xxhash.xxh3_128_digest(repr(parts).encode())  # which tells where a part ends, and texts from bytes
 
 
 def _plain(value: Any) -> bytes:
