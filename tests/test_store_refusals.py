@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -524,3 +527,17 @@ def test_a_solve_is_found_again_for_the_same_settings_only_however_long_they_are
     assert len(list(tmp_path.glob("*solve-*"))) == 1
     torch.testing.assert_close(run(other, save_dir=tmp_path), run(other))
     assert not torch.allclose(run(other), first)
+
+
+def test_a_script_has_one_hash_in_every_process() -> None:
+    code = (
+        "import torch; from torch import nn; from ggda_ext.storage.content import Content; torch.manual_seed(0);"
+        "print(Content().text(torch.jit.script(nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))), 'x'))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, check=True, env=os.environ | {"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in "014"
+    }
+    assert len(found) == 1

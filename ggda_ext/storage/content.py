@@ -363,10 +363,22 @@ def _scripted(value: Any, *, values: bool) -> bytes:
     buffer = io.BytesIO()
     torch.jit.save(value, buffer)
     with zipfile.ZipFile(buffer) as archive:
-        held = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+        held = {name.partition("/")[2]: _in_order(archive.read(name)) for name in archive.namelist()}
     kept = sorted(name for name in held if not name.endswith((".debug_pkl", "serialization_id")))
     parts = [_joined(name, hash_of_bytes(held[name])) for name in kept if values or not name.startswith("data/")]
     return _joined("script", *parts)
+
+
+def _in_order(code: bytes) -> bytes:
+    """Saved code with its constants, which torch writes in any order, sorted in front."""
+    lines = code.split(b"\n")
+    return b"\n".join(
+        (
+            *sorted(line for line in lines if b" : Final[" in line),
+            b"",
+            *(line for line in lines if b" : Final[" not in line),
+        )
+    )
 
 
 def hash_of_bytes(plain: Any) -> bytes:
