@@ -102,7 +102,8 @@ def attribute(
 
     Returns:
         An `Attribution`: scores `[m, k]`, one row per component of the property, with names, sizes and direction; it
-        prints as a ranked table, and is a tensor. With `save_dir` the scores are a memory map, on the CPU.
+        prints as a ranked table, and is a tensor. With `save_dir` the scores are on the CPU, a memory map if
+        they were found there or are more than one block.
     """
     if frame is not None or isinstance(groups, str):
         groups = group_column(frame, groups)

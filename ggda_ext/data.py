@@ -536,6 +536,9 @@ def with_progress(
 ) -> Iterator[tuple[S, T]]:
     """Pairs of some points and their batch, with a bar over points: one not asked for is made when it is to be seen."""
     start = perf_counter()
+    if show is False:
+        yield from pairs
+        return
     if show is None:
         for points, batch in pairs:
             yield points, batch
@@ -544,7 +547,7 @@ def with_progress(
                 break
         else:
             return
-    with progress(total, title, show is not False, initial=done) as bar:
+    with progress(total, title, True, initial=done) as bar:
         for points, batch in pairs:
             yield points, batch
             bar.update(len(points))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -126,6 +129,39 @@ def scaled(factor: Any) -> Callable[..., Tensor]:
     return lambda output, target: factor * LOSS(output, target)
 
 
+def executed(name: str, text: str) -> Any:
+    """What a piece of code defines, outside of any module."""
+    made: dict[str, Any] = {"cross_entropy": functional.cross_entropy}
+    exec(text, made)
+    return made[name]
+
+
+def executed_function(factor: float) -> Any:
+    return executed("loss", f"def loss(output, target): return {factor} * cross_entropy(output, target)")
+
+
+def executed_class(factor: float) -> Any:
+    text = f"class Loss:\n    def __call__(self, output, target): return {factor} * cross_entropy(output, target)"
+    return executed("Loss", text)()
+
+
+def wrapping(factor: float) -> Any:
+    """A function under the name of a library's."""
+    loss = executed_function(factor)
+    return functools.update_wrapper(loss, functional.cross_entropy)
+
+
+class Scripted(nn.Module):
+    """A loss whose setting is an attribute of a scripted module."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.tensor = factor, torch.tensor(factor)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.factor * self.tensor * functional.cross_entropy(output, target)
+
+
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "loss: another one": ({}, {"loss": nn.MultiMarginLoss()}, "loss"),
     "loss: label smoothing": ({}, {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "loss"),
@@ -138,6 +174,14 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "loss: a buffer": ({"loss": Weighted()}, {"loss": Weighted(2.0)}, "loss"),
     "loss: a setting": ({"loss": Weighted()}, {"loss": Weighted(1.0, 2.0)}, "loss"),
+    "loss: executed text": ({"loss": executed_function(1.0)}, {"loss": executed_function(1.5)}, "loss"),
+    "loss: a class of executed text": ({"loss": executed_class(1.0)}, {"loss": executed_class(1.5)}, "loss"),
+    "loss: a library's name": ({"loss": wrapping(1.0)}, {"loss": wrapping(1.5)}, "loss"),
+    "loss: a scripted module": (
+        {"loss": torch.jit.script(Scripted(1.0))},
+        {"loss": torch.jit.script(Scripted(1.0001))},
+        "loss",
+    ),
     "model: an activation": ({}, {"network": functools.partial(make_network, nn.Tanh)}, "model"),
     "model: a value": ({}, {"network": other_values}, "values of the parameters"),
     "groups": ({}, {"groups": np.arange(N) % K // 2}, "groups"),
@@ -483,3 +527,17 @@ def test_a_solve_is_found_again_for_the_same_settings_only_however_long_they_are
     assert len(list(tmp_path.glob("*solve-*"))) == 1
     torch.testing.assert_close(run(other, save_dir=tmp_path), run(other))
     assert not torch.allclose(run(other), first)
+
+
+def test_a_script_has_one_hash_in_every_process() -> None:
+    code = (
+        "import torch; from torch import nn; from ggda_ext.storage.content import Content; torch.manual_seed(0);"
+        "print(Content().text(torch.jit.script(nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))), 'x'))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, check=True, env=os.environ | {"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in "014"
+    }
+    assert len(found) == 1

@@ -13,11 +13,11 @@ import functools
 import io
 import logging
 import os
-import struct
 import sys
 import sysconfig
 import types
 import weakref
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import PurePath
@@ -42,6 +42,7 @@ _BUILT_IN = (
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
 )
+_MADE_BY_PYTHON = 1 << 9  # of a class: Py_TPFLAGS_HEAPTYPE
 _UNTOLD = (types.GeneratorType, types.CoroutineType, types.FrameType, io.IOBase)
 
 
@@ -89,14 +90,12 @@ class Content:
 
     def _hash(self, value: Any) -> bytes:
         kind = type(value)
-        if kind not in _rule_of:
+        rule = _rule_of.get(kind)
+        if rule is None:
             own = getattr(kind, "__fingerprint__", None)
-            _rule_of[kind] = (
-                Content._own
-                if own is not None
-                else next((how for kinds, how in _RULES if isinstance(value, kinds)), Content._object)
-            )
-        return _rule_of[kind](self, value)
+            known = next((how for kinds, how in _RULES if isinstance(value, kinds)), Content._object)
+            rule = _rule_of[kind] = known if own is None else Content._own
+        return rule(self, value)
 
     def _own(self, value: Any) -> bytes:
         return _joined("own", _name(type(value)), str(value.__fingerprint__()))
@@ -164,7 +163,7 @@ class Content:
                 for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             ]
             given = self.parts("given", (value.__defaults__, value.__kwdefaults__, vars(value)))
-            library = version_of(value.__module__)
+            library = library_of(value)
             if library is not None:
                 return _joined("function", library, _name(value), *cells, given)
             used = [
@@ -203,7 +202,7 @@ class Content:
         return _joined("code", code.co_code, shape, *names, *constants)
 
     def _class(self, value: type) -> bytes:
-        library = version_of(value.__module__)
+        library = library_of(value)
         if library is not None:
             return _joined("class", library, _name(value))
         with self._inside(value.__qualname__):
@@ -229,15 +228,14 @@ class Content:
 
     def network(self, value: nn.Module, *, values: bool) -> bytes:
         """The hash of a module: its class, attributes, hooks and parts; with the values of its tensors or without."""
+        if isinstance(value, torch.jit.ScriptModule):
+            return _scripted(value, values=values)
         inner = vars(value).get("_orig_mod") or value._modules.get("_orig_mod")
         if inner is not None:  # compiled
             return self.network(inner, values=values)
-        if isinstance(value, torch.jit.ScriptModule):
-            tensors = [self._values(name, item, values) for name, item in value.state_dict().items()]
-            return _joined("script", str(value.code), *tensors)
         own, counters = type(value), counters_of(type(value))
         held: list[bytes] = [self.hash(own)]
-        if version_of(own.__module__) is None:
+        if library_of(own) is None:
             held.append(str(value.training).encode())
         for name, item in sorted(vars(value).items()):
             if name not in _OF_TORCH and not (name in counters and type(item) is int):
@@ -343,23 +341,44 @@ _RULES: tuple[tuple[Any, Callable[[Content, Any], bytes]], ...] = (
     (np.ufunc, lambda self, value: _joined("ufunc", value.__name__)),
     (torch._ops.OpOverloadPacket, lambda self, value: _joined("op", str(value))),
     (torch._ops.OpOverload, lambda self, value: _joined("op", str(value))),
-    ((torch.jit.ScriptFunction,), lambda self, value: _joined("script", str(value.code))),
+    (torch.jit.ScriptFunction, lambda self, value: _scripted(value, values=True)),
     (dict, Content._mapping),
     ((list, tuple, deque), Content._sequence),
     ((set, frozenset), Content._set),
-    ((bytearray, memoryview), lambda self, value: _joined("bytes", bytes(value))),
+    ((bytearray, memoryview), lambda self, value: _joined("bytes", hash_of_bytes(bytes(value)))),
     (_UNTOLD, Content._untold),
 )
 
 
 def _joined(*parts: str | bytes) -> bytes:
-    plain = [part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts]
-    sizes = struct.pack(f"<{len(plain) + 1}Q", len(plain), *map(len, plain))
-    return xxhash.xxh3_128_digest(b"".join((sizes, *plain)))
+    return xxhash.xxh3_128_digest(repr(parts).encode())  # which tells where a part ends, and texts from bytes
 
 
 def _plain(value: Any) -> bytes:
     return _joined(type(value).__name__, repr(value))
+
+
+def _scripted(value: Any, *, values: bool) -> bytes:
+    """The hash of what torch would save of a script: code, constants and attributes; its tensors only with `values`."""
+    buffer = io.BytesIO()
+    torch.jit.save(value, buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        held = {name.partition("/")[2]: _in_order(archive.read(name)) for name in archive.namelist()}
+    kept = sorted(name for name in held if not name.endswith((".debug_pkl", "serialization_id")))
+    parts = [_joined(name, hash_of_bytes(held[name])) for name in kept if values or not name.startswith("data/")]
+    return _joined("script", *parts)
+
+
+def _in_order(code: bytes) -> bytes:
+    """Saved code with its constants, which torch writes in any order, sorted in front."""
+    lines = code.split(b"\n")
+    return b"\n".join(
+        (
+            *sorted(line for line in lines if b" : Final[" in line),
+            b"",
+            *(line for line in lines if b" : Final[" not in line),
+        )
+    )
 
 
 def hash_of_bytes(plain: Any) -> bytes:
@@ -372,6 +391,22 @@ def bytes_of(value: Tensor) -> memoryview:
     plain = value.detach().resolve_conj().resolve_neg()
     plain = (torch.view_as_real(plain) if plain.is_complex() else plain).cpu().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().data
+
+
+def library_of(value: types.FunctionType | type) -> str | None:
+    """The package of a function or a class with its version if it is an installed one; None for the user's own.
+
+    A function is of the module whose globals it uses, whatever name it was given (`functools.wraps` gives it another).
+    What executed text defines says that it is built in, which only classes of C are.
+    """
+    if isinstance(value, type):
+        return (
+            None
+            if value.__module__ == "builtins" and value.__flags__ & _MADE_BY_PYTHON
+            else version_of(value.__module__)
+        )
+    name = value.__globals__.get("__name__")
+    return None if name is None else version_of(name)
 
 
 @functools.cache
@@ -425,7 +460,7 @@ def _counters(code: types.CodeType) -> frozenset[str]:
 
 def counters_of(kind: type) -> frozenset[str]:
     """The counters that a class of the user's keeps of its calls."""
-    if version_of(kind.__module__) is not None:
+    if library_of(kind) is not None:
         return frozenset()
     codes = [getattr(getattr(kind, name, None), "__code__", None) for name in ("__call__", "forward")]
     return frozenset().union(*(_counters(code) for code in codes if code is not None))

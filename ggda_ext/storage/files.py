@@ -15,7 +15,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from tokenize import TokenError
@@ -103,9 +103,7 @@ def replaced(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
         path: where it ends up.
         sync: whether to wait for the disk, so that it is there even if the power fails; a kill needs no waiting.
     """
-    if path.is_dir():
-        raise IsADirectoryError(f"{str(path)!r} is a folder: pass the path of a file.")
-    part = Path(f"{path}.part")
+    part = f"{path}.part"
     try:
         with os.fdopen(_new(part), "wb") as file:
             yield file
@@ -113,20 +111,23 @@ def replaced(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(FileNotFoundError):
+            os.unlink(part)
+        if isinstance(error, OSError) and path.is_dir():
+            raise IsADirectoryError(f"{str(path)!r} is a folder: pass the path of a file.") from None
         raise
     if sync:
         sync_folder(path.parent)
 
 
-def _new(path: Path) -> int:
+def _new(path: str) -> int:
     """A handle of a new file; what stands in its place, a link for example, is removed and not written to."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS
     try:
         return os.open(path, flags, 0o666)
     except FileExistsError:
-        path.unlink()
+        os.unlink(path)
         return os.open(path, flags, 0o666)
 
 

@@ -72,9 +72,10 @@ def of_value(value: Any, what: str, tag: str | None, model: nn.Module | None = N
         tag: the user's name for what cannot be told; without one such content is refused.
         model: its parts stand for themselves where `value` holds them; they are hashed elsewhere.
     """
-    named = {f"model.{name}": module for name, module in model.named_modules()} if model is not None else {}
-    if model is not None:
-        named |= {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    named: dict[str, Any] = {}
+    for where, module in () if model is None else model.named_modules():
+        named[f"model.{where}"] = module
+        named |= {f"model.{where}.{name}": tensor for name, tensor in module._parameters.items() if tensor is not None}
     content = Content(named, lenient=tag is not None)
     found = content.text(value, what)
     _say_what_was_sampled(content, tag)
@@ -140,15 +141,14 @@ def sums_of(rows: Tensor) -> list[list[float]]:
     So a small row counts as much as a large one.
     """
     m, p = rows.shape
-    lengths = rows.detach().norm(dim=1, dtype=torch.float64).cpu().numpy()
-    known = np.where(np.isfinite(lengths) & (lengths > 0), lengths, 1.0)
-    left = np.cos(_WAVES * (1.7 * np.arange(m) + 1))
-    total, unit = np.zeros(_NUMBERS), left / known
-    step = max(1, 2**21 // m)
+    sums, squares, step = np.zeros((_NUMBERS, m)), np.zeros(m), max(1, 2**21 // m)
     for low in range(0, p, step):
-        part = rows[:, low : low + step].detach().cpu().double().numpy()
-        total += np.einsum("ij,ij->i", unit @ part, np.cos(_WAVES * (1.1 * np.arange(low, low + part.shape[1]))))
-    both = (total, left @ np.log(known))
+        part = rows[:, low : low + step].detach().to("cpu", torch.float64).numpy()
+        sums += np.cos(_WAVES * (1.1 * np.arange(low, low + part.shape[1]))) @ part.T
+        squares += np.einsum("ij,ij->i", part, part)
+    lengths = np.sqrt(np.where(squares > 0, squares, 1.0))
+    left = np.cos(_WAVES * (1.7 * np.arange(m) + 1))
+    both = ((left * sums / lengths).sum(1), left @ np.log(lengths))
     return [[value if math.isfinite(value) else 0.0 for value in numbers.tolist()] for numbers in both]
 
 

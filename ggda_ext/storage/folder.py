@@ -61,17 +61,20 @@ class Arrays:
         part: the part they belong to; its name stands before theirs.
         made_with: all that they depend on, as JSON values.
         before_writing: makes the folder ready, and says whether to wait for the disk.
+        is_new: whether nothing was written before, so that what lies there is not of these arrays.
     """
 
-    def __init__(self, folder: Path, part: str, made_with: Any, before_writing: Callable[[], bool]) -> None:
+    def __init__(
+        self, folder: Path, part: str, made_with: Any, before_writing: Callable[[], bool], *, is_new: bool
+    ) -> None:
         self.folder, self._made_with, self._before_writing = folder, made_with, before_writing
-        self._part = part
+        self._part, self._is_new = part, is_new
         self._checked: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         """Whether an array is finished and intact; its checksum is looked at once."""
-        if name in self._checked:
-            return True
+        if name in self._checked or self._is_new:
+            return name in self._checked
         try:
             intact = is_sealed_array(self._path(name), self._key(name))
         except FileNotFoundError:
@@ -148,10 +151,13 @@ class Store(Arrays):
 
     def __init__(self, folder: str | Path, fingerprint: Mapping[str, Any]) -> None:
         folder = Path(folder)
-        check_folder(folder)
         with clear_errors(folder, CONTENTS):
-            folder.mkdir(parents=True, exist_ok=True)
-            _refuse_foreign(folder)  # before a lock file is left there
+            try:
+                os.mkdir(folder)
+            except OSError:
+                check_folder(folder)
+                folder.mkdir(parents=True, exist_ok=True)
+                _refuse_foreign(folder)  # before a lock file is left there
             self._lock = _take_lock(folder)
         try:
             found = read_contents(folder)
@@ -166,7 +172,7 @@ class Store(Arrays):
         except BaseException:
             self.close()
             raise
-        super().__init__(folder, "", self.fingerprint, self._make_ready)
+        super().__init__(folder, "", self.fingerprint, self._make_ready, is_new=found is None)
 
     def __enter__(self) -> Store:
         return self
@@ -181,13 +187,14 @@ class Store(Arrays):
     def part(self, name: str, fingerprint: Mapping[str, Any]) -> Arrays:
         """The arrays of the part `name`, refused if it was made with something else than now."""
         known = self.parts.get(_checked_name(name))
+        is_new = known is None
         if known is None:
             known = self.parts[name] = fingerprint
             self._is_kept = False
         differing = difference(known, fingerprint)
         if differing is not None:
             raise StoreMismatch(f"save_dir={str(self.folder)!r}, in {name}, {differing}")
-        return Arrays(self.folder, name, [self.fingerprint, known], self._make_ready)
+        return Arrays(self.folder, name, [self.fingerprint, known], self._make_ready, is_new=is_new)
 
     def _make_ready(self) -> bool:
         """Write what `store.json` has to say before an array is; whether to wait for the disk.

@@ -41,10 +41,10 @@ class FolderLock:
         reentrant: whether this process may lock the folder while it holds it already.
     """
 
-    _held: dict[Path, _Holder] = {}  # noqa: RUF012  # the system's lock is blind within one process
+    _held: dict[str, _Holder] = {}  # noqa: RUF012  # the system's lock is blind within one process
 
     def __init__(self, folder: Path, *, reentrant: bool = False) -> None:
-        self.folder = Path(os.path.realpath(folder))
+        self.folder = os.path.realpath(folder)
         holder = self._held.get(self.folder)
         if holder is None or holder.process != os.getpid():
             holder = _Holder(os.getpid(), _locked(folder))
@@ -67,7 +67,7 @@ class _Holder:
     count: int = 0
 
 
-def _release(held: dict[Path, _Holder], folder: Path, holder: _Holder) -> None:
+def _release(held: dict[str, _Holder], folder: str, holder: _Holder) -> None:
     holder.count -= 1
     if holder.count == 0 and holder.process == os.getpid():
         held.pop(folder, None)
@@ -94,9 +94,12 @@ def _locked(folder: Path) -> int | None:
             f"save_dir={str(folder)!r} is in use by {owner}: wait until it has finished, or pass another save_dir to "
             "each process."
         ) from None
-    if _OURS.fullmatch(os.read(handle, 64)):  # another file of that name, or a hard link to one, stays as it is
+    found = os.read(handle, 64)
+    if _OURS.fullmatch(found):  # another file of that name, or a hard link to one, stays as it is
         mine = f"process {os.getpid()}".encode()
-        os.lseek(handle, 0, os.SEEK_SET)
+        if found:
+            os.lseek(handle, 0, os.SEEK_SET)
         os.write(handle, mine)
-        os.ftruncate(handle, len(mine))  # not to 0 before: some file systems wait for the disk then on closing
+        if len(found) > len(mine):  # not to 0 before: some file systems wait for the disk then on closing
+            os.ftruncate(handle, len(mine))
     return handle

@@ -154,7 +154,7 @@ class ScoreStore:
         return StackedBlocks([blocks for _, blocks in sorted(parts, key=lambda part: int(part[0][0]))])
 
     def total(self, parts: Iterable[tuple[Weight, Any]]) -> Tensor:
-        """Weighted sum of the scores of checkpoints `[m, k]`, as a memory map on the CPU.
+        """Weighted sum of the scores of checkpoints `[m, k]`, on the CPU; a memory map unless it is one block made now.
 
         Args:
             parts: weights, numbers or one for every group `[k]`, with what `scores` or `stacked` gave.
