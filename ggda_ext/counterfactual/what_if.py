@@ -205,9 +205,7 @@ class WhatIf:
         rises = self.values(property, weights) - full[:, None]
         found = self.calibration_of(property)
         if found is not None:
-            nothing = torch.zeros(1, dtype=torch.float64)
-            luck = found.rise(nothing, nothing)
-            rises, full = found.rise(rises, self.removed(weights)) - luck, full + luck
+            rises = found.rise(rises, self.removed(weights))
         per_model = rises.transpose(1, -1) if rises.dim() > 2 else rises
         return LeaveGroupOut(
             per_model, full, np.arange(k), self.groups, property, "refit of the linearised model", False
@@ -369,16 +367,12 @@ class Counterfactual:
         return self._solved[ridges]
 
     def value(self, property: Property) -> Tensor:
-        """A property of it, a scalar or `[m]`: the mean over models.
-
-        After `verify` it is that of a newly trained model, with all groups as well, whose value need not be the one
-        of the model explained.
-        """
+        """A property of it, a scalar or `[m]`: the mean over models, calibrated if `verify` was called for it."""
         raw = torch.stack([self.what_if._values(j, property, d[None]) for j, d in enumerate(self._coefficients)])
         return self.what_if.calibrated(property, self.weights[None], raw.mean(0))[0]
 
     def change(self, property: Property) -> Tensor:
-        """How much the property rises compared with all groups as they are."""
+        """How much the property rises compared with the model as it is."""
         full = Counterfactual(self.what_if, torch.ones_like(self.weights))
         return self.value(property) - full.value(property)
 
