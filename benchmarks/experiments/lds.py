@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.experiments.bench import Bench, Cell
-from benchmarks.experiments.predictions import Prediction, Predictor, Truth
+from benchmarks.experiments.predictions import Prediction, Predictor, Truth, two_halves
 from benchmarks.experiments.retrainings import Retrainings, Wanted
 from benchmarks.names import (
     AVERAGED,
@@ -133,7 +133,7 @@ def _fields(found: Prediction, truth: Truth) -> dict[str, Any]:
     real = truth.losses.mean(1)
     fields = agreement_fields(found.values, real)
     if found.calibrated is not None:
-        rest = agreement_fields(found.calibrated, real[-len(found.calibrated) :])
+        rest = agreement_fields(found.calibrated, real[two_halves(len(real))[1]])
         fields |= {f"calibrated_{name}": value for name, value in rest.items()}
     if truth.additive is not None:
         fields |= {"additive_ceiling": truth.additive.value, "additive_interval": list(truth.additive.interval)}

@@ -20,8 +20,8 @@ from ggda_ext import Groups, WhatIf
 from ggda_ext.evaluation import Correlation, additive_ceiling, points_of
 
 RETRAINED = 8
-"""Retrainings that calibrate what-if, chosen by `to_retrain` among the first half of the choices of groups; calibrated
-values are compared on the second half, none of which was looked at."""
+"""Retrainings that calibrate what-if, chosen by `to_retrain` among a random half of the choices of groups; calibrated
+values are compared on the other half, none of which was looked at."""
 FEWEST_FITTED = 15
 """Choices of groups an additive score is fitted to."""
 OTHER_SEEDS = (501, 502)
@@ -51,8 +51,7 @@ class Prediction:
         values: the predictions.
         settings: how they were made, in words.
         seconds: CPU seconds by part, for all of them together.
-        calibrated: by eight of the first retrained models, for the second half `[s − s // 2]`; None for methods that
-            cannot be.
+        calibrated: by eight retrained models of one half, for the other half; None for methods that cannot be.
     """
 
     values: np.ndarray
@@ -71,6 +70,13 @@ class Prediction:
     ) -> Prediction:
         """The model's own loss rises by the importance of every group that is left out."""
         return cls(loss + (~kept).astype(float) @ importance, settings, seconds)
+
+
+def two_halves(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the choices of groups that may calibrate and of those to compare with: at random, as groups lie in the
+    order of their clusters where each is left out in turn."""
+    order = np.random.default_rng(0).permutation(count)
+    return order[: count // 2], order[count // 2 :]
 
 
 class Predictor:
@@ -139,14 +145,14 @@ def _refitted(asked: Timed[WhatIf], truth: Truth, bench: Bench) -> Prediction:
 
 
 def _verified(refit: WhatIf, truth: Truth, bench: Bench) -> np.ndarray:
-    """Calibrated predictions of the second half; the refit is left as it was, for the other protocols."""
+    """Calibrated predictions of the other half; the refit is left as it was, for the other protocols."""
     measure, ridges = bench.subject.property, [model.ridge for model in refit.models]
-    first, second = truth.kept[: len(truth.kept) // 2], truth.kept[len(truth.kept) // 2 :]
-    chosen = refit.to_retrain(measure, RETRAINED, among=first)
-    places = [int(np.flatnonzero((first == one).all(1))[0]) for one in chosen]
+    first, second = two_halves(len(truth.kept))
+    chosen = refit.to_retrain(measure, RETRAINED, among=truth.kept[first])
+    places = [int(np.flatnonzero((truth.kept == one).all(1))[0]) for one in chosen]
     try:
         refit.verify(lambda subsets: truth.losses[places], measure, chosen)
-        return refit.subsets(second, measure).numpy()
+        return refit.subsets(truth.kept[second], measure).numpy()
     finally:
         refit.calibrations.clear()
         for model, ridge in zip(refit.models, ridges, strict=True):

@@ -6,15 +6,16 @@ real rises are compared with those predicted with each,
 
     real rise = slope · predicted rise + level + per share · share left out + error.
 
-A rise is that of a new model over the one explained, so luck of the latter is in the level, whatever is left out; what
-goes with the share left out is not followed beyond the shares that were retrained. A refit that is right has slope 1
-and nothing more. So the slope comes from a normal distribution around 1, level and share from normal ones around 0, and
-the logarithm of the ridge from one around the present ridge: the ridge is the one under which the retrainings are most
-likely, slope, level and share have their means given the retrainings (Bayesian linear regression, the sizes of the
-error and of the level integrated out). Few retrainings that agree on nothing leave predictions as they are. Eight tell
-a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many random ones, those
-whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves the relation of
-real to predicted rises unbiased.
+Level and share are what a refit does not see: a model of fewer points takes fewer steps, and the one explained had its
+luck. Outside of the shares that were retrained they are in proportion to the share, so nothing left out changes nothing
+and what several groups do together is not blamed for it. A refit that is right has slope 1 and nothing more. So the
+slope comes from a normal distribution around 1, level and share from normal ones around 0, and the logarithm of the
+ridge from one around the present ridge: the ridge is the one under which the retrainings are most likely, slope, level
+and share have their means given the retrainings (Bayesian linear regression, the sizes of the error and of the level
+integrated out). Few retrainings that agree on nothing leave predictions as they are. Eight tell a slope only if their
+predictions lie apart, so the subsets to retrain are chosen by them: of many random ones, those whose predictions are
+spread evenly from the lowest to the highest. Choosing by the prediction leaves the relation of real to predicted rises
+unbiased.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Line:
 
     Attributes:
         slope: of real on predicted rises.
-        level: rise beside that, at the lowest share left out.
+        level: rise beside that, at the lowest share left out; in proportion to the share below it.
         per_share: and what comes to it for every share of points left out beyond the lowest, up to the highest.
         lowest: share of points that a retraining left out.
         highest: likewise.
@@ -70,9 +71,9 @@ class Line:
     highest: float
 
     def rise(self, predicted: Any, removed: Any) -> Any:
-        """Calibrated rises `[s]` of predicted ones, given the share of points left out `[s]`."""
-        beyond = removed.clip(self.lowest, self.highest) - self.lowest
-        return self.slope * predicted + self.level + self.per_share * beyond
+        """Calibrated rises `[s]` of predicted ones, given the share of points left out `[s]`; none for none."""
+        near = removed.clip(max(self.lowest, 1e-12), max(self.highest, 1e-12))
+        return self.slope * predicted + (self.level + self.per_share * (near - self.lowest)) * removed / near
 
 
 @dataclass(frozen=True)

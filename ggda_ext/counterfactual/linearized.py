@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.counterfactual.convex import convex_loss
 from ggda_ext.counterfactual.directions import Kind, find_directions
 from ggda_ext.counterfactual.features import Features, Linearizer, check_finite, check_forward_mode
+from ggda_ext.counterfactual.recognized import convex_loss
 from ggda_ext.counterfactual.refit import Refit
 from ggda_ext.counterfactual.trust import kept_share, trusted_ridge
 from ggda_ext.curvature.damping import ADAM as STATED_ADAM

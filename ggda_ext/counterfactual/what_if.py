@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ggda_ext.counterfactual.answer import Counterfactual
 from ggda_ext.counterfactual.calibration import Calibration, Verification, chosen_subsets, verified
 from ggda_ext.counterfactual.checks import (
     Names,
@@ -205,9 +206,7 @@ class WhatIf:
         rises = self.values(property, weights) - full[:, None]
         found = self.calibration_of(property)
         if found is not None:
-            nothing = torch.zeros(1, dtype=torch.float64)
-            luck = found.rise(nothing, nothing)
-            rises, full = found.rise(rises, self.removed(weights)) - luck, full + luck
+            rises = found.rise(rises, self.removed(weights))
         per_model = rises.transpose(1, -1) if rises.dim() > 2 else rises
         return LeaveGroupOut(
             per_model, full, np.arange(k), self.groups, property, "refit of the linearised model", False
@@ -341,67 +340,6 @@ class WhatIf:
     def checked_weights(self, weights: Any) -> Tensor:
         """Weights of groups `[s, k]`, refused where nothing is left."""
         return checked_kept(weights, self.groups, self._mass_of_group, self._mass_of_others)
-
-
-class Counterfactual:
-    """The model as it would be with other weights of the groups.
-
-    Attributes:
-        weights: of every group `[k]`.
-    """
-
-    def __init__(self, what_if: WhatIf, weights: Tensor) -> None:
-        self.what_if, self.weights = what_if, weights
-        self._solved: dict[tuple[float, ...], list[Tensor]] = {}
-        _ = self._coefficients  # a question without an answer is refused when it is asked
-
-    def __repr__(self) -> str:
-        changed = {n: float(w) for n, w in zip(self.what_if.names, self.weights, strict=True) if w != 1}
-        return f"Counterfactual(weights {changed}, others 1)"
-
-    @property
-    def _coefficients(self) -> list[Tensor]:
-        """The answers d `[r]` of every model with its present ridge, which `verify` may change."""
-        models = self.what_if.models
-        ridges = tuple(model.ridge for model in models)
-        if ridges not in self._solved:
-            self._solved = {ridges: [model.solve(self.weights[None])[0] for model in models]}
-        return self._solved[ridges]
-
-    def value(self, property: Property) -> Tensor:
-        """A property of it, a scalar or `[m]`: the mean over models.
-
-        After `verify` it is that of a newly trained model, with all groups as well, whose value need not be the one
-        of the model explained.
-        """
-        raw = torch.stack([self.what_if._values(j, property, d[None]) for j, d in enumerate(self._coefficients)])
-        return self.what_if.calibrated(property, self.weights[None], raw.mean(0))[0]
-
-    def change(self, property: Property) -> Tensor:
-        """How much the property rises compared with all groups as they are."""
-        full = Counterfactual(self.what_if, torch.ones_like(self.weights))
-        return self.value(property) - full.value(property)
-
-    def error(self, property: Property) -> float | None:
-        """Standard error of `value`, from the retrainings of `verify`; None where there were none."""
-        found = self.what_if.calibration_of(property)
-        return None if found is None else found.error
-
-    def interval(self, property: Property, confidence: float = 0.95) -> tuple[float, float] | None:
-        """Where the value of a retrained model lies, by the retrainings of `verify`; None where there were none."""
-        found = self.what_if.calibration_of(property)
-        if found is None:
-            return None
-        value, width = float(self.value(property)), found.width(confidence)
-        return value - width, value + width
-
-    def outputs(self, data: DataLike, model: int = 0) -> Tensor:
-        """Outputs on any data `[N]` or `[N, C]`, of one of the models."""
-        return self.what_if.features(data)[model].moved(self._coefficients[model])
-
-    def is_linearised(self, property: Property) -> bool:
-        """Whether a property is taken to first order, because it is not known to depend on outputs only."""
-        return not of_outputs_only(property)
 
 
 def _identity(data: IndexedData) -> Any:
