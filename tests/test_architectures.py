@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from ggda_ext import GroupGradients, Groups
+from ggda_ext.gradients.proof import ENOUGH_ROWS
 
 N = 9
 LABELS = [0, 1, 0, 2, 2, 1, 0, 2, 2]
@@ -137,3 +138,21 @@ def test_a_model_that_vmap_cannot_run_is_refused_by_name_and_served_by_auto():
     assert GroupGradients(model, LOSS, data, LABELS).plan(1).strategy == "directional"
     truth = Groups(LABELS).sum(gradients(model, data), 0)
     assert relative_error(GroupGradients(model, LOSS, data, LABELS).rows(), truth) <= 1e-12
+
+
+@pytest.mark.parametrize("build", [bert, gpt2, llama])
+def test_a_padded_batch_is_run_once(build):
+    """Transformers indexes its padding masks by example: rows stay where they are, which nothing else has to prove."""
+    torch.manual_seed(0)
+    model, data = build().double().eval(), text()
+    provider = GroupGradients(model, nn.CrossEntropyLoss(), data, Groups.singletons(N), batch_size=4)
+    v = torch.randn(1, provider.p, dtype=torch.float64)
+    for _ in range(ENOUGH_ROWS // 8 + 1):  # the first batches are compared with smaller ones
+        first = provider.scores(v)
+    assert provider.plan(1).strategy == "directional"
+    runs: list[int] = []
+    handle = model.register_forward_hook(lambda module, args, output: runs.append(1))
+    again = provider.scores(v)
+    handle.remove()
+    assert len(runs) == -(-N // 4)
+    assert torch.equal(first, again)

@@ -390,3 +390,61 @@ def test_a_new_strategy_is_trusted_only_where_it_was_compared_with_autograd(monk
     else:
         with pytest.raises(ValueError, match=f"strategy='cheap' cannot be used here: {finding}"):
             asked.plan(1)
+
+
+@pytest.mark.parametrize(("into", "out"), [(5, 3), (5, 40), (5, 90), (70, 40), (70, 90), (90, 70)])
+def test_layers_of_every_shape_give_the_same_scores(into, out):
+    """The products of a Linear layer are taken in one order or another, as its shape makes them fast."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(into, out), nn.Tanh(), nn.Linear(out, 3)).double()
+    data, labels = (torch.randn(N, into, dtype=torch.float64), torch.arange(N) % 3), torch.arange(N) % 4
+    found = [GroupGradients(model, LOSS, data, labels, strategy=strategy) for strategy in ("directional", "backward")]
+    v = torch.randn(2, found[0].p, dtype=torch.float64)
+    assert relative_error(found[0].scores(v), found[1].scores(v)) < 1e-12
+
+
+def test_a_pass_that_fails_in_the_middle_leaves_the_model_as_it_was():
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(3, 2)
+
+        def forward(self, x):
+            if bool((x > 50).any()):
+                raise RuntimeError("too large")
+            return self.body(x)
+
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 3), torch.randint(0, 2, (60,))
+    model = Fails()
+    model.body.bias.requires_grad_(False)
+    found = GroupGradients(model, LOSS, (x, y), torch.arange(60) % 4, batch_size=10, parameters=["body"])
+    v = torch.randn(1, found.p)
+    expected = found.scores(v)
+    before = x[33].clone()
+    x[33] += 100
+    with pytest.raises(RuntimeError, match="too large"):
+        found.scores(v)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert model.body.weight.requires_grad
+    assert not model.body.bias.requires_grad
+    x[33] = before
+    assert torch.allclose(found.scores(v), expected)
+
+
+def test_code_that_makes_batches_sees_the_model_without_our_hooks():
+    model, seen = nn.Linear(3, 2), []
+
+    class Looks(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, at):
+            seen.append(len(model._forward_hooks) + len(model._forward_pre_hooks))
+            return torch.full((3,), float(at)), at % 2
+
+    found = GroupGradients(model, LOSS, Looks(), torch.arange(40) % 4, batch_size=10)
+    score_of_ones = found.scores(torch.ones(1, found.p))
+    assert bool(score_of_ones.isfinite().all())
+    assert len(seen) >= 40
+    assert not any(seen)

@@ -19,6 +19,7 @@ from unusual_rare import DropsGradients, MixesLargeBatches, Switches
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
 from ggda_ext.losses import BatchLoss, OutputLoss, as_example_loss
+from ggda_ext.watch import Watch
 
 CE = nn.CrossEntropyLoss()
 BATCH_SIZES = (1, 5, None)
@@ -508,3 +509,24 @@ def test_findings_are_dropped_when_a_flag_of_the_model_changes(flag):
                 relative_error(GroupGradients(model, CE, points, GROUPS, strategy=strategy).scores(v), expected)
                 <= 1e-10
             )
+
+
+ROWS = torch.arange(N)
+INDICES = {
+    "a mask of transformers": ((ROWS[:, None, None, None], torch.arange(WIDTH)[None, None, None]), False),
+    "a column for each row": ((ROWS, torch.zeros(N, dtype=torch.long)), False),
+    "one column": ((ROWS, 2), False),
+    "other rows": ((ROWS.tolist()[::-1], slice(None)), True),
+    "other rows, with columns": ((torch.tensor([*range(1, N), 0])[:, None], torch.arange(WIDTH)[None]), True),
+    "rows along the second dimension": ((ROWS[None], torch.arange(WIDTH)[:, None]), True),
+    "columns with more dimensions": ((ROWS, torch.zeros(N, N, dtype=torch.long)), True),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_that_may_move_rows_is_told_from_one_that_does_not(name):
+    index, moves = INDICES[name]
+    x = data("features", 0)[0]
+    with Watch(N) as watch:
+        x[index]
+    assert (watch.moves is not None) == moves

@@ -355,7 +355,8 @@ def _owners(space: ParameterSpace, names: dict[str, str]) -> dict[str, tuple[str
 def _batch_size(bytes_per_point: int, memory_budget: int) -> int:
     wanted = max(CACHED_BYTES // bytes_per_point, ENOUGH_POINTS)
     size = int(max(1, min(wanted, memory_budget // bytes_per_point, LARGEST_BATCH)))
-    return size - size % 16 if size > 16 else size
+    step = 16 if size > 64 else 4 if size > 16 else 1
+    return size - size % step
 
 
 class _Work(Observer):

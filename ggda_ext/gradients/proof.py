@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -438,8 +439,10 @@ class _Recorder(Observer):
         number, own = kept
         before = self.gradients.get(number)
         rows = self._rows(d) if before is None else before[0] + self._rows(d)
-        usual = float(wide(d).nan_to_num(0, 0, 0).norm()) / self.size**0.5
-        self.gradients[number] = rows, usual
+        norm = float(wide(d).norm())
+        if not isfinite(norm):
+            norm = float(wide(d).nan_to_num(0, 0, 0).norm())
+        self.gradients[number] = rows, norm / self.size**0.5
         if self.worker is not None:
             self.worker.backward(layer, own, d, repeats)
 

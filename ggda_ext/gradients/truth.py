@@ -111,11 +111,14 @@ def truth_of(space: ParameterSpace, loss: ExampleLoss, alone: Sequence[Any], dir
     """The truth about examples, each given as a batch of one, along a direction `[1, p]`."""
     losses, scores, norms = [], [], []
     directions = [wide(space.part(direction, parameter)).flatten() for parameter in space.parameters.values()]
-    for one in alone:
-        value, gradients = _gradients(space, loss, one)
-        losses.append(value)
-        scores.append(torch.stack([_dot(*pair) for pair in zip(gradients, directions, strict=True)]))
-        norms.append(torch.stack([_norm(*pair) for pair in zip(gradients, directions, strict=True)]))
+    for some in [[one] for one in alone] if space.changing else [alone]:  # what an example changes is put back
+        with space.require_gradients(of_chosen=True):
+            for one in some:
+                value = loss.total(space.model, one)
+                along, lengths = _measured(_gradients_of(value, space), directions)
+                losses.append(_on_cpu(value))
+                scores.append(along)
+                norms.append(lengths)
     return Truth(torch.stack(losses), torch.stack(scores).cpu(), torch.stack(norms).cpu())
 
 
@@ -164,14 +167,8 @@ def captured_scores(
     return torch.stack([observer.scores[id(parameter)] for parameter in space.parameters.values()], 1).cpu(), calls
 
 
-def _gradients(space: ParameterSpace, loss: ExampleLoss, batch: Any) -> tuple[Tensor, list[Tensor | None]]:
-    """The summed loss of a batch, and its gradient by parameter; None where it does not depend on it."""
-    with space.require_gradients(of_chosen=True):
-        value = loss.total(space.model, batch)
-        return _on_cpu(value), _gradients_of(value, space)
-
-
 def _gradients_of(value: Tensor, space: ParameterSpace) -> list[Tensor | None]:
+    """The gradient of a loss by parameter; None where it does not depend on it."""
     parameters = list(space.parameters.values())
     if not value.requires_grad:
         return [None] * len(parameters)
@@ -187,8 +184,16 @@ def _dot(gradient: Tensor | None, direction: Tensor) -> Tensor:
     return direction.new_zeros(()) if gradient is None else torch.dot(gradient.flatten().to(direction), direction)
 
 
-def _norm(gradient: Tensor | None, direction: Tensor) -> Tensor:
-    return direction.new_zeros(()) if gradient is None else gradient.flatten().to(direction).norm()
+def _measured(gradients: list[Tensor | None], directions: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Of a gradient by parameter, products with a direction and norms `[q]`; None counts as zeros."""
+    nothing = directions[0].new_zeros(())
+    pairs = [
+        None if gradient is None else (gradient.flatten().to(direction), direction)
+        for gradient, direction in zip(gradients, directions, strict=True)
+    ]
+    norms = iter(torch._foreach_norm([pair[0] for pair in pairs if pair is not None]) if any(pairs) else ())
+    along = [nothing if pair is None else torch.dot(*pair) for pair in pairs]
+    return torch.stack(along), torch.stack([nothing if pair is None else next(norms) for pair in pairs])
 
 
 def wide(values: Tensor) -> Tensor:

@@ -111,10 +111,26 @@ def _by_index(size: int, values: Tensor, index: Any, *_: Any) -> bool:
     if first is None or first is Ellipsis:
         many = isinstance(index, tuple) and any(isinstance(part, Tensor | list) for part in index[1:])
         return many and first is None
-    if isinstance(first, Tensor) and first.shape == (len(values),) and not first.dtype.is_floating_point:
-        in_order = torch.arange(len(values), device=first.device)
-        return first.dtype == torch.bool or not torch.equal(first.long(), in_order)
+    if isinstance(first, Tensor) and first.numel() == len(values):
+        return not _in_place(first, index[1:] if isinstance(index, tuple) else ())
     return True  # a number, a list, a mask
+
+
+def _in_place(rows: Tensor, others: tuple[Any, ...]) -> bool:
+    """Whether rows `[b, 1, …]` are 0, 1, … b − 1, and stay the first dimension beside the other indices.
+
+    Transformers makes masks so: ``mask[rows [b, 1, 1, 1], columns [1, 1, 1, l]]``.
+    """
+    if rows.dtype == torch.bool or rows.shape[0] != rows.numel() or max(map(_depth, others), default=0) > rows.dim():
+        return False
+    return torch.equal(rows.flatten().long(), torch.arange(rows.shape[0], device=rows.device))
+
+
+def _depth(index: Any) -> int:
+    """How many dimensions an index brings along."""
+    if isinstance(index, Tensor):
+        return 1 if index.dtype == torch.bool else index.dim()
+    return 1 + max(map(_depth, index), default=0) if isinstance(index, list | tuple) else 0
 
 
 def _along(place: int, default: int | None = None) -> Callable[..., bool]:

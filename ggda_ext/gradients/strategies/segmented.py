@@ -58,24 +58,30 @@ class _SegmentScores(Observer):
     ) -> None:
         self.space, self.directions, self.buffer = request.space, directions, buffer
         self.starts, self.ids, self.scores = starts, ids, scores
+        self.budget, self.many = request.memory_budget // 4, len(directions) // 3
+
+    def _at_once(self, weight: nn.Parameter) -> int:
+        """Groups whose rows are formed together: a few, but more where all of many directions are read for them."""
+        row = weight.numel() * weight.element_size()
+        return max(1, BUFFER_BYTES // row, min(self.many, self.budget // row))
 
     def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
         starts = [start * repeats for start in self.starts]
         if layer.bias is not None:
             rows = layer.rule.bias_rows(layer.module, d, starts)
-            self._add(self.ids, self._columns(layer.bias) @ rows.reshape(len(rows), -1).T)
+            self._add(self.ids, rows, layer.bias)
         if layer.weight is None:
             return
         if isinstance(layer.module, nn.Embedding | nn.EmbeddingBag):
             self._embedding(layer, kept, d)
             return
-        step = max(1, BUFFER_BYTES // (layer.weight.numel() * layer.weight.element_size()))
+        step = self._at_once(layer.weight)
         for low in range(0, len(self.ids), step):
             bounds = starts[low : low + step + 1]
             rows = self.buffer.rows(len(bounds) - 1, layer.weight)
             cut = slice(bounds[0], bounds[-1])
             layer.rule.weight_rows(layer.module, kept[cut], d[cut], [b - bounds[0] for b in bounds], rows)
-            self._add(self.ids[low : low + step], self._columns(layer.weight) @ rows.reshape(len(rows), -1).T)
+            self._add(self.ids[low : low + step], rows, layer.weight)
 
     def _embedding(self, layer: Layer, tokens: Tensor, d: Tensor) -> None:
         """A gather-dot: rows of length vocabulary x width would be nearly all zeros."""
@@ -86,12 +92,10 @@ class _SegmentScores(Observer):
             tangent = layer.apply(tokens, direction, None)
             row.index_add_(0, labels, (tangent * d).reshape(len(labels), -1).sum(1).to(row))
 
-    def _add(self, ids: Tensor, scores: Tensor) -> None:
-        self.scores.index_add_(1, ids, scores.to(self.scores))
-
-    def _columns(self, parameter: nn.Parameter) -> Tensor:
+    def _add(self, ids: Tensor, rows: Tensor, parameter: nn.Parameter) -> None:
         low, high = self.space.spans[id(parameter)]
-        return self.directions[:, low:high]
+        products = rows.reshape(len(rows), -1) @ self.directions[:, low:high].T  # few rows to the left: faster
+        self.scores.index_add_(1, ids, products.T.to(self.scores))
 
 
 class _WeightedRows(Observer):
