@@ -18,8 +18,8 @@ from unusual_rare import DropsGradients, MixesLargeBatches, Switches
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
+from ggda_ext.gradients.watch import Watch
 from ggda_ext.losses import BatchLoss, OutputLoss, as_example_loss
-from ggda_ext.watch import Watch
 
 CE = nn.CrossEntropyLoss()
 BATCH_SIZES = (1, 5, None)
