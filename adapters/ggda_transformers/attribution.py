@@ -71,7 +71,7 @@ def attribute_trainer(
             ``optimizer.pt``, or of the Trainer's optimizer at the current parameters.
         method: that of `ggda_ext.attribute`. ``"auto"`` takes curvature into account: ``"influence"`` for up to two
             million parameters (adapters, heads), ``"ekfac"`` above, ``"tracin"`` with a preconditioner. The result says
-            which it was. Curvature is taken on up to 1,024 rows, at about three passes over them; pass one of
+            which it was. Curvature is taken on up to 1,024 rows, at up to six passes over them; pass one of
             `ggda_ext.methods` for other settings. Then, as ``"tracin"``, one pass over all for each checkpoint.
         eval_dataset: what a property by name is of; by default the Trainer's. A dict gives a row for each set.
         tokens: the loss of a sequence is the ``"mean"`` of its tokens, as its loss alone, or their ``"sum"``. A Trainer

@@ -25,18 +25,18 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="page to write the tables into")
     given = parser.parse_args()
     if given.command == "table":
-        text = tables(given.out)
-        print(text)
+        found = tables(given.out)
+        print("\n\n".join(found.values()))
         if given.page is not None:
-            write_into(given.page, text)
+            write_into(given.page, found)
         return
     if given.task is None or (given.task == "qnli" and given.data_dir is None):
         parser.error("run needs a task, qnli or made; qnli needs --data-dir")
     task = made() if given.task == "made" else qnli(given.data_dir)
     given.out.mkdir(parents=True, exist_ok=True)
     for seed in given.seeds:
-        found = run(task, seed, given.out / f"{task.name}-{seed}.json")
-        print(seed, {name: last(scores) for name, scores in found["scores"].items()}, flush=True)
+        known = run(task, seed, given.out / f"{task.name}-{seed}.json")
+        print(seed, {name: last(scores) for name, scores in known["scores"].items()}, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, default_data_collator
 
-from benchmarks.trainer_sources.task import Rows, Task, trained
+from benchmarks.trainer_sources.task import SCORES, Rows, Task, trained
 
 SIZES = {
     "clean a": 60, "clean b": 60, "clean c": 60, "small": 20, "a third flipped": 60, "flipped": 40, "shuffled": 40,
@@ -17,7 +17,7 @@ SIZES = {
 
 def made() -> Task:
     """A tiny BERT from random weights on made rows."""
-    return Task("made", data, fit, ("", *SIZES), every=2, repeats=3)
+    return Task("made", data, fit, ("", *SIZES), tuple(SCORES), every=2, repeats=3)
 
 
 def data(seed: int) -> tuple[Rows, Rows, Rows]:

@@ -17,16 +17,20 @@ WORDS = {
     "tracin": "`attribute_trainer(method=\"tracin\")`", "curvature": "`attribute_trainer`, by default influence",
     "other seeds": "one retraining against two others",
 }  # fmt: skip
-"""Rows of the tables: while training, without and with Adam's division; after it, without and with curvature; truth."""
-MARKS = "<!-- trainer_sources: written by `python -m benchmarks.trainer_sources table` -->", "<!-- end -->"
+"""How tables call the scores, and the truth."""
+END = "<!-- end -->"
 
 
-def tables(folder: Path) -> str:
-    """Tables of all tasks that have run."""
+def mark(task: str) -> str:
+    """The line of a page after which the table of a task stands, up to `END`."""
+    return f"<!-- trainer_sources {task}: written by `python -m benchmarks.trainer_sources table` -->"
+
+
+def tables(folder: Path) -> dict[str, str]:
+    """The tables of all tasks that have run, by task."""
     makers = {"qnli": _qnli_table, "made": _made_table}
     kept = {name: [json.loads(p.read_text("utf-8")) for p in sorted(folder.glob(f"{name}-*.json"))] for name in makers}
-    parts = [make(kept[name]) for name, make in makers.items()]
-    return "\n\n".join(part for part in parts if part)
+    return {name: table for name, make in makers.items() if (table := make(kept[name]))}
 
 
 def last(scores: dict[str, float]) -> str:
@@ -35,20 +39,23 @@ def last(scores: dict[str, float]) -> str:
 
 
 def _qnli_table(found: list[dict[str, Any]]) -> str:
-    """For each seed which source comes last, and the test accuracy with all and without each of the broken ones."""
-    done = [one for one in found if set(one.get("without", {})) >= set(BROKEN)]
+    """For each seed which source comes last, and what became of the model without the broken ones."""
+    done = [one for one in found if "flipped" in one.get("without", {})]
     if not done:
         return ""
     lines = [
-        "| seed | last by the tracker | last after training | accuracy with all | without the flipped "
-        "| without the shuffled |",
-        "|---|---|---|---|---|---|",
+        "| seed | last by the tracker | last after training | loss without the flipped, predicted | real "
+        "| of the tests | test accuracy with all | without the flipped | without the shuffled |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in done:
         named = " | ".join(last(one["scores"][name]) for name in ("tracker", "curvature"))
-        reached = [one["with all"], *(one["without"][source][0] for source in BROKEN)]
-        accuracies = " | ".join(f"{part['tests'][1]:.1%}" for part in reached)
-        lines.append(f"| {one['seed']} | {named} | {accuracies} |")
+        predicted = one["scores"]["curvature"]["flipped"]
+        changed = one["without"]["flipped"][0]
+        real = " | ".join(f"{changed[rows][0] - one['with all'][rows][0]:+.3f}" for rows in ("goal", "tests"))
+        reached = [one["with all"], *(one["without"].get(source, [None])[0] for source in BROKEN)]
+        accuracies = " | ".join("not run" if part is None else f"{part['tests'][1]:.1%}" for part in reached)
+        lines.append(f"| {one['seed']} | {named} | {predicted:+.3f} | {real} | {accuracies} |")
     return "\n".join(lines)
 
 
@@ -81,10 +88,13 @@ def _effects(one: dict[str, Any], source: str) -> list[float]:
     return [without["goal"][0] - everything["goal"][0] for without, everything in pairs]
 
 
-def write_into(page: Path, text: str) -> None:
-    """Put the tables between the page's marks."""
-    head, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    _, end, tail = rest.partition(MARKS[1])
-    if not end:
-        raise ValueError(f"{page} has no place for the tables: it needs the lines {MARKS[0]!r} and {MARKS[1]!r}.")
-    page.write_text(f"{head}{MARKS[0]}\n\n{text}\n\n{end}{tail}", encoding="utf-8")
+def write_into(page: Path, found: dict[str, str]) -> None:
+    """Put tables after the page's marks; that of a task that has not run stays."""
+    text = page.read_text(encoding="utf-8")
+    for task, table in found.items():
+        head, begin, rest = text.partition(mark(task))
+        _, end, tail = rest.partition(END)
+        if not end:
+            raise ValueError(f"{page} has no place for the table: it needs the lines {mark(task)!r} and {END!r}.")
+        text = f"{head}{begin}\n\n{table}\n\n{end}{tail}"
+    page.write_text(text, encoding="utf-8")

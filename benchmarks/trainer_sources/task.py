@@ -16,6 +16,13 @@ from transformers import Trainer, TrainingArguments
 
 Rows = list[dict[str, Any]]
 BROKEN = ("flipped", "shuffled")
+SCORES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tracker": (GroupTracker, {}),
+    "tracker, Adam": (GroupTracker, {"preconditioner": "adam"}),
+    "tracin": (attribute_trainer, {"method": "tracin"}),
+    "curvature": (attribute_trainer, {}),
+}
+"""While training, without and with Adam's division; after it, without and with curvature."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class Task:
         data: seed → training rows, rows of the property, rows of the test.
         fit: ``(rows, seed, callbacks)`` → a Trainer after training.
         left_out: sources to train without, in turn; "" for a training with all and the seeds of the others.
+        kinds: of scores, see `SCORES`.
         every: which steps a tracker scores.
         repeats: trainings for each truth.
     """
@@ -35,6 +43,7 @@ class Task:
     data: Callable[[int], tuple[Rows, Rows, Rows]]
     fit: Callable[[Rows, int, list[Any]], Trainer]
     left_out: tuple[str, ...]
+    kinds: tuple[str, ...]
     every: int
     repeats: int
 
@@ -69,25 +78,31 @@ def measured(trainer: Trainer, rows: Rows) -> tuple[float, float]:
 
 
 def scored(task: Task, seed: int) -> dict[str, Any]:
-    """Scores of every source by every method, and what the model reaches with all sources."""
+    """Scores of every source by every kind, and what the model reaches with all sources."""
     rows, goal, tests = task.data(seed)
-    tracker, adam = (
-        GroupTracker(rows, "source", eval_dataset=goal, every=task.every, preconditioner=kind, show=False)
-        for kind in (None, "adam")
-    )
+    trackers, found, seconds = {}, {}, {}
+    for kind in task.kinds:
+        make, settings = SCORES[kind]
+        if make is GroupTracker:
+            trackers[kind] = GroupTracker(
+                rows, "source", eval_dataset=goal, every=task.every, show=False, **settings
+            )  # fmt: skip
     begin = time.process_time()
-    trainer = task.fit(rows, seed, [tracker, adam])
-    seconds, found = time.process_time() - begin, {"tracker": tracker.result, "tracker, Adam": adam.result}
-    begin = time.process_time()
-    found["curvature"] = attribute_trainer(trainer, rows, "source", eval_dataset=goal)
-    after = time.process_time() - begin
-    found["tracin"] = attribute_trainer(trainer, rows, "source", eval_dataset=goal, method="tracin")
+    trainer = task.fit(rows, seed, list(trackers.values()))
+    seconds["training with trackers"] = time.process_time() - begin
+    for kind in task.kinds:
+        begin = time.process_time()
+        if kind in trackers:
+            found[kind] = trackers[kind].result
+        else:
+            found[kind] = attribute_trainer(trainer, rows, "source", eval_dataset=goal, **SCORES[kind][1])
+            seconds[kind] = time.process_time() - begin
     return {
         "scores": {
             name: dict(zip(map(str, one.names), one.scores[0].tolist(), strict=True)) for name, one in found.items()
         },
-        "curvature": str(found["curvature"].method), "overhead": tracker.overhead,
-        "CPU s": {"training with two trackers": seconds, "curvature": after},
+        "curvature": str(found["curvature"].method),
+        "overhead": {kind: tracker.overhead for kind, tracker in trackers.items()}, "CPU s": seconds,
         "with all": {"goal": measured(trainer, goal), "tests": measured(trainer, tests)},
     }  # fmt: skip
 

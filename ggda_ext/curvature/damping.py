@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.curvature.krylov import Solution
-from ggda_ext.curvature.sampled import SampledCurvature
+from ggda_ext.curvature.sampled import PASSES_OF_ROWS, SampledCurvature
 from ggda_ext.data import IndexedData, SomePoints
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import Groups
@@ -176,7 +176,7 @@ def damped(curvature: SampledCurvature, damping: float | None, recipe: Training 
     source, own = of_recipe(curvature.provider, curvature.sample, curvature.total, recipe)
     if own.dim() == 0:
         return Damped(curvature, float(own), source)
-    cost = min(_MOMENT_POINTS, curvature.points) / curvature.total
+    cost = PASSES_OF_ROWS * min(_MOMENT_POINTS, curvature.points) / curvature.total
     return Damped(curvature, 1.0, source, False, own.rsqrt(), float(own.mean()), cost)
 
 

@@ -33,8 +33,8 @@ CurvatureKind = Literal["auto", "gauss-newton", "hessian", "fisher"]
 KINDS: tuple[str, ...] = get_args(CurvatureKind)
 KEPT_BYTES, FEWEST = 2**30, 128
 """For the gradients of the Fisher's points; at least so many are taken, kept or not."""
-_PASSES, _PASSES_OF_VECTOR, _PASSES_OF_ROWS = 1.0, 1.3, 2.5
-"""Passes over the sample that a product takes, those for each of its vectors, and what keeping gradients takes."""
+_PASSES, _PASSES_OF_VECTOR, PASSES_OF_ROWS = 1.0, 1.3, 2.5
+"""Passes over the sample that a product takes, those for each of its vectors, and those for gradients of points."""
 
 
 def checked_kind(kind: str) -> str:
@@ -84,7 +84,7 @@ class SampledCurvature:
     def passes(self, steps: int, vectors: int) -> float:
         """What the products of a solve took, and one elsewhere, in passes over all training points."""
         product = _PASSES + _PASSES_OF_VECTOR * vectors
-        solve = _PASSES_OF_ROWS if self._keeps else steps * product
+        solve = PASSES_OF_ROWS if self._keeps else steps * product
         return (solve + (0 if self.whole else product)) * self.points / self.total
 
     @property
