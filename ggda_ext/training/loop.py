@@ -91,7 +91,7 @@ def initial_model(make_model: MakeModel, seed: int) -> nn.Module:
     """A model whose initial weights follow from `seed`; the global random state stays as it was."""
     if isinstance(make_model, nn.Module):
         raise TypeError(
-            f"make_model is a {type(make_model).__name__}: pass a function that makes a new model each time it is called."
+            f"make_model is a {type(make_model).__name__}: pass a function that makes a new model at every call."
         )
     with seeded(seed):
         model = make_model()
