@@ -45,9 +45,17 @@ def test_outputs_are_compared_by_words_and_rounded_numbers(shown, came, same):
 def test_links_inside_the_project_lead_to_files(name):
     page = pages.ROOT / name
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text):
+    for target, heading in re.findall(r"\]\(([^)\s#]*)(?:#([^)]*))?\)", text):
         if not re.match(r"[a-z]+:", target) and "gallery/" not in target:
-            assert (page.parent / target).exists(), f"{name} links to {target}, which is not there"
+            there = page.parent / target if target else page
+            assert there.exists(), f"{name} links to {target}, which is not there"
+            assert not heading or heading in headings(there), f"{name} links to {target}#{heading}, which is not there"
+
+
+def headings(page):
+    """What the headings of a page are called in links."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", one.strip().lower())) for one in found}
 
 
 def test_every_public_name_is_in_the_reference():

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ggda_ext import Attribution, Groups, attribute, find_label_issues, properties
-from ggda_ext.training import Recipe
+from ggda_ext import Attribution, Groups, WhatIf, attribute, find_label_issues, properties
+from ggda_ext.counterfactual.leave_group_out import leave_group_out
+from ggda_ext.evaluation import Retrainer
+from ggda_ext.training import Recipe, initial_model, train_one
 
 N, CLASSES = 120, 3
 X, Y = torch.randn(N, 4, generator=torch.Generator().manual_seed(0)), torch.arange(N) % CLASSES
@@ -34,6 +36,17 @@ def ask(**changes: Any) -> Attribution:
         "property": properties.mean_loss((X, Y), LOSS),
     }  # fmt: skip
     return attribute(**right | changes)
+
+
+RECIPE = Recipe(1, 0.1, 32)
+
+
+def leave(**changes: Any) -> Any:
+    """A call of `leave_group_out` without mistakes, but for `changes`."""
+    return leave_group_out(
+        **{"make_model": lambda: MODEL, "loss_fn": LOSS, "data": (X, Y), "groups": TABLE["clinic"], "property": (X, Y),
+           "recipe": RECIPE} | changes
+    )  # fmt: skip
 
 
 def first_weight(model: nn.Module) -> torch.Tensor:
@@ -246,7 +259,7 @@ MISTAKES: dict[str, Mistake] = {
     # tables and types
     "columns of the test table in another order": (
         lambda: ask(data=(TABLE[FEATURES], TABLE["y"]), property=of_table(FEATURES[::-1])), ValueError,
-        r"columns in another order than the training data: .*\[\['age', 'dose', 'weight', 'height'\]\]",
+        r"of the property has its columns in another order than .*\[\['age', 'dose', 'weight', 'height'\]\]",
     ),
     "another column in the test table": (
         lambda: ask(data=(TABLE[FEATURES], TABLE["y"]), property=properties.stack(of_table([*FEATURES[:3], "year"]))),
@@ -278,6 +291,30 @@ MISTAKES: dict[str, Mistake] = {
     "a list to be stacked": (
         lambda: properties.stack([properties.mean_loss((X, Y), LOSS)]), TypeError, r"a list: .* stack\(a, b\)"
     ),
+    "a frame of scores": (
+        lambda: Attribution.of(pd.DataFrame([[1.0, 2.0, 3.0]]), TABLE["clinic"]), TypeError, r"pass scores.to_numpy\(\)"
+    ),
+    "two groups of one name": (lambda: Groups([0, 1], names=["a", "a"]), ValueError, "names holds 'a' twice"),
+    "columns of another order for what-if": (
+        lambda: WhatIf(MODEL, LOSS, (TABLE[FEATURES], TABLE["y"]), TABLE["clinic"])
+        .without("north").change(of_table(FEATURES[::-1])), ValueError, "its columns in another order",
+    ),
+    # training again
+    "tables to train on": (
+        lambda: train_one(MODEL, LOSS, (TABLE[FEATURES], TABLE["y"]), RECIPE, seed=0), TypeError,
+        r"data holds a DataFrame: pass tensors, e.g. torch.tensor\(df.to_numpy\(\)",
+    ),
+    "a model where a new one is made": (lambda: initial_model(MODEL, 0), TypeError, "make_model is a Sequential: "),
+    "a function that makes no model": (lambda: initial_model(dict, 0), TypeError, "make_model returned a dict"),
+    "a measure that does not exist": (
+        lambda: Retrainer(lambda: MODEL, LOSS, (X, Y), (X, Y), RECIPE, measure="f1"), ValueError,
+        "measure='f1' is not one of 'accuracy', 'loss'",
+    ),
+    "a group to leave out by a misspelt name": (
+        lambda: leave(group_ids=["nort"]), KeyError, "there is no group 'nort'; did you mean 'north'"
+    ),
+    "how many seeds": (lambda: leave(seeds=3), TypeError, r"seeds=3: pass the seeds themselves, e.g. range\(3\)"),
+    "settings for a recipe": (lambda: leave(recipe={"epochs": 1}), TypeError, "recipe is a dict: pass a .*Recipe"),
     "retraining that gives text": (lambda: RESULT.verify(lambda subsets: ["good"] * 4), TypeError, "retrain returned"),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ A line that must be refused ends in ``# type: ignore[…]``, which mypy reports 
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ class Series:
 
     def to_numpy(
         self, dtype: object = None, copy: bool = False, na_value: object = None, **kwargs: object
-    ) -> np.ndarray:
+    ) -> np.ndarray[Any, Any]:
         raise NotImplementedError
 
 

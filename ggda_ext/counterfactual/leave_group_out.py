@@ -128,7 +128,7 @@ def leave_group_out(
     recipe: Recipe,
     *,
     seeds: Sequence[int] = range(5),
-    group_ids: Sequence[int] | None = None,
+    group_ids: Sequence[int | str] | None = None,
     at_once: int | None = None,
     save_dir: str | Path | None = None,
     tag: str | None = None,
@@ -147,7 +147,7 @@ def leave_group_out(
             one number or a vector `[m]`.
         recipe: how the models are trained.
         seeds: of initial weights and batch orders; every group is left out once for each.
-        group_ids: leave out only these groups; all if left out.
+        group_ids: leave out only these groups, by id or name; all if left out.
         at_once: models trained at once, and saved at once; chosen by size if left out.
         save_dir: folder for finished trainings. Called again with the same arguments, a stopped run goes on from there;
             another model, loss, property, data set, recipe or other groups are refused.
@@ -158,7 +158,11 @@ def leave_group_out(
         raise ValueError(f"tag={tag!r} is given without save_dir: pass the folder it is for, or leave it out.")
     x, y = checked_data(data)
     groups = Groups.of(groups, len(x))
-    ids = np.arange(len(groups)) if group_ids is None else _checked_ids(group_ids, len(groups))
+    ids = np.arange(len(groups)) if group_ids is None else _checked_ids(group_ids, groups)
+    if isinstance(seeds, int):
+        raise TypeError(f"seeds={seeds}: pass the seeds themselves, e.g. range({seeds}).")
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}: pass a ggda_ext.training.Recipe.")
     if len(seeds) == 0:
         raise ValueError("seeds is empty: pass at least one.")
     if int(groups.sizes.max()) == len(x):
@@ -254,8 +258,9 @@ class Measure:
         return value.reshape(-1)
 
 
-def _checked_ids(group_ids: Sequence[int], k: int) -> np.ndarray:
-    ids = np.asarray(group_ids, np.int64)
+def _checked_ids(group_ids: Sequence[int | str], groups: Groups) -> np.ndarray:
+    ids = np.asarray([groups.id_of(one) if isinstance(one, str) else one for one in group_ids], np.int64)
+    k = len(groups)
     outside = ids[(ids < 0) | (ids >= k)]
     if len(ids) == 0 or len(outside):
         raise ValueError(

@@ -47,6 +47,7 @@ from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.properties import MeanProperty, Property
 from ggda_ext.properties.property import check_property
+from ggda_ext.tables import check_columns
 from ggda_ext.words import without
 
 if TYPE_CHECKING:
@@ -305,6 +306,7 @@ class WhatIf:
         indexed = data if isinstance(data, IndexedData) else IndexedData(data, "data")
         key = _identity(indexed)
         if key not in self._features:
+            check_columns(indexed.columns, indexed.name, self.models[0].provider.data.columns)
             self._features[key] = (indexed, [model.features(indexed) for model in self.models])
         return self._features[key][1]
 

@@ -41,6 +41,10 @@ class Retrainer:
     measure: Literal["accuracy", "loss"] | Callable[[Tensor, Tensor], Any] = "accuracy"
     show_progress: bool = False
 
+    def __post_init__(self) -> None:
+        if self.measure not in ("accuracy", "loss") and not callable(self.measure):
+            raise ValueError(f"measure={self.measure!r} is not one of 'accuracy', 'loss', and no function either.")
+
     def __call__(self, subsets: Sequence[np.ndarray]) -> np.ndarray:
         """Values `[subsets, seeds]` of models trained on every subset; under several ranks each trains some of them."""
         jobs = [(subset, seed) for subset in subsets for seed in self.seeds]

@@ -77,6 +77,9 @@ def check_labels(
         if len(names) != k:
             raise ValueError(f"names has {len(names)} entries for {k} groups.")
         known = tuple(names)
+        if len(set(known)) < k:
+            twice = next(name for at, name in enumerate(known) if name in known[:at])
+            raise ValueError(f"names holds {twice!r} twice: give every group a name of its own.")
     return labels, k, known
 
 

@@ -33,7 +33,7 @@ def converted(
     own = getattr(scores, "attribution", None)
     if callable(own) and hasattr(scores, "per_seed"):  # leave-group-out, with its own interval, sign and shape
         return own(groups, property, higher_is_better)
-    if isinstance(scores, str | tuple) or (isinstance(higher_is_better, str)):
+    if isinstance(scores, str | tuple) or hasattr(scores, "to_numpy") or isinstance(higher_is_better, str):
         raise TypeError(_wrong_kind(scores, higher_is_better))
     found, turned = _upright(torch.as_tensor(scores), len(groups), test_axis)
     if turned and positive is None:
@@ -58,6 +58,8 @@ def _wrong_kind(scores: Any, higher_is_better: Any) -> str:
             "scores is a tuple: pass the scores of all groups, influence(…) without k=; groups.names_of(ids) names "
             "what a k= result holds."
         )
+    if hasattr(scores, "to_numpy"):
+        return f"scores is a {type(scores).__name__}: pass scores.to_numpy(), its columns in the order of groups.names."
     return f"scores is a {type(scores).__name__}: pass a tensor, an array, or the result of leave_group_out."
 
 

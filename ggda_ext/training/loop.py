@@ -89,8 +89,15 @@ def train_one(
 
 def initial_model(make_model: MakeModel, seed: int) -> nn.Module:
     """A model whose initial weights follow from `seed`; the global random state stays as it was."""
+    if isinstance(make_model, nn.Module):
+        raise TypeError(
+            f"make_model is a {type(make_model).__name__}: pass a function that makes a new model at every call."
+        )
     with seeded(seed):
-        return make_model()
+        model = make_model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"make_model returned a {type(model).__name__}: return a torch.nn.Module.")
+    return model
 
 
 @contextmanager

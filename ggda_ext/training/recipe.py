@@ -114,6 +114,14 @@ def checked_subset(subset: Any, n: int, name: str = "subset") -> Tensor:
 def checked_data(data: Any) -> tuple[Tensor, Tensor]:
     """The pair of tensors ``(x, y)`` that training needs."""
     if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
+        strange = (
+            next((part for part in data if not isinstance(part, Tensor)), data) if isinstance(data, tuple) else data
+        )
+        if hasattr(strange, "to_numpy"):
+            raise TypeError(
+                f"data holds a {type(strange).__name__}: pass tensors, e.g. torch.tensor(df.to_numpy(), "
+                "dtype=torch.float32) and torch.tensor(df['y'].to_numpy())."
+            )
         raise TypeError(f"data is a {type(data).__name__}: pass a pair of tensors (x, y).")
     x, y = data
     if len(x) != len(y) or len(x) == 0:
