@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext import ExampleLoss, GroupGradients
-from ggda_ext.gradients.layers import Layer, Observer
+from ggda_ext.gradients.layers import Layer
+from ggda_ext.gradients.observation import Observer
 
 
 class Counted(ExampleLoss):

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.gradients.layers import Layer, Observer
+from ggda_ext.gradients.layers import Layer
+from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.weighting import WeightedData
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import BatchLoss, OutputLoss, model_output

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import IndexedData, to_device, with_progress
-from ggda_ext.gradients.layers import Layer, Observer
+from ggda_ext.gradients.layers import Layer
+from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.proof import CapturedLayers
 from ggda_ext.groups.batches import GroupBatch
 from ggda_ext.groups.partition import Groups

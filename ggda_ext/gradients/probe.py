@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ggda_ext.data import IndexedData, batch_length, pick, to_device
-from ggda_ext.gradients.layers import Layer, Observer, copied_parameter, known_layers
+from ggda_ext.gradients.layers import Layer, copied_parameter, known_layers
+from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.proof import (
     CapturedLayers,

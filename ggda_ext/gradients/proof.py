@@ -25,17 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import IndexedData, batch_length, pick
-from ggda_ext.gradients.layers import (
-    Calls,
-    Layer,
-    Observation,
-    Observer,
-    Signature,
-    UnknownLayer,
-    copied_layer,
-    known_layers,
-    observe,
-)
+from ggda_ext.gradients.layers import Layer, UnknownLayer, copied_layer, known_layers
+from ggda_ext.gradients.observation import Calls, Observation, Observer, Signature, observe
 from ggda_ext.gradients.truth import (
     Tolerance,
     Truth,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ggda_ext.data import DataLike, IndexedData, to_device
-from ggda_ext.gradients.layers import Observer
+from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Plan, Request, check_finite_rows, check_finite_scores, check_strategy, choose
 from ggda_ext.gradients.probe import Probe
 from ggda_ext.gradients.proof import Unproven

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ggda_ext.data import batch_length, pick
-from ggda_ext.gradients.layers import Calls, Layer, Observer, observe
+from ggda_ext.gradients.layers import Layer
+from ggda_ext.gradients.observation import Calls, Observer, observe
 from ggda_ext.gradients.watch import Watch, altered_gradients
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace

@@ -18,7 +18,8 @@ from trak.projectors import AbstractProjector
 from trak.utils import vectorize
 
 from ggda_ext import GroupGradients
-from ggda_ext.gradients.layers import Layer, LayerRule, Observer, known_layers, rule_for
+from ggda_ext.gradients.layers import Layer, LayerRule, known_layers, rule_for
+from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.sketch import count_sketch, draw_sketch
 from ggda_ext.groups import GroupBatch
 from ggda_ext.model import ParameterSpace

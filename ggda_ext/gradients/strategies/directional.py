@@ -11,7 +11,8 @@ from collections import defaultdict
 
 from torch import Tensor
 
-from ggda_ext.gradients.layers import Layer, Observer
+from ggda_ext.gradients.layers import Layer
+from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Cost, Request, Strategy
 
 

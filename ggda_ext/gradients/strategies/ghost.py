@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ggda_ext.data import batch_length, to_device
-from ggda_ext.gradients.layers import Layer, Observer
+from ggda_ext.gradients.layers import Layer
+from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Cost, Request, Strategy
 
 Factors = dict[str, list[tuple[Tensor, Tensor]]]

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.gradients.layers import Layer, Observer
+from ggda_ext.gradients.layers import Layer
+from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Cost, Request, Strategy, merge_pieces
 
 BUFFER_BYTES = 8 * 2**20

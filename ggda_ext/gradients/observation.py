@@ -1,0 +1,437 @@
+"""A pass that observes layers: their inputs on the way forward, the gradients at their outputs on the way back.
+
+An `Observation` runs one forward pass and an activation-only backward pass. Hooks hand the input a of every known layer
+to an observer, and then the gradient d at its output. The gradients of parameters are left out meanwhile, so the
+backward pass costs half of an ordinary one. Hooks on tensors see the gradient at the value the layer returned, also
+when an in-place activation overwrites it afterwards. A parameter outside any known layer (a scale, a class token) may
+be given to the model as one copy per example; then the gradient at the copies is what is observed.
+
+A layer is called with detached parameters, while the parameters themselves require a gradient. So where the loss has a
+gradient of a parameter, something else uses it (a functional call, a penalty), and layers alone do not tell the score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ggda_ext.data import batch_length
+from ggda_ext.gradients.layers import Layer, UnknownLayer
+from ggda_ext.gradients.watch import Watch, altered_gradients
+from ggda_ext.losses import ExampleLoss
+from ggda_ext.model import ParameterSpace, full_precision
+
+Signature = tuple[tuple[tuple[str, int], ...], int]
+
+
+class Observer:
+    """Sees every call of a known layer, first forward, then (in reverse order) backward."""
+
+    def forward(self, layer: Layer, a: Tensor) -> Any:
+        """Keep what `backward` will need of the layer's input a `[b·r, …]`; by default a itself."""
+        return a
+
+    def backward(self, layer: Layer, kept: Any, d: Tensor, repeats: int) -> None:
+        """Use the gradient at the layer's output d `[b·r, …]`; each example has r = `repeats` rows."""
+        raise NotImplementedError
+
+
+@dataclass
+class Calls:
+    """What happened in one run: how often each layer was called, with how many rows per example."""
+
+    rows: list[tuple[str, int]] = field(default_factory=list)
+    touched: list[nn.Parameter] = field(default_factory=list)
+    """Those of the parameters asked about that had a gradient other than zero."""
+    strayed: list[nn.Parameter] = field(default_factory=list)
+    """Parameters that had a gradient outside of their layers."""
+    called: int = 0
+    """Stands for the functions that were called, in their order."""
+    moves: str | None = None
+    """A function that may have moved rows of the batch from one place to another."""
+    hooks: str | None = None
+    """A function that may have put a hook on a gradient: layers may see what it was before."""
+    alters: str | None = None
+    """What makes gradients other than derivatives, where that was asked for."""
+    misplaced: str | None = None
+    """A layer whose rows turned out not to be those of the examples in their order."""
+    losses: Tensor | None = None
+    """Of the examples `[b]`."""
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether something was seen that layers may not tell."""
+        return bool(self.strayed) or self.moves is not None or self.hooks is not None or self.misplaced is not None
+
+    @property
+    def signature(self) -> Signature:
+        """The same for runs that call the same functions, and layers equally often with as many rows per example."""
+        return tuple(sorted(self.rows)), self.called
+
+
+class Observation:
+    """The layers of a model with hooks on them that tell an observer what a batch does, for one batch or many.
+
+    Meanwhile no parameter but `unseen` and those of the layers requires a gradient.
+
+    Args:
+        space: model and chosen parameters.
+        layers: what to observe.
+        loss: of the examples.
+        unseen: parameters to look after: whether the loss depends on them.
+    """
+
+    def __init__(
+        self, space: ParameterSpace, layers: list[Layer], loss: ExampleLoss, unseen: Iterable[nn.Parameter] = ()
+    ) -> None:
+        self._space, self._loss, self._unseen = space, loss, list(unseen)
+        self._watched = _watched(layers, self._unseen)
+        self._copied = [layer for layer in layers if layer.copied is not None]
+        self._biases = [layer for layer in layers if layer.bias_of is not None]
+        self._tapped = [layer for layer in layers if layer.copied is None and layer.bias_of is None]
+        self._run: _Run | None = None
+
+    @contextmanager
+    def on(self) -> Iterator[Observation]:
+        """With the hooks on the layers."""
+        handles: list[RemovableHandle] = []
+        own = {id(parameter) for parameter in self._watched}
+        with self._space.require_gradients(of_chosen=False, also=[*self._unseen, *self._watched]):
+            try:
+                for layer in [*self._tapped, *self._biases]:
+                    handles += _detached_inside(layer, own)
+                for layer in self._tapped:
+                    handles.append(layer.module.register_forward_hook(self._hook(layer), with_kwargs=True))
+                yield self
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def _hook(self, layer: Layer) -> Callable[..., Tensor | None]:
+        def on_forward(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        ) -> Tensor | None:
+            if self._run is None:
+                return None
+            a = args[0] if args else kwargs["input"]
+            with torch._C.DisableTorchFunction():  # what is done here is not the model's
+                if self._loss.vectorized:
+                    return _UnderVmap.apply(output, a, layer, self._run.tap)
+                return self._run.tap(layer, a, output)
+
+        return on_forward
+
+    def run(
+        self, batch: Any, observer: Observer, closely: bool = False, allowed: float = 1e-3, alters: bool = False
+    ) -> Calls:
+        """Run the summed loss of a batch forward and backward, telling `observer` about every layer call.
+
+        Where rows may have been moved, a second backward pass looks whose they are (`_Order`).
+
+        Args:
+            batch: examples along dim 0.
+            observer: is told.
+            closely: whether to look whose rows are whose in any case.
+            allowed: relative differences that rounding may explain.
+            alters: whether to look for what makes gradients other than derivatives.
+        """
+        run = _Run(self._space, batch_length(batch), observer, allowed)
+        calls = run.calls
+        with _copies(self._copied, run.size) as copied, _shared(self._biases, run.share):
+            for layer, copies in copied:
+                run.tell_of_copies(layer, copies)
+            self._run = run
+            try:
+                with Watch(run.size) as watch:
+                    losses = self._loss.each(self._space.model, batch)
+            finally:
+                self._run = None  # a checkpoint calls layers again on the way back
+            calls.losses, calls.called = losses.detach(), watch.called
+            calls.moves, calls.hooks = watch.moves, watch.hooks
+            calls.alters = altered_gradients(losses, watch) if alters else None
+            if losses.requires_grad:
+                run.order.wanted = run.size > 1 and bool(run.leaves) and (calls.moves is not None or closely)
+                self._go_back(run, losses)
+        return calls
+
+    def _go_back(self, run: _Run, losses: Tensor) -> None:
+        """The backward pass, and a second one if that is wanted; parameters that have a gradient are kept."""
+        calls, order, leaves, others = run.calls, run.order, run.leaves, [*self._unseen, *self._watched]
+        found = torch.autograd.grad(losses.sum(), [*leaves, *others], allow_unused=True, retain_graph=order.wanted)
+        if order.wanted:
+            weights = order.weights(run.size, losses)
+            torch.autograd.grad((losses * weights).sum(), leaves, allow_unused=True)
+            calls.misplaced = order.misplaced
+        for at, d in enumerate(found[len(leaves) :]):
+            if d is not None and bool(_dense(d).any()):
+                (calls.touched if at < len(self._unseen) else calls.strayed).append(others[at])
+
+
+def observe(
+    space: ParameterSpace,
+    layers: list[Layer],
+    loss: ExampleLoss,
+    batch: Any,
+    observer: Observer,
+    unseen: Iterable[nn.Parameter] = (),
+    **looking: Any,
+) -> Calls:
+    """Run one batch under observation; see `Observation.run`."""
+    with Observation(space, layers, loss, unseen).on() as observation:
+        return observation.run(batch, observer, **looking)
+
+
+class _Run:
+    """One batch under observation: what happened so far."""
+
+    def __init__(self, space: ParameterSpace, size: int, observer: Observer, allowed: float) -> None:
+        self.space, self.size, self.observer = space, size, observer
+        self.calls, self.order = Calls(), _Order(allowed)
+        self.leaves: list[Tensor] = []
+
+    def tell_of_copies(self, layer: Layer, copies: Tensor) -> None:
+        """Tell of a parameter's copies, and of their gradient."""
+        self.leaves.append(copies)
+        kept = self.observer.forward(layer, copies.detach().view(self.size, *_of(layer.weight).shape))
+        copies.register_hook(self.order.of(layer, _backward(self.observer, layer, kept, 1, self.space), 1))
+
+    def tap(self, layer: Layer, a: Tensor, output: Tensor) -> Tensor:
+        """Tell of a layer's input; what goes on in place of its output tells of its gradient."""
+        a, rows, size = a.detach(), output.shape[0], self.size
+        if rows != size and rows == 1:  # shared by the batch, as position embeddings are
+            a, output, rows = a.expand(size, *a.shape[1:]), output.expand(size, *output.shape[1:]), size
+        repeats, remainder = divmod(rows, size)
+        if remainder or not repeats:
+            raise UnknownLayer(
+                f"layer {layer.name!r} returned {list(output.shape)} for a batch of {size} examples, "
+                "so its rows cannot be told apart by example"
+            )
+        self.calls.rows.append((layer.name, repeats))
+        kept = _told(self.observer.forward, layer, _in_full(a, self.space))
+        tapped = output
+        if not output.requires_grad:
+            tapped = output.detach().requires_grad_()
+            self.leaves.append(tapped)
+            output = tapped.clone() if layer.copies_output else tapped
+        told = _backward(self.observer, layer, kept, repeats, self.space)
+        tapped.register_hook(self.order.of(layer, told, repeats))
+        return output
+
+    def share(self, layer: Layer, positions: Tensor, bias: Tensor) -> Tensor:
+        """Scores `[1, h, q, k]` that all examples get, as one copy for each, so that each has a gradient of its own."""
+        if bias.dim() != 4 or len(bias) != 1 or bias.shape[2:] != positions.shape:
+            raise UnknownLayer(f"layer {layer.name!r} gives scores {list(bias.shape)}, which are not [1, h, q, k]")
+        self.calls.rows.append((layer.name, 1))
+        kept = _told(self.observer.forward, layer, positions.expand(self.size, *positions.shape))
+        copies = bias.detach().expand(self.size, *bias.shape[1:]).requires_grad_()
+        self.leaves.append(copies)
+        back = self.order.of(layer, _backward(self.observer, layer, kept, 1, self.space), 1)
+        copies.register_hook(lambda d: back(d.permute(0, 2, 3, 1)))
+        return copies
+
+
+class _Order:
+    """Tells whose row is whose by a second backward pass, in which the loss of every example has a weight of its own.
+
+    The gradient at a row of example i is then w_i times what it was. Where it is not, the row belongs to another
+    example, or to several.
+
+    Args:
+        allowed: relative differences that rounding may explain.
+    """
+
+    def __init__(self, allowed: float) -> None:
+        self.allowed, self.wanted = allowed, False
+        self.misplaced: str | None = None
+        self._weights: Tensor | None = None
+        self._first: list[tuple[Layer, Tensor]] = []
+
+    def weights(self, size: int, losses: Tensor) -> Tensor:
+        """One for every example `[b]`; from now on gradients are compared, not told."""
+        drawn = torch.rand(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64) + 1
+        self._weights = drawn.to(losses)
+        self._first.reverse()
+        return self._weights
+
+    def of(self, layer: Layer, told: Callable[[Tensor], None], repeats: int) -> Callable[[Tensor], None]:
+        """What is done with a gradient at the output of a layer."""
+
+        def on_gradient(d: Tensor) -> None:
+            if self._weights is not None:
+                self._compare(layer, d.detach(), repeats)
+                return
+            if self.wanted:
+                self._first.append((layer, d.detach().clone()))
+            told(d)
+
+        return on_gradient
+
+    def _compare(self, layer: Layer, d: Tensor, repeats: int) -> None:
+        before, first = self._first.pop() if self._first else (None, d)
+        if before is not layer or first.shape != d.shape:
+            self.misplaced = self.misplaced or layer.name
+            return
+        assert self._weights is not None
+        precision = torch.promote_types(d.dtype, torch.float32)
+        rows, expected = (values.reshape(len(d), -1).to(precision) for values in (d, first))
+        error = (rows - expected * self._weights.to(precision).repeat_interleave(repeats)[:, None]).norm(dim=1)
+        norms = expected.norm(dim=1)
+        if bool((error > self.allowed * (norms + 0.01 * norms.mean())).any()):  # never so for NaN
+            self.misplaced = self.misplaced or layer.name
+
+
+def _watched(layers: list[Layer], unseen: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters of the layers, but for copies and those that are looked after already."""
+    left_out = {id(parameter) for parameter in unseen}
+    left_out |= {id(layer.weight) for layer in layers if layer.copied is not None}
+    own = [value for layer in layers for value in (layer.weight, layer.bias) if value is not None]
+    return list({id(value): value for value in own if id(value) not in left_out}.values())
+
+
+def _detached_inside(layer: Layer, watched: set[int]) -> list[RemovableHandle]:
+    """Let a layer compute with detached parameters, in its own calls only; also when a checkpoint calls it again."""
+    own = {"weight": layer.weight, "bias": layer.bias}
+    mine = {key: value for key, value in own.items() if value is not None and id(value) in watched}
+    if not mine:
+        return []
+    swap, back = _swaps(layer.module._parameters, mine)
+    return [
+        layer.module.register_forward_pre_hook(swap),
+        layer.module.register_forward_hook(back, prepend=True, always_call=True),
+    ]
+
+
+def _swaps(held: dict[str, Any], own: dict[str, nn.Parameter]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks that put detached parameters into a module's own, unless others are there, and put the parameters back."""
+    detached = {key: parameter.detach() for key, parameter in own.items()}
+    given: list[str] = []
+
+    def swap(*_: Any) -> None:
+        for key, parameter in own.items():
+            if held[key] is parameter:
+                held[key] = detached[key]
+                given.append(key)
+
+    def back(*_: Any) -> None:
+        for key in given:
+            held[key] = own[key]
+        given.clear()
+
+    return swap, back
+
+
+def _backward(observer: Observer, layer: Layer, kept: Any, repeats: int, space: ParameterSpace) -> Callable[..., None]:
+    def on_gradient(d: Tensor) -> None:
+        d = d.detach()
+        if layer.copied is not None:
+            d = d.view(len(d), *_of(layer.weight).shape)
+        _told(observer.backward, layer, kept, _in_full(d, space), repeats)
+
+    return on_gradient
+
+
+def _told(observer: Callable[..., Any], layer: Layer, *values: Any) -> Any:
+    """What an observer answers; its arithmetic is not for autocast to round."""
+    device = values[0].device if isinstance(values[0], Tensor) else values[1].device
+    if not torch.is_autocast_enabled(device.type):
+        return observer(layer, *values)
+    with full_precision(device):
+        return observer(layer, *values)
+
+
+@contextmanager
+def _copies(layers: list[Layer], size: int) -> Iterator[list[tuple[Layer, Tensor]]]:
+    """Give modules their parameters as `size` copies that require a gradient, where a layer asks for it."""
+    given = []
+    try:
+        for layer in layers:
+            if layer.copied is not None:
+                key, shape = layer.copied
+                one = _of(layer.weight).detach().reshape(1, *shape)
+                copies = one.repeat(size, *[1] * len(shape)).requires_grad_()
+                given.append((layer, copies))
+                layer.module._parameters[key] = copies  # type: ignore[assignment]
+        yield given
+    finally:
+        for layer, _ in given:
+            assert layer.copied is not None
+            layer.module._parameters[layer.copied[0]] = layer.weight
+
+
+@contextmanager
+def _shared(layers: list[Layer], share: Callable[[Layer, Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Let attentions that add an embedding's rows to the scores of all examples add what `share` makes of them."""
+
+    def wrapped(layer: Layer, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def computed(*args: Any, **kwargs: Any) -> Tensor:
+            positions: list[Tensor] = []
+            handle = layer.module.register_forward_pre_hook(lambda module, inputs: positions.append(inputs[0]))
+            try:
+                bias = compute(*args, **kwargs)
+            finally:
+                handle.remove()
+            if len(positions) != 1:
+                raise UnknownLayer(f"layer {layer.name!r} is called {len(positions)} times for one bias")
+            with torch._C.DisableTorchFunction():
+                return share(layer, positions[0], bias)
+
+        return computed
+
+    changed = []
+    try:
+        for layer in layers:
+            assert layer.bias_of is not None
+            own = vars(layer.bias_of).get("compute_bias")
+            changed.append((layer.bias_of, own))
+            vars(layer.bias_of)["compute_bias"] = wrapped(layer, layer.bias_of.compute_bias)  # type: ignore[arg-type]
+        yield
+    finally:
+        for attention, own in changed:
+            if own is None:
+                del vars(attention)["compute_bias"]
+            else:
+                vars(attention)["compute_bias"] = own
+
+
+def _of(parameter: nn.Parameter | None) -> nn.Parameter:
+    assert parameter is not None
+    return parameter
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _in_full(values: Tensor, space: ParameterSpace) -> Tensor:
+    """Activations in the precision of the parameters; autocast makes them smaller."""
+    return values.to(space.dtype) if values.is_floating_point() and values.dtype != space.dtype else values
+
+
+class _UnderVmap(torch.autograd.Function):
+    """Taps a layer that runs under `torch.func.vmap`, where only a vmap rule meets the whole batch."""
+
+    @staticmethod
+    def forward(output: Tensor, a: Tensor, layer: Layer, tap: Callable[..., Tensor]) -> Tensor:
+        raise UnknownLayer(f"layer {layer.name!r} does not see the examples")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        raise NotImplementedError  # never reached: `forward` refuses
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], output: Tensor, a: Tensor, layer: Layer, tap: Callable[..., Tensor]
+    ) -> tuple[Tensor, int]:
+        if in_dims[0] is None or in_dims[1] is None:
+            raise UnknownLayer(f"layer {layer.name!r} does not see the examples")
+        output, a = output.movedim(in_dims[0], 0), a.movedim(in_dims[1], 0)
+        if output.dim() < 3 or output.shape[1] != 1 or layer.rule.rank == output.dim():
+            return tap(layer, a, output), 0
+        shape = output.shape  # examples came as batches of one
+        return tap(layer, a.flatten(0, 1), output.flatten(0, 1)).view(shape), 0
