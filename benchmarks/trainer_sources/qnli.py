@@ -34,7 +34,7 @@ Pair = tuple[str, str, int]
 SIZES = {"clean a": 250, "clean b": 250, "flipped": 250, "shuffled": 250}
 PROPERTY = 96  # rows of the dev set; the others are tests
 EPOCHS, BATCH_SIZE, RATE = 2, 16, 5e-4
-BEFORE = {"rows": 2400, "layers": 2, "epochs": 1, "batch size": 32, "rate": 5e-4}
+BEFORE: dict[str, Any] = {"rows": 2400, "layers": 2, "epochs": 1, "batch size": 32, "rate": 5e-4}
 """The fine-tuning before."""
 LONGEST = 150  # letters of question and sentence together, about 35 tokens
 
