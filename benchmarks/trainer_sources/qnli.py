@@ -34,8 +34,8 @@ Pair = tuple[str, str, int]
 SIZES = {"clean a": 250, "clean b": 250, "flipped": 250, "shuffled": 250}
 PROPERTY = 96  # rows of the dev set; the others are tests
 EPOCHS, BATCH_SIZE, RATE = 2, 16, 5e-4
-BEFORE = {"num_train_epochs": 1, "learning_rate": 5e-4}
-BEFORE_ROWS, BEFORE_LAYERS, BEFORE_BATCH_SIZE = 2400, 2, 32  # of the fine-tuning before
+BEFORE: dict[str, Any] = {"rows": 2400, "layers": 2, "epochs": 1, "batch size": 32, "rate": 5e-4}
+"""The fine-tuning before."""
 LONGEST = 150  # letters of question and sentence together, about 35 tokens
 
 
@@ -61,15 +61,18 @@ def qnli(folder: Path) -> Task:
     """QNLI rows and the weights of a small BERT, from a folder of data."""
     weights = folder / "bert-minilm-l6"
     train, dev = (short_pairs(folder / "qnli.tsv.gz", split) for split in ("train", "dev"))
-    first, others = train[:BEFORE_ROWS], train[BEFORE_ROWS:]
+    first, others = train[: BEFORE["rows"]], train[BEFORE["rows"] :]
 
     @cache
     def before() -> tuple[Any, Rows]:
         torch.manual_seed(0)
         bert: Any = BertModel.from_pretrained(weights, dtype=torch.float32)
-        model = UpperLayers(bert.encoder.layer[-BEFORE_LAYERS:], bert.config.hidden_size)
-        rows = states(weights, bert, BEFORE_LAYERS)(first, "before")
-        trained(model, rows, padded, [], 0, BEFORE_BATCH_SIZE, **BEFORE)
+        model = UpperLayers(bert.encoder.layer[-BEFORE["layers"] :], bert.config.hidden_size)
+        rows = states(weights, bert, BEFORE["layers"])(first, "before")
+        trained(
+            model, rows, padded, [], 0, BEFORE["batch size"], num_train_epochs=BEFORE["epochs"],
+            learning_rate=BEFORE["rate"],
+        )  # fmt: skip
         return bert, states(weights, bert, 1)(dev, "dev")
 
     def fit(rows: Rows, seed: int, callbacks: list[Any]) -> Trainer:

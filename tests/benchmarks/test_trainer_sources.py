@@ -44,7 +44,7 @@ def folder(tmp_path):
 def test_a_seed_of_qnli_is_scored_trained_again_and_shown(folder, monkeypatch):
     monkeypatch.setattr(rows_of_qnli, "SIZES", dict.fromkeys(rows_of_qnli.SIZES, 8))
     monkeypatch.setattr(rows_of_qnli, "PROPERTY", 6)
-    monkeypatch.setattr(rows_of_qnli, "BEFORE_ROWS", 16)
+    monkeypatch.setitem(rows_of_qnli.BEFORE, "rows", 16)
     task = rows_of_qnli.qnli(folder)
     rows, goal, tests = task.data(3)
     assert [row["source"] for row in rows] == [name for name in rows_of_qnli.SIZES for _ in range(8)]
@@ -69,7 +69,7 @@ def test_a_seed_of_qnli_is_scored_trained_again_and_shown(folder, monkeypatch):
 
 def test_flipped_labels_and_shuffled_sentences_are_those_of_the_same_rows(folder, monkeypatch):
     monkeypatch.setattr(rows_of_qnli, "SIZES", dict.fromkeys(rows_of_qnli.SIZES, 8))
-    monkeypatch.setattr(rows_of_qnli, "BEFORE_ROWS", 16)
+    monkeypatch.setitem(rows_of_qnli.BEFORE, "rows", 16)
     given = rows_of_qnli.short_pairs(folder / "qnli.tsv.gz", "train")
     seen = []
 
