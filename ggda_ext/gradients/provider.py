@@ -63,6 +63,7 @@ class PointGradients:
 
     @property
     def n(self) -> int:
+        """Number of test points."""
         if self.data.n is None:
             raise TypeError(f"{self.data.name} has no length: pass test points with a known number.")
         return self.data.n

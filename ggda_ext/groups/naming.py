@@ -20,8 +20,6 @@ def id_of(name: Hashable, names: Sequence[Hashable]) -> int:
         KeyError: there is none; says which names are close.
     """
     found = [at for at, one in enumerate(names) if one == name] if isinstance(names, tuple) else _at(name, names)
-    if len(found) > 1:
-        raise ValueError(f"{len(found)} groups are called {name!r}: ask for them by id, {found[:5]}.")
     if found:
         return found[0]
     close = difflib.get_close_matches(str(name), [str(one) for one in names], n=3, cutoff=0.4)
