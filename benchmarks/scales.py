@@ -171,7 +171,7 @@ SCALES: dict[str, Scale] = {
         },
         epochs=dict(zip(_PAPER_EPOCHS, (20, 20, 20, 5, 4, 1), strict=True)),
         resnet_width=8,
-        text_length=32,
+        text_length=16,
         check=_checks(
             CheckScale(7_896, 2_048, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
             CheckScale(2_048, 256, tests=20, group_size=64, batch=512, curvature_points=128, depth=5),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -57,8 +58,8 @@ class OutputLoss(ExampleLoss):
 
     @property
     def anchors(self) -> tuple[Any, ...] | None:
-        """The loss function, and how outputs become losses."""
-        return (type(self),) if self.loss_fn is None else (type(self), self.loss_fn)
+        """The loss function, and how outputs become losses; a loss of PyTorch made twice alike is one."""
+        return (type(self),) if self.loss_fn is None else (type(self), _standing_for(self.loss_fn))
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         output, target = model_output(model, batch)
@@ -205,6 +206,26 @@ _CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _BY_ROW = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.HingeEmbeddingLoss)
 _KNOWN = frozenset((*_ELEMENTWISE, *_CLASSES, *_BY_ROW))
 """Losses of PyTorch whose ``reduction="none"``, reduced row by row, is the loss of a row alone; no subclasses."""
+
+
+class _Alike:
+    """Stands for all losses of PyTorch of one kind with the same settings."""
+
+
+@cache
+def _with(kind: type, settings: tuple[tuple[str, Any], ...]) -> _Alike:
+    return _Alike()
+
+
+def _standing_for(loss_fn: Any) -> Any:
+    """What stands for a loss function: itself, or all losses of PyTorch like it, if it holds no tensors or hooks."""
+    own = vars(loss_fn) if type(loss_fn) in _KNOWN else {}
+    held = {name: value for name, value in own.items() if not name.startswith("_") and name != "training"}
+    bare = not any(own[name] for name in own if name.startswith("_") and "buffers" not in name)
+    plain = all(isinstance(value, bool | int | float | str | None) for value in held.values())
+    if not own or not plain or not bare or any(value is not None for value in own["_buffers"].values()):
+        return loss_fn
+    return _with(type(loss_fn), tuple(sorted(held.items())))
 
 
 def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target: Tensor | None) -> Tensor:
