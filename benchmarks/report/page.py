@@ -24,7 +24,7 @@ SECTIONS = {
     "Retraining score": ("retraining", "runtime"),
     "Pruning": ("pruning",),
     "Noisy labels": ("noisy", "detection"),
-    "Fidelity to real retraining": ("lds", "leave-group-out", "what-if"),
+    "Fidelity to real retraining": ("lds", "leave-group-out", "what-if", "what-if-levels"),
     "Cost": ("cost",),
     "Reviewers' questions": ("review",),
 }
