@@ -213,7 +213,7 @@ class _Alike:
 
 
 @cache
-def _with(kind: type, settings: tuple[tuple[str, Any], ...]) -> _Alike:
+def _with(kind_and_settings: tuple[Any, ...]) -> _Alike:
     return _Alike()
 
 
@@ -225,7 +225,7 @@ def _standing_for(loss_fn: Any) -> Any:
     plain = all(isinstance(value, bool | int | float | str | None) for value in held.values())
     if not own or not plain or not bare or any(value is not None for value in own["_buffers"].values()):
         return loss_fn
-    return _with(type(loss_fn), tuple(sorted(held.items())))
+    return _with((type(loss_fn), *sorted(held.items())))
 
 
 def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target: Tensor | None) -> Tensor:
