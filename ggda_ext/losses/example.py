@@ -247,8 +247,8 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
     losses = loss_fn(*arguments)
     if not isinstance(losses, Tensor):
         raise TypeError(f"the loss returned a {type(losses).__name__}: it must return a tensor.")
-    with torch._C.DisableTorchFunction():
-        if output.requires_grad and not losses.requires_grad:
+    with torch._C.DisableTorchFunction():  # zeros are what a loss may give where all targets are masked
+        if output.requires_grad and not losses.requires_grad and bool(losses.any()):
             raise ValueError("the loss cuts its value from the model's outputs: compute it without detach or no_grad.")
     if losses.dim() and len(losses) == size:
         return losses.reshape(size, -1).sum(1)
