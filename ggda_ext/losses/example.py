@@ -308,6 +308,13 @@ def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor:
     return rows.mean(1)
 
 
+def ignored_targets(loss_fn: Any, target: Tensor | None) -> Tensor | None:
+    """Which targets `[b]` a loss of PyTorch leaves out, of a mean too; None if it knows none to leave out."""
+    if not isinstance(loss_fn, _CLASSES) or target is None or target.is_floating_point() or target.dim() != 1:
+        return None
+    return target == loss_fn.ignore_index
+
+
 def _check_comparable(loss_fn: Any, output: Tensor, target: Tensor) -> None:
     try:
         torch.broadcast_shapes(output.shape, target.shape)
