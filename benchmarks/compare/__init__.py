@@ -1,10 +1,10 @@
 """`python -m benchmarks compare`: how much faster the group versions are than the original toolkits, at real size.
 
 Two questions: one property, the mean loss of the test points, and test points one by one (20; 4 of QNLI). The group
-version scores all training points of the scale (of CIFAR-10 at `quick`, half of them), in groups of 1, 64 and 1,024; the
-original as many as a fixed time allows, see `benchmarks.compare.measure`. The times of grouping, and of the Hessian that
-Captum computes for both, stand apart. For groups of one and test points the drop-ins run their toolkit's own code: there
-is nothing to compare. Equality is the business of `benchmarks.check`.
+version scores all training points of the scale (at `quick`, half of CIFAR-10's), in groups of 1, 64 and 1,024; the
+original as many as a fixed time allows, see `benchmarks.compare.measure`. The times of grouping, and of the Hessian
+that Captum computes for both, stand apart. For groups of one and test points the drop-ins run their toolkit's own code:
+there is nothing to compare. Equality is the business of `benchmarks.check`.
 """
 
 from __future__ import annotations
