@@ -247,6 +247,9 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
     losses = loss_fn(*arguments)
     if not isinstance(losses, Tensor):
         raise TypeError(f"the loss returned a {type(losses).__name__}: it must return a tensor.")
+    with torch._C.DisableTorchFunction():  # zeros are what a loss may give where all targets are masked
+        if output.requires_grad and not losses.requires_grad and bool(losses.any()):
+            raise ValueError("the loss cuts its value from the model's outputs: compute it without detach or no_grad.")
     if losses.dim() and len(losses) == size:
         return losses.reshape(size, -1).sum(1)
     if losses.dim():
@@ -303,6 +306,13 @@ def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor:
         counted = (target.reshape(size, -1) != loss_fn.ignore_index).sum(1)
         return rows.sum(1) / counted.clamp(min=1)
     return rows.mean(1)
+
+
+def ignored_targets(loss_fn: Any, target: Tensor | None) -> Tensor | None:
+    """Which targets `[b]` a loss of PyTorch leaves out, of a mean too; None if it knows none to leave out."""
+    if not isinstance(loss_fn, _CLASSES) or target is None or target.is_floating_point() or target.dim() != 1:
+        return None
+    return target == loss_fn.ignore_index
 
 
 def _check_comparable(loss_fn: Any, output: Tensor, target: Tensor) -> None:
