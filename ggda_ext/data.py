@@ -116,6 +116,8 @@ class IndexedData:
         by_example = self._loader is not None and isinstance(source, list | tuple)  # entries, to a DataLoader
         self._tensors = None if own_collate or by_example or self.is_stream else _as_tensors(source, name)
         if self._loader is not None:
+            if self._tensors is not None and self._order is None:
+                self.anchors = (source,)  # the loader adds nothing: another one of this data set gives the same
             self.batch_size = self._loader.batch_size
         elif self._tensors is not None and not _holds_tensors(source):
             self.index, self.columns, self._doubles = index_of(source), columns_of(source), holds_doubles(source)

@@ -481,6 +481,32 @@ def test_findings_are_kept_for_the_next_call_and_dropped_when_the_model_changes(
     assert calls_of() > 3
 
 
+def test_findings_are_kept_for_an_equal_loss_and_a_new_loader_of_the_same_data():
+    """Toolkits make a loader and users a loss for every call; another setting of the loss is another loss."""
+
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            type(self).calls += 1
+            return x
+
+    model, points = nn.Sequential(Counted(), nn.Linear(WIDTH, 3)).double(), TensorDataset(*data("features", 0))
+
+    def calls_of(**settings) -> int:
+        before = Counted.calls
+        loss, loader = nn.CrossEntropyLoss(**settings), DataLoader(points, batch_size=N)
+        GroupGradients(model, loss, loader, GROUPS).scores(torch.ones(1, 21))
+        return Counted.calls - before
+
+    first, again = calls_of(), calls_of()
+    assert again < first / 3
+    other = calls_of(label_smoothing=0.1)
+    assert other > again
+    assert calls_of(weight=torch.ones(3).double(), reduction="sum") > again
+    assert calls_of(label_smoothing=0.1) < other
+
+
 def test_findings_of_other_parameters_are_not_the_truth_of_these():
     """A strategy that is compared with autograd later is compared at the parameters of that moment."""
     model, points = mlp().double(), data("features", 0)

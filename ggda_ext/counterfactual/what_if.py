@@ -148,7 +148,8 @@ class WhatIf:
             same, own = self.models[0].output_shape, other.output_shape
             if own != same:
                 raise ValueError(f"models[{j}] gives outputs {own} for a point, the model {same}: pass models alike.")
-        masses = np.bincount(self.groups.labels + 1, weights.numpy(), len(self.groups) + 1)
+        counted = self.models[0].point_weights.cpu().numpy()
+        masses = np.bincount(self.groups.labels + 1, counted, len(self.groups) + 1)
         self._mass_of_others, self._mass_of_group = float(masses[0]), masses[1:]
         self.calibrations: dict[Any, tuple[Property, Calibration]] = {}
         self._features: dict[Any, tuple[IndexedData, list[Features]]] = {}
