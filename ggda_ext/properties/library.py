@@ -74,7 +74,7 @@ def contrast(data_a: DataLike, data_b: DataLike, loss_fn: LossFn, *, batch_size:
 def attacked_loss(data: DataLike, loss_fn: LossFn, attack: Attack, *, batch_size: int | None = None) -> MeanProperty:
     """Mean loss ``1/N Σ_j loss(f(x'_j), y_j)``, with x' from `attack` at the current parameters, then fixed.
 
-    `attack` is ``fgsm(eps)``, ``pgd(eps, step, steps)`` or any `ggda_ext.attacks.Attack`.
+    `attack` is ``fgsm(eps)``, ``pgd(eps, step, steps)`` or any `ggda_ext.properties.attacks.Attack`.
     """
     loss = AttackedLoss(as_example_loss(loss_fn), attack)
     return MeanProperty(data, loss, batch_size, name="attacked_loss", higher_is_better=False)
