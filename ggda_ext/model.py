@@ -341,6 +341,9 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
     if chosen is None:
         parameters = {name: value for name, value in named.items() if value.requires_grad}
         if not parameters:
+            if not named:
+                kind = type(model).__name__
+                raise ValueError(f"the model, a {kind}, has no parameters: pass the trained model first, then loss_fn.")
             raise ValueError(
                 f"the model has {len(named)} parameters, none of which requires a gradient: "
                 "choose some with parameters=, or unfreeze the model."

@@ -292,7 +292,7 @@ MISTAKES: dict[str, Mistake] = {
     "labels that can be read once": (
         lambda: ask(groups=iter(TABLE["clinic"])), TypeError, r"pass list\(groups\)"
     ),
-    "a rule for groups": (lambda: ask(groups=lambda i: i % 3), TypeError, r"pass Groups.by_rule\(n, k, rule\)"),
+    "a rule for groups": (lambda: ask(groups=lambda i: i % 3), TypeError, r"or Groups.by_rule\(n, k, rule\)"),
     "a list to be stacked": (
         lambda: properties.stack([properties.mean_loss((X, Y), LOSS)]), TypeError, r"a list: .* stack\(a, b\)"
     ),

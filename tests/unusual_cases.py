@@ -456,6 +456,15 @@ def python_if(output: Tensor, target: Tensor) -> Tensor:
     return loss * 2 if float(loss.detach()) > 1e9 else loss
 
 
+def constant_where_masked(output: Tensor, target: Tensor) -> Tensor:
+    """Zeros that no parameter has a part in, where no target of the batch counts."""
+    counts = (target >= 0).nonzero()[:, 0]
+    if not len(counts):
+        return output.new_zeros(len(output))
+    losses = F.cross_entropy(output[counts], target[counts], reduction="none")
+    return output.new_zeros(len(output)).index_put((counts,), losses)
+
+
 @dataclass
 class Unusual:
     """A model with a loss and data, and whether its groups have a score at all."""
@@ -479,6 +488,7 @@ CASES: dict[str, Unusual] = {
     "rare expert": Unusual(lambda: Experts(1.6)),
     "experts by token": Unusual(TokenExperts, inputs="tokens"),
     "first examples ignored": Unusual(LaterOnly, nn.CrossEntropyLoss(ignore_index=-100), inputs="ignored first"),
+    "a constant where nothing counts": Unusual(LaterOnly, constant_where_masked, inputs="ignored first"),
     "a layer for later points": Unusual(LaterOnly, inputs="late"),
     "a dead branch": Unusual(DeadBranch, inputs="late"),
     "class weights, mean": Unusual(mlp, nn.CrossEntropyLoss(weight=WEIGHTS), refused="divides by the weights"),

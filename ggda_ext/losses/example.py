@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -57,8 +58,8 @@ class OutputLoss(ExampleLoss):
 
     @property
     def anchors(self) -> tuple[Any, ...] | None:
-        """The loss function, and how outputs become losses."""
-        return (type(self),) if self.loss_fn is None else (type(self), self.loss_fn)
+        """The loss function, and how outputs become losses; a loss of PyTorch made twice alike is one."""
+        return (type(self),) if self.loss_fn is None else (type(self), _standing_for(self.loss_fn))
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         output, target = model_output(model, batch)
@@ -212,6 +213,26 @@ def _is_known(loss_fn: Any) -> bool:
     return type(loss_fn) in _KNOWN and "forward" not in vars(loss_fn)
 
 
+class _Alike:
+    """Stands for all losses of PyTorch of one kind with the same settings."""
+
+
+@cache
+def _with(kind_and_settings: tuple[Any, ...]) -> _Alike:
+    return _Alike()
+
+
+def _standing_for(loss_fn: Any) -> Any:
+    """What stands for a loss function: itself, or all losses of PyTorch like it, if it holds no tensors or hooks."""
+    own = vars(loss_fn) if _is_known(loss_fn) else {}
+    held = {name: value for name, value in own.items() if not name.startswith("_") and name != "training"}
+    bare = not any(own[name] for name in own if name.startswith("_") and "buffers" not in name)
+    plain = all(isinstance(value, bool | int | float | str | None) for value in held.values())
+    if not own or not plain or not bare or any(value is not None for value in own["_buffers"].values()):
+        return loss_fn
+    return _with((type(loss_fn), *sorted(held.items())))
+
+
 def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target: Tensor | None) -> Tensor:
     """``loss_fn`` of each row of `output` and `target` alone `[b]`; trailing dimensions are reduced as it does."""
     with torch._C.DisableTorchFunction():  # a pass watches functions of the model and the loss, not our questions
@@ -231,6 +252,9 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
     losses = loss_fn(*arguments)
     if not isinstance(losses, Tensor):
         raise TypeError(f"the loss returned a {type(losses).__name__}: it must return a tensor.")
+    with torch._C.DisableTorchFunction():  # zeros are what a loss may give where all targets are masked
+        if output.requires_grad and not losses.requires_grad and bool(losses.any()):
+            raise ValueError("the loss cuts its value from the model's outputs: compute it without detach or no_grad.")
     if losses.dim() and len(losses) == size:
         return losses.reshape(size, -1).sum(1)
     if losses.dim():
@@ -287,6 +311,13 @@ def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor:
         counted = (target.reshape(size, -1) != loss_fn.ignore_index).sum(1)
         return rows.sum(1) / counted.clamp(min=1)
     return rows.mean(1)
+
+
+def ignored_targets(loss_fn: Any, target: Tensor | None) -> Tensor | None:
+    """Which targets `[b]` a loss of PyTorch leaves out, of a mean too; None if it knows none to leave out."""
+    if not isinstance(loss_fn, _CLASSES) or target is None or target.is_floating_point() or target.dim() != 1:
+        return None
+    return target == loss_fn.ignore_index
 
 
 def _check_comparable(loss_fn: Any, output: Tensor, target: Tensor) -> None:

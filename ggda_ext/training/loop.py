@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from ggda_ext.checkpoints import State, state_on_cpu
 from ggda_ext.data import ProgressBar
+from ggda_ext.losses import cannot_take
 from ggda_ext.training.denormals import denormals_flushed
 from ggda_ext.training.recipe import Recipe, checked_data, checked_subset, order_generator, shuffled
 
@@ -102,6 +103,8 @@ def initial_model(make_model: MakeModel, seed: int) -> nn.Module:
         raise TypeError(
             f"make_model is a {type(make_model).__name__}: pass a function that makes a new model at every call."
         )
+    if not callable(make_model) or cannot_take(make_model, 0):
+        raise TypeError(f"make_model={make_model!r}: pass a function without arguments, e.g. lambda: nn.Linear(4, 2).")
     with seeded(seed):
         model = make_model()
     if not isinstance(model, nn.Module):
