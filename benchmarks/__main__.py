@@ -15,8 +15,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.names import DATTRI_TASKS, EXPERIMENTS, FETCHABLE, METHODS, SPEED_PARTS
+from benchmarks.names import (
+    DATTRI_TASKS,
+    EQUAL_GROUPINGS,
+    EXPERIMENTS,
+    FETCHABLE,
+    GROUPINGS,
+    LDS_METHODS,
+    METHODS,
+    PROTOCOLS,
+    SINGLE_POINTS,
+    SPEED_PARTS,
+)
 from benchmarks.scales import SCALES
+from benchmarks.sizes import narrowed
 
 if TYPE_CHECKING:
     from benchmarks.results import ResultFolder
@@ -98,6 +110,8 @@ def _in_folder(options: argparse.Namespace, folder: ResultFolder) -> int:
     if options.command == "run":
         from benchmarks import experiments
 
+        if folder.config["lds"]:
+            scale = narrowed(scale, tasks, folder.config["lds"])
         experiments.run(folder.config["experiments"], tasks, scale, folder, options.data_dir)
         folder.finish()
         print(f"\n{len(folder.rows)} rows in {folder.path}; tables and figures: {PROGRAM} report {folder.path}")
@@ -152,6 +166,7 @@ def _folder(options: argparse.Namespace, given: list[str]) -> ResultFolder:
         defaults = {"scale": "quick", "tasks": list(TASKS), "methods": None, "experiments": list(EXPERIMENTS)}
         for name, value in chosen.items():
             config[name] = value if value is not None else before.get(name, defaults[name])
+        config["lds"] = before.get("lds", {}) | _lds_sizes(options)
         return ResultFolder.open(options.command, config, resume)
     except (ValueError, FileNotFoundError, FolderInUse) as error:
         print(error, file=sys.stderr)
@@ -167,6 +182,21 @@ def _tasks(options: argparse.Namespace) -> list[str] | None:
         print(f"task {dattri[0]} has LDS only: {PROGRAM} run lds --tasks {dattri[0]}", file=sys.stderr)
         raise SystemExit(MISUSED)
     return [task for task in TASKS if task in wanted] + dattri
+
+
+def _lds_sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """Sizes of LDS that are given on the command line of `run`."""
+    names = ("lds_methods", "groups", "grouping_seeds", "protocols", "subsets", "seeds", "points", "epochs")
+    given = {name.removeprefix("lds_"): getattr(options, name, None) for name in names}
+    found = {name: value for name, value in given.items() if value is not None}
+    others = [one for one in getattr(options, "experiments", None) or () if one != "lds"]
+    others += [task for task in options.tasks or () if task in DATTRI_TASKS]
+    if found and others:
+        print(f"{others[0]} has sizes of its own: leave out --{next(iter(found)).replace('_', '-')}.", file=sys.stderr)
+        raise SystemExit(MISUSED)
+    if "groups" in found:
+        found["groups"] = {name: [size for one, size in found["groups"] if one == name] for name, _ in found["groups"]}
+    return found
 
 
 def _data_of(task: str) -> str:
@@ -197,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     comparing = commands.add_parser(
         "compare", parents=[common], help="how much faster than the original toolkits, at real size",
-        description="Times every group version on all training points of the scale, for one property and for 20 test "
+        description="Times every group version on all training points of the scale, for one property and for test "
         "points, in groups of 1, 64 and 1,024, against its original on as many points as a fixed time allows.",
     )  # fmt: skip
     for one in (checking, comparing):
@@ -207,6 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         "experiments", nargs="*", type=_experiment, metavar="EXPERIMENT",
         help=f"of {', '.join(EXPERIMENTS)}; all by default",
     )  # fmt: skip
+    _add_lds_sizes(running)
     reporting = commands.add_parser("report", help="tables, figures and one HTML page from result folders")
     reporting.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="result folders, e.g. results/*")
     reporting.add_argument("--out", type=Path, help="where to write; the last folder's own `report` by default")
@@ -221,12 +252,12 @@ def _parser() -> argparse.ArgumentParser:
     timing.add_argument("--parts", nargs="+", choices=SPEED_PARTS, default=list(SPEED_PARTS), metavar="PART",
                         help=f"of {', '.join(SPEED_PARTS)}; all by default")  # fmt: skip
     timing.add_argument("--quick", action="store_true", help="smaller data: minutes instead of an hour")
-    timing.add_argument("--threads", type=_threads, default=1, help="torch threads; 1 by default, the steadiest")
+    timing.add_argument("--threads", type=_count, default=1, help="torch threads; 1 by default, the steadiest")
     timing.add_argument("--ranks", type=int, metavar="N", help="instead: N processes of one thread against one alone")
     timing.add_argument("--json", type=Path, help="where to write the rows; results/<time>-speed/speed.json by default")
     faithful = commands.add_parser("fidelity", help="Fishers and dampings of TRAK against TRAK and against retraining")
     faithful.add_argument("--data-dir", **_DATA_DIR)
-    faithful.add_argument("--threads", type=_threads, default=1, help="torch threads; 1 by default")
+    faithful.add_argument("--threads", type=_count, default=1, help="torch threads; 1 by default")
     faithful.add_argument("--quick", action="store_true", help="a smaller scale: half a minute instead of ten")
     faithful.add_argument("--json", type=Path, help="where to write the numbers; nowhere by default")
     return parser
@@ -250,12 +281,37 @@ def _common_options() -> argparse.ArgumentParser:
                        help=f"of {', '.join(TASKS)}; for `run lds` also {', '.join(DATTRI_TASKS)}")  # fmt: skip
     which.add_argument("--data", nargs="+", choices=list(dict.fromkeys(map(_data_of, TASKS))),
                        help="all tasks of these data sets")  # fmt: skip
-    common.add_argument("--threads", type=_threads, default=1, help="torch threads; 1 by default: times are CPU times")
+    common.add_argument("--threads", type=_count, default=1, help="torch threads; 1 by default: times are CPU times")
     common.add_argument(
         "--resume", nargs="?", type=Path, const=LATEST, metavar="FOLDER",
         help="go on with a stopped run: its folder, or the latest one of this command if no folder is named",
     )  # fmt: skip
     return common
+
+
+def _add_lds_sizes(running: argparse.ArgumentParser) -> None:
+    """What replaces the scale's own sizes of LDS."""
+    sizes = running.add_argument_group("instead of the scale's, for lds")
+    sizes.add_argument("--methods", nargs="*", dest="lds_methods", metavar="METHOD", choices=LDS_METHODS,
+                       help=f"of {', '.join(map(repr, LDS_METHODS))}; the trivial ones are always there")  # fmt: skip
+    sizes.add_argument("--groups", nargs="+", type=_group_size, metavar="NAME:SIZE",
+                       help=f"e.g. Grad-K-Means:256; of {', '.join((*GROUPINGS, *EQUAL_GROUPINGS))}")  # fmt: skip
+    sizes.add_argument("--protocols", nargs="+", choices=PROTOCOLS, help="models on which choices of groups")
+    sizes.add_argument("--grouping-seeds", nargs="+", type=int, metavar="SEED")
+    sizes.add_argument("--subsets", type=_count, metavar="N", help="choices of groups of each grouping and protocol")
+    sizes.add_argument("--seeds", type=_count, metavar="N", help="models retrained on each of them")
+    sizes.add_argument("--points", type=_count, metavar="N", help="training points")
+    sizes.add_argument(
+        "--epochs", type=_count, metavar="N", help="of models that are retrained, and of those explained"
+    )
+
+
+def _group_size(text: str) -> tuple[str, int]:
+    name, _, size = text.rpartition(":")
+    known = (SINGLE_POINTS, *GROUPINGS, *EQUAL_GROUPINGS)
+    if name not in known or not size.isdecimal() or int(size) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: pass NAME:SIZE with a name of {', '.join(known)}.")
+    return name, int(size)
 
 
 def _experiment(text: str) -> str:
@@ -265,7 +321,7 @@ def _experiment(text: str) -> str:
     return text
 
 
-def _threads(text: str) -> int:
+def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: pass a whole number from 1 on.")
     return int(text)

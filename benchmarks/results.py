@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -75,6 +76,9 @@ class ResultFolder:
                 )
         lock = _lock(resume)
         sources = {**old.get("data", {}), **given.get("data", {})}
+        known, now = old.get("commit"), given["commit"]
+        if known is not None:
+            given["commit"] = known if now is None or known.endswith(now) else f"{known}, then {now}"
         folder = cls(resume, old | given | {"data": sources, "finished": None}, read_rows(resume, repair=True))
         folder._lock = lock
         folder._write_config()
@@ -192,7 +196,20 @@ def about_this_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-    return {"versions": versions, "machine": machine}
+    return {"commit": _commit(), "versions": versions, "machine": machine}
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, marked where files differ from it; None outside of one."""
+    here = Path(__file__).parent
+    try:
+        found = [
+            subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+            for command in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{found[0]} with changes" if found[1] else found[0]
 
 
 def _processor() -> str:

@@ -85,17 +85,17 @@ _QUICK_LR = replace(_QUICK, lds=replace(_QUICK_LDS, subsets=100, seeds=2))  # tr
 _QUICK_NOISY = replace(_QUICK, noisy=NoisyScale(replace(_QUICK_CELLS, methods=_FEW_METHODS), 1), removal=None, lds=None)
 _QUICK_CIFAR = replace(
     _QUICK_NOISY,
-    lds=LdsScale(CellScale(_FEW_LDS_METHODS, {EQUAL_GRAD_K_MEANS: (50,)}, 2), subsets=16, protocols=(HALVES,)),
+    lds=LdsScale(CellScale(_FEW_LDS_METHODS, {EQUAL_GRAD_K_MEANS: (50,)}, range(2)), subsets=16, protocols=(HALVES,)),
 )
 
-_PAPER_CELLS = CellScale(_METHODS, _groups(GROUPINGS, 4, 16, 64, 256, 1024), grouping_seeds=3)
+_PAPER_CELLS = CellScale(_METHODS, _groups(GROUPINGS, 4, 16, 64, 256, 1024), grouping_seeds=range(3))
 _PAPER_LDS = replace(_PAPER_CELLS, methods=_LDS_METHODS)
 _PAPER = ExperimentScale(NoisyScale(_PAPER_CELLS), RemovalScale(_PAPER_CELLS), LdsScale(_PAPER_LDS, seeds=10))
 _LR = replace(
     _PAPER, noisy=NoisyScale(_PAPER_CELLS, seeds=5),
     lds=LdsScale(replace(_PAPER_LDS, groups=_groups((RANDOM, K_MEANS, GRAD_K_MEANS), 64, 256, 1024))),
 )  # fmt: skip
-_ANN_CELLS = replace(_PAPER_CELLS, grouping_seeds=2)
+_ANN_CELLS = replace(_PAPER_CELLS, grouping_seeds=range(2))
 _ANN_S = replace(
     _PAPER, noisy=NoisyScale(_ANN_CELLS, seeds=3), removal=RemovalScale(_ANN_CELLS),
     lds=LdsScale(replace(_PAPER_LDS, groups={GRAD_K_MEANS: (256, 64), RANDOM: (256,), SINGLE_POINTS: (1,)})),
@@ -106,13 +106,13 @@ _ANN_M = replace(
 )  # fmt: skip
 _ANN_L_METHODS = (*PAPER_METHODS, CG, PER_POINT, WHAT_IF, WARM_START)
 _ANN_L = ExperimentScale(
-    NoisyScale(replace(_PAPER_CELLS, methods=_ANN_L_METHODS, grouping_seeds=1), seeds=2),
+    NoisyScale(replace(_PAPER_CELLS, methods=_ANN_L_METHODS, grouping_seeds=range(1)), seeds=2),
     RemovalScale(
         CellScale((*PAPER_METHODS, CG, WHAT_IF, WARM_START), _groups(_TWO_GROUPINGS, 64, 256, 1024)),
         seeds=7,
         removed=(0.2,),
     ),
-    LdsScale(CellScale(_FEW_LDS_METHODS, {EQUAL_GRAD_K_MEANS: (1024,), EQUAL_K_MEANS: (1024,)}, 3), subsets=32),
+    LdsScale(CellScale(_FEW_LDS_METHODS, {EQUAL_GRAD_K_MEANS: (1024,), EQUAL_K_MEANS: (1024,)}, range(3)), subsets=32),
     MethodScale(trak_models=1, lissa_repeats=1),
     epochs=5,
 )
@@ -121,7 +121,7 @@ _CIFAR = ExperimentScale(
     RemovalScale(
         CellScale((TRACIN, WHAT_IF), _groups(_TWO_GROUPINGS, 64)), seeds=2, removed=(0.2,), pruned=(0.5,)
     ),
-    LdsScale(CellScale(_FEW_LDS_METHODS, {EQUAL_GRAD_K_MEANS: (200,), EQUAL_K_MEANS: (200,)}, 3), subsets=32),
+    LdsScale(CellScale(_FEW_LDS_METHODS, {EQUAL_GRAD_K_MEANS: (200,), EQUAL_K_MEANS: (200,)}, range(3)), subsets=32),
     MethodScale(trak_models=1, lissa_depth=50, lissa_repeats=1),
     DataScale(4_000, 1_000),
 )  # fmt: skip
@@ -171,7 +171,7 @@ SCALES: dict[str, Scale] = {
         },
         epochs=dict(zip(_PAPER_EPOCHS, (20, 20, 20, 5, 4, 1), strict=True)),
         resnet_width=8,
-        text_length=32,
+        text_length=16,
         check=_checks(
             CheckScale(7_896, 2_048, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
             CheckScale(2_048, 256, tests=20, group_size=64, batch=512, curvature_points=128, depth=5),

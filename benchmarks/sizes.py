@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from benchmarks.names import PROTOCOLS
+from benchmarks.names import LEAVE_ONE_OUT, PROTOCOLS
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,13 @@ class CellScale:
     Attributes:
         methods: which attribution methods.
         groups: grouping → mean group sizes; single points are a grouping of size 1.
-        grouping_seeds: groupings drawn: for every method in LDS, for TracIn only elsewhere.
+        grouping_seeds: of the groupings drawn, all for every method in LDS, for TracIn elsewhere; else the first.
         refitted_groups: what-if and warm starts take at most that many groups.
     """
 
     methods: tuple[str, ...]
     groups: Mapping[str, tuple[int, ...]]
-    grouping_seeds: int = 1
+    grouping_seeds: Sequence[int] = (0,)
     refitted_groups: int = 130
 
 
@@ -202,3 +204,25 @@ class Scale:
     check: Mapping[str, CheckScale]
     experiments: Mapping[str, ExperimentScale]
     dattri: DattriScale = field(default_factory=DattriScale)
+
+
+def narrowed(scale: Scale, tasks: Sequence[str], chosen: Mapping[str, Any]) -> Scale:
+    """A scale with other sizes of LDS for some tasks: those that the command line gives in place of the scale's own.
+
+    Args:
+        scale: the scale.
+        tasks: which tasks.
+        chosen: fields of `LdsScale` and `CellScale`, and `points` and `epochs` of training, those that are given.
+    """
+    sizes, of_lds = dict(scale.experiments), dict(chosen)
+    data = {"train": of_lds.pop("points")} if "points" in of_lds else {}
+    epochs = of_lds.pop("epochs", None)
+    of_cells = {name: of_lds.pop(name) for name in ("methods", "groups", "grouping_seeds") if name in of_lds}
+    if LEAVE_ONE_OUT in of_lds.get("protocols", ()):
+        of_lds["left_out_groups"] = sys.maxsize  # asked for by name
+    for name in tasks:
+        size = sizes[name]
+        if size.lds is not None:
+            lds = replace(size.lds, cells=replace(size.lds.cells, **of_cells), **of_lds)
+            sizes[name] = replace(size, lds=lds, data=replace(size.data, **data), epochs=epochs or size.epochs)
+    return replace(scale, experiments=sizes)

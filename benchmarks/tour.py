@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import check, compare
@@ -44,15 +44,15 @@ def run(
     Returns:
         Whether the check passed and everything could be measured.
     """
-    from benchmarks import experiments, report
-
-    print(expected_time(tasks, scale))
+    print(expected_time(tasks, scale), flush=True)
     for line in where_from(tasks, data_dir):
-        print(line)
+        print(line, flush=True)
     print("\n1. Equal? The original toolkits, point by point, next to their group versions\n")
     checked = check.run(tasks, scale, folder, data_dir, methods)
     print("\n2. How much faster? Times faster than the original, by group size\n")
     compared = compare.run(tasks, scale, folder, data_dir, methods)
+    from benchmarks import experiments, report  # seconds to import, for the first time: not before the first lines
+
     retrained = [task for task in tasks if task in EXPERIMENT_TASKS]
     if retrained:
         print(f"\n3. How faithful? The paper's experiments on {', '.join(retrained)}: {', '.join(EXPERIMENTS)}\n")
@@ -79,10 +79,11 @@ def expected_time(tasks: Sequence[str], scale: Scale) -> str:
     return f"Expected time: about {minutes} {unit}, without downloads. Ctrl-C keeps what is done."
 
 
-def where_from(tasks: Sequence[str], data_dir: Path | None) -> list[str]:
-    """A line for each data set: real and from where, or to be fetched."""
-    names = list(dict.fromkeys(task.partition("-")[0] for task in tasks))
-    return ["Data:", *(f"  {TITLES[name]}: {where(name, data_dir)}" for name in names)]
+def where_from(tasks: Sequence[str], data_dir: Path | None) -> Iterator[str]:
+    """A line for each data set, as soon as it is there: real and from where, or made."""
+    yield "Data:"
+    for name in dict.fromkeys(task.partition("-")[0] for task in tasks):
+        yield f"  {TITLES[name]}: {where(name, data_dir)}"
 
 
 def _work() -> None:

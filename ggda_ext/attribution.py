@@ -118,7 +118,7 @@ def attribute(
         if checkpoints is not None:
             raise ValueError("models and checkpoints are both given: pass one of them.")
         checkpoints = states_of(model, models)
-    listed, factors = _weighted(checkpoints, weights, mean=solver.unit == "property")
+    listed, factors = _weighted(checkpoints, weights, load_checkpoint, mean=solver.unit == "property")
     sources = None if intervals is False else Sources.of(intervals, len(factors))
     asked, m = as_points(property), None
     start, account, each = perf_counter(), Account(), []
@@ -172,9 +172,14 @@ def _chosen(method: MethodName | Method, **settings: Any) -> Method:
 
 
 def _weighted(
-    checkpoints: Checkpoints | None, weights: Sequence[float] | None, *, mean: bool
+    checkpoints: Checkpoints | None, weights: Sequence[float] | None, load_checkpoint: Any, *, mean: bool
 ) -> tuple[list[Any] | None, list[float]]:
     """Checkpoints, None for the current parameters, with their weights; those of a mean add up to 1."""
+    if load_checkpoint is not None and (checkpoints is None or not callable(load_checkpoint)):
+        what = "without checkpoints" if checkpoints is None else f"as a {type(load_checkpoint).__name__}"
+        raise TypeError(
+            f"load_checkpoint is given {what}: pass a function load_checkpoint(model, checkpoint) and both."
+        )
     if checkpoints is None:
         if weights is not None:
             raise ValueError("weights is given without checkpoints or models: pass both, or neither.")
@@ -195,7 +200,7 @@ def _checked_weights(weights: Any) -> Any:
     if not isinstance(weights, Iterable) or isinstance(weights, str):
         raise TypeError(f"weights is a {type(weights).__name__}: pass a list, one number for each checkpoint.")
     for at, weight in enumerate(weights):
-        if isinstance(weight, str):
+        if weight is None or isinstance(weight, str):
             raise TypeError(f"weights[{at}]={weight!r}: pass a number.")
     return weights
 

@@ -22,6 +22,8 @@ def listed_checkpoints(checkpoints: Checkpoints) -> list[Any]:
     """Checkpoints as a list; a single path or state dict is one of them."""
     if isinstance(checkpoints, nn.Module):
         raise TypeError(_not_a_state("checkpoints", checkpoints))
+    if isinstance(checkpoints, int | float):
+        raise TypeError(f"checkpoints={checkpoints!r}: pass state dicts, or their paths.")
     listed = [checkpoints] if isinstance(checkpoints, str | PathLike | Mapping) else list(checkpoints)
     if not listed:
         raise ValueError("checkpoints is empty: pass at least one, or leave it out.")
@@ -81,15 +83,19 @@ def load_state(model: nn.Module, checkpoint: Any, name: str = "the checkpoint") 
     """
     if isinstance(checkpoint, nn.Module):
         raise TypeError(_not_a_state(name, checkpoint))
+    if isinstance(checkpoint, int | float) or checkpoint is None:
+        raise TypeError(f"{name} is {checkpoint!r}: pass a state dict or its path, or load_checkpoint= that loads it.")
     if isinstance(checkpoint, str | PathLike) and not Path(checkpoint).exists():
         raise FileNotFoundError(
             f"{name} is {str(checkpoint)!r}, which is no file: pass the path of a saved state dict."
         )
-    state = inner_names(state_of(checkpoint), model)
+    found = state_of(checkpoint)
     try:
-        unwrapped(model).load_state_dict(state)
+        unwrapped(model).load_state_dict(inner_names(found, model))
     except RuntimeError as error:
-        raise ValueError(f"{name} does not fit the model: {error}") from error
+        inside = next((key for key, value in found.items() if isinstance(value, Mapping)), None)
+        hint = "" if inside is None else f" It holds a dict under {inside!r}: pass that, checkpoint[{inside!r}]."
+        raise ValueError(f"{name} does not fit the model: {error}{hint}") from error
 
 
 def _not_a_state(name: str, found: nn.Module) -> str:

@@ -116,6 +116,8 @@ class IndexedData:
         by_example = self._loader is not None and isinstance(source, list | tuple)  # entries, to a DataLoader
         self._tensors = None if own_collate or by_example or self.is_stream else _as_tensors(source, name)
         if self._loader is not None:
+            if self._tensors is not None and self._order is None:
+                self.anchors = (source,)  # the loader adds nothing: another one of this data set gives the same
             self.batch_size = self._loader.batch_size
         elif self._tensors is not None and not _holds_tensors(source):
             self.index, self.columns, self._doubles = index_of(source), columns_of(source), holds_doubles(source)
@@ -150,13 +152,13 @@ class IndexedData:
             return len(self._order)
         if self._tensors is not None:
             return len(_first_tensor(self._tensors))
-        if isinstance(self._source, Sized):
+        if isinstance(self._source, Sized) and not isinstance(self._source, Iterator):
             return len(self._source)
         if self.is_stream:
             return None
         raise TypeError(
-            f"{self.name} is a {type(self._source).__name__}, which has no length: pass a DataLoader, a "
-            "map-style Dataset, a tensor, a tuple of tensors or a dict of tensors."
+            f"{self.name} is a {type(self._source).__name__}, which has no length or can be read only once: pass a "
+            "DataLoader, a map-style Dataset, a tensor, a tuple of tensors or a dict of tensors."
         )
 
     def sequential(self, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
@@ -352,6 +354,9 @@ def _as_tensors(source: Any, name: str) -> Any:
         return None
     if not plain and not all(isinstance(array, Tensor | np.ndarray) or is_table(array) for array in arrays):
         raise TypeError(why_no_data(source, arrays, name))
+    scalar = next((j for j, array in enumerate(arrays) if not array.ndim), None)
+    if scalar is not None:
+        raise ValueError(f"part {scalar} of {name} is a single number: pass an entry for each example.")
     lengths = [len(array) for array in arrays]
     if len(set(lengths)) > 1:
         raise ValueError(f"{name} holds tensors of different lengths: {lengths}.")

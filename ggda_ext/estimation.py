@@ -18,9 +18,10 @@ import torch
 
 from ggda_ext.data import IndexedData, SomePoints
 from ggda_ext.gradients import GroupGradients, Plan
+from ggda_ext.gradients.provider import check_provider
 from ggda_ext.groups.partition import Groups
 from ggda_ext.sharing import alone
-from ggda_ext.words import WORDS, without
+from ggda_ext.words import WORDS, check_counts, without
 
 ETHERNET = 1.25e9  # bytes per second, 10 Gbit/s
 _NATURAL = ("directional", "forward", "ghost")
@@ -112,10 +113,9 @@ def estimate(
         calibration_seconds: about how long to measure.
         clock: what is measured; `time.process_time` for CPU time.
     """
+    check_provider(provider)
+    check_counts(n=n, k=k, m=m, p=p, ranks=ranks)
     n, k, p = n or int(provider.groups.sizes.sum()), k or len(provider.groups), p or provider.p
-    for name, value in (("n", n), ("k", k), ("m", m), ("p", p), ("ranks", ranks)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: pass at least 1.")
     if k > n:
         raise ValueError(f"k={k} groups of n={n} points: a group has at least one point.")
     itemsize = provider.space.dtype.itemsize

@@ -223,7 +223,7 @@ def _named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
     found, seen = dict[str, Tensor](), set[int]()
     for prefix, module in model.named_modules():
         for kind in kinds or ("_parameters", "_buffers"):
-            for name, value in vars(module)[kind].items():
+            for name, value in (vars(module).get(kind) or getattr(module, kind)).items():  # a traced module hides them
                 if value is not None and id(value) not in seen:
                     seen.add(id(value))
                     found[f"{prefix}.{name}" if prefix else name] = value
@@ -341,6 +341,9 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
     if chosen is None:
         parameters = {name: value for name, value in named.items() if value.requires_grad}
         if not parameters:
+            if not named:
+                kind = type(model).__name__
+                raise ValueError(f"the model, a {kind}, has no parameters: pass the trained model first, then loss_fn.")
             raise ValueError(
                 f"the model has {len(named)} parameters, none of which requires a gradient: "
                 "choose some with parameters=, or unfreeze the model."

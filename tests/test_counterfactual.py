@@ -120,6 +120,15 @@ def test_weights_of_groups_and_points_are_those_of_a_weighted_training():
     assert (answer.outputs(data) - truth(data[0])).abs().max() < 1e-6
 
 
+def test_targets_that_a_mean_ignores_count_for_nothing():
+    (x, y), ignored = points(), torch.arange(N) < N // 3
+    what_if = WhatIf(network(), LOSS, (x, y.masked_fill(ignored, -100)), SOURCES, weight_decay=DECAY, ridge=0.01)
+    others = [source for source, gone in zip(SOURCES, ignored, strict=True) if not gone]
+    plain = WhatIf(network(), LOSS, (x[~ignored], y[~ignored]), others, weight_decay=DECAY, ridge=0.01)
+    found, expected = (one.without(["web", "news"]).outputs((x, y)) for one in (what_if, plain))
+    assert (found - expected).abs().max() < 1e-6 * (expected - network()(x)).abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("directions", ["auto", "eigen", "groups", "both", "all"])
 def test_keeping_everything_changes_nothing(dtype, directions):
@@ -180,6 +189,19 @@ def test_many_subsets_at_once_are_each_of_them_alone(dtype):
     together = what_if.subsets(kept_rows(), measure)
     alone = torch.stack([what_if.subsets(row[None], measure)[0] for row in kept_rows()])
     assert torch.allclose(together, alone, rtol=1e-4 if dtype == torch.float32 else 1e-9)
+
+
+def test_a_group_that_every_subset_of_a_block_keeps_is_as_exact_as_points_in_no_group():
+    data, model = points(), network()
+    measure, labels = properties.mean_loss(data, LOSS), np.arange(N) % 4
+    kept = kept_rows().copy()
+    kept[:, 3] = True
+    options = {"directions": "all", "weight_decay": DECAY, "ridge": 0.01}
+    values = WhatIf(model, LOSS, data, Groups(labels), **options).subsets(kept, measure)
+    fixed = Groups(np.where(labels == 3, -1, labels), rest="drop")
+    others = kept[:, :3].any(1)
+    found = WhatIf(model, LOSS, data, fixed, **options).subsets(kept[:, :3], measure)
+    torch.testing.assert_close(found[others], values[others], rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "shared", "tied", "unknown"])
@@ -285,6 +307,18 @@ def test_losses_of_single_precision_give_the_answers_of_double_precision(name):
         found = [what_if.subsets(kept_rows(), measure), what_if.interactions(measure).matrix.ravel()]
         answers.append(np.concatenate([*found, what_if.shapley(measure, samples=2).scores]))
     assert answers[0] == pytest.approx(answers[1], abs=2e-3 * np.abs(answers[1]).max())
+
+
+def test_a_loss_that_makes_targets_of_single_precision_is_computed_in_that_of_the_model():
+    x, y = points(dtype=torch.float32)
+    pairs = ((lambda z, t: F.huber_loss(z, t.float()), F.one_hot(y, 3)), (nn.HuberLoss(), F.one_hot(y, 3).float()))
+    answers = [
+        WhatIf(network(torch.float32), loss_fn, (x, t), SOURCES, weight_decay=DECAY, directions="all").subsets(
+            kept_rows(), properties.mean_loss((x, t), loss_fn)
+        )
+        for loss_fn, t in pairs
+    ]
+    torch.testing.assert_close(*answers, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from cases import relative_error
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, N, data, make, mlp, point_gradients
-from unusual_rare import DropsGradients, MixesLargeBatches, Switches
+from unusual_rare import DropsGradients, FullExperts, KeepsTheLargest, MixesLargeBatches, Switches
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
@@ -124,7 +124,10 @@ def test_two_examples_of_a_heavy_model_tell_as_much(name, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", ["auto", "directional", "forward", "segmented", "backward"])
-@pytest.mark.parametrize("mixes", [MixesLargeBatches, lambda: DropsGradients(True), lambda: DropsGradients(False)])
+@pytest.mark.parametrize(
+    "mixes",
+    [MixesLargeBatches, FullExperts, KeepsTheLargest, lambda: DropsGradients(True), lambda: DropsGradients(False)],
+)
 def test_examples_that_are_mixed_in_large_batches_only_are_refused_there(mixes, strategy):
     torch.manual_seed(0)
     model, points = mixes().double(), data("features", 0)
@@ -297,18 +300,19 @@ def test_half_precision_models_go_to_the_fast_strategy(dtype, strategy):
     assert strategy != "auto" or provider.plan(1).strategy == "directional"
 
 
-def test_a_scripted_model_is_served_and_named():
+@pytest.mark.parametrize("way", ["script", "trace"])
+def test_a_scripted_model_is_served_and_named(way):
     torch.manual_seed(0)
     model, (x, y) = mlp().double(), data("features", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        scripted = torch.jit.script(model)
+        scripted = torch.jit.script(model) if way == "script" else torch.jit.trace(model, x[:2])
     v = torch.randn(1, sum(p.numel() for p in model.parameters()), dtype=torch.float64)
     expected = GroupGradients(model, CE, (x, y), GROUPS).scores(v)
     for strategy in ("auto", "forward", "backward", "persample"):
         found = GroupGradients(scripted, CE, (x, y), GROUPS, strategy=strategy).scores(v)
         assert relative_error(found, expected) <= 1e-10
-    with pytest.raises(ValueError, match="RecursiveScriptModule '0' is not a layer known"):
+    with pytest.raises(ValueError, match="Module '0' is not a layer known"):
         GroupGradients(scripted, CE, (x, y), GROUPS, strategy="directional").scores(v)
 
 
@@ -493,6 +497,32 @@ def test_findings_are_kept_for_the_next_call_and_dropped_when_the_model_changes(
     assert calls_of() == 1
     model.body.register_forward_hook(lambda module, args, output: output * 2)
     assert calls_of() > 3
+
+
+def test_findings_are_kept_for_an_equal_loss_and_a_new_loader_of_the_same_data():
+    """Toolkits make a loader and users a loss for every call; another setting of the loss is another loss."""
+
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            type(self).calls += 1
+            return x
+
+    model, points = nn.Sequential(Counted(), nn.Linear(WIDTH, 3)).double(), TensorDataset(*data("features", 0))
+
+    def calls_of(**settings) -> int:
+        before = Counted.calls
+        loss, loader = nn.CrossEntropyLoss(**settings), DataLoader(points, batch_size=N)
+        GroupGradients(model, loss, loader, GROUPS).scores(torch.ones(1, 21))
+        return Counted.calls - before
+
+    first, again = calls_of(), calls_of()
+    assert again < first / 3
+    other = calls_of(label_smoothing=0.1)
+    assert other > again
+    assert calls_of(weight=torch.ones(3).double(), reduction="sum") > again
+    assert calls_of(label_smoothing=0.1) < other
 
 
 def test_findings_of_other_parameters_are_not_the_truth_of_these():

@@ -440,9 +440,29 @@ def gradient_penalty(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return losses + d.square().sum(1)
 
 
+def inner_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss after a step of gradient descent on each example by itself, as in meta-learning."""
+    losses = []
+    for x, y in zip(batch[0], batch[1], strict=True):
+        own = dict(model.named_parameters())
+        gradients = torch.autograd.grad(CE(model(x), y), list(own.values()), create_graph=True)
+        moved = {name: value - 0.1 * d for (name, value), d in zip(own.items(), gradients, strict=True)}
+        losses.append(CE(torch.func.functional_call(model, moved, (x,)), y))
+    return torch.stack(losses)
+
+
 def python_if(output: Tensor, target: Tensor) -> Tensor:
     loss = F.cross_entropy(output, target, reduction="sum")
     return loss * 2 if float(loss.detach()) > 1e9 else loss
+
+
+def constant_where_masked(output: Tensor, target: Tensor) -> Tensor:
+    """Zeros that no parameter has a part in, where no target of the batch counts."""
+    counts = (target >= 0).nonzero()[:, 0]
+    if not len(counts):
+        return output.new_zeros(len(output))
+    losses = F.cross_entropy(output[counts], target[counts], reduction="none")
+    return output.new_zeros(len(output)).index_put((counts,), losses)
 
 
 @dataclass
@@ -468,6 +488,7 @@ CASES: dict[str, Unusual] = {
     "rare expert": Unusual(lambda: Experts(1.6)),
     "experts by token": Unusual(TokenExperts, inputs="tokens"),
     "first examples ignored": Unusual(LaterOnly, nn.CrossEntropyLoss(ignore_index=-100), inputs="ignored first"),
+    "a constant where nothing counts": Unusual(LaterOnly, constant_where_masked, inputs="ignored first"),
     "a layer for later points": Unusual(LaterOnly, inputs="late"),
     "a dead branch": Unusual(DeadBranch, inputs="late"),
     "class weights, mean": Unusual(mlp, nn.CrossEntropyLoss(weight=WEIGHTS), refused="divides by the weights"),
@@ -513,6 +534,7 @@ CASES: dict[str, Unusual] = {
     "a weight used twice, a little": Unusual(lambda: UsedTwice("little")),
     "a small penalty": Unusual(mlp, BatchLoss(small_penalty)),
     "a gradient penalty": Unusual(mlp, BatchLoss(gradient_penalty)),
+    "a step inside": Unusual(mlp, BatchLoss(inner_step)),
     "renormalised embedding": Unusual(
         lambda: nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Flatten(), nn.Linear(20, CLASSES)), inputs="tokens"
     ),

@@ -67,8 +67,10 @@ def asked_of(layer: nn.Linear | None, asked: Asked, model: nn.Module) -> Asked |
         explained = PointGradients(explained.loss, IndexedData(tests, explained.data.name))
     elif explained is not None:
         explained = property_gradient(explained, model, provider.space.parameters)
+    inputs = IndexedData(known, provider.data.name)
+    inputs.anchors = provider.data.anchors  # what was found out about the layer holds for other values of its inputs
     by_layer = GroupGradients(
-        layer, provider.loss, IndexedData(known, provider.data.name), provider.groups,
+        layer, provider.loss, inputs, provider.groups,
         parameters=list(provider.space.parameters.values()), memory_budget=provider.memory_budget,
         show_progress=provider.show_progress,
     )  # fmt: skip

@@ -230,3 +230,8 @@ class Method:
     default: Score | None = None
     row_per_point: bool = False
     solves_each_test: bool = False
+
+    @property
+    def own_code(self) -> bool:
+        """Whether groups of one are left to the toolkit's own code where test points are asked about."""
+        return self.toolkit != "core"

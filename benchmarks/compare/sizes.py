@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-TESTS = 20
-"""Test points of the question that asks for each of them."""
-
 
 @dataclass(frozen=True)
 class CompareSize:
@@ -16,35 +13,39 @@ class CompareSize:
     Attributes:
         seconds: CPU seconds the original may take for as many points as fit.
         property_tests: test points the property, their mean loss, is taken over.
-        solved_tests: test points for methods that solve a system of equations for each of them.
+        tests: test points of the question that asks for each of them.
+        solved_tests: the same for methods that solve a system of equations for each of them.
         group_sizes: mean sizes of the groups; sizes larger than half of the training points are left out.
         batch: training points in a batch of the original, and of the group version where it is given batches.
         last_parameters: as in `CheckScale`.
+        points: most training points; None for all of the scale.
     """
 
     seconds: float
     property_tests: int
     batch: int
-    solved_tests: int = TESTS
+    tests: int = 20
+    solved_tests: int = 20
     group_sizes: tuple[int, ...] = (1, 64, 1024)
     last_parameters: int | None = None
+    points: int | None = None
 
 
 def _sizes(
-    seconds: float, heloc: int, mnist: int, cifar10: int, qnli: int, last_parameters: int
+    seconds: float, heloc: int, mnist: int, cifar10: int, qnli: int, last_parameters: int, images: int | None = None
 ) -> dict[str, CompareSize]:
-    """Task → size: the same time for all, and the test points of the property by data set."""
+    """Task → size: the same time for all, the test points of the property by data set, points of CIFAR-10."""
     return {
         **dict.fromkeys(("heloc-lr", "heloc-ann-s", "heloc-ann-m"), CompareSize(seconds, heloc, 512, solved_tests=5)),
         "mnist-ann-l": CompareSize(seconds, mnist, 64, solved_tests=5),
-        "cifar10-resnet18": CompareSize(seconds, cifar10, 16, solved_tests=1),
-        "qnli-bert": CompareSize(seconds, qnli, 4, solved_tests=1, last_parameters=last_parameters),
+        "cifar10-resnet18": CompareSize(seconds, cifar10, 16, solved_tests=1, points=images),
+        "qnli-bert": CompareSize(seconds, qnli, 4, tests=4, solved_tests=1, last_parameters=last_parameters),
     }
 
 
 SIZES: Mapping[str, Mapping[str, CompareSize]] = {
     "smoke": _sizes(0.02, 32, 32, 8, 8, 200_000),
-    "quick": _sizes(0.5, 1_000, 200, 40, 20, 2_000_000),
+    "quick": _sizes(0.3, 1_000, 200, 40, 20, 2_000_000, images=512),
     "laptop": _sizes(10.0, 1_975, 1_000, 200, 50, 4_000_000),
     "paper": _sizes(60.0, 1_975, 10_000, 1_000, 200, 8_000_000),
 }

@@ -109,7 +109,7 @@ class Bench:
             for method in (*PAPER_METHODS, CG, *OURS, RATES, *REFITS):
                 few = self.is_refitted(size, group_size) or method not in REFITS
                 if method in size.methods and few and (method != RATES or grouping == GRAD_K_MEANS):
-                    for seed in range(size.grouping_seeds if method == TRACIN else 1):
+                    for seed in size.grouping_seeds if method == TRACIN else size.grouping_seeds[:1]:
                         yield Cell(method, grouping, group_size, seed)
 
     def groupings(self, size: CellScale) -> Iterator[tuple[str, int]]:

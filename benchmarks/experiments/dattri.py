@@ -8,6 +8,7 @@ dattri's own are on a public hub.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,7 +30,8 @@ from benchmarks.model_files import ModelFiles
 from benchmarks.results import ResultFolder
 from benchmarks.sizes import DattriScale, Scale
 from benchmarks.tasks import LOSS
-from ggda_ext import Groups, WhatIf, properties
+from ggda_ext import Groups, WhatIf, attribute, properties
+from ggda_ext.curvature.damping import TrainingSteps
 from ggda_ext.evaluation import agreement, points_of, random_subsets
 from ggda_ext.losses import example_losses
 from ggda_ext.storage.folder import digest
@@ -40,8 +42,9 @@ NAME = "dattri"
 MEAN, SPREAD = 0.1307, 0.3081  # of MNIST's pixels, as dattri scales them
 EXPLAINED, TRUE_SEED, HALF_SEED = 0, 100, 1000  # seeds of explained models, of the truth, of TRAK's halves
 SUBSET_SEED = 300
+RATE = 0.01  # of dattri's training functions
 TRACIN, CG, TRAK = "dattri TracIn", "dattri CG", "dattri TRAK"
-WHAT_IF, OWN_CLASS = "What-if", "Kept points of its class"
+WHAT_IF, INFLUENCE, OWN_CLASS = "What-if", "Influence", "Kept points of its class"
 CG_STEPS, CG_DAMPING = 10, 0.1
 """dattri's; it tries seven dampings and reports the best by LDS, this is the one its own documentation shows."""
 Predicted = tuple[np.ndarray, str]
@@ -49,20 +52,21 @@ Predicted = tuple[np.ndarray, str]
 
 @dataclass(frozen=True)
 class Setting:
-    """A model with the function of dattri that trains it, and the batch size of its command."""
+    """A model with the function of dattri that trains it by SGD, its momentum, and the batch size of its command."""
 
     title: str
     make_model: Callable[[], nn.Module]
     train: Callable[..., nn.Module]
     batch_size: int
+    momentum: float
 
 
 SETTINGS = {
     "dattri-mnist-lr": Setting(
-        "LR (dattri)", lambda: upstream_mnist.create_lr_model("mnist"), upstream_mnist.train_mnist_lr, 32
+        "LR (dattri)", lambda: upstream_mnist.create_lr_model("mnist"), upstream_mnist.train_mnist_lr, 32, 0.0
     ),
     "dattri-mnist-mlp": Setting(
-        "MLP (dattri)", lambda: upstream_mnist.create_mlp_model("mnist"), upstream_mnist.train_mnist_mlp, 64
+        "MLP (dattri)", lambda: upstream_mnist.create_mlp_model("mnist"), upstream_mnist.train_mnist_mlp, 64, 0.9
     ),
 }
 
@@ -121,6 +125,13 @@ class Problem:
         epochs, batch_size = self.size.epochs[self.name], self.setting.batch_size
         return {"optimizer": "SGD", "epochs": epochs, "batch_size": batch_size}
 
+    @property
+    def steps(self) -> TrainingSteps:
+        """The same for our methods."""
+        epochs, batch_size = self.size.epochs[self.name], self.setting.batch_size
+        rates = RATE * epochs * math.ceil(len(self.train[0]) / batch_size)
+        return TrainingSteps(rates, momentum=self.setting.momentum, batch_size=batch_size)
+
     @cached_property
     def losses(self) -> np.ndarray:
         """Losses of the test points by models trained on the halves `[seeds, subsets, tests]`."""
@@ -163,6 +174,9 @@ def _methods(size: DattriScale) -> dict[str, tuple[int, Callable[[Problem], Pred
         OWN_CLASS: (0, own_class),
         WHAT_IF: (1, partial(what_if, models=1)),
         f"{WHAT_IF}, 3 models": (3, partial(what_if, models=3)),
+        INFLUENCE: (1, partial(influence, models=1)),
+        f"{INFLUENCE}, 3 models": (3, partial(influence, models=3)),
+        f"{INFLUENCE}, 10 models": (10, partial(influence, models=10)),
         f"{TRACIN}, 1 model": (1, partial(tracin, models=1)),
         CG: (1, conjugate_gradients),
         TRACIN: (size.tracin_models, partial(tracin, models=size.tracin_models)),
@@ -198,9 +212,21 @@ def own_class(problem: Problem) -> Predicted:
 def what_if(problem: Problem, models: int) -> Predicted:
     """Refits of the linearised model, averaged over models."""
     first, *others = [problem.model(EXPLAINED + j) for j in range(models)]
-    refit = WhatIf(first, LOSS, problem.train, problem.groups, models=others, directions="eigen")
+    refit = WhatIf(
+        first, LOSS, problem.train, problem.groups, models=others, directions="eigen", recipe=problem.steps
+    )  # fmt: skip
     measure = properties.of_outputs(problem.test, lambda z, y: example_losses(LOSS, z.double(), y))
     return refit.subsets(problem.kept, measure).numpy(), refit.explain()
+
+
+def influence(problem: Problem, models: int) -> Predicted:
+    """`attribute`, averaged over models."""
+    first, *others = [problem.model(EXPLAINED + j) for j in range(models)]
+    found = attribute(
+        first, LOSS, problem.train, None, properties.point_losses(problem.test, LOSS), models=others,
+        recipe=problem.steps, show_progress=False,
+    )  # fmt: skip
+    return _additive(problem, found.as_subclass(Tensor).T), str(found.method)
 
 
 def tracin(problem: Problem, models: int) -> Predicted:

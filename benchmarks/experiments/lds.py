@@ -19,15 +19,12 @@ from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.predictions import Prediction, Predictor, Truth, two_halves
 from benchmarks.experiments.retrainings import Retrainings, Wanted
 from benchmarks.names import (
-    AVERAGED,
-    CG,
     GRAD_K_MEANS,
     HALVES,
     KEEP_80,
+    LDS_METHODS,
     LEAVE_GROUP_OUT,
     LEAVE_ONE_OUT,
-    OURS,
-    PAPER_METHODS,
     PER_POINT,
     RATES,
     REFITS,
@@ -43,7 +40,6 @@ NAME = "lds"
 SUBSET_SEED = 200
 FRACTIONS = {HALVES: 0.5, KEEP_80: 0.8}
 FEWEST_GROUPS = 6  # for protocols other than halves
-_ORDER = (*PAPER_METHODS, CG, *OURS, RATES, PER_POINT, *AVERAGED, *REFITS, *TRIVIAL)
 
 
 def run(bench: Bench) -> None:
@@ -59,7 +55,7 @@ def run(bench: Bench) -> None:
 def _groupings(bench: Bench, size: LdsScale) -> Iterator[Cell]:
     """A cell without a method for every grouping that is drawn."""
     for grouping, group_size in bench.groupings(size.cells):
-        yield from (Cell("", grouping, group_size, seed) for seed in range(size.cells.grouping_seeds))
+        yield from (Cell("", grouping, group_size, seed) for seed in size.cells.grouping_seeds)
     if SINGLE_POINTS in size.cells.groups:
         yield Cell("")
 
@@ -104,9 +100,7 @@ def _protocols(bench: Bench, size: LdsScale, cell: Cell) -> list[str]:
 def _methods(bench: Bench, size: LdsScale, cell: Cell) -> Iterator[str]:
     """Methods in the order of tables; learning rates with the paper's best grouping, refits with few groups."""
     single = cell.grouping == SINGLE_POINTS
-    for method in _ORDER:
-        if method not in (*size.cells.methods, *TRIVIAL):
-            continue
+    for method in (*(one for one in LDS_METHODS if one in size.cells.methods), *TRIVIAL):
         if method in (*REFITS, WHAT_IF_3) and (single or not bench.is_refitted(size.cells, cell.group_size)):
             continue
         if (method != PER_POINT or single) and (method != RATES or single or cell.grouping == GRAD_K_MEANS):

@@ -18,13 +18,17 @@ from benchmarks.report.rows import Run
 from benchmarks.report.style import Picture
 
 TITLE = "Group data attribution: benchmark report"
+ABOUT = (
+    "Which training data made a model what it is? Captum, dattri and TRAK score single training points, one by one; "
+    "ggda-ext scores groups of them, for less."
+)
 SECTIONS = {
     "Equality: checks against the original toolkits": ("check",),
     "Speed: against the original toolkits": ("speed",),
     "Retraining score": ("retraining", "runtime"),
     "Pruning": ("pruning",),
     "Noisy labels": ("noisy", "detection"),
-    "Fidelity to real retraining": ("lds", "leave-group-out", "what-if"),
+    "Fidelity to real retraining": ("lds", "leave-group-out", "what-if", "what-if-levels"),
     "Cost": ("cost",),
     "Reviewers' questions": ("review",),
 }
@@ -84,6 +88,7 @@ def html(content: Content) -> str:
     template.filters["code"] = _code
     return template.from_string(source).render(
         title=TITLE,
+        about=ABOUT,
         lead=content.headlines.lines[:3],
         charts=content.charts,
         links=[*links, ("How it was run", "runs")],

@@ -1,4 +1,4 @@
-"""The table of counterfactuals: how well predictions follow models that were really retrained, in rank and in size."""
+"""Two tables of counterfactuals: how well predictions follow models that were really retrained, in rank and in size."""
 
 from __future__ import annotations
 
@@ -7,65 +7,83 @@ from collections.abc import Iterator
 import pandas as pd
 
 from benchmarks.names import CG, INFLUENCE, INFLUENCE_3, REFITS, TRACIN, TRIVIAL, WHAT_IF, WHAT_IF_3
-from benchmarks.report.formats import Table, interval, plus_minus
+from benchmarks.report.formats import Table, interval
 from benchmarks.report.lds_tables import CEILING_NOTE, CEILINGS
 from benchmarks.report.rows import grouping_title, mean_interval, of_sums
 
-SHOWN = (
-    WHAT_IF,
-    WHAT_IF_3,
-    *(name for name in REFITS if name != WHAT_IF),
-    TRACIN,
-    CG,
-    INFLUENCE,
-    INFLUENCE_3,
-    *TRIVIAL,
-)
-_COLUMNS = ("pearson", "slope", "calibrated_mean", "calibrated_pearson", "calibrated_slope")
-_NAMES = ("Pearson", "Slope", "LDS, verified", "Pearson, verified", "Slope, verified")
+_REFITTED = (WHAT_IF, WHAT_IF_3)
+_SHOWN = (*_REFITTED, *(name for name in REFITS if name != WHAT_IF), INFLUENCE, INFLUENCE_3, TRACIN, CG, *TRIVIAL)
+_KEYS = ["setting", "protocol", "grouping", "group_size"]
+_NAMES = ["Data / model", "Protocol", "Groups"]
+_NONE = "–"
 
 
 def what_if_tables(rows: pd.DataFrame) -> Iterator[Table]:
-    """One line for every protocol, grouping and predictor, where what-if was asked."""
+    """One line for every protocol and grouping where what-if was asked: all predictors, then levels of what-if."""
     if rows.empty or WHAT_IF not in set(rows["method"]):
         return
-    lines = []
-    keys = ["setting", "protocol", "grouping", "group_size"]
-    for (setting, protocol, grouping, size), some in of_sums(rows).groupby(keys, sort=False):
+    ranks, levels, present = [], [], set(rows["method"])
+    for (setting, protocol, grouping, size), some in of_sums(rows).groupby(_KEYS, sort=False):
         if WHAT_IF not in set(some["method"]):
             continue
         first = [setting, protocol, f"{grouping_title(grouping)} {int(size)}"]
-        for method in SHOWN:
-            line = some[some["method"] == method]
-            if not line.empty:
-                lines.append([*first, method, *_cells(line)])
-        for column, title in CEILINGS:
-            values = some[column].dropna() if column in some else pd.Series(dtype=float)
-            if not values.empty:
-                text = plus_minus(values.astype(float).mean(), float("nan"), 2)
-                lines.append([*first, title, text, "", *["–"] * len(_COLUMNS)])
+        lines = {method: some[some["method"] == method].sort_values("grouping_seed") for method in _SHOWN}
+        methods = [_rank(lines[method], method in _REFITTED) for method in _SHOWN]
+        ceilings = [_mean(some, column) for column, _ in CEILINGS]
+        choices = f"{int(some['subsets'].max())} × {some['model_seeds'].map(len).max()}"
+        ranks.append([*first, choices, *methods, *ceilings])
+        levels += [[*first, method, *_level(lines[method])] for method in _REFITTED if not lines[method].empty]
+    columns = [*_NAMES, "Models", *_SHOWN, *(title for _, title in CEILINGS)]
+    frame = pd.DataFrame(ranks, columns=columns)
     yield Table(
         "what-if",
-        "Counterfactuals: predicted against retrained",
-        pd.DataFrame(lines, columns=["Data / model", "Protocol", "Groups", "Predictor", "LDS", "By grouping", *_NAMES]),
+        "Counterfactuals: predicted against retrained, LDS",
+        frame[[name for name in columns if name not in _SHOWN or name in present]],
         keys=3,
         notes=[
-            "LDS and Pearson: Spearman and Pearson correlation of predicted mean test losses with those of retrained "
-            "models; slope: of real on predicted losses. Means over grouping seeds, each of which stands under By "
-            "grouping; in brackets the 95 % bootstrap interval over models. Verified: after `verify` with eight "
-            f"retrainings, compared on the others. {CEILING_NOTE}"
+            "LDS: Spearman correlation of predicted mean test losses with those of retrained models, the mean over "
+            "grouping seeds; for what-if with its 95 % bootstrap interval over models and, in parentheses, its value "
+            "for each grouping seed. Models: choices of groups for each grouping, and models retrained on each choice. "
+            f"{CEILING_NOTE}"
+        ],
+    )
+    yield Table(
+        "what-if-levels",
+        "Counterfactuals: levels before and after verify",
+        pd.DataFrame(
+            levels, columns=[*_NAMES, "Predictor", "Pearson", "Slope", "Pearson, verified", "Slope, verified"]
+        ),
+        keys=3,
+        notes=[
+            "Slope: of real on predicted mean test losses. The mean over grouping seeds and, in parentheses, each of "
+            "them. Verified: after `verify` with eight retrainings, chosen among one half of the choices of groups and "
+            "compared on the other."
         ],
     )
 
 
-def _cells(line: pd.DataFrame) -> list[str]:
-    """LDS with its interval, its value for every grouping seed, and the other columns."""
-    known = line[line["mean"].notna()].sort_values("grouping_seed")
+def _rank(line: pd.DataFrame, whole: bool) -> str:
+    """The mean LDS of a predictor over grouping seeds; whole, with its interval and the value of each."""
+    known = line[line["mean"].notna()]
     if known.empty:
-        return ["–", "", *["–"] * len(_COLUMNS)]
-    each = " ".join(f"{value:.2f}" for value in known["mean"])
-    cells = [interval(known["mean"].mean(), *mean_interval(known["interval"])), each if len(known) > 1 else ""]
-    for column in _COLUMNS:
-        values = known[column].dropna() if column in known else pd.Series(dtype=float)
-        cells.append("–" if values.empty else plus_minus(values.astype(float).mean(), float("nan"), 2))
-    return cells
+        return _NONE
+    if not whole:
+        return f"{known['mean'].mean():.2f}"
+    return interval(known["mean"].mean(), *mean_interval(known["interval"])) + _each(known["mean"])
+
+
+def _level(line: pd.DataFrame) -> list[str]:
+    found = []
+    for column in ("pearson", "slope", "calibrated_pearson", "calibrated_slope"):
+        values = line[column].dropna().astype(float) if column in line else pd.Series(dtype=float)
+        found.append(_NONE if values.empty else f"{values.mean():.2f}{_each(values)}")
+    return found
+
+
+def _each(values: pd.Series) -> str:
+    return "" if len(values) < 2 else f" ({', '.join(f'{value:.2f}' for value in values)})"
+
+
+def _mean(some: pd.DataFrame, column: str) -> str:
+    values = some[column].dropna().astype(float) if column in some else pd.Series(dtype=float)
+    return _NONE if values.empty else f"{values.mean():.2f}"

@@ -144,7 +144,11 @@ def verified(
     kept = weights.numpy().astype(bool)
     if not bool((weights == torch.from_numpy(kept)).all()):
         raise ValueError("subsets holds weights other than 0 and 1: a retraining keeps a group or leaves it out.")
-    check_count("the number of subsets", len(kept), FEWEST)
+    if len(kept) < FEWEST:
+        raise ValueError(
+            f"there are {len(kept)} subsets of {kept.shape[1]} groups to retrain, and verify needs {FEWEST}: pass more "
+            "with subsets= [s, k], or finer groups; for few groups leave_group_out tells all."
+        )
     _predicted(what_if, property, weights[:1])  # a question that cannot be asked is refused before anything is trained
     real = _retrained(retrain, what_if.groups.labels, kept)
     removed = what_if.removed(weights).numpy()
@@ -165,6 +169,7 @@ def chosen_subsets(
     what_if: WhatIf, property: Property, count: int, fraction: float, seed: int, among: Any = None
 ) -> np.ndarray:
     """See `WhatIf.to_retrain`."""
+    check_count("count", count)
     if among is None:
         among = random_subsets(what_if.groups, DRAWN * count, fraction=fraction, seed=seed)
     candidates = np.unique(np.asarray(among, dtype=bool), axis=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ggda_ext.groups.naming import no_group
 from ggda_ext.groups.partition import Groups
 
 Names = Hashable | Iterable[Hashable]
@@ -63,11 +63,7 @@ def ids_of(names: Names, known: Sequence[Hashable]) -> list[int]:
         raise ValueError("no group is named: pass at least one name.")
     for name in listed:
         if name not in places:
-            close = difflib.get_close_matches(str(name), [str(one) for one in known], n=3, cutoff=0.4)
-            some = ", ".join(map(repr, close or [str(one) for one in known[:5]]))
-            raise ValueError(
-                f"there is no group {name!r}; " + (f"did you mean {some}?" if close else f"the first ones are {some}.")
-            )
+            raise ValueError(no_group(name, known))
     return [places[name] for name in listed]
 
 

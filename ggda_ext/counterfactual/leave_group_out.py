@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.losses import example_losses
 from ggda_ext.properties import Property
+from ggda_ext.properties.property import check_property
 from ggda_ext.results import Attribution, MethodFacts
 from ggda_ext.sharing import once, world_size
 from ggda_ext.storage import fingerprint
@@ -31,7 +32,7 @@ from ggda_ext.training import Recipe, TrainedModels, initial_model, train_many
 from ggda_ext.training.loop import LossFn, MakeModel
 from ggda_ext.training.many import layout_of, models_at_once
 from ggda_ext.training.order import by_falling_steps
-from ggda_ext.training.recipe import checked_data
+from ggda_ext.training.recipe import check_seeds, checked_data
 from ggda_ext.words import without
 
 Pair = tuple[Tensor, Tensor]
@@ -159,12 +160,11 @@ def leave_group_out(
     x, y = checked_data(data)
     groups = Groups.of(groups, len(x))
     ids = np.arange(len(groups)) if group_ids is None else _checked_ids(group_ids, groups)
-    if isinstance(seeds, int):
-        raise TypeError(f"seeds={seeds}: pass the seeds themselves, e.g. range({seeds}).")
+    check_seeds(seeds)
+    if loss_fn is None:
+        raise TypeError("loss_fn is None: pass the training loss, e.g. nn.CrossEntropyLoss().")
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is a {type(recipe).__name__}: pass a ggda_ext.training.Recipe.")
-    if len(seeds) == 0:
-        raise ValueError("seeds is empty: pass at least one.")
     if int(groups.sizes.max()) == len(x):
         raise ValueError("groups has one group with all points: nothing is left to train on without it.")
     measure = Measure(property, loss_fn)
@@ -234,8 +234,9 @@ class Measure:
     def __init__(self, property: Property | Pair, loss_fn: LossFn) -> None:
         self.property, self.loss_fn = property, loss_fn
         self.is_vector = False
-        if not callable(property):
-            checked_data(property)
+        if not callable(property) and not isinstance(property, tuple | list):
+            raise TypeError(f"property is a {type(property).__name__}: pass test data (x, y), or a callable g(model).")
+        check_property(property) if callable(property) else checked_data(property)
 
     def __call__(self, models: TrainedModels) -> Tensor:
         """Values `[models, m]`."""
@@ -261,6 +262,8 @@ class Measure:
 def _checked_ids(group_ids: Sequence[int | str], groups: Groups) -> np.ndarray:
     ids = np.asarray([groups.id_of(one) if isinstance(one, str) else one for one in group_ids], np.int64)
     k = len(groups)
+    if len(np.unique(ids)) < len(ids):
+        raise ValueError(f"group_ids holds a group twice, {list(group_ids)!r}: pass every group once.")
     outside = ids[(ids < 0) | (ids >= k)]
     if len(ids) == 0 or len(outside):
         raise ValueError(

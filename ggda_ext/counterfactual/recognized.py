@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +71,8 @@ def _computable(loss_fn: LossFn, outputs: Tensor, targets: Tensor | None) -> Any
         loss_fn = copy.deepcopy(loss_fn).double()
     first, some = outputs[:2].detach(), None if targets is None else targets[:2]
     for dtype in (torch.float64, outputs.dtype):
-        try:
-            AnyLoss(loss_fn, some, outputs.shape[1:], dtype).value(first.reshape(len(first), -1, 1))
-        except RuntimeError:
-            if dtype == outputs.dtype:
-                raise
-        else:
+        with suppress(RuntimeError):
+            AnyLoss(loss_fn, some, outputs.shape[1:], dtype).slope(first.reshape(len(first), -1, 1))
             break
     return AnyLoss(loss_fn, targets, outputs.shape[1:], dtype)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ggda_ext.counterfactual.checks import check_count, one_number
 from ggda_ext.properties import Property
+from ggda_ext.properties.property import check_property, whether_higher_is_better
 
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.what_if import WhatIf
@@ -46,24 +47,13 @@ class Search:
 def found_search(
     what_if: WhatIf,
     property: Property,
-    *,
-    remove: int | None = None,
-    budget: int | None = None,
-    goal: Goal = "min",
-    holdout: Property | None = None,
-    exchanges: int = 3,
+    remove: int | None,
+    budget: int | None,
+    goal: Goal | None,
+    holdout: Property | None,
+    exchanges: int,
 ) -> Search:
-    """Search the groups whose removal makes a property smallest or largest.
-
-    Args:
-        what_if: the counterfactuals.
-        property: one number.
-        remove: how many groups to leave out.
-        budget: or at most how many training points; the search then stops when nothing that fits improves it.
-        goal: ``"min"`` or ``"max"``.
-        holdout: the property of points that the search does not see, to judge the choice by.
-        exchanges: rounds in which one removed group may be exchanged for a kept one.
-    """
+    """See `WhatIf.search`."""
     k, sizes = len(what_if.groups), what_if.groups.sizes
     if (remove is None) == (budget is None):
         raise ValueError("pass remove, a number of groups, or budget, a number of training points.")
@@ -76,6 +66,7 @@ def found_search(
         if budget < sizes.min():
             raise ValueError(f"budget={budget} points, and the smallest group has {sizes.min()}: no group fits.")
     check_count("exchanges", exchanges, 0)
+    goal = _better(property) if goal is None else goal
     if goal not in ("min", "max"):
         raise ValueError(f"goal={goal!r} is not one of 'min', 'max'.")
     sign = 1.0 if goal == "min" else -1.0
@@ -131,3 +122,15 @@ def found_search(
         additive=tuple(names[j] for j in ranked),
         additive_value=float(sign * costs([ranked])[0]),
     )
+
+
+def _better(property: Property) -> Goal:
+    """Where a property is better."""
+    check_property(property)
+    higher = whether_higher_is_better(property, 1)[0]
+    if higher is None:
+        raise ValueError(
+            "it is not known whether more of this property is better: pass goal='min' or 'max', or "
+            "properties.named(g, name, higher_is_better=…)."
+        )
+    return "max" if higher else "min"

@@ -137,6 +137,11 @@ def remember(
     del _kept[space.model][_MOST_KEPT:]
 
 
+def forget() -> None:
+    """Let every model be looked at anew, as in a new process."""
+    _kept.clear()
+
+
 def _anchors(loss: ExampleLoss, data: IndexedData) -> tuple[Any, ...] | None:
     return None if loss.anchors is None or data.anchors is None else (*loss.anchors, *data.anchors)
 

@@ -469,3 +469,9 @@ class GroupGradients:
                 self.space, self.loss, self.data, self.groups, self._batch_size, self.memory_budget, self.strategy,
                 self._at_most,
             )  # fmt: skip
+
+
+def check_provider(provider: Any) -> None:
+    """Refuse what is no provider, such as a model."""
+    if not isinstance(provider, GroupGradients):
+        raise TypeError(f"provider is a {type(provider).__name__}: pass GroupGradients(model, loss_fn, data, groups).")

@@ -78,6 +78,8 @@ def by_column(
         return Groups(column, n, rest=rest)
     if bins is not None and freq is not None:
         raise ValueError("bins and freq both say how to bin the column: pass one of them.")
+    if isinstance(column, str):
+        raise TypeError(f"column={column!r} is a name: pass the column itself, df[{column!r}].")
     values = np.asarray(column.to_numpy() if hasattr(column, "to_numpy") else column)
     if isinstance(column, Tensor):
         values = column.detach().cpu().numpy()
@@ -109,6 +111,8 @@ def from_clusters(estimator: Any, data: Any = None, *, n: int | None = None, res
         if not hasattr(estimator, "labels_"):
             raise ValueError(f"{type(estimator).__name__} is not fitted and data is None: pass the data to cluster.")
         return Groups(estimator.labels_, n, rest=rest)
+    if isinstance(estimator, type):
+        raise TypeError(f"estimator is the class {estimator.__name__}: pass an instance, {estimator.__name__}(…).")
     if not hasattr(estimator, "fit_predict"):
         raise TypeError(f"{type(estimator).__name__} has no fit_predict: pass a scikit-learn clusterer.")
     features = input_features(data)
@@ -124,7 +128,8 @@ def group_count(n: int, group_size: int | None, n_groups: int | None) -> int:
     name, value = ("group_size", group_size) if n_groups is None else ("n_groups", n_groups)
     for called, number in (("n", n), (name, value)):
         if not isinstance(number, int | np.integer) or isinstance(number, bool):
-            raise TypeError(f"{called}={number!r}: pass a whole number.")
+            got = f"{called} is a {type(number).__name__}" if hasattr(number, "shape") else f"{called}={number!r}"
+            raise TypeError(f"{got}: pass a whole number{', len(data)' * (called == 'n')}.")
         if number < 1:
             raise ValueError(f"{called}={number}: pass at least 1.")
     assert value is not None

@@ -74,6 +74,8 @@ def check_labels(
     if k == 0:
         raise ValueError("groups has no group: every point is marked as in no group.")
     if names is not None:
+        if isinstance(names, str):
+            raise TypeError(f"names={names!r} is one text: pass a list with a name for each of {k} groups.")
         if len(names) != k:
             raise ValueError(f"names has {len(names)} entries for {k} groups.")
         known = tuple(names)
@@ -136,10 +138,14 @@ def labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
 
 def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
     """Labels and names from one value per point; names are None for plain ids 0 … k-1."""
+    if isinstance(values, Set):
+        raise TypeError("groups is a set, which has no order: pass one label per training point, e.g. df['clinic'].")
     if isinstance(values, Iterator):
         raise TypeError(f"groups is a {type(values).__name__}: pass list(groups), which can be read more than once.")
     if callable(values) and not hasattr(values, "__len__"):
-        raise TypeError("groups is a function: pass Groups.by_rule(n, k, rule), or one label per training point.")
+        raise TypeError(
+            f"groups is a {type(values).__name__}: pass one label per training point, or Groups.by_rule(n, k, rule)."
+        )
     array = _as_numpy(values)
     if array.ndim != 1:
         got = f"{values!r}, which is one value" if array.ndim == 0 else f"of shape {tuple(array.shape)}"
@@ -150,7 +156,7 @@ def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | No
     if array.dtype.kind == "f":
         absent = np.isnan(array)
         if not np.array_equal(array[~absent], np.round(array[~absent])):
-            raise TypeError("groups holds fractional numbers: bin them into labels first.")
+            raise TypeError("groups holds fractional numbers: bin them first, e.g. grouping.by_column(values, bins=4).")
         array = np.where(absent, LEFT_OUT, array).astype(np.int64)
     if array.dtype.kind in "iu":
         return _labels_of_integers(array)

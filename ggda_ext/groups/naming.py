@@ -22,12 +22,16 @@ def id_of(name: Hashable, names: Sequence[Hashable]) -> int:
     found = [at for at, one in enumerate(names) if one == name] if isinstance(names, tuple) else _at(name, names)
     if found:
         return found[0]
-    close = difflib.get_close_matches(str(name), [str(one) for one in names], n=3, cutoff=0.4)
-    some = close or [str(one) for one in names[:5]]
-    hint = (
-        f"did you mean {', '.join(map(repr, some))}?" if close else f"the first ones are {', '.join(map(repr, some))}."
-    )
-    raise UnknownName(f"there is no group {name!r}; {hint}")
+    raise UnknownName(no_group(name, names))
+
+
+def no_group(name: Hashable, names: Sequence[Hashable]) -> str:
+    """What to say of a name that no group has: which are close, or which there are."""
+    asked = name.item() if isinstance(name, np.generic) else name
+    near = [str(one) for one in names] if isinstance(asked, str) else []
+    close = difflib.get_close_matches(str(asked), near, n=3, cutoff=0.4)
+    some = ", ".join(map(repr, close or [str(one) for one in names[:5]]))
+    return f"there is no group {asked!r}; " + (f"did you mean {some}?" if close else f"the first ones are {some}.")
 
 
 def _at(name: Hashable, ids: Sequence[Hashable]) -> list[int]:
@@ -63,6 +67,8 @@ def spread_over(scores: Any, labels: np.ndarray, sizes: np.ndarray, how: Share, 
     """Scores `[…, k]` of groups as scores `[…, n]` of points; see `Groups.spread`."""
     if how not in ("share", "copy"):
         raise ValueError(f"how={how!r} is not one of 'share', 'copy'.")
+    if isinstance(scores, str):
+        raise TypeError(f"scores={scores!r}: pass numbers, scores [m, {len(sizes)}] of the groups.")
     scores = torch.as_tensor(scores)
     if scores.shape[-1:] != (len(sizes),):
         turned = " Pass its transpose, scores.T." if scores.shape[:1] == (len(sizes),) else ""

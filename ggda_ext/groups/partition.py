@@ -128,6 +128,8 @@ class Groups:
         >>> Groups.by_rule(10, 3, lambda indices: indices % 3).sizes.tolist()
         [4, 3, 3]
         """
+        if callable(n) or callable(k) or not callable(rule):
+            raise TypeError("by_rule takes the number of points, that of groups, and a function: by_rule(n, k, rule).")
         groups = cls.__new__(cls)
         sizes = np.zeros(k, np.int64)
         for low in range(0, n, _RULE_STEP):
@@ -259,6 +261,8 @@ class Groups:
 
     def __getitem__(self, group_id: int) -> np.ndarray:
         k = len(self)
+        if isinstance(group_id, str):
+            raise TypeError(f"groups[{group_id!r}]: pass an id, or ask by name, groups.members({group_id!r}).")
         if not -k <= group_id < k:
             raise IndexError(f"group id {group_id} is out of range: there are {k} groups.")
         group_id %= k

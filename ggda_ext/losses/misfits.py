@@ -96,6 +96,11 @@ def of_loss(error: Exception, name: str, output: Tensor, target: Tensor) -> Exce
             f"{name} takes probabilities, and the model gives {float(output.min()):.3g} to {float(output.max()):.3g}: "
             "use nn.BCEWithLogitsLoss(), or end the model with a sigmoid."
         )
+    if isinstance(error, RuntimeError) and "target size" in str(error):
+        return ValueError(
+            f"{name} cannot compare outputs {list(output.shape)} of the model with targets {list(target.shape)}: pass "
+            f"inputs of the shape the model was trained on, so that it gives [b, classes]. {name} says: {error}."
+        )
     return error
 
 

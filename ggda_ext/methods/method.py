@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import ClassVar
 
 from torch import Tensor
@@ -65,7 +66,7 @@ class Method:
 def check_numbers(*, damping: float | None, **counts: int) -> None:
     """Refuse a negative damping, and counts below one."""
     wrong = f"damping={damping!r}: pass a number from 0 on, or leave it out."
-    if isinstance(damping, str):
+    if damping is not None and not isinstance(damping, Real):
         raise TypeError(wrong)
     if damping is not None and not 0 <= damping < float("inf"):
         raise ValueError(wrong)

@@ -56,7 +56,7 @@ def point_losses(data: DataLike, loss_fn: LossFn, *, batch_size: int | None = No
 
 
 def mean_loss(data: DataLike, loss_fn: LossFn, *, batch_size: int | None = None) -> MeanProperty:
-    """Mean loss of a test set, ``1/N Σ_j loss(f(x_j), y_j)``."""
+    """Mean loss of a test set, ``1/N Σ_j loss(f(x_j), y_j)``; a point whose target is ignored counts, with loss 0."""
     loss = as_example_loss(loss_fn)
     return MeanProperty(data, loss, batch_size, name="mean_loss", higher_is_better=False)
 
@@ -74,7 +74,7 @@ def contrast(data_a: DataLike, data_b: DataLike, loss_fn: LossFn, *, batch_size:
 def attacked_loss(data: DataLike, loss_fn: LossFn, attack: Attack, *, batch_size: int | None = None) -> MeanProperty:
     """Mean loss ``1/N Σ_j loss(f(x'_j), y_j)``, with x' from `attack` at the current parameters, then fixed.
 
-    `attack` is ``fgsm(eps)``, ``pgd(eps, step, steps)`` or any `ggda_ext.attacks.Attack`.
+    `attack` is ``fgsm(eps)``, ``pgd(eps, step, steps)`` or any `ggda_ext.properties.attacks.Attack`.
     """
     loss = AttackedLoss(as_example_loss(loss_fn), attack)
     return MeanProperty(data, loss, batch_size, name="attacked_loss", higher_is_better=False)

@@ -67,6 +67,8 @@ def check_property(property: Any) -> None:
     if not callable(property) or isinstance(property, type):
         several = "; for several, properties.stack(first, second)" if isinstance(property, list | tuple) else ""
         raise TypeError(f"property is a {type(property).__name__}: pass what is to be explained, {ready}{several}.")
+    if type(property).__module__.startswith("torch.nn"):
+        raise TypeError(f"property is a {type(property).__name__}, not a function of the model: pass {ready[5:]}.")
     if isinstance(property, FunctionType) and property.__module__ == "ggda_ext.properties.library":
         raise TypeError(f"property is the function {property.__name__} itself: call it with its data, {ready}.")
     if isinstance(property, FunctionType) and cannot_take(property, 1):

@@ -33,9 +33,17 @@ def converted(
     own = getattr(scores, "attribution", None)
     if callable(own) and hasattr(scores, "per_seed"):  # leave-group-out, with its own interval, sign and shape
         return own(groups, property, higher_is_better)
-    if isinstance(scores, str | tuple) or hasattr(scores, "to_numpy") or isinstance(higher_is_better, str):
+    if (
+        scores is None
+        or isinstance(scores, str | tuple)
+        or hasattr(scores, "to_numpy")
+        or isinstance(higher_is_better, str)
+    ):
         raise TypeError(_wrong_kind(scores, higher_is_better))
-    found, turned = _upright(torch.as_tensor(scores), len(groups), test_axis)
+    numbers = torch.as_tensor(scores)
+    if numbers.is_complex():
+        raise TypeError(f"scores holds {numbers.dtype}: pass real numbers.")
+    found, turned = _upright(numbers, len(groups), test_axis)
     if turned and positive is None:
         raise ValueError(
             f"scores is {list(found.T.shape)}, a row for each group, as dattri and TRAK give it, whose signs differ: "

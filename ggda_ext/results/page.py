@@ -69,6 +69,7 @@ def written(result: Attribution, path: Path, *, title: str | None, **about: Any)
     from ggda_ext.storage.files import replaced  # only who writes something needs it
 
     page = rendered(result, title=title, **about)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as file:
         file.write(page.encode("utf-8", "replace"))
     return path

@@ -91,7 +91,7 @@ def text(value: Any) -> str:
 
 def checked_count(values: Any, name: str, n: int) -> None:
     """One entry for each training point."""
-    if isinstance(values, str | bytes | Mapping):
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
         raise TypeError(f"{name} is a {type(values).__name__}: pass one entry for each of {n} training points.")
     if len(values) != n:
         raise ValueError(

@@ -10,6 +10,7 @@ import numpy as np
 
 from ggda_ext.results import ranking
 from ggda_ext.results.table import aligned_lines, number, shown
+from ggda_ext.words import check_counts
 
 if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution
@@ -78,9 +79,15 @@ def verified(result: Attribution, retrain: Retrain, top: int, by: str | int | No
             f"retrain is a {type(retrain).__name__}: pass a function retrain(subsets) -> values [subsets, seeds], such "
             "as ggda_ext.evaluation.Retrainer, that measures the property."
         )
-    if top < 1:
-        raise ValueError(f"top={top}: pass at least 1.")
+    check_counts(top=top)
     row = ranking.property_id(result.properties, 0 if by is None else by)
+    better, measure = result.higher_is_better[row], getattr(retrain, "measure", None)
+    if better is not None and (measure, better) in {("accuracy", False), ("loss", True)}:
+        raise ValueError(
+            f"retrain measures measure={measure!r}, and the result is about {shown(result.properties[row])}, where "
+            f"{'higher' if better else 'lower'} is better: pass a Retrainer that measures the same property, e.g. "
+            f"measure={'accuracy' if better else 'loss'!r}."
+        )
     ids = ranking.order(result, row)[:top]
     if not ids:
         raise ValueError("there is no group to verify.")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ggda_ext.attribution import property_directions
 from ggda_ext.gradients import Directions, GroupGradients, PointGradients
+from ggda_ext.gradients.provider import check_provider
 from ggda_ext.gradients.sketch import count_sketch, draw_sketch
 from ggda_ext.properties import Property
 from ggda_ext.sharing import alone, together
@@ -64,6 +65,7 @@ class GradientStore:
         seed: int = 0,
         tag: str | None = None,
     ) -> None:
+        check_provider(provider)
         if projection_dim is not None and projection_dim < 1:
             raise ValueError(f"projection_dim={projection_dim}: pass at least 1, or None for whole gradients.")
         self.provider, self.folder = provider, Path(save_dir)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from ggda_ext.checkpoints import State, state_on_cpu
 from ggda_ext.data import ProgressBar
+from ggda_ext.losses import cannot_take
 from ggda_ext.training.denormals import denormals_flushed
 from ggda_ext.training.recipe import Recipe, checked_data, checked_subset, order_generator, shuffled
 
@@ -76,7 +77,7 @@ def train_one(
             for at in shuffled(points, order).to(x.device).split(recipe.batch_size):
                 used.append(optimizer.param_groups[0]["lr"])
                 optimizer.zero_grad(set_to_none=True)
-                loss_fn(model(x[at]), y[at]).backward()
+                _one_number(loss_fn(model(x[at]), y[at])).backward()
                 optimizer.step()
                 if scheduler is not None:
                     scheduler.step()
@@ -87,12 +88,23 @@ def train_one(
     return Trained(model.eval(), tuple(checkpoints), tuple(rates))
 
 
+def _one_number(loss: Tensor) -> Tensor:
+    if loss.dim() and loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn returned shape {list(loss.shape)} for a batch, where training needs one number: let it return "
+            "their mean."
+        )
+    return loss
+
+
 def initial_model(make_model: MakeModel, seed: int) -> nn.Module:
     """A model whose initial weights follow from `seed`; the global random state stays as it was."""
     if isinstance(make_model, nn.Module):
         raise TypeError(
             f"make_model is a {type(make_model).__name__}: pass a function that makes a new model at every call."
         )
+    if not callable(make_model) or cannot_take(make_model, 0):
+        raise TypeError(f"make_model={make_model!r}: pass a function without arguments, e.g. lambda: nn.Linear(4, 2).")
     with seeded(seed):
         model = make_model()
     if not isinstance(model, nn.Module):

@@ -21,7 +21,7 @@ from ggda_ext.training.denormals import denormals_flushed
 from ggda_ext.training.loop import LossFn, MakeModel, initial_model, train_one
 from ggda_ext.training.mapped import MappedModel
 from ggda_ext.training.order import StepBatch, Walk, batches, by_falling_steps, walks
-from ggda_ext.training.recipe import BETA2, EPS, Recipe, checked_data, checked_subset
+from ggda_ext.training.recipe import BETA2, EPS, Recipe, check_seeds, checked_data, checked_subset
 from ggda_ext.training.stacked import StackedLayers
 
 WORKING_SET = 16 * 2**20
@@ -129,6 +129,7 @@ def train_many(
         show_progress: show a progress bar.
     """
     x, y = checked_data(data)
+    check_seeds(seeds, once=False)
     given = [None] * len(seeds) if subsets is None else list(subsets)
     if len(given) != len(seeds) or not given:
         raise ValueError(f"subsets has {len(given)} entries, seeds {len(seeds)}: pass one of each per model.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -44,9 +45,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_counts(epochs=self.epochs, batch_size=self.batch_size)
+        for name in ("learning_rate", "weight_decay"):
+            if not isinstance(getattr(self, name), Real):
+                raise TypeError(f"{name}={getattr(self, name)!r}: pass a number.")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate={self.learning_rate}: pass a positive number.")
-        if self.weight_decay < 0:
+        if not self.weight_decay >= 0:
             raise ValueError(f"weight_decay={self.weight_decay}: pass 0 or more.")
         if self.schedule not in get_args(Schedule):
             raise ValueError(f"schedule={self.schedule!r} is not one of {', '.join(map(repr, get_args(Schedule)))}.")
@@ -80,7 +84,22 @@ class Recipe:
 
 def order_generator(seed: int) -> torch.Generator:
     """Where the batch order of a training comes from: the same for `train_one` and `train_many`."""
+    if not isinstance(seed, Integral):
+        raise TypeError(f"seed={seed!r}: pass a whole number.")
     return torch.Generator().manual_seed(int(seed))
+
+
+def check_seeds(seeds: Any, *, once: bool = True) -> None:
+    """Refuse what is no list of whole numbers, and `once` also a seed that stands there twice."""
+    if isinstance(seeds, int):
+        raise TypeError(f"seeds={seeds}: pass the seeds themselves, e.g. range({seeds}).")
+    strange = [seed for seed in seeds if isinstance(seed, bool) or not isinstance(seed, Integral)]
+    if strange:
+        raise TypeError(f"seeds holds {strange[0]!r}: pass whole numbers, e.g. range(5).")
+    if len(seeds) == 0:
+        raise ValueError("seeds is empty: pass at least one.")
+    if once and len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds={list(seeds)} holds a seed twice: the same training again tells nothing about chance.")
 
 
 def shuffled(points: Tensor, generator: torch.Generator) -> Tensor:

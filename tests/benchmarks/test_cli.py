@@ -18,7 +18,10 @@ from torch import Tensor
 from benchmarks import check, data, experiments, names, tour
 from benchmarks.__main__ import main
 from benchmarks.check.case import Case, Method
+from benchmarks.names import DATTRI_TASKS
 from benchmarks.results import ResultFolder, read_config, read_rows
+from benchmarks.scales import SCALES
+from benchmarks.sizes import CellScale
 from benchmarks.tasks import PAPER, TASKS
 
 CHECK = ["check", "--scale", "smoke", "--tasks", "heloc-lr"]
@@ -232,8 +235,39 @@ def test_a_folder_with_wrong_data_is_said(methods: Any, here: Path, capsys: pyte
     assert main(["check", "--resume"]) == 0
 
 
+def test_sizes_of_lds_may_be_given_and_are_kept_for_a_run_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(experiments, "run", lambda names, tasks, scale, *rest: seen.append(scale))
+    given = [
+        "run", "lds", "--scale", "smoke", "--tasks", "heloc-lr", "--methods", "What-if", "--groups", "Random:8",
+        "Random:16", "--protocols", "leave one out", "--grouping-seeds", "4", "5", "--subsets", "9", "--seeds", "3",
+        "--points", "99", "--epochs", "2",
+    ]  # fmt: skip
+    assert main(given) == 0
+    folder = only_folder()
+    assert main(["run", "--resume", str(folder), "--subsets", "7"]) == 0
+    for scale, subsets in zip(seen, (9, 7), strict=True):
+        size = scale.experiments["heloc-lr"]
+        assert size.lds.cells == CellScale(["What-if"], {"Random": [8, 16]}, [4, 5])
+        assert (size.lds.subsets, size.lds.seeds, size.lds.protocols) == (subsets, 3, ["leave one out"])
+        assert (size.data.train, size.epochs, size.lds.left_out_groups) == (99, 2, sys.maxsize)
+        assert scale.experiments["heloc-ann-s"] == SCALES["smoke"].experiments["heloc-ann-s"]
+
+
 @pytest.mark.parametrize(
-    "bad", [["check", "--threads", "0"], ["run", "nothing"], ["check", "--tasks", "iris"], ["fly"], ["check", "--data"]]
+    "bad",
+    [
+        ["check", "--threads", "0"],
+        ["run", "nothing"],
+        ["check", "--tasks", "iris"],
+        ["fly"],
+        ["check", "--data"],
+        ["run", "lds", "--groups", "Random"],
+        ["run", "lds", "--groups", "Clusters:8"],
+        ["run", "lds", "--methods", "Guess"],
+        ["run", "lds", "--tasks", DATTRI_TASKS[0], "--subsets", "5"],
+        ["run", "noisy", "--subsets", "5"],
+    ],
 )
 def test_bad_arguments_are_exit_code_2(bad: list[str]) -> None:
     assert _exits(bad) == 2

@@ -251,7 +251,7 @@ def test_cells_are_those_of_the_scale(folder: ResultFolder) -> None:
     scale = tiny()
     made = Bench(experiments.experiment_task(TASK, scale), scale, folder)
     size = cells(TRACIN, Random=(16,), Grad=(16, 1024))  # 1024 is more than half of the points
-    assert list(made.cells(replace(size, grouping_seeds=2))) == [
+    assert list(made.cells(replace(size, grouping_seeds=range(2)))) == [
         Cell(TRACIN, name, 16, seed) for name in ("Random", GRAD_K_MEANS) for seed in (0, 1)
     ]
     every = list(made.cells(cells(*METHODS, none=(1,), Random=(16,), Grad=(16,))))
@@ -271,7 +271,7 @@ def test_pruning_takes_two_groupings_of_the_scale(folder: ResultFolder) -> None:
 
 def test_lds_has_a_row_for_every_method_protocol_and_grouping_seed(folder: ResultFolder, tmp_path: Path) -> None:
     """With eight retrainings for the calibration and some left to compare with; groups of equal size do not differ."""
-    size = replace(cells(CG, INFLUENCE, WHAT_IF, WARM_START, Random=(16,), none=(1,)), grouping_seeds=2)
+    size = replace(cells(CG, INFLUENCE, WHAT_IF, WARM_START, Random=(16,), none=(1,)), grouping_seeds=range(2))
     scale = tiny(lds={"cells": size, "subsets": 16, "left_out_groups": 10, "seeds": 2})
     experiments.run(["lds"], [TASK], scale, folder)
     rows = {(row["grouping"], row["grouping_seed"], row["protocol"], row["method"]): row for row in folder.rows}
@@ -290,11 +290,12 @@ def test_lds_has_a_row_for_every_method_protocol_and_grouping_seed(folder: Resul
     assert rows["Random", 0, "halves", "Kept points"]["mean"] is None
     assert row["real"] != rows["Random", 1, "halves", WHAT_IF]["real"]
     results = read([folder.path])
-    (table,) = what_if_tables(results.of("lds"))
+    table, levels = what_if_tables(results.of("lds"))
     assert {CG, INFLUENCE, WHAT_IF, WARM_START, *TRIVIAL, "Ceiling", "Best additive score"} == set(
-        table.frame["Predictor"]
+        table.frame.columns[4:]
     )
-    assert set(table.frame["Protocol"]) == set(PROTOCOLS)
+    assert set(table.frame["Protocol"]) == set(levels.frame["Protocol"]) == set(PROTOCOLS)
+    assert set(levels.frame["Predictor"]) == {WHAT_IF}
     pictures = [*predicted_figures(results, tmp_path), *fidelity_figures(results, tmp_path)]
     assert [picture.name.split("-heloc")[0] for picture in pictures] == ["predicted", "fidelity-speed"]
     assert "Influence: Random 16" in pictures[0].svg.read_text()

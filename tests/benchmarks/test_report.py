@@ -73,7 +73,8 @@ class MadeRows:
                         cells.append(
                             {
                                 "group_size": size, "mode": mode, "seconds": 2.0 / faster, "speed_up": faster,
-                                "speed_up_with_hessian": faster, "agreement": 0.9 if mode == "default" else None,
+                                "speed_up_with_hessian": faster, "speed_up_first": faster / 2,
+                                "agreement": 0.9 if mode == "default" else None,
                             }
                         )  # fmt: skip
                 rows.append(
@@ -81,7 +82,7 @@ class MadeRows:
                         "experiment": "speed", "key": f"speed/{self.common['model']}/{method}/{question}",
                         "toolkit": toolkit, "method": method, "question": question, "status": "measured",
                         "original_points": 512, "original_seconds": 2.0, "hessian_seconds": 0.0, "linearity": 1.02,
-                        "grouping_seconds": {"1": 0.0, "64": 0.1, "1024": 0.02}, "cells": cells,
+                        "grouping_seconds": {"1": 0.0, "64": 0.1, "1024": 0.02}, "cells": cells, "own_code": [],
                     }
                 )  # fmt: skip
         return rows
@@ -401,7 +402,11 @@ def test_advice_comes_from_the_rows(tmp_path: Path) -> None:
     needs = advice(read([folder_of(tmp_path / "all", [*cheap, *ours, *MadeRows().check(), *MadeRows().speed()])]))
     assert [need.use for need in needs[:2]] == ["Inf. (CG)", "TracIn"]
     assert needs[0].because.startswith("LDS 0.90 in ")
-    assert {need.use for need in needs[2:]} == {"ggda_captum.TracInCP", "ggda_trak.TRAKer"}
+    captum, trak = needs[2:]
+    assert (captum.use, trak.use) == ("ggda_captum in its place", "ggda_trak in its place")
+    assert "TracInCP" in captum.because
+    assert 'fisher="exact"' in trak.because
+    assert 'fisher="exact"' not in captum.because
     assert advice(read([folder_of(tmp_path / "none", MadeRows().check())])) == []
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import results
 from benchmarks.results import ResultFolder, read_config, read_rows
 
 CONFIG = {"command": "check", "scale": "smoke"}
@@ -108,9 +109,23 @@ def test_the_config_says_how_rows_were_made(tmp_path: Path) -> None:
     config = json.loads((folder.path / "config.json").read_text())
     assert config["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert config["data"] == {"HELOC": {"source": "made", "stand_in": True}}
-    assert {"command", "scale", "machine", "started", "finished"} <= set(config)
+    assert {"command", "scale", "machine", "started", "finished", "commit"} <= set(config)
     opened(tmp_path, folder.path).add_source("MNIST", "folder", stand_in=False)
     assert set(read_config(folder.path)["data"]) == {"HELOC", "MNIST"}
+
+
+def test_a_run_that_goes_on_at_another_commit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path
+    for commit, told in (
+        ("a1", "a1"),
+        ("a1", "a1"),
+        ("b2", "a1, then b2"),
+        ("b2", "a1, then b2"),
+        (None, "a1, then b2"),
+    ):
+        monkeypatch.setattr(results, "_commit", lambda commit=commit: commit)
+        path = (opened(tmp_path) if path == tmp_path else opened(tmp_path, path)).path
+        assert read_config(path)["commit"] == told
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"finished": null}', "{"])

@@ -30,6 +30,8 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
                 totals = [losses.sum()] if weights is None else list(weights @ losses.to(weights))
                 found = [
                     torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=number + 1 < len(totals))
+                    if total.requires_grad  # not so where a loss is a constant, such as that of masked targets
+                    else [None] * len(parameters)
                     for number, total in enumerate(totals)
                 ]
             rows = torch.empty(len(found), request.space.size, dtype=request.space.dtype, device=request.space.device)
