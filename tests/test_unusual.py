@@ -14,7 +14,7 @@ from cases import relative_error
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, N, data, make, mlp, point_gradients
-from unusual_rare import DropsGradients, MixesLargeBatches, Switches
+from unusual_rare import DropsGradients, FullExperts, KeepsTheLargest, MixesLargeBatches, Switches
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
@@ -110,7 +110,10 @@ def test_what_has_no_answer_is_refused_under_every_strategy(name, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["auto", "directional", "forward", "segmented", "backward"])
-@pytest.mark.parametrize("mixes", [MixesLargeBatches, lambda: DropsGradients(True), lambda: DropsGradients(False)])
+@pytest.mark.parametrize(
+    "mixes",
+    [MixesLargeBatches, FullExperts, KeepsTheLargest, lambda: DropsGradients(True), lambda: DropsGradients(False)],
+)
 def test_examples_that_are_mixed_in_large_batches_only_are_refused_there(mixes, strategy):
     torch.manual_seed(0)
     model, points = mixes().double(), data("features", 0)
@@ -283,18 +286,19 @@ def test_half_precision_models_go_to_the_fast_strategy(dtype, strategy):
     assert strategy != "auto" or provider.plan(1).strategy == "directional"
 
 
-def test_a_scripted_model_is_served_and_named():
+@pytest.mark.parametrize("way", ["script", "trace"])
+def test_a_scripted_model_is_served_and_named(way):
     torch.manual_seed(0)
     model, (x, y) = mlp().double(), data("features", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        scripted = torch.jit.script(model)
+        scripted = torch.jit.script(model) if way == "script" else torch.jit.trace(model, x[:2])
     v = torch.randn(1, sum(p.numel() for p in model.parameters()), dtype=torch.float64)
     expected = GroupGradients(model, CE, (x, y), GROUPS).scores(v)
     for strategy in ("auto", "forward", "backward", "persample"):
         found = GroupGradients(scripted, CE, (x, y), GROUPS, strategy=strategy).scores(v)
         assert relative_error(found, expected) <= 1e-10
-    with pytest.raises(ValueError, match="RecursiveScriptModule '0' is not a layer known"):
+    with pytest.raises(ValueError, match="Module '0' is not a layer known"):
         GroupGradients(scripted, CE, (x, y), GROUPS, strategy="directional").scores(v)
 
 

@@ -449,7 +449,7 @@ class Sample:
         return runs_of(indices, self._at_once)
 
     def _each(self, batch: Any) -> Tensor:
-        with self._space.require_gradients(of_chosen=False):  # no_grad would hinder a loss with gradients of its own
+        with self._space.require_gradients(of_chosen=True):  # a loss may take gradients of its own
             losses = self._loss.each(self._space.model, batch).detach()
         if losses.shape != (batch_length(batch),):
             raise ValueError(

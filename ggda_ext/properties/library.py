@@ -58,7 +58,7 @@ def point_losses(data: DataLike, loss_fn: LossFn, *, batch_size: int | None = No
 
 
 def mean_loss(data: DataLike, loss_fn: LossFn, *, batch_size: int | None = None) -> MeanProperty:
-    """Mean loss of a test set, ``1/N Σ_j loss(f(x_j), y_j)``."""
+    """Mean loss of a test set, ``1/N Σ_j loss(f(x_j), y_j)``; a point whose target is ignored counts, with loss 0."""
     loss = as_example_loss(loss_fn)
     return MeanProperty(data, loss, batch_size, name="mean_loss", higher_is_better=False)
 
