@@ -227,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     comparing = commands.add_parser(
         "compare", parents=[common], help="how much faster than the original toolkits, at real size",
-        description="Times every group version on all training points of the scale, for one property and for 20 test "
+        description="Times every group version on all training points of the scale, for one property and for test "
         "points, in groups of 1, 64 and 1,024, against its original on as many points as a fixed time allows.",
     )  # fmt: skip
     for one in (checking, comparing):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
+sys.path[:0] = [str(ROOT), str(ROOT / "adapters"), str(ROOT / "docs")]
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 from ggda_ext import __version__  # noqa: E402
@@ -37,7 +37,7 @@ suppress_warnings = ["config.cache"]
 html_theme = "furo"
 html_title = f"ggda-ext {release}"
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["pages.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -56,7 +56,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",
-    "within_subsection_order": "ExampleTitleSortKey",
+    "within_subsection_order": "conf.PlaceInGallery",  # by name, so that Sphinx can keep the settings
     "download_all_examples": False,
     "show_memory": False,
     "capture_repr": (),  # what is printed, not what the last line returns
@@ -64,6 +64,22 @@ sphinx_gallery_conf = {
     "only_warn_on_example_error": False,
     "remove_config_comments": True,
 }
+
+
+GALLERY = [
+    "clinics.py", "tabular_sources.py", "fairness_by_region.py", "redundant_sources.py", "image_clusters.py",
+    "text_sources.py", "long_runs.py", "several_processes.py",
+]  # fmt: skip
+
+
+class PlaceInGallery:
+    """Where an example stands: stories first, machinery last."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __call__(self, example: str) -> int:
+        return GALLERY.index(example)
 
 
 def skip(app: object, kind: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:

@@ -120,6 +120,15 @@ def test_weights_of_groups_and_points_are_those_of_a_weighted_training():
     assert (answer.outputs(data) - truth(data[0])).abs().max() < 1e-6
 
 
+def test_targets_that_a_mean_ignores_count_for_nothing():
+    (x, y), ignored = points(), torch.arange(N) < N // 3
+    what_if = WhatIf(network(), LOSS, (x, y.masked_fill(ignored, -100)), SOURCES, weight_decay=DECAY, ridge=0.01)
+    others = [source for source, gone in zip(SOURCES, ignored, strict=True) if not gone]
+    plain = WhatIf(network(), LOSS, (x[~ignored], y[~ignored]), others, weight_decay=DECAY, ridge=0.01)
+    found, expected = (one.without(["web", "news"]).outputs((x, y)) for one in (what_if, plain))
+    assert (found - expected).abs().max() < 1e-6 * (expected - network()(x)).abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("directions", ["auto", "eigen", "groups", "both", "all"])
 def test_keeping_everything_changes_nothing(dtype, directions):

@@ -1,11 +1,14 @@
 """Laws of `method=`: influence is what retraining to the optimum does, to first order, and nothing else changes it."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.utils.data import IterableDataset
+from unusual_cases import constant_where_masked
 
 from ggda_ext import BatchLoss, attribute, properties
 from ggda_ext.curvature import sampled
@@ -190,6 +193,32 @@ def test_batch_size_and_strategy_do_not_change_scores(name):
     ]
     for other in scores[1:]:
         torch.testing.assert_close(other, scores[0], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["tracin", "influence", "fisher"])  # the bases of EK-FAC are also of inputs
+def test_points_whose_loss_is_a_constant_count_as_ignored_ones(name):
+    (x, y), model = data(), network()
+    y[:20] = -100
+    goal = properties.mean_loss(data(1), CE)
+    by_hand = partial(nn.functional.cross_entropy, reduction="none")
+    ignored = attribute(model, by_hand, (x, y), GROUPS, goal, method=name).scores
+    for batch_size in (1, N):
+        options = {"method": name, "batch_size": batch_size}
+        found = attribute(model, constant_where_masked, (x, y), GROUPS, goal, **options).scores
+        torch.testing.assert_close(found, ignored, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("curvature", [Influence(damping=0.1), EKFAC(damping=0.1)], ids=["influence", "ekfac"])
+def test_ignored_points_have_no_curvature(curvature):
+    (x, y), model = data(), linear()
+    outliers = 100 * torch.randn(40, 4, dtype=torch.float64)
+    more = torch.cat([x, outliers]), torch.cat([y, torch.full((40,), -100)])
+    goal = properties.mean_loss(data(1), CE)
+    alone = attribute(model, CE, (x, y), np.zeros(N), goal, method=curvature).scores
+    scaled = type(curvature)(damping=0.1 * N / (N + 40))  # a mean over more points is that much smaller
+    beside = attribute(model, CE, more, np.r_[np.zeros(N), np.ones(40)], goal, method=scaled).scores
+    assert float(beside[0, 1]) == 0
+    torch.testing.assert_close(beside[:, :1], alone, rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("name", METHOD_NAMES)

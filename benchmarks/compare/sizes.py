@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-TESTS = 20
-"""Test points of the question that asks for each of them."""
-
 
 @dataclass(frozen=True)
 class CompareSize:
@@ -16,7 +13,8 @@ class CompareSize:
     Attributes:
         seconds: CPU seconds the original may take for as many points as fit.
         property_tests: test points the property, their mean loss, is taken over.
-        solved_tests: test points for methods that solve a system of equations for each of them.
+        tests: test points of the question that asks for each of them.
+        solved_tests: the same for methods that solve a system of equations for each of them.
         group_sizes: mean sizes of the groups; sizes larger than half of the training points are left out.
         batch: training points in a batch of the original, and of the group version where it is given batches.
         last_parameters: as in `CheckScale`.
@@ -26,7 +24,8 @@ class CompareSize:
     seconds: float
     property_tests: int
     batch: int
-    solved_tests: int = TESTS
+    tests: int = 20
+    solved_tests: int = 20
     group_sizes: tuple[int, ...] = (1, 64, 1024)
     last_parameters: int | None = None
     points: int | None = None
@@ -40,7 +39,7 @@ def _sizes(
         **dict.fromkeys(("heloc-lr", "heloc-ann-s", "heloc-ann-m"), CompareSize(seconds, heloc, 512, solved_tests=5)),
         "mnist-ann-l": CompareSize(seconds, mnist, 64, solved_tests=5),
         "cifar10-resnet18": CompareSize(seconds, cifar10, 16, solved_tests=1, points=images),
-        "qnli-bert": CompareSize(seconds, qnli, 4, solved_tests=1, last_parameters=last_parameters),
+        "qnli-bert": CompareSize(seconds, qnli, 4, tests=4, solved_tests=1, last_parameters=last_parameters),
     }
 
 

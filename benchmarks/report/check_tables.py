@@ -52,20 +52,23 @@ def what_is_real(results: Results) -> str:
 
 def source_table(results: Results) -> Table:
     """Every data set with its size and where it came from; stand-ins are marked."""
-    keys = ["setting", "scale", "train_points", "epochs", "source", "stand_in"]
-    rows = results.rows.drop_duplicates(["experiment", "test_points", *keys])
+    keys = ["setting", "scale", "epochs", "source", "stand_in"]
+    rows = results.rows.drop_duplicates(["experiment", "train_points", "test_points", *keys])
     lines = []
     for values, some in rows.groupby(keys, sort=False, dropna=False):
-        setting, scale, train, epochs, source, stand_in = values
-        test = " and ".join(_count(count) for count in sorted(some["test_points"].dropna().unique())) or "–"
+        setting, scale, epochs, source, stand_in = values
+        train, test = (
+            ", ".join(_count(count) for count in sorted(some[points].dropna().unique(), reverse=True)) or "–"
+            for points in ("train_points", "test_points")
+        )
         lines.append(
             [
-                setting, ", ".join(some["experiment"].unique()), scale or "–", _count(train), test,
+                setting, ", ".join(some["experiment"].unique()), scale or "–", train, test,
                 _count(epochs), source or "–", "stand-in" if stand_in else "real",
             ]
         )  # fmt: skip
     columns = ["Data / model", "Used in", "Scale", "Training points", "Test points", "Epochs", "Source", "Kind"]
-    return Table("sources", "Data", pd.DataFrame(lines, columns=columns), keys=len(columns))
+    return Table("sources", "Sizes and sources", pd.DataFrame(lines, columns=columns), keys=len(columns))
 
 
 def _comparison(row: dict[str, Any]) -> dict[str, str]:

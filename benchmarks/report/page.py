@@ -18,6 +18,10 @@ from benchmarks.report.rows import Run
 from benchmarks.report.style import Picture
 
 TITLE = "Group data attribution: benchmark report"
+ABOUT = (
+    "Which training data made a model what it is? Captum, dattri and TRAK score single training points, one by one; "
+    "ggda-ext scores groups of them, for less."
+)
 SECTIONS = {
     "Equality: checks against the original toolkits": ("check",),
     "Speed: against the original toolkits": ("speed",),
@@ -84,6 +88,7 @@ def html(content: Content) -> str:
     template.filters["code"] = _code
     return template.from_string(source).render(
         title=TITLE,
+        about=ABOUT,
         lead=content.headlines.lines[:3],
         charts=content.charts,
         links=[*links, ("How it was run", "runs")],

@@ -44,7 +44,9 @@ def speed(results: Results) -> str:
         for cell in chosen(row["cells"])
         if cell["group_size"] == HEADLINE_SIZE
     ]
-    more = f" For 20 test points the median is {times(float(pd.Series(tests).median()))}." if tests else ""
+    more = (
+        f" For test points, each for itself, the median is {times(float(pd.Series(tests).median()))}." if tests else ""
+    )
     return f"For one property and groups of {HEADLINE_SIZE}, in the median: {toolkits}.{more}"
 
 

@@ -24,7 +24,7 @@ from ggda_ext.curvature.damping import Training, of_recipe
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import Groups
-from ggda_ext.losses import model_output
+from ggda_ext.losses import ignored_targets, model_output
 from ggda_ext.model import called_with, check_deterministic_modules
 from ggda_ext.properties import Property, property_gradient
 from ggda_ext.sharing import in_shares
@@ -70,7 +70,10 @@ class LinearizedModel:
         outputs, targets = training_outputs(provider, batch_size)
         self.output_shape = list(outputs.shape[1:])
         loss = convex_loss(provider.loss, outputs, targets)
+        ignored = ignored_targets(getattr(provider.loss, "loss_fn", None), targets)
         self.point_weights = point_weights.to(outputs.device)
+        if ignored is not None:
+            self.point_weights = self.point_weights.masked_fill(ignored, 0)  # the mean loss is that of the others
         self.directions = find_directions(
             settings.directions, settings.rank, provider, loss, outputs, self.point_weights / self.point_weights.sum(),
             settings.seed,
@@ -238,10 +241,12 @@ def _evenly_drawn(groups: Groups, weights: Tensor, most: int, seed: int) -> tupl
     if n <= most:
         order = _group_after_group(labels, len(groups))
         return order, weights[torch.from_numpy(order)]
-    draw = np.random.default_rng(seed)
+    draw, counts = np.random.default_rng(seed), weights.cpu().numpy() != 0
     chosen: list[np.ndarray] = []
     for group in range(-1, len(groups)):
         members = np.flatnonzero(labels == group)
+        if counts[members].any():
+            members = members[counts[members]]
         if len(members):
             count = max(1, round(len(members) * most / n))
             chosen.append(draw.choice(members, min(count, len(members)), replace=False))

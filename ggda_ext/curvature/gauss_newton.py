@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ggda_ext.curvature.hessian import Hessian, chunks_of_vectors, one_number, products_with_vectors
+from ggda_ext.curvature.hessian import Hessian, chunks_of_vectors, one_number, products_with_vectors, slopes
 from ggda_ext.data import to_device
 
 
@@ -47,7 +47,7 @@ class GaussNewton(Hessian):
             first = torch.autograd.grad(outputs, parameters, weights, create_graph=True, allow_unused=True)
             used = [(g, p) for g, p in zip(first, parameters, strict=True) if g is not None]
             for rows in chunks_of_vectors(vectors):
-                if not used:
+                if slope is None or not used:
                     yield rows, [None] * len(parameters)
                     continue
                 keep = rows.stop < len(vectors)
@@ -60,8 +60,8 @@ class GaussNewton(Hessian):
                 else:
                     yield rows, products_with_vectors([outputs], parameters, [bent], keep=keep)
 
-    def _linearized(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The outputs with their graph, the same values as a leaf, and the gradient of the loss with respect to it."""
+    def _linearized(self, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The outputs with their graph, the same as a leaf, and its gradient of the loss; None if that is constant."""
         seen: list[Tensor] = []
         leaves: list[Tensor] = []
 
@@ -91,14 +91,14 @@ class GaussNewton(Hessian):
                 "the model itself. Use the Hessian."
             )
         chosen = list(self.space.parameters.values())
-        found = torch.autograd.grad(value, [leaves[0], *chosen], create_graph=True, allow_unused=True)
+        found = slopes(value, [leaves[0], *chosen])
         beside = [name for name, g in zip(self.space.parameters, found[1:], strict=True) if g is not None]
         if beside:
             raise ValueError(
                 f"the loss depends on {beside[0]!r} beside the model's output (a penalty on weights?): the "
                 "Gauss–Newton matrix is of a loss of the outputs. Leave the penalty out and pass it as regularization."
             )
-        if found[0] is None or not found[0].requires_grad:
+        if value.requires_grad and (found[0] is None or not found[0].requires_grad):
             raise NoCurvature(
                 "the loss is linear in the model's output, so its Gauss–Newton matrix is zero: let the model return "
                 "outputs and the loss be a curved function of them (not a model that returns its loss), or use the "

@@ -23,7 +23,7 @@ from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.weighting import WeightedData
 from ggda_ext.groups.partition import Groups
-from ggda_ext.losses import BatchLoss, OutputLoss, model_output
+from ggda_ext.losses import BatchLoss, OutputLoss, ignored_targets, model_output
 from ggda_ext.sharing import add_up
 
 LARGEST = 4096
@@ -238,11 +238,12 @@ def _with_cotangents(provider: GroupGradients, sample: IndexedData, seed: int) -
     if loss_fn is not None:
         with torch.no_grad():
             for _, batch in sample.sequential(provider.batch_size):
-                outputs, _ = model_output(provider.model, to_device(batch, provider.space.device))
+                outputs, targets = model_output(provider.model, to_device(batch, provider.space.device))
                 found = _cotangents(loss_fn, outputs.cpu(), generator)
                 if found is None:
                     break
-                parts.append(found)
+                ignored = ignored_targets(loss_fn, targets)
+                parts.append(found if ignored is None else found.masked_fill(ignored.cpu()[:, None], 0))
     if not parts:
         return True, provider.on(sample, singles)
 

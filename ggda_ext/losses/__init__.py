@@ -9,6 +9,7 @@ from ggda_ext.losses.example import (
     as_example_loss,
     cannot_take,
     example_losses,
+    ignored_targets,
     model_output,
     shape_of,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "as_example_loss",
     "cannot_take",
     "example_losses",
+    "ignored_targets",
     "model_output",
     "shape_of",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import importlib.util
 import io
 import logging
 import os
@@ -20,6 +21,8 @@ import weakref
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from pathlib import PurePath
 from typing import Any
 
@@ -93,7 +96,9 @@ class Content:
         rule = _rule_of.get(kind)
         if rule is None:
             own = getattr(kind, "__fingerprint__", None)
-            known = next((how for kinds, how in _RULES if isinstance(value, kinds)), Content._object)
+            of_pandas = kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "to_numpy")
+            other = Content._table if of_pandas else Content._object
+            known = next((how for kinds, how in _RULES if isinstance(value, kinds)), other)
             rule = _rule_of[kind] = known if own is None else Content._own
         return rule(self, value)
 
@@ -123,10 +128,21 @@ class Content:
             return self._untold(value, str(error).partition("\n")[0])
 
     def _array(self, value: np.ndarray) -> bytes:
+        if isinstance(value, np.ma.MaskedArray):
+            return self.parts("masked", (value.filled(), np.ma.getmaskarray(value), value.fill_value))
         if value.dtype.hasobject:
             return _joined("array", str(value.shape), *map(self.hash, value.reshape(-1).tolist()))
         plain = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         return _joined("array", value.dtype.str, str(value.shape), hash_of_bytes(plain.data))
+
+    def _table(self, value: Any) -> bytes:
+        """A frame, a series, an index or an array of pandas, which keep references to themselves."""
+        if hasattr(value, "columns"):
+            columns = [value.iloc[:, at] for at in range(len(value.columns))]
+            return self.parts("frame", (columns, value.columns, value.index))
+        name = list(value.names) if hasattr(value, "names") else getattr(value, "name", None)
+        kind = str(value.dtype), getattr(value.dtype, "categories", None)
+        return self.parts(type(value).__name__, (kind, value.to_numpy(), name, getattr(value, "index", None)))
 
     def _mapping(self, value: Mapping[Any, Any]) -> bytes:
         items = []
@@ -166,10 +182,12 @@ class Content:
             library = library_of(value)
             if library is not None:
                 return _joined("function", library, _name(value), *cells, given)
-            used = [
-                self._global(name, value) for name in sorted(_names_in(value.__code__)) if name in value.__globals__
-            ]
-            return _joined("function", self._code(value.__code__), *cells, given, *used)
+            names = _names_in(value.__code__)
+            used = [(name, value.__globals__[name]) for name in sorted(names) if name in value.__globals__]
+            used += _imported_by(value)
+            return _joined(
+                "function", self._code(value.__code__), *cells, given, *(self._used(*u, names) for u in used)
+            )
 
     def _cell(self, name: str, cell: Any, *, is_counted: bool) -> bytes:
         with self._inside(name):
@@ -185,13 +203,13 @@ class Content:
                     raise
                 return _joined(name, "empty")
 
-    def _global(self, name: str, function: types.FunctionType) -> bytes:
-        value = function.__globals__[name]
+    def _used(self, name: str, value: Any, names: set[str]) -> bytes:
+        """What a function uses under a name; of a module of the user's own, what is named of it and of those below."""
         with self._inside(name):
-            if isinstance(value, types.ModuleType) and version_of(value.__name__) is None:
-                seen = sorted(_names_in(function.__code__) & set(vars(value)))
-                return _joined(name, *(_joined(at, self.hash(getattr(value, at))) for at in seen))
-            return _joined(name, self.hash(value))
+            if not isinstance(value, types.ModuleType) or version_of(value.__name__) is not None:
+                return _joined(name, self.hash(value))
+            seen = sorted((names & set(vars(value))) - {name})
+            return _joined(name, *(self._used(at, getattr(value, at), names - {name}) for at in seen))
 
     def _code(self, code: types.CodeType) -> bytes:
         constants = [
@@ -438,6 +456,34 @@ def _names_in(code: types.CodeType) -> set[str]:
         if isinstance(item, types.CodeType):
             found |= _names_in(item)
     return found
+
+
+def _imported_by(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """The modules that a function imports while it runs, by name."""
+    found, package = [], function.__globals__.get("__package__") or ""
+    for name, level in sorted(_imports(function.__code__)):
+        parents = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+        full = ".".join(filter(None, (*parents, name)))
+        for part in {full.partition(".")[0], full}:
+            with suppress(ImportError, ValueError):
+                spec = sys.modules.get(part) or importlib.util.find_spec(part)
+                if isinstance(spec, ModuleSpec) and not (spec.origin or "").startswith(_installed()):
+                    spec = importlib.import_module(part)  # as the function will
+                if isinstance(spec, types.ModuleType):
+                    found.append((part, spec))
+    return sorted(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _imports(code: types.CodeType) -> frozenset[tuple[str, int]]:
+    """Names that a piece of code imports, and functions defined in it, each with the number of dots before it."""
+    found, before = set[tuple[str, int]](), list[dis.Instruction]()
+    for item in dis.get_instructions(code):
+        if item.opname == "IMPORT_NAME":  # after its number of dots and the names that are taken from it
+            found.add((item.argval, int(before[-2].argval)))
+        if item.opname not in ("CACHE", "EXTENDED_ARG"):
+            before.append(item)
+    return frozenset(found).union(*(_imports(item) for item in code.co_consts if isinstance(item, types.CodeType)))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -402,7 +402,11 @@ def test_advice_comes_from_the_rows(tmp_path: Path) -> None:
     needs = advice(read([folder_of(tmp_path / "all", [*cheap, *ours, *MadeRows().check(), *MadeRows().speed()])]))
     assert [need.use for need in needs[:2]] == ["Inf. (CG)", "TracIn"]
     assert needs[0].because.startswith("LDS 0.90 in ")
-    assert {need.use for need in needs[2:]} == {"ggda_captum.TracInCP", "ggda_trak.TRAKer"}
+    captum, trak = needs[2:]
+    assert (captum.use, trak.use) == ("ggda_captum in its place", "ggda_trak in its place")
+    assert "TracInCP" in captum.because
+    assert 'fisher="exact"' in trak.because
+    assert 'fisher="exact"' not in captum.because
     assert advice(read([folder_of(tmp_path / "none", MadeRows().check())])) == []
 
 
