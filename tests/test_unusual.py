@@ -18,6 +18,7 @@ from unusual_rare import DropsGradients, FullExperts, KeepsTheLargest, MixesLarg
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
+from ggda_ext.gradients import probe
 from ggda_ext.gradients.watch import Watch
 from ggda_ext.losses import BatchLoss, OutputLoss, as_example_loss
 
@@ -107,6 +108,19 @@ def test_what_has_no_answer_is_refused_under_every_strategy(name, strategy):
             provider.scores(torch.ones(1, provider.p, dtype=torch.float64))
         after = state_of(model)
         assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_examples_of_a_heavy_model_tell_as_much(name, monkeypatch):
+    monkeypatch.setattr(probe, "HEAVY", -1)
+    case, (model, points) = CASES[name], make(name, 0)
+    provider = GroupGradients(model, case.loss, points, GROUPS, parameters=case.parameters, batch_size=5)
+    if case.refused is not None:
+        with pytest.raises(ValueError, match=case.refused):
+            provider.plan(1)
+        return
+    directions, expected = asked(name, points, subject(name, 0)[1], provider, "auto")
+    assert relative_error(provider.scores(directions), Groups(GROUPS).sum(expected)) <= 1e-10
 
 
 @pytest.mark.parametrize("strategy", ["auto", "directional", "forward", "segmented", "backward"])

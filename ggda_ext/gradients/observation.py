@@ -141,6 +141,7 @@ class Observation:
             allowed: relative differences that rounding may explain.
             alters: whether to look for what makes gradients other than derivatives.
         """
+        self._loss.prepare(self._space.model, batch)
         run = _Run(self._space, batch_length(batch), observer, allowed)
         calls = run.calls
         with _copies(self._copied, run.size) as copied, _shared(self._biases, run.share):

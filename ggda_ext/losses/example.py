@@ -41,6 +41,9 @@ class ExampleLoss:
         """Sum of the losses of the batch, a scalar."""
         return self.each(model, batch).sum()
 
+    def prepare(self, model: nn.Module, batch: Any) -> None:
+        """Find out once how to compute the losses of a batch, before anything watches the model."""
+
     def reduced(self, model: nn.Module, batch: Any) -> Tensor | None:
         """What the user's loss function gives for the batch as a whole, if it gives one number."""
         return None
