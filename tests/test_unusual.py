@@ -316,6 +316,46 @@ def test_a_scripted_model_is_served_and_named(way):
         GroupGradients(scripted, CE, (x, y), GROUPS, strategy="directional").scores(v)
 
 
+class RarelyMore(nn.Module):
+    """Adds a layer that takes some rows of a batch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.more = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        rows = (x[:, 0] > 1).nonzero()[:, 0]
+        out = self.first(x)
+        return out.index_add(0, rows, self.more(x[rows])) if len(rows) else out
+
+
+class OneByOne(IterableDataset):
+    def __init__(self, *columns: torch.Tensor) -> None:
+        self.columns = columns
+
+    def __iter__(self):
+        return zip(*self.columns, strict=True)
+
+
+def test_a_layer_that_a_stream_reaches_later_is_answered_or_named():
+    torch.manual_seed(0)
+    model, (x, y) = RarelyMore().double(), data("features", 0)
+    x[:, 0] = x[:, 0].clamp(max=0.9)
+    x[[7, 13], 0] = 2.0
+    v = torch.randn(1, sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    expected, random = GroupGradients(model, CE, (x, y), GROUPS).scores(v), torch.get_rng_state()
+    for strategy in ("auto", "directional", "forward"):
+        provider = GroupGradients(model, CE, DataLoader(OneByOne(x, y), batch_size=4), GROUPS, strategy=strategy)
+        told, found = "", expected
+        try:
+            found = provider.scores(v)
+        except (ValueError, TypeError) as error:
+            told = str(error)
+        assert not told or "cannot be used here" in told or "pass a map-style Dataset" in told
+        assert relative_error(found, expected) <= 1e-10
+    assert torch.equal(torch.get_rng_state(), random)
+
+
 def test_inference_mode_around_the_call_changes_nothing():
     torch.manual_seed(0)
     model, (x, y) = mlp().double(), data("features", 0)

@@ -51,7 +51,7 @@ def of_model(error: Exception, model: nn.Module, batch: Any) -> Exception:
         fix = (
             "pass x.float() for x, or model.double()"
             if "float64" in dtypes
-            else ("pass inputs first, then the target; x.float() for x")
+            else "pass inputs first, then the target; x.float() for x, or df.astype('float32')"
         )
         return TypeError(
             f"the data holds tensors of {dtypes}, and the parameters of the model are {own}: {fix}. {said}."
