@@ -44,8 +44,8 @@ def what_if_tables(rows: pd.DataFrame) -> Iterator[Table]:
         notes=[
             "LDS: Spearman correlation of predicted mean test losses with those of retrained models, the mean over "
             "grouping seeds; for what-if with its 95 % bootstrap interval over models and, in parentheses, its value "
-            "for each grouping seed. Models: choices of groups for each grouping seed, and models retrained on each choice. "
-            f"{CEILING_NOTE}"
+            "for each grouping seed. Models: choices of groups for each grouping seed, and models retrained on each "
+            f"choice. {CEILING_NOTE}"
         ],
     )
     yield Table(
