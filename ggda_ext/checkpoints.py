@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeAlias
 
 import torch
@@ -85,11 +86,17 @@ def load_state(model: nn.Module, checkpoint: Any, name: str = "the checkpoint") 
         raise TypeError(_not_a_state(name, checkpoint))
     if isinstance(checkpoint, int | float) or checkpoint is None:
         raise TypeError(f"{name} is {checkpoint!r}: pass a state dict or its path, or load_checkpoint= that loads it.")
-    if isinstance(checkpoint, str | PathLike) and not Path(checkpoint).exists():
+    if isinstance(checkpoint, str | PathLike) and not Path(checkpoint).is_file():
         raise FileNotFoundError(
             f"{name} is {str(checkpoint)!r}, which is no file: pass the path of a saved state dict."
         )
-    found = state_of(checkpoint)
+    try:
+        found = state_of(checkpoint)
+    except (UnpicklingError, EOFError) as error:
+        raise ValueError(
+            f"{name} is {str(checkpoint)!r}, which holds no state dict alone: save one with "
+            f"torch.save(model.state_dict(), path). torch.load says: {str(error).splitlines()[0]}"
+        ) from error
     try:
         unwrapped(model).load_state_dict(inner_names(found, model))
     except RuntimeError as error:

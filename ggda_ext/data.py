@@ -201,8 +201,10 @@ class IndexedData:
         loader = self._loader
         if loader is None:
             loader = _own_loader(self._source, None, batch_size=batch_size)
-        seen = 0
-        for batch in loader:
+        seen, random = 0, torch.get_rng_state()
+        batches = iter(loader)
+        torch.set_rng_state(random)  # a loader draws a seed for its workers
+        for batch in batches:
             size = batch_length(batch) if loader.batch_size is not None else self._length_of_item(batch)
             yield np.arange(seen, seen + size), batch
             seen += size

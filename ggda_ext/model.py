@@ -223,7 +223,7 @@ def _named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
     found, seen = dict[str, Tensor](), set[int]()
     for prefix, module in model.named_modules():
         for kind in kinds or ("_parameters", "_buffers"):
-            for name, value in vars(module)[kind].items():
+            for name, value in (vars(module).get(kind) or getattr(module, kind)).items():  # a traced module hides them
                 if value is not None and id(value) not in seen:
                     seen.add(id(value))
                     found[f"{prefix}.{name}" if prefix else name] = value

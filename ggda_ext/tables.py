@@ -129,9 +129,10 @@ def tensor_of(array: Any, name: str) -> Tensor:
 
 def _numbers_of(table: Any, name: str) -> np.ndarray:
     """A Series or DataFrame as an array of numbers; text and missing values are refused by column."""
-    parts = {column: table[column] for column in table.columns} if hasattr(table, "columns") else {name: table}
-    for column, part in parts.items():
-        where = f"column {column!r} of {name}" if column is not name else name
+    parts = [(name, table)]
+    if hasattr(table, "columns"):
+        parts = [(f"column {column!r} of {name}", table.iloc[:, j]) for j, column in enumerate(table.columns)]
+    for where, part in parts:
         if getattr(part.dtype, "kind", "O") not in "fiub":
             raise TypeError(f"{where} is not made of numbers but of {part.dtype}: encode it, or leave it out.")
         missing = int(part.isna().sum())
@@ -142,7 +143,7 @@ def _numbers_of(table: Any, name: str) -> np.ndarray:
     found = np.asarray(table.to_numpy())
     if found.dtype.kind in "fiub":
         return found
-    whole = all(part.dtype.kind in "iub" for part in parts.values())  # of pandas' own types, or of several kinds
+    whole = all(part.dtype.kind in "iub" for _, part in parts)  # of pandas' own types, or of several kinds
     return found.astype(np.int64 if whole else np.float64)
 
 
@@ -156,8 +157,11 @@ def holds_doubles(source: Any) -> bool:
 
 
 def _table_holds_doubles(table: Any) -> bool:
+    """Whether a table as one array is of float64: a column is, or float32 stands beside larger whole numbers."""
     kinds = [table.dtype] if hasattr(table, "dtype") else list(table.dtypes)
-    return any(kind.kind == "f" and getattr(kind, "itemsize", 8) == 8 for kind in kinds)
+    sizes = [(kind.kind, getattr(kind, "itemsize", 8)) for kind in kinds]
+    wide = any(kind == "b" or (kind in "iu" and size > 2) for kind, size in sizes)
+    return any(kind == "f" and (size == 8 or wide) for kind, size in sizes)
 
 
 def why_no_data(source: Any, arrays: Sequence[Any], name: str) -> str:
@@ -173,6 +177,8 @@ def why_no_data(source: Any, arrays: Sequence[Any], name: str) -> str:
             "two tensors, (x, y)."
         )
     strange = next(array for array in arrays if not isinstance(array, Tensor | np.ndarray) and not is_table(array))
+    if isinstance(strange, list):
+        return f"{name} holds a list: pass it as a tensor, torch.tensor(numbers)."
     return (
         f"{name} is a {type(source).__name__} that does not hold tensors only, but a {type(strange).__name__}: pass a "
         "DataLoader, a Dataset, a tensor, a tuple of tensors or a dict of tensors."

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,6 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import trak_cases
 from ggda_trak import TRAKer
 from ggda_transformers.adam import AdamTracIn
 from ggda_transformers.checkpoints import TrainerCheckpoint
@@ -96,29 +96,44 @@ def read_store(folder: Path) -> dict[str, Any]:
         return {name: np.array(arrays.load(name)) for arrays in both for name in arrays.names if name in arrays}
 
 
-def traker(folder: Path) -> tuple[Any, Any]:
-    given = trak_cases.case("image_classification")
-    made = TRAKer(
-        given.model, given.task, trak_cases.N, save_dir=folder, groups=trak_cases.uneven_labels(), **given.options
-    )
-    made.load_checkpoint(given.checkpoints(1)[0], 0)
-    return made, given
+@cache
+def trak_case() -> SimpleNamespace:
+    """A task so small that a mutation costs little more than reading the folder."""
+    torch.manual_seed(0)
+    x, y = torch.randn(27, 3), torch.randint(0, 2, (27,))
+    model = nn.Linear(3, 2).eval()
+    return SimpleNamespace(model=model, state=copy.deepcopy(model.state_dict()), train=(x[:24], y[:24]),
+                           targets=(x[24:], y[24:]))  # fmt: skip
+
+
+def traker(folder: Path) -> Any:
+    case = trak_case()
+    made = TRAKer(case.model, "image_classification", 24, save_dir=folder, groups=np.arange(24) % 5, device="cpu",
+                  proj_dim=8, use_half_precision=False, logging_level=100)  # fmt: skip
+    made.load_checkpoint(case.state, 0)
+    return made
+
+
+def featurize(made: Any, batches: int) -> None:
+    for at in np.arange(24).reshape(3, 8)[:batches]:
+        made.featurize([part[at] for part in trak_case().train], inds=at)
 
 
 def make_trak(folder: Path) -> None:
-    made, given = traker(folder)
-    for at in list(trak_cases.batches())[:4]:
-        made.featurize(trak_cases.take(given.train, at), inds=at)
+    made = traker(folder)
+    featurize(made, 2)
     made._commit()
     made._sums.store.close()
 
 
 def read_trak(folder: Path) -> dict[str, Any]:
-    made, given = traker(folder)
+    made, case = traker(folder), trak_case()
     try:
-        for at in trak_cases.batches():
-            made.featurize(trak_cases.take(given.train, at), inds=at)
-        return {"scores": np.round(trak_cases.scored(made, given, given.checkpoints(1)), 4)}
+        featurize(made, 3)
+        made.finalize_features()
+        made.start_scoring_checkpoint("test", case.state, 0, num_targets=3)
+        made.score(case.targets, num_samples=3)
+        return {"scores": np.round(np.array(made.finalize_scores("test")), 4)}
     finally:
         made._sums.store.close()
 

@@ -84,6 +84,14 @@ def text_sources(found: dict[str, Any], folder: Path) -> None:
     assert found["tracker"].result.helpful().names[0] == "law"
 
 
+def fine_tuning(found: dict[str, Any], folder: Path) -> None:
+    """The flipped source is named while training and after it, and the model is better without it."""
+    for result in (found["tracker"].result, found["result"]):
+        assert result.harmful().names[0] == "flipped"
+    assert found["without"]["flipped"][0] < found["with_all"][0]
+    assert found["without"]["flipped"][1] > found["with_all"][1]
+
+
 CHECKS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     check.__name__: check
     for check in (
@@ -95,6 +103,7 @@ CHECKS: dict[str, Callable[[dict[str, Any], Path], None]] = {
         long_runs,
         several_processes,
         text_sources,
+        fine_tuning,
     )
 }
 

@@ -131,6 +131,19 @@ def test_float64_arrays_come_in_the_dtype_of_the_model(kind: str, dtype: torch.d
     assert said == (dtype == torch.float32)
 
 
+@pytest.mark.parametrize("other", ["int64", "bool", "int8", "float64", "Float64", "boolean"])
+def test_a_table_of_several_kinds_of_numbers_comes_in_the_dtype_of_the_model(other: str) -> None:
+    frame = table()[FEATURES].astype("float32")
+    frame[FEATURES[0]] = (frame[FEATURES[0]] > 0).astype(other)
+    y, groups = table()["y"], table()["clinic"]
+    plain = torch.tensor(frame.astype("float32").to_numpy()), torch.tensor(y.to_numpy())
+    expected, found = (
+        attribute(network(), LOSS, data, groups.tolist(), properties.mean_loss(data, LOSS), method="tracin")
+        for data in (plain, (frame, y))
+    )
+    torch.testing.assert_close(found.scores, expected.scores)
+
+
 def test_arrays_that_may_not_be_written_to_are_taken_in_silence() -> None:
     x, y = table()[FEATURES].to_numpy().copy(), table()["y"].to_numpy().copy()
     for array in (x, y):

@@ -16,6 +16,8 @@ TOKENS, TOKEN_CLASSES = torch.randn(4, 3, 6, dtype=torch.float64), torch.randint
 TOKEN_CLASSES[0, :4] = -100
 WEIGHT = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
 
+REPLACED = nn.CrossEntropyLoss()
+REPLACED.forward = lambda o, t: F.cross_entropy(o, t) * 2
 LOSSES = {
     "cross entropy mean": (nn.CrossEntropyLoss(), OUT, CLASSES),
     "cross entropy sum": (nn.CrossEntropyLoss(reduction="sum"), OUT, CLASSES),
@@ -23,6 +25,7 @@ LOSSES = {
     "class weights, sum": (nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"), OUT, CLASSES),
     "ignored tokens": (nn.CrossEntropyLoss(), TOKENS, TOKEN_CLASSES),
     "ignored tokens, sum": (nn.CrossEntropyLoss(reduction="sum"), TOKENS, TOKEN_CLASSES),
+    "forward replaced": (REPLACED, OUT, CLASSES),
     "mse mean": (nn.MSELoss(), OUT, TARGET),
     "mse sum": (nn.MSELoss(reduction="sum"), OUT, TARGET),
     "function, mean": (lambda o, t: F.cross_entropy(o, t), OUT, CLASSES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,10 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a folder to save to": (lambda: RESULT.save("."), IsADirectoryError, "is a folder: pass the path of a file"),
     "a folder for the page": (lambda: RESULT.to_html("."), IsADirectoryError, "is a folder: pass the path of a file"),
+    "losses of examples for retraining": (
+        lambda: leave(make_model=lambda: copy.deepcopy(MODEL), loss_fn=nn.CrossEntropyLoss(reduction="none")),
+        ValueError, r"loss_fn returned shape \[\d+\] for a batch.*let it return their mean",
+    ),
     "a number for retraining": (lambda: RESULT.verify(3), TypeError, "retrain is a int: pass a function"),
     "a column name for issues": (
         lambda: find_label_issues(MODEL, LOSS, (X, Y), groups="clinic"), ValueError, "one value: pass one label"

@@ -70,6 +70,21 @@ MISTAKES: dict[str, Mistake] = {
     "the name of a loader": (
         lambda: ask(checkpoints=[STATE], load_checkpoint="load"), TypeError, r"a str: pass a function load_checkpoint\("
     ),
+    "something else for a checkpoint": (lambda: ask(checkpoints=[__file__]), ValueError, "holds no state dict alone"),
+    "a folder for a checkpoint": (lambda: ask(checkpoints=["."]), FileNotFoundError, "'.', which is no file"),
+    "a list of targets": (lambda: ask(data=(X, Y.tolist())), TypeError, r"holds a list: .* torch.tensor\(numbers\)"),
+    "a table of counts": (
+        lambda: ask(data=(TABLE[["year"] * 4], TABLE["y"])), TypeError, r"int64.* df.astype\('float32'\)"
+    ),
+    "several strategies": (lambda: ask(strategy=["ghost"]), ValueError, r"strategy=\['ghost'\] is not one of"),
+    "damping switched on": (lambda: ask(damping=True), TypeError, "damping=True: pass a number"),
+    "a function of outputs alone": (
+        lambda: properties.of_outputs((X, Y), lambda outputs: outputs.sum()), TypeError, r"function fn\(outputs"
+    ),
+    "a direction that is text": (
+        lambda: properties.named(shift, "sum", higher_is_better="yes"), TypeError, "higher_is_better='yes': pass True"
+    ),
+    "a number for a name": (lambda: properties.named(shift, 3), TypeError, "name=3: pass text"),
     # groups and grouping
     "a set of labels": (lambda: ask(groups=set(TABLE["clinic"])), TypeError, "a set, which has no order"),
     "a group by its name": (lambda: GROUPS["west"], TypeError, r"groups.members\('west'\)"),
@@ -119,6 +134,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "how many to verify, in words": (lambda: RESULT.verify(retrainer(), top="all"), TypeError, "top='all': pass a"),
     "one row for all": (lambda: RESULT.to_html("page.html", rows=5), TypeError, "rows is a int: pass one entry"),
+    "scores to draw members of": (lambda: RESULT.plot.members(torch.ones(2)), TypeError, "pass its name or number"),
     "no scores": (lambda: Attribution.of(None, GROUPS), TypeError, "scores is a NoneType: pass a tensor"),
     "scores that are complex": (
         lambda: Attribution.of(torch.ones(1, 3) * 1j, GROUPS), TypeError, "complex64: pass real numbers"

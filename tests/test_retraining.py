@@ -141,5 +141,5 @@ def test_bad_input(data: tuple[Tensor, Tensor]) -> None:
         run(groups=np.zeros(N, int))
     with pytest.raises(ValueError, match=r"property returned shape \[40, 2\]"):
         run(property=lambda model: model(test[0]))
-    with pytest.raises(TypeError, match=r"pass a pair of tensors"):
+    with pytest.raises(TypeError, match=r"property is a int: pass test data \(x, y\), or a callable"):
         run(property=3)

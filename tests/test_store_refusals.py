@@ -8,20 +8,22 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import captum_cases
 import dattri_cases
 import ggda_trak
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ggda_ext import GradientStore, GroupGradients, attribute, properties
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
@@ -321,6 +323,24 @@ def test_a_lazy_data_set_is_sampled_which_is_said_and_a_tag_is_asked_for(tmp_pat
             attribute(*everything, save_dir=tmp_path / "b", tag="v2", method="tracin")
 
 
+class Stream(IterableDataset):
+    """Points one after the other."""
+
+    def __init__(self, data: tuple[Tensor, Tensor]) -> None:
+        self.fetch = lambda: zip(*data, strict=True)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.fetch()
+
+
+@pytest.mark.filterwarnings("ignore::ggda_ext.storage.fingerprint.SampledData")
+def test_a_change_among_the_first_points_of_a_stream_is_seen_beyond_its_first_batch(tmp_path: Path) -> None:
+    given = replace(Given(), data=DataLoader(Stream(make_data()), batch_size=20))
+    run_attribute(given, tmp_path)
+    with pytest.raises(StoreMismatch, match="was made with data = "):
+        run_attribute(replace(given, data=DataLoader(Stream(one_point()), batch_size=20)), tmp_path)
+
+
 class Locked:
     """A property whose content cannot be told."""
 
@@ -411,6 +431,53 @@ def test_values_that_are_alike_have_one_hash_and_others_another() -> None:
     )
     assert hashed({"b": 1, "a": {3, 2}}) == found[0]
     assert hashed({"a": {2, 3}, "b": 1}) != found[0]  # the order of a dict may be that of a property's components
+
+
+def module_named(name: str, **held: Any) -> ModuleType:
+    """A module of the user's own."""
+    made = ModuleType(name)
+    vars(made).update(held)
+    return made
+
+
+settings = module_named("settings", inner=module_named("settings.inner", factor=1.0))
+
+
+def of_a_module_below() -> float:
+    return settings.inner.factor
+
+
+def of_an_imported_module() -> float:
+    import user_settings
+
+    return user_settings.factor
+
+
+@pytest.mark.parametrize("function", [of_a_module_below, of_an_imported_module])
+def test_a_function_counts_with_what_it_takes_from_modules_of_the_user(
+    function: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported = module_named("user_settings", factor=1.0)
+    monkeypatch.setitem(sys.modules, "user_settings", imported)
+    found = [Content().text(function, "function") for _ in range(2)]
+    monkeypatch.setattr(settings.inner, "factor", 2.0)
+    monkeypatch.setattr(imported, "factor", 2.0)
+    assert found[0] == found[1] != Content().text(function, "function")
+
+
+def test_tables_and_masked_arrays_count_by_all_that_they_hold() -> None:
+    def table() -> pd.DataFrame:
+        kinds = pd.Categorical(["u", "v"])
+        return pd.DataFrame({"a": [1.0, 2.0], "b": ["x", None], "c": pd.array([1, None], "Int64"), "d": kinds})
+
+    changed = [
+        table(), table().assign(a=[1.0, 3.0]), table().rename(columns={"a": "z"}), table().set_index("a"),
+        table().astype({"a": "float32"}), table().iloc[::-1],
+        table().assign(d=pd.Categorical(["u", "v"], categories=["v", "u"])), table()["a"], table()["a"].rename("z"),
+        np.ma.array([1.0, 2.0], mask=[False, False]), np.ma.array([1.0, 2.0], mask=[False, True]),
+    ]  # fmt: skip
+    assert len({Content().text(over(0, value), "property") for value in changed}) == len(changed)
+    assert Content().text(table(), "table") == Content().text(table(), "table")
 
 
 class Scaled(nn.Module):

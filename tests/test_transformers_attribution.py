@@ -9,11 +9,14 @@ import torch
 from cases import relative_error
 from ggda_transformers import Binned, Nested, TrainerSetup, attribute_trainer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from transformers import Trainer
 from transformers_cases import MODELS, collate, exactness, examples, gradients, made, own_loss, sources, trainer_of
 
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.curvature import kronecker
+from ggda_ext.gradients import probe
 
 N = 11
 
@@ -225,6 +228,47 @@ def test_sets_by_name_give_a_row_each_and_their_difference():
     torch.testing.assert_close(gap.scores[0], both.scores[0] - both.scores[1])
 
 
+def test_questions_in_turn_have_the_answers_of_each_alone():
+    """What was found out about a model is kept: for losses that are read off a batch, not under the hooks of a pass."""
+    rows = pytest.importorskip("datasets").Dataset.from_list(sources(examples("gpt2", N)))
+    model, tests = made("gpt2"), examples("gpt2", 5, seed=1)
+    options = {"eval_dataset": tests, "data_collator": collate, "method": "tracin", "batch_size": 8}
+    for property in ("eval_loss", "perplexity", "accuracy"):
+        found = attribute_trainer(model, rows, "source", property, **options)
+        alone = attribute_trainer(made("gpt2"), rows, "source", property, **options)
+        torch.testing.assert_close(found.scores, alone.scores)
+
+
+class Multiplications(TorchDispatchMode):
+    """Counts those of matrix products; no hooks, which would be seen."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        counted = flop_registry.get(func._overloadpacket)
+        self.count += 0 if counted is None else counted(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def test_a_first_look_at_a_heavy_model_takes_less_than_a_batch(monkeypatch):
+    monkeypatch.setattr(probe, "HEAVY", 0)
+    model, data = made("gpt2", torch.float32), collate(examples("gpt2", 32))
+
+    def counted(run):
+        with Multiplications() as seen:
+            run()
+        return seen.count
+
+    batch = counted(lambda: model(**{key: value[:8] for key, value in data.items()}).loss.backward())
+    provider = GroupGradients(model, None, data, batch_size=8, show_progress=False)
+    directions = torch.randn(1, provider.p)
+    first, again = (counted(lambda: provider.scores(directions)) for _ in range(2))
+    assert provider.plan(1).strategy == "directional"
+    assert again <= 1.1 * 4 * batch
+    assert first - again <= batch
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_factored_curvature_without_bases_is_the_mean_square_of_every_gradient(name, monkeypatch):
     """For embeddings, and sides too large to find a basis for; a weight that is used twice is left out here."""
@@ -253,12 +297,20 @@ def test_factored_curvature_without_bases_is_the_mean_square_of_every_gradient(n
     (Nested("path"), {"a", "b"}),
     (Nested("path", 2), {"a/0", "a/1", "b/0", "b/1"}),
     (Binned("year", bins=[2000, 2004, 2012]), {"[2000, 2004)", "[2004, 2012]"}),
+    (Binned("day", freq="Y"), {"2000", "2001"}),
+    (Binned("day", bins=["2000-01-01", "2001-01-01", "2002-01-01"]), None),
     ([0] * 6 + [1] * 6, {0, 1}),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["list", "datasets"])
 def test_groups_come_from_columns(groups, names, kind):
     rows = [
-        row | {"meta": {"lang": "en" if i % 2 else "de"}, "path": f"{'ab'[i % 2]}/{i // 2 % 2}/x", "year": 2000 + i}
+        row
+        | {
+            "meta": {"lang": "en" if i % 2 else "de"},
+            "path": f"{'ab'[i % 2]}/{i // 2 % 2}/x",
+            "year": 2000 + i,
+            "day": f"200{i // 6}-05-31",
+        }
         for i, row in enumerate(sources(examples("bert", 12)))
     ]
     if kind == "datasets":
@@ -267,7 +319,7 @@ def test_groups_come_from_columns(groups, names, kind):
     result = attribute_trainer(
         model, rows, groups, eval_dataset=examples("bert", 2, seed=1), data_collator=collate, method="tracin"
     )
-    assert set(result.names) == names
+    assert set(result.names) == names if names is not None else len(result.names) == 2
     assert sum(result.sizes) == 12
 
 
@@ -309,6 +361,12 @@ def test_mistakes_are_named_with_the_fix(tmp_path):
     refused(ValueError, "pass eval_dataset=", eval_dataset=None)
     refused(ValueError, "'difference' is the loss of one set minus", property="difference")
     refused(TypeError, "trainer_or_model is a str", given="bert")
+    refused(ValueError, "a BertModel gave no loss for rows with labels: take a model with a head", given=model.bert)
+    refused(ValueError, "groups=None names no column.*has 'input_ids', 'labels', 'source'", groups=None)
+    refused(TypeError, "train_dataset is the text 'rows.csv': load it first", data="rows.csv")
+    refused(ValueError, r"row 5 of the training data has no 'source'", data=[*rows[:5], *tests])
+    refused(ValueError, r"Binned\('labels'\) says no bins: pass bins=", groups=Binned("labels"))
+    refused(ValueError, r"Binned\('source'\).*holds the text 'web': write dates as", groups=Binned("source", freq="M"))
     refused(ValueError, "made a batch of 1 rows from", data_collator=lambda rows: collate(rows[:1]))
     refused(ValueError, "checkpoints='output_dir' stands for", checkpoints="output_dir")
     refused(FileNotFoundError, "holds no checkpoint-", checkpoints=tmp_path)

@@ -247,6 +247,8 @@ def test_mistakes_are_named_with_the_fix(tmp_path):
             GroupTracker(**({"train_dataset": rows, "groups": "source", "eval_dataset": tests} | arguments))
 
     refused(ValueError, "every=0", every=0)
+    refused(TypeError, "every=2.5: pass a whole number", every=2.5)
+    refused(ValueError, "share='half'", share="half")
     refused(ValueError, "share=2", share=2)
     refused(ValueError, "preconditioner='sgd'", preconditioner="sgd")
     refused(ValueError, "its columns are 'input_ids', 'labels', 'source'", groups="origin")
@@ -260,6 +262,9 @@ def test_mistakes_are_named_with_the_fix(tmp_path):
     tracker = GroupTracker(rows[::-1], "source", eval_dataset=tests)
     with pytest.raises(ValueError, match=r"row 0 of the Trainer has another 'input_ids'.*after the shuffle"):
         trainer_of(made("bert", torch.float32), rows, tmp_path, callbacks=[tracker]).train()
+    tracker = GroupTracker(rows, "source", eval_dataset=tests, preconditioner="adam", show=False)
+    with pytest.raises(ValueError, match="keeps nothing and not Adam's second moments: leave out preconditioner"):
+        trainer_of(made("bert", torch.float32), rows, tmp_path, callbacks=[tracker], optim="sgd").train()
     tracker = GroupTracker(rows, "source", eval_dataset=tests, show=False)
 
     def flattening(some):

@@ -14,10 +14,11 @@ from cases import relative_error
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, N, data, make, mlp, point_gradients
-from unusual_rare import DropsGradients, MixesLargeBatches, Switches
+from unusual_rare import DropsGradients, FullExperts, KeepsTheLargest, MixesLargeBatches, Switches
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
+from ggda_ext.gradients import probe
 from ggda_ext.gradients.watch import Watch
 from ggda_ext.losses import BatchLoss, OutputLoss, as_example_loss
 
@@ -109,8 +110,24 @@ def test_what_has_no_answer_is_refused_under_every_strategy(name, strategy):
         assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_two_examples_of_a_heavy_model_tell_as_much(name, monkeypatch):
+    monkeypatch.setattr(probe, "HEAVY", -1)
+    case, (model, points) = CASES[name], make(name, 0)
+    provider = GroupGradients(model, case.loss, points, GROUPS, parameters=case.parameters, batch_size=5)
+    if case.refused is not None:
+        with pytest.raises(ValueError, match=case.refused):
+            provider.plan(1)
+        return
+    directions, expected = asked(name, points, subject(name, 0)[1], provider, "auto")
+    assert relative_error(provider.scores(directions), Groups(GROUPS).sum(expected)) <= 1e-10
+
+
 @pytest.mark.parametrize("strategy", ["auto", "directional", "forward", "segmented", "backward"])
-@pytest.mark.parametrize("mixes", [MixesLargeBatches, lambda: DropsGradients(True), lambda: DropsGradients(False)])
+@pytest.mark.parametrize(
+    "mixes",
+    [MixesLargeBatches, FullExperts, KeepsTheLargest, lambda: DropsGradients(True), lambda: DropsGradients(False)],
+)
 def test_examples_that_are_mixed_in_large_batches_only_are_refused_there(mixes, strategy):
     torch.manual_seed(0)
     model, points = mixes().double(), data("features", 0)
@@ -283,19 +300,60 @@ def test_half_precision_models_go_to_the_fast_strategy(dtype, strategy):
     assert strategy != "auto" or provider.plan(1).strategy == "directional"
 
 
-def test_a_scripted_model_is_served_and_named():
+@pytest.mark.parametrize("way", ["script", "trace"])
+def test_a_scripted_model_is_served_and_named(way):
     torch.manual_seed(0)
     model, (x, y) = mlp().double(), data("features", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        scripted = torch.jit.script(model)
+        scripted = torch.jit.script(model) if way == "script" else torch.jit.trace(model, x[:2])
     v = torch.randn(1, sum(p.numel() for p in model.parameters()), dtype=torch.float64)
     expected = GroupGradients(model, CE, (x, y), GROUPS).scores(v)
     for strategy in ("auto", "forward", "backward", "persample"):
         found = GroupGradients(scripted, CE, (x, y), GROUPS, strategy=strategy).scores(v)
         assert relative_error(found, expected) <= 1e-10
-    with pytest.raises(ValueError, match="RecursiveScriptModule '0' is not a layer known"):
+    with pytest.raises(ValueError, match="Module '0' is not a layer known"):
         GroupGradients(scripted, CE, (x, y), GROUPS, strategy="directional").scores(v)
+
+
+class RarelyMore(nn.Module):
+    """Adds a layer that takes some rows of a batch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.more = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        rows = (x[:, 0] > 1).nonzero()[:, 0]
+        out = self.first(x)
+        return out.index_add(0, rows, self.more(x[rows])) if len(rows) else out
+
+
+class OneByOne(IterableDataset):
+    def __init__(self, *columns: torch.Tensor) -> None:
+        self.columns = columns
+
+    def __iter__(self):
+        return zip(*self.columns, strict=True)
+
+
+def test_a_layer_that_a_stream_reaches_later_is_answered_or_named():
+    torch.manual_seed(0)
+    model, (x, y) = RarelyMore().double(), data("features", 0)
+    x[:, 0] = x[:, 0].clamp(max=0.9)
+    x[[7, 13], 0] = 2.0
+    v = torch.randn(1, sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    expected, random = GroupGradients(model, CE, (x, y), GROUPS).scores(v), torch.get_rng_state()
+    for strategy in ("auto", "directional", "forward"):
+        provider = GroupGradients(model, CE, DataLoader(OneByOne(x, y), batch_size=4), GROUPS, strategy=strategy)
+        told, found = "", expected
+        try:
+            found = provider.scores(v)
+        except (ValueError, TypeError) as error:
+            told = str(error)
+        assert not told or "cannot be used here" in told or "pass a map-style Dataset" in told
+        assert relative_error(found, expected) <= 1e-10
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_inference_mode_around_the_call_changes_nothing():

@@ -144,7 +144,10 @@ def other_doors(model: nn.Module, x: Tensor, y: Tensor, labels: Series, file: Pa
     goal = properties.weighted_sum([properties.mean_loss((x, y), None), properties.soft_accuracy((x, y))], [1.0, -1.0])
     print(plan.explain(), estimate(provider, n=10**6), GradientStore(provider, file))
     print(property_gradient(goal, model, dict(model.named_parameters())), property_scores(provider, goal).shape)
-    answer = WhatIf(model, nn.CrossEntropyLoss(), (x, y), labels).leave_group_out(goal).attribution()
+    what_if = WhatIf(model, nn.CrossEntropyLoss(), (x, y), labels)
+    print(what_if.search(goal, remove=2, holdout=goal).removed, what_if.shapley(goal, kind="banzhaf").scores)
+    what_if.search(goal, drop=2)  # type: ignore[call-arg]
+    answer = what_if.leave_group_out(goal).attribution()
     issues: LabelIssues = find_label_issues(model, nn.CrossEntropyLoss(), (x, y), validation=(x, y), groups=labels)
     print(answer.harmful(), issues, grouping.by_column(labels, freq="M").summary(model, own, (x, y), batch_size=8))
 

@@ -440,6 +440,17 @@ def gradient_penalty(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return losses + d.square().sum(1)
 
 
+def inner_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss after a step of gradient descent on each example by itself, as in meta-learning."""
+    losses = []
+    for x, y in zip(batch[0], batch[1], strict=True):
+        own = dict(model.named_parameters())
+        gradients = torch.autograd.grad(CE(model(x), y), list(own.values()), create_graph=True)
+        moved = {name: value - 0.1 * d for (name, value), d in zip(own.items(), gradients, strict=True)}
+        losses.append(CE(torch.func.functional_call(model, moved, (x,)), y))
+    return torch.stack(losses)
+
+
 def python_if(output: Tensor, target: Tensor) -> Tensor:
     loss = F.cross_entropy(output, target, reduction="sum")
     return loss * 2 if float(loss.detach()) > 1e9 else loss
@@ -523,6 +534,7 @@ CASES: dict[str, Unusual] = {
     "a weight used twice, a little": Unusual(lambda: UsedTwice("little")),
     "a small penalty": Unusual(mlp, BatchLoss(small_penalty)),
     "a gradient penalty": Unusual(mlp, BatchLoss(gradient_penalty)),
+    "a step inside": Unusual(mlp, BatchLoss(inner_step)),
     "renormalised embedding": Unusual(
         lambda: nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Flatten(), nn.Linear(20, CLASSES)), inputs="tokens"
     ),

@@ -127,13 +127,14 @@ def _order(named: Mapping[str, nn.Parameter], groups: list[Any], trainer: Any) -
 
 
 def _divisor(state: Mapping[str, Any], group: Mapping[str, Any], parameter: nn.Parameter, where: str) -> Tensor:
+    if "betas" not in group or (state and "exp_avg_sq" not in state):
+        kept = ", ".join(sorted(map(str, state))) or "nothing"
+        raise ValueError(
+            f"preconditioner='adam': {where} keeps {kept} and not Adam's second moments: leave out preconditioner for "
+            "other optimizers than Adam and AdamW."
+        )
     if not state:
         return torch.ones_like(parameter)  # no step so far
-    if "exp_avg_sq" not in state:
-        raise ValueError(
-            f"preconditioner='adam': {where} keeps {sorted(map(str, state))} and not Adam's second moments: leave out "
-            "preconditioner for other optimizers than Adam and AdamW."
-        )
     step = float(state["step"])
     corrected = state["exp_avg_sq"] / (1 - group["betas"][1] ** step)
     return (corrected.sqrt() + group["eps"]).to(parameter)

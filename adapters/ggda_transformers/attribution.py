@@ -101,10 +101,11 @@ def attribute_trainer(
     data = setup.rows(setup.prepared(train_dataset), "train_dataset")
     with evaluated(setup.model):
         by, damping = _method(method, preconditioner, setup, damping, ParameterSpace(setup.model, chosen).size)
+        load = None if listed is None else by.load if isinstance(by, AdamTracIn) else _load
         result = attribute(
             setup.model, setup.loss(tokens), data, partition, goal, method=by,
             damping=damping, checkpoints=listed, weights=_weights(listed, weights, by),
-            load_checkpoint=by.load if isinstance(by, AdamTracIn) else _load, parameters=chosen, strategy=strategy,
+            load_checkpoint=load, parameters=chosen, strategy=strategy,
             batch_size=setup.batch_size, memory_budget=memory_budget, show_progress=show_progress, save_dir=save_dir,
             tag=tag,
         )  # fmt: skip

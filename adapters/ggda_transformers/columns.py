@@ -16,7 +16,7 @@ class Binned:
     """Bins of a column of numbers or dates.
 
     Attributes:
-        column: its name.
+        column: its name. Dates may be text as in ISO 8601, ``"2024-05-31"``.
         bins: how many bins of about equal counts, or their edges.
         freq: for dates, ``"Y"``, ``"M"``, ``"W"`` or ``"D"``.
     """
@@ -58,6 +58,12 @@ def groups_of(dataset: Any, groups: Any, n: int) -> Groups:
     if _are_parts(groups, dataset, n):
         columns = [_values(dataset, part, n) for part in groups]
         return Groups(_objects(list(zip(*columns, strict=True))), n)
+    if groups is None or isinstance(groups, int | float) or (isinstance(groups, list | tuple) and not groups):
+        have = ", ".join(map(repr, column_names(dataset)[:20])) or "none"
+        raise ValueError(
+            f"groups={groups!r} names no column: pass the name of one (the training data has {have}), or one label for "
+            f"each of the {n} rows."
+        )
     if not isinstance(groups, Groups) and hasattr(groups, "__len__") and _is_labels(groups) and len(groups) != n:
         raise ValueError(
             f"groups has {len(groups)} labels for {n} rows of the training data: pass one label per row, in the order "
@@ -108,9 +114,34 @@ def _values(dataset: Any, part: Part, n: int) -> list[Any]:
     if isinstance(part, Binned):
         from ggda_ext.grouping import by_column
 
-        bins = by_column(np.asarray(values), n, bins=part.bins, freq=part.freq)
+        if part.bins is None and part.freq is None:
+            raise ValueError(f"Binned({part.column!r}) says no bins: pass bins= for numbers, or freq= for dates.")
+        edges = part.bins if part.bins is None or isinstance(part.bins, int) else _dates(part.bins, part.column)
+        bins = by_column(_dates(values, part.column), n, bins=edges, freq=part.freq)
         return [bins.name(int(label)) for label in bins.labels]
     return values
+
+
+def _dates(values: Sequence[Any], column: str) -> Any:
+    """Values as an array; text as dates."""
+    if not all(isinstance(value, str) for value in values):
+        return np.asarray(values)
+    try:
+        return np.asarray(values, dtype="datetime64[s]")
+    except ValueError:
+        wrong = next(value for value in values if not _is_date(value))
+        raise ValueError(
+            f"Binned({column!r}) is for numbers and dates, and the column holds the text {wrong!r}: write dates as "
+            "'2024-05-31', or name the column itself to group by its values."
+        ) from None
+
+
+def _is_date(text: str) -> bool:
+    try:
+        np.datetime64(text, "s")
+    except ValueError:
+        return False
+    return True
 
 
 def column_names(dataset: Any) -> list[str]:
@@ -139,7 +170,7 @@ def column_values(dataset: Any, name: str) -> list[Any]:
     values = (
         list(plain[first])
         if hasattr(plain, "column_names")
-        else [row[first] for row in map(plain.__getitem__, range(len(plain)))]
+        else [_of_row(plain[at], first, at) for at in range(len(plain))]
     )
     for key in inner:
         if not isinstance(values[0], Mapping) or key not in values[0]:
@@ -147,3 +178,11 @@ def column_values(dataset: Any, name: str) -> list[Any]:
             raise ValueError(f"groups names the column {name!r}, but {first!r} holds {have}.")
         values = [value[key] for value in values]
     return [value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value for value in values]
+
+
+def _of_row(row: Mapping[str, Any], name: str, at: int) -> Any:
+    if name not in row:
+        raise ValueError(
+            f"row {at} of the training data has no {name!r}, which the first row has: give it to every row."
+        )
+    return row[name]

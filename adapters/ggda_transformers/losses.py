@@ -64,8 +64,13 @@ class TrainerLoss(OwnLoss):
             try:
                 return super().value(model, batch, rows)
             except TypeError as error:
+                if "labels" in batch and error.__cause__ is not None:
+                    raise  # the model itself failed
                 if "labels" in batch:
-                    raise
+                    raise ValueError(
+                        f"a {type(model).__name__} gave no loss for rows with labels: take a model with a head, such "
+                        "as one for SequenceClassification, or pass compute_loss_func=."
+                    ) from error
                 have = ", ".join(map(repr, batch))
                 raise ValueError(
                     f"the model returned no loss: the rows have {have} and no 'labels'. Keep the column of labels, or "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -173,6 +174,8 @@ class TrainerSetup:
 
 def check_rows(dataset: Any, name: str) -> None:
     """Refuse what has no rows by index, with what to do about it."""
+    if isinstance(dataset, str | bytes | Path):
+        raise TypeError(f"{name} is the text {str(dataset)!r}: load it first, and pass the rows as given to Trainer.")
     if isinstance(dataset, DataLoader):
         raise TypeError(f"{name} is a DataLoader: pass its data set, as it was given to Trainer.")
     if isinstance(dataset, Mapping):

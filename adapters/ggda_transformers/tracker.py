@@ -30,7 +30,7 @@ from ggda_ext.groups import Groups
 from ggda_ext.losses.row_reductions import Tokens
 from ggda_ext.results import Attribution, MethodFacts
 from ggda_ext.sharing import alone
-from ggda_ext.words import without
+from ggda_ext.words import check_counts, without
 from ggda_transformers.adam import live_divisors
 from ggda_transformers.attribution import evaluated
 from ggda_transformers.columns import groups_of
@@ -95,10 +95,9 @@ class GroupTracker(TrainerCallback):
         check_rows(train_dataset, "train_dataset")
         self._rows = train_dataset
         self.groups: Groups = groups_of(train_dataset, groups, len(train_dataset))
-        if every < 1:
-            raise ValueError(f"every={every}: pass at least 1.")
-        if not 0 < share <= 1:
-            raise ValueError(f"share={share}: pass a number above 0, up to 1.")
+        check_counts(every=every)
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"share={share!r}: pass a number above 0, up to 1.")
         if preconditioner not in (None, "adam"):
             raise ValueError(f"preconditioner={preconditioner!r} is not one of None, 'adam'.")
         self.every, self.share, self.preconditioner, self.tokens, self.seed = every, share, preconditioner, tokens, seed

@@ -21,6 +21,7 @@ _TITLES = {
     "grouping": "Grouping",
     "training": "Many models at once against a loop",
     "scaling": "Large data: passes, memory, stores, estimates",
+    "transformers": "Hugging Face models after training, and what a tracker adds to a training",
     "ranks": "Several processes against one",
 }
 

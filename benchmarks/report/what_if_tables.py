@@ -30,7 +30,8 @@ def what_if_tables(rows: pd.DataFrame) -> Iterator[Table]:
         lines = {method: some[some["method"] == method].sort_values("grouping_seed") for method in _SHOWN}
         methods = [_rank(lines[method], method in _REFITTED) for method in _SHOWN]
         ceilings = [_mean(some, column) for column, _ in CEILINGS]
-        choices = f"{int(some['subsets'].max())} × {some['model_seeds'].map(len).max()}"
+        seeds = sorted(set(some["model_seeds"].map(len)))
+        choices = f"{int(some['subsets'].max())} × {'–'.join(map(str, seeds[:: max(1, len(seeds) - 1)]))}"
         ranks.append([*first, choices, *methods, *ceilings])
         levels += [[*first, method, *_level(lines[method])] for method in _REFITTED if not lines[method].empty]
     columns = [*_NAMES, "Models", *_SHOWN, *(title for _, title in CEILINGS)]
@@ -43,7 +44,7 @@ def what_if_tables(rows: pd.DataFrame) -> Iterator[Table]:
         notes=[
             "LDS: Spearman correlation of predicted mean test losses with those of retrained models, the mean over "
             "grouping seeds; for what-if with its 95 % bootstrap interval over models and, in parentheses, its value "
-            "for each grouping seed. Models: choices of groups for each grouping, and models retrained on each choice. "
+            "for each grouping seed. Models: choices of groups for each grouping seed, and models retrained on each choice. "
             f"{CEILING_NOTE}"
         ],
     )

@@ -23,23 +23,20 @@ STEPS = (1, 4, 16)
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Passes after training for each model and precision, then the tracker's overhead."""
-    n = 16 if quick else 64
-    for name, build in MODELS.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            if not (quick and dtype == torch.bfloat16):
-                yield after_training(name, build, dtype, n)
+    n = 16 if quick else 32
+    for dtype in (torch.float32,) if quick else (torch.float32, torch.bfloat16):
+        for name, build in MODELS.items():
+            yield from after_training(name, build, dtype, n)
     yield from while_training(48 if quick else 256)
 
 
-def after_training(name: str, build: Callable[[], nn.Module], dtype: torch.dtype, n: int) -> Row:
-    """One property, groups of one point, against a pass over the same batches."""
+def after_training(name: str, build: Callable[[], nn.Module], dtype: torch.dtype, n: int) -> Iterator[Row]:
+    """One property, groups of one point to all, against a pass over the same batches."""
     torch.manual_seed(0)
     model = build().to(dtype).eval()
     data = data_for(name, n, dtype)
-    provider = GroupGradients(model, None, data, batch_size=BATCH, show_progress=False)
-    directions = torch.randn(1, provider.p, dtype=dtype)
-    plan = provider.plan(1)
     trained = [value for value in model.parameters() if value.requires_grad]
+    directions = torch.randn(1, sum(value.numel() for value in trained), dtype=dtype)
     loss = OwnLoss()
 
     def one_pass() -> None:
@@ -47,12 +44,20 @@ def after_training(name: str, build: Callable[[], nn.Module], dtype: torch.dtype
             batch = {key: value[low : low + BATCH] for key, value in data.items()}
             torch.autograd.grad(loss.value(model, batch), trained)
 
-    times = best_times({"pass": one_pass, "scores": lambda: provider.scores(directions)}, 3)
+    providers = {
+        size: GroupGradients(model, None, data, [i // size for i in range(n)], batch_size=BATCH, show_progress=False)
+        for size in (1, BATCH, n)
+    }
+    plans = {size: provider.plan(1) for size, provider in providers.items()}
+    scores = {f"size {size}": lambda own=own: own.scores(directions) for size, own in providers.items()}
+    times = best_times({"pass": one_pass} | scores, 3)
     kind = str(dtype).removeprefix("torch.")
-    return Row(
-        "transformers", name, f"{plan.strategy}, {kind}", 1, times["scores"], "pass", times["scores"] / times["pass"],
-        "passes", GOAL, f"n = {n}, {TOKENS} tokens, {provider.p:,} parameters, batches of {BATCH}",
-    )  # fmt: skip
+    for size, plan in plans.items():
+        seconds = times[f"size {size}"]
+        yield Row(
+            "transformers", name, f"{plan.strategy}, {kind}", size, seconds, "pass", seconds / times["pass"],
+            "passes", GOAL, f"n = {n}, {TOKENS} tokens, {directions.shape[1]:,} parameters, batches of {BATCH}",
+        )  # fmt: skip
 
 
 def while_training(n: int) -> Iterator[Row]:

@@ -47,24 +47,13 @@ class Search:
 def found_search(
     what_if: WhatIf,
     property: Property,
-    *,
-    remove: int | None = None,
-    budget: int | None = None,
-    goal: Goal | None = None,
-    holdout: Property | None = None,
-    exchanges: int = 3,
+    remove: int | None,
+    budget: int | None,
+    goal: Goal | None,
+    holdout: Property | None,
+    exchanges: int,
 ) -> Search:
-    """Search the groups whose removal makes a property smallest or largest.
-
-    Args:
-        what_if: the counterfactuals.
-        property: one number.
-        remove: how many groups to leave out.
-        budget: or at most how many training points; the search then stops when nothing that fits improves it.
-        goal: ``"min"`` or ``"max"``; by default what is better for the property.
-        holdout: the property of points that the search does not see, to judge the choice by.
-        exchanges: rounds in which one removed group may be exchanged for a kept one.
-    """
+    """See `WhatIf.search`."""
     k, sizes = len(what_if.groups), what_if.groups.sizes
     if (remove is None) == (budget is None):
         raise ValueError("pass remove, a number of groups, or budget, a number of training points.")

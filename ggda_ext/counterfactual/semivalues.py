@@ -56,24 +56,9 @@ class Semivalues:
 
 
 def found_semivalues(
-    what_if: WhatIf,
-    property: Property,
-    *,
-    samples: int = 64,
-    kind: Kind = "shapley",
-    atoms: int | None = None,
-    seed: int = 0,
+    what_if: WhatIf, property: Property, samples: int, kind: Kind, atoms: int | None, seed: int
 ) -> Semivalues:
-    """Values of groups for a property of outputs.
-
-    Args:
-        what_if: the counterfactuals.
-        property: a property of outputs, one number.
-        samples: for Shapley, random orders in which groups arrive; for Banzhaf, random halves: k + 1 refits each.
-        kind: ``"shapley"`` or ``"banzhaf"``.
-        atoms: cut groups into pieces of about that many points, so that splitting a group gains nothing.
-        seed: of the orders.
-    """
+    """See `WhatIf.shapley`."""
     if kind not in ("shapley", "banzhaf"):
         raise ValueError(f"kind={kind!r} is not one of 'shapley', 'banzhaf'.")
     check_count("samples", samples, 2)  # one has no standard error

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -220,17 +220,51 @@ class WhatIf:
 
         return found_interactions(self, property, None if names is None else self.ids(names))
 
-    def search(self, property: Property, **options: Any) -> Search:
-        """Which groups to leave out, so that a property becomes as small or large as possible; see `found_search`."""
+    def search(
+        self,
+        property: Property,
+        *,
+        remove: int | None = None,
+        budget: int | None = None,
+        goal: Literal["min", "max"] | None = None,
+        holdout: Property | None = None,
+        exchanges: int = 3,
+    ) -> Search:
+        """Which groups to leave out, so that a property becomes as good as possible.
+
+        Args:
+            property: one number.
+            remove: how many groups to leave out.
+            budget: or at most how many training points; the search then stops when nothing that fits improves it.
+            goal: ``"min"`` or ``"max"``; by default what is better for the property.
+            holdout: the property of points that the search does not see, to judge the choice by.
+            exchanges: rounds in which one removed group may be exchanged for a kept one.
+        """
         from ggda_ext.counterfactual.search import found_search
 
-        return found_search(self, property, **options)
+        return found_search(self, property, remove, budget, goal, holdout, exchanges)
 
-    def shapley(self, property: Property, **options: Any) -> Semivalues:
-        """Shapley or Banzhaf values of the groups from many refits; see `found_semivalues`."""
+    def shapley(
+        self,
+        property: Property,
+        *,
+        samples: int = 64,
+        kind: Literal["shapley", "banzhaf"] = "shapley",
+        atoms: int | None = None,
+        seed: int = 0,
+    ) -> Semivalues:
+        """Shapley or Banzhaf values of the groups from many refits.
+
+        Args:
+            property: a property of outputs, one number.
+            samples: for Shapley, random orders in which groups arrive; for Banzhaf, random halves: k + 1 refits each.
+            kind: ``"shapley"`` or ``"banzhaf"``.
+            atoms: cut groups into pieces of about that many points, so that splitting a group gains nothing.
+            seed: of the orders.
+        """
         from ggda_ext.counterfactual.semivalues import found_semivalues
 
-        return found_semivalues(self, property, **options)
+        return found_semivalues(self, property, samples, kind, atoms, seed)
 
     def verify(
         self, retrain: Retrain, property: Property, subsets: Any = 8, *, fraction: float = 0.5, seed: int = 0

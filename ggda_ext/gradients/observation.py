@@ -141,6 +141,7 @@ class Observation:
             allowed: relative differences that rounding may explain.
             alters: whether to look for what makes gradients other than derivatives.
         """
+        self._loss.prepare(self._space.model, batch)
         run = _Run(self._space, batch_length(batch), observer, allowed)
         calls = run.calls
         with _copies(self._copied, run.size) as copied, _shared(self._biases, run.share):
@@ -150,6 +151,13 @@ class Observation:
             try:
                 with Watch(run.size) as watch:
                     losses = self._loss.each(self._space.model, batch)
+            except RuntimeError as error:
+                if run.shared is None:
+                    raise
+                raise UnknownLayer(
+                    f"layer {run.shared!r} returned one row for a batch of {run.size} examples, and the model does not "
+                    f"take one for each ({str(error).partition(chr(10))[0]})"
+                ) from error
             finally:
                 self._run = None  # a checkpoint calls layers again on the way back
             calls.losses, calls.called = losses.detach(), watch.called
@@ -194,6 +202,7 @@ class _Run:
         self.space, self.size, self.observer = space, size, observer
         self.calls, self.order = Calls(), _Order(allowed)
         self.leaves: list[Tensor] = []
+        self.shared: str | None = None  # a layer whose only row was given to every example
 
     def tell_of_copies(self, layer: Layer, copies: Tensor) -> None:
         """Tell of a parameter's copies, and of their gradient."""
@@ -206,6 +215,7 @@ class _Run:
         a, rows, size = a.detach(), output.shape[0], self.size
         if rows != size and rows == 1:  # shared by the batch, as position embeddings are
             a, output, rows = a.expand(size, *a.shape[1:]), output.expand(size, *output.shape[1:]), size
+            self.shared = layer.name
         repeats, remainder = divmod(rows, size)
         if remainder or not repeats:
             raise UnknownLayer(

@@ -154,7 +154,7 @@ class Plan:
 
 def check_strategy(asked: str, strategies: Iterable[str]) -> None:
     """Refuse what is neither ``"auto"`` nor the name of a strategy."""
-    if asked != "auto" and asked not in strategies:
+    if not isinstance(asked, str) or (asked != "auto" and asked not in strategies):
         raise ValueError(f"strategy={asked!r} is not one of 'auto', {', '.join(map(repr, strategies))}.")
 
 

@@ -4,12 +4,17 @@ The examples come from the whole data: the first, the last, those with a large l
 nothing), others at random. Each is run alone through plain autograd. Then the loss of a batch must be made of the
 losses of its examples, and whatever a strategy says about them must be what autograd says. For a parameter that no
 example touched, more of them are looked at; a strategy that cannot be compared with autograd is not trusted.
+
+Of a model that takes seconds for eight examples only two are run, a short and a long one (padding and counts of tokens
+are what examples of such models may mix), so that all this takes less than a batch of eight. Not so where the user's
+own function reduces the losses of a batch, which may leave out any of them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ggda_ext.data import IndexedData, batch_length, pick, to_device
+from ggda_ext.data import IndexedData, batch_length, pick, tensors_in, to_device
 from ggda_ext.gradients.layers import Layer, copied_parameter, known_layers
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Facts
@@ -131,13 +136,11 @@ class Probe:
     def _look(self, members: Members, at_once: int) -> None:
         """Compare the layers, and what makes up the loss of a batch, with autograd on examples of the data."""
         space, nothing = self._space, Truth.of_nothing(len(self._space.parameters))
-        saved = SavedState(space.model, _may_change(space.model))
-        try:
-            sample = Sample(space, self._loss, self._data, members, at_once)
-            space.changing = saved.changed()
-        finally:
-            saved.restore()
-        self._found = Findings([], nothing, sample.precision, sample.bytes_per_example, space.changing)
+        sample = Sample(space, self._loss, self._data, members, at_once)
+        space.changing = sample.changing
+        self._found = Findings(
+            [], nothing, sample.precision, sample.bytes_per_example, space.changing, heavy=sample.heavy
+        )
         self._found.alters = hidden_hooks(space.model, list(space.parameters.values()))
         self._allowed = tolerance(sample.precision)
         try:
@@ -207,13 +210,14 @@ class Probe:
 
     def _look_further(self, members: Members, at_once: int) -> None:
         """Look for examples that touch the parameters which the first ones did not touch."""
-        count = min(_ROUNDS * _MORE, len(members))
+        more = FEW if self._found.heavy else _MORE
+        count = min(_ROUNDS * more, len(members))
         others = np.random.default_rng(1).choice(len(members), count, replace=False).tolist()
-        for start in range(0, count, _MORE):
+        for start in range(0, count, more):
             missing = ~self._found.truth.touched
             if not bool(missing.any()):
                 return
-            some = np.asarray([members[at] for at in others[start : start + _MORE]])
+            some = np.asarray([members[at] for at in others[start : start + more]])
             runs = runs_of(some, at_once)
             device = self._space.device
             for run, batch in zip(runs, [to_device(b, device) for b in self._data.batches(runs)], strict=True):
@@ -389,14 +393,22 @@ def _shared_parameter(layers: list[Layer]) -> str | None:
     return "two layers share a parameter" if len(set(seen)) < len(seen) else None
 
 
-EXAMPLES = 8  # compared with autograd
+EXAMPLES, FEW = 8, 2  # compared with autograd; few of a heavy model
+HEAVY = 2**30
+"""Multiplications of a forward pass over one example, from which on a look at eight examples takes seconds."""
+_IGNORED = -100  # what losses of PyTorch leave out
 
 Members = np.ndarray | range
 """Indices of the points that are in a group."""
 
 
 class Sample:
-    """The first run of some examples: bytes, precision and shapes of activations, and the examples to compare."""
+    """The first run of some examples: bytes, precision and shapes of activations, and the examples to compare.
+
+    Attributes:
+        heavy: whether the model is too expensive to run more than `FEW` examples.
+        changing: names of what `forward` changes.
+    """
 
     def __init__(
         self, space: ParameterSpace, loss: ExampleLoss, data: IndexedData, members: Members, at_once: int
@@ -405,13 +417,44 @@ class Sample:
         self._at_once = at_once
         self.precision = space.dtype
         self.output_dims: dict[str, int] = {}
-        self._seen = 0
-        if data.is_stream:
-            batches = [to_device(data.first(at_once), space.device)]
+        self._head = to_device(data.first(at_once), space.device) if data.is_stream else None
+        self._candidates = _spread(members, 2 * EXAMPLES) if self._head is None else np.arange(batch_length(self._head))
+        batches = self._fetch(self._runs(self._candidates))
+        pair = _shortest_and_longest([length for batch in batches for length in _lengths(batch)])
+        (two,) = self._fetch([self._candidates[pair]])
+        losses = self._run([two])
+        self.heavy = self._work / len(pair) > HEAVY and self._is_reduced_as_known(two)
+        if self.heavy:
+            self._candidates = self._candidates[pair]
         else:
-            self._candidates = _spread(members, 2 * EXAMPLES)
-            batches = [to_device(batch, space.device) for batch in data.batches(self._runs(self._candidates))]
-        modules = dict(space.model.named_modules())
+            losses = self._run(batches)
+        self._first_losses, self._losses = losses[0], torch.cat(losses)
+        self.bytes_per_example = max(1, self._seen // len(self._losses))
+
+    def _is_reduced_as_known(self, batch: Any) -> bool:
+        """Whether it is known what makes up the loss of a batch: any example may show a function of the user's own."""
+        with self._put_back(), self._space.require_gradients(of_chosen=False):
+            return self._loss.reduced(self._space.model, batch) is None
+
+    @contextmanager
+    def _put_back(self) -> Iterator[SavedState]:
+        """Give the model back what it changes."""
+        saved = SavedState(self._space.model, _may_change(self._space.model))
+        try:
+            yield saved
+        finally:
+            saved.restore()
+
+    def _fetch(self, runs: Sequence[Any]) -> list[Any]:
+        """The batches of some runs of indices."""
+        if self._head is not None:
+            return [pick(self._head, list(run)) for run in runs]
+        return [to_device(batch, self._device) for batch in self._data.batches(runs)]
+
+    def _run(self, batches: list[Any]) -> list[Tensor]:
+        """Losses `[b]` of batches; keeps what their activations show."""
+        self._seen, self._work = 0, 0.0
+        modules = dict(self._space.model.named_modules())
         hidden = any(isinstance(module, torch.jit.ScriptModule) for module in modules.values())
         leaves = {id(module) for module in modules.values() if next(module.children(), None) is None}
         handles = [
@@ -420,15 +463,16 @@ class Sample:
             if not isinstance(module, torch.jit.ScriptModule)
             and (id(module) in leaves or any(True for _ in module.named_parameters(recurse=False)))
         ]
-        try:
-            losses = [self._each(batch) for batch in batches]
-        finally:
-            for handle in handles:
-                handle.remove()
-        if hidden:
-            self._seen += self._saved_bytes(batches)
-        self._batch, self._first_losses, self._losses = batches[0], losses[0], torch.cat(losses)
-        self.bytes_per_example = max(1, self._seen // len(self._losses))
+        with self._put_back() as saved:
+            try:
+                losses = [self._each(batch) for batch in batches]
+            finally:
+                for handle in handles:
+                    handle.remove()
+            self.changing = saved.changed()
+            if hidden:
+                self._seen += self._saved_bytes(batches)
+        return losses
 
     def _saved_bytes(self, batches: list[Any]) -> int:
         """What autograd keeps for a backward pass, for modules that cannot be looked into."""
@@ -449,7 +493,7 @@ class Sample:
         return runs_of(indices, self._at_once)
 
     def _each(self, batch: Any) -> Tensor:
-        with self._space.require_gradients(of_chosen=False):  # no_grad would hinder a loss with gradients of its own
+        with self._space.require_gradients(of_chosen=True):  # a loss may take gradients of its own
             losses = self._loss.each(self._space.model, batch).detach()
         if losses.shape != (batch_length(batch),):
             raise ValueError(
@@ -465,6 +509,7 @@ class Sample:
             self.output_dims[name] = first.dim()
             if is_leaf:
                 self._seen += first.numel() * first.element_size()
+            self._work += _multiplications(module, first)
             if first.is_floating_point() and torch.finfo(first.dtype).eps > torch.finfo(self.precision).eps:
                 self.precision = first.dtype
 
@@ -472,16 +517,12 @@ class Sample:
 
     def chosen(self) -> list[tuple[Any, list[Any]]]:
         """The examples to compare, as batches, each with its examples alone: first, last, and those of large loss."""
-        if self._data.is_stream:
-            self._picked = torch.arange(len(self._losses))
-            return [(self._batch, [pick(self._batch, [at]) for at in range(batch_length(self._batch))])]
         ends = [0, len(self._candidates) - 1]
         large = torch.argsort(self._losses.detach().float().nan_to_num(-1, -1, -1), descending=True).tolist()
         self._picked = torch.tensor(list(dict.fromkeys([*ends, *large]))[:EXAMPLES])
         picked = self._candidates[self._picked.numpy()]
         runs = self._runs(picked)
-        asked: list[Any] = [*runs, *[[index] for index in picked]]
-        fetched = [to_device(batch, self._device) for batch in self._data.batches(asked)]
+        fetched = self._fetch([*runs, *[[index] for index in picked]])
         alone = iter(fetched[len(runs) :])
         return [(batch, [next(alone) for _ in run]) for batch, run in zip(fetched, runs, strict=False)]
 
@@ -494,9 +535,7 @@ class Sample:
         before = self._losses.cpu().double()
         if alone is not None and torch.allclose(before[self._picked], alone, rtol=1e-4, equal_nan=True):
             return
-        first = self._batch
-        if not self._data.is_stream:
-            first = to_device(next(iter(self._data.batches([self._runs(self._candidates)[0]]))), self._device)
+        (first,) = self._fetch(self._runs(self._candidates)[:1])
         check_same_losses(self._first_losses, self._each(first), self._data.name)
 
 
@@ -511,6 +550,35 @@ def _spread(members: Members, count: int) -> np.ndarray:
         return np.asarray(members)
     inner = np.random.default_rng(0).choice(len(members) - 2, count - 2, replace=False) + 1
     return np.asarray([members[at] for at in (0, *np.sort(inner).tolist(), len(members) - 1)])
+
+
+def _lengths(batch: Any) -> list[int]:
+    """How long the examples of a batch are: entries of their integers that are neither 0 nor ignored labels."""
+    size = batch_length(batch)
+    parts = [
+        part for part in tensors_in(batch)
+        if part.layout is torch.strided and not part.is_nested and not part.is_floating_point()
+        if part.dim() > 1 and len(part) == size
+    ]  # fmt: skip
+    found = torch.zeros(size, dtype=torch.int64)
+    for part in parts:
+        found += ((part != 0) & (part != _IGNORED)).flatten(1).sum(1).cpu()
+    return found.tolist()
+
+
+def _shortest_and_longest(lengths: list[int]) -> list[int]:
+    """Positions of two examples; of the first and the last if all are alike."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return sorted({order[0], order[-1]})
+
+
+def _multiplications(module: nn.Module, output: Tensor) -> float:
+    """About how many a module makes with its own parameters."""
+    own = [value for _, value in module.named_parameters(recurse=False)]
+    if not own or isinstance(module, nn.Embedding | nn.EmbeddingBag) or not output.dim():
+        return 0.0
+    channels = output.shape[1] if max(value.dim() for value in own) > 2 and output.dim() > 1 else output.shape[-1]
+    return sum(value.numel() for value in own) * output.numel() / max(channels, 1)
 
 
 def _first_tensor(output: Any) -> Tensor | None:

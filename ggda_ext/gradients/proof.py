@@ -79,6 +79,8 @@ class Findings:
     """Functions and sizes of batches whose gradients were compared with those of smaller ones."""
     unseen: set[str] = field(default_factory=set)
     rows_compared: int = 0
+    heavy: bool = False
+    """Whether the model is too expensive to compare many examples."""
 
     @property
     def hooked(self) -> bool:
@@ -186,8 +188,8 @@ def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
     return told
 
 
-ENOUGH_ROWS = 32  # examples in batches whose rows were compared, after which order and cuts are trusted
-_COMPARED = 4  # examples of such a batch
+ENOUGH_ROWS, FEW_ROWS = 32, 1  # examples in batches whose rows were compared, after which order and cuts are trusted
+_COMPARED, _FEW_COMPARED = 4, 2  # examples of such a batch; few of a heavy model
 _TRIED = 64  # examples of a batch that are looked at for one that touches a parameter
 
 
@@ -269,7 +271,7 @@ class CapturedLayers:
         """
         size = batch_length(batch)
         recorder = None
-        if size > 1 and self.found.rows_compared < ENOUGH_ROWS:
+        if size > 1 and self.found.rows_compared < (FEW_ROWS if self.found.heavy else ENOUGH_ROWS):
             recorder = _Recorder(self._some(size), size, observer)
         calls = self._observe(batch, recorder or observer)
         new = bool(calls.touched) or calls.signature not in self.found.proven
@@ -344,7 +346,8 @@ class CapturedLayers:
     def _some(self, size: int) -> list[int]:
         """Positions of examples in a batch: the first, the last, and others that vary from batch to batch."""
         others = torch.randperm(size, generator=torch.Generator().manual_seed(self.found.rows_compared)).tolist()
-        return sorted({0, size - 1, *others[: _COMPARED - 2]})
+        few = _FEW_COMPARED if self.found.heavy else _COMPARED
+        return sorted({0, size - 1, *others[: few - 2]})
 
     def _compare(self, batch: Any, recorder: _Recorder) -> None:
         """Raise unless the recorded rows of some examples are those of a batch without the others."""

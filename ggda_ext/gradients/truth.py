@@ -288,11 +288,11 @@ def check_reduction(space: ParameterSpace, loss: ExampleLoss, batch: Any, alone:
     """
     if len(alone) < 2 or not bool(alone.isfinite().all()):
         return
-    with space.require_gradients(of_chosen=False):
+    with space.require_gradients(of_chosen=True):
         reduced = loss.reduced(space.model, batch)
     if reduced is None:
         return
-    whole, room = float(reduced), allowed.most * float(alone.abs().max() + alone.abs().mean())
+    whole, room = float(reduced.detach()), allowed.most * float(alone.abs().max() + alone.abs().mean())
     if abs(whole - float(alone.mean())) <= room or abs(whole - float(alone.sum())) <= room * len(alone):
         return
     raise ValueError(
@@ -313,7 +313,7 @@ def check_losses(space: ParameterSpace, loss: ExampleLoss, batch: Any, losses: T
         losses: theirs in this batch.
         allowed: differences that rounding may explain.
     """
-    with space.require_gradients(of_chosen=False):
+    with space.require_gradients(of_chosen=True):
         apart = torch.cat([loss.each(space.model, piece).detach() for piece in _pieces(batch)])
     found, expected = losses.cpu().double(), apart.cpu().double()
     finite = found.isfinite() & expected.isfinite()

@@ -1,8 +1,9 @@
 """What a model does with a batch while it runs: which functions it calls, and what they may do to rows and gradients.
 
 The rows that a layer sees are told apart by their place. A function that may move rows to other places (an index along
-the batch, a sort, a roll), or a hook that may change gradients on the way back, can make a strategy wrong: always, for
-some batch sizes, or for rare examples. So the functions are watched, and such batches are looked at closely. Only calls
+the batch, a sort, a roll) or reads them together (a count, a sum or the largest of the batch: an expert that is full,
+the hardest examples), or a hook that may change gradients on the way back, can make a strategy wrong: always, for some
+batch sizes, or for rare examples. So the functions are watched, and such batches are looked at closely. Only calls
 from Python are seen; the functions of PyTorch call others that do not move rows.
 """
 
@@ -26,7 +27,7 @@ class Watch(TorchFunctionMode):
         size: examples of the batch.
 
     Attributes:
-        moves: the name of a function that may have moved rows of the batch, or None.
+        moves: the name of a function that may have moved rows of the batch or read them together, or None.
         hooks: the name of a function that may have put a hook on a gradient, or None.
         asks: whether the model asks if something requires a gradient, and may do otherwise if not.
     """
@@ -168,6 +169,28 @@ def _mixed(size: int, left: Any, right: Any, **_: Any) -> bool:
     return both and right.dim() == 2 and left.dim() > 0 and left.shape[-1] == len(right)
 
 
+def _over(place: int, default: int | None = None, *, whole: bool = False) -> Callable[..., bool]:
+    """For functions that read a tensor along dimensions, the argument at a place or called `dim`.
+
+    Args:
+        place: of the argument.
+        default: dimension, if none is given.
+        whole: whether a function without a dimension counts, too, where its numbers are no indices or masks: not so for
+            sums and means, which make up a loss and whose effect is seen in any batch.
+    """
+
+    def reads(size: int, values: Any, *args: Any, **named: Any) -> bool:
+        if not _batched(size, values):
+            return False
+        dim = named.get("dim", named.get("axis", args[place] if len(args) > place else default))
+        if dim is None or isinstance(dim, bool):
+            return whole and values.is_floating_point()
+        dims = (dim,) if isinstance(dim, int) else dim
+        return isinstance(dims, tuple | list) and any(one % values.dim() == 0 for one in dims)
+
+    return reads
+
+
 def _always(size: int, values: Any = None, *_: Any, **__: Any) -> bool:
     return _batched(size, values)
 
@@ -186,11 +209,18 @@ _BY_NAME: dict[str, Callable[..., bool]] = {
     "sort": _along(0, -1),
     "flip": _flipped,
     "roll": _rolled,
+    **dict.fromkeys(("sum", "mean", "cumsum", "cumprod", "prod", "logcumsumexp", "logsumexp", "softmax", "log_softmax",
+                     "argmax", "argmin", "count_nonzero", "any", "all"), _over(0)),
+    **dict.fromkeys(("max", "min", "amax", "amin", "aminmax", "std", "var", "median", "nanmedian", "mode"),
+                    _over(0, whole=True)),
+    **dict.fromkeys(("cummax", "cummin", "argsort"), _over(0, -1)),
+    **dict.fromkeys(("topk", "kthvalue"), _over(1, -1)),
+    **dict.fromkeys(("norm", "quantile", "nanquantile"), _over(1, whole=True)),
     **dict.fromkeys(("take", "masked_select", "index_put", "masked_scatter", "unique", "unique_consecutive", "flipud"),
                     _always),
 }  # fmt: skip
 for _name, _check in _BY_NAME.items():
-    for _owner, _own in ((torch, _name), (Tensor, _name), (Tensor, f"{_name}_")):
+    for _owner, _own in ((torch, _name), (nn.functional, _name), (Tensor, _name), (Tensor, f"{_name}_")):
         if hasattr(_owner, _own):
             _MOVERS[getattr(_owner, _own)] = _check
 _GETTERS: dict[str, Any] = {name: getattr(Tensor, name).__get__ for name in ("grad_fn", "requires_grad")}

@@ -41,6 +41,9 @@ class ExampleLoss:
         """Sum of the losses of the batch, a scalar."""
         return self.each(model, batch).sum()
 
+    def prepare(self, model: nn.Module, batch: Any) -> None:
+        """Find out once how to compute the losses of a batch, before anything watches the model."""
+
     def reduced(self, model: nn.Module, batch: Any) -> Tensor | None:
         """What the user's loss function gives for the batch as a whole, if it gives one number."""
         return None
@@ -67,7 +70,7 @@ class OutputLoss(ExampleLoss):
 
     def reduced(self, model: nn.Module, batch: Any) -> Tensor | None:
         """The value of `loss_fn` for the batch, unless how it reduces a batch is known."""
-        if self.loss_fn is None or type(self.loss_fn) in _KNOWN:
+        if self.loss_fn is None or _is_known(self.loss_fn):
             return None
         output, target = model_output(model, batch)
         value = self.loss_fn(*((output,) if target is None else (output, target)))
@@ -122,7 +125,7 @@ def as_example_loss(loss_fn: Any) -> ExampleLoss:
     """`loss_fn` as an `ExampleLoss`: ``loss_fn(output, target)`` of any reduction, one already, or the model's own."""
     if isinstance(loss_fn, ExampleLoss):
         return loss_fn
-    if type(loss_fn) in _KNOWN:
+    if _is_known(loss_fn):
         return OutputLoss(loss_fn)
     if loss_fn is None:
         from ggda_ext.losses.own import OwnLoss  # which is an ExampleLoss
@@ -208,6 +211,11 @@ _KNOWN = frozenset((*_ELEMENTWISE, *_CLASSES, *_BY_ROW))
 """Losses of PyTorch whose ``reduction="none"``, reduced row by row, is the loss of a row alone; no subclasses."""
 
 
+def _is_known(loss_fn: Any) -> bool:
+    """Whether a loss is one of these, and not one that was given another `forward`."""
+    return type(loss_fn) in _KNOWN and "forward" not in vars(loss_fn)
+
+
 class _Alike:
     """Stands for all losses of PyTorch of one kind with the same settings."""
 
@@ -219,7 +227,7 @@ def _with(kind_and_settings: tuple[Any, ...]) -> _Alike:
 
 def _standing_for(loss_fn: Any) -> Any:
     """What stands for a loss function: itself, or all losses of PyTorch like it, if it holds no tensors or hooks."""
-    own = vars(loss_fn) if type(loss_fn) in _KNOWN else {}
+    own = vars(loss_fn) if _is_known(loss_fn) else {}
     held = {name: value for name, value in own.items() if not name.startswith("_") and name != "training"}
     bare = not any(own[name] for name in own if name.startswith("_") and "buffers" not in name)
     plain = all(isinstance(value, bool | int | float | str | None) for value in held.values())
@@ -232,13 +240,13 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
     """``loss_fn`` of each row of `output` and `target` alone `[b]`; trailing dimensions are reduced as it does."""
     with torch._C.DisableTorchFunction():  # a pass watches functions of the model and the loss, not our questions
         size = output.shape[0]
-        known = type(loss_fn) in _KNOWN and target is not None and target.shape[:1] == (size,)
+        known = _is_known(loss_fn) and target is not None and target.shape[:1] == (size,)
         comparable = _comparable(loss_fn, output, target) if known else None
     if loss_fn is None:
         return output.reshape(size, -1).sum(1)
     if comparable is not None:
         return _known_losses(loss_fn, output, comparable)
-    if type(loss_fn) in _KNOWN and target is None:
+    if target is None and _is_known(loss_fn):
         raise ValueError(
             f"the data gives no targets, which {type(loss_fn).__name__} needs: pass (x, y), or a dict with one of the "
             f"keys {', '.join(LABEL_KEYS)}."

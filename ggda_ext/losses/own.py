@@ -53,10 +53,15 @@ class OwnLoss(ExampleLoss):
         kind = RowReductions if self.tokens == "sum" else type(self)
         return type(self), kind, self.of_token or _as_it_is, self.of_example
 
-    def each(self, model: nn.Module, batch: Any) -> Tensor:
+    def prepare(self, model: nn.Module, batch: Any) -> None:
+        """Whether the losses can be read off a batch."""
         size = batch_length(batch)
         if size > 1 and model not in self._by_rows:
             self._by_rows[model] = self._proven(model, batch, size)
+
+    def each(self, model: nn.Module, batch: Any) -> Tensor:
+        self.prepare(model, batch)
+        size = batch_length(batch)
         if size == 1 or self._by_rows[model]:
             losses = self._rows(model, batch, size, self.tokens, self.of_token)[0]
         else:

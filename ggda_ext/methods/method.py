@@ -66,7 +66,7 @@ class Method:
 def check_numbers(*, damping: float | None, **counts: int) -> None:
     """Refuse a negative damping, and counts below one."""
     wrong = f"damping={damping!r}: pass a number from 0 on, or leave it out."
-    if damping is not None and not isinstance(damping, Real):
+    if isinstance(damping, bool) or not isinstance(damping, Real | None):
         raise TypeError(wrong)
     if damping is not None and not 0 <= damping < float("inf"):
         raise ValueError(wrong)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.data import DataLike
-from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss
+from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss, cannot_take
 from ggda_ext.properties.attacks import Attack, AttackedLoss
 from ggda_ext.properties.classes import (
     LinearProperty,
@@ -44,6 +44,8 @@ def of_outputs(
         higher_is_better: whether a higher value is better, for results to say who helps; None if not known.
         batch_size: examples per forward pass, by default those of a DataLoader, else 256; does not change the result.
     """
+    if not callable(fn) or cannot_take(fn, 2):
+        raise TypeError(f"fn={fn!r}: pass a function fn(outputs, targets) that gives a number or a vector.")
     own = getattr(fn, "__name__", "<lambda>")
     name = name or ("property" if own == "<lambda>" else own)
     return OutputsProperty(data, fn, batch_size, name=name, higher_is_better=higher_is_better)
@@ -74,7 +76,7 @@ def contrast(data_a: DataLike, data_b: DataLike, loss_fn: LossFn, *, batch_size:
 def attacked_loss(data: DataLike, loss_fn: LossFn, attack: Attack, *, batch_size: int | None = None) -> MeanProperty:
     """Mean loss ``1/N Σ_j loss(f(x'_j), y_j)``, with x' from `attack` at the current parameters, then fixed.
 
-    `attack` is ``fgsm(eps)``, ``pgd(eps, step, steps)`` or any `ggda_ext.attacks.Attack`.
+    `attack` is ``fgsm(eps)``, ``pgd(eps, step, steps)`` or any `ggda_ext.properties.attacks.Attack`.
     """
     loss = AttackedLoss(as_example_loss(loss_fn), attack)
     return MeanProperty(data, loss, batch_size, name="attacked_loss", higher_is_better=False)

@@ -226,6 +226,10 @@ def named(property: Property, name: str | None = None, *, higher_is_better: High
     """
     if not callable(property):
         raise TypeError(f"property is a {type(property).__name__}: pass a callable g(model) -> Tensor.")
+    if not isinstance(name, str | None):
+        raise TypeError(f"name={name!r}: pass text, what results call the property.")
+    if not isinstance(higher_is_better, bool | None):
+        raise TypeError(f"higher_is_better={higher_is_better!r}: pass True, False or None.")
     name = default_name(property) if name is None else name
     if isinstance(property, ReadyProperty):
         found = copy.copy(property)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Hashable, Sequence
+from numbers import Integral
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ def property_id(properties: Sequence[str], name: str | int) -> int:
             return properties.index(name)
         close = difflib.get_close_matches(name, properties, n=3, cutoff=0.4) or properties[:5]
         raise UnknownName(f"there is no property {name!r}; there is {', '.join(map(repr, close))}.")
+    if not isinstance(name, Integral):
+        raise TypeError(f"a property is asked for by a {type(name).__name__}: pass its name or number.")
     if not -len(properties) <= name < len(properties):
         raise IndexError(f"there is no property {name}: there are {len(properties)}.")
     return int(name) % len(properties)

@@ -7,14 +7,10 @@ cannot be told (an open file, a lock), that is said and refused.
 
 from __future__ import annotations
 
-import dis
 import enum
 import functools
 import io
 import logging
-import os
-import sys
-import sysconfig
 import types
 import weakref
 import zipfile
@@ -30,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ggda_ext.data import IndexedData
+from ggda_ext.storage.code import counters_in, counters_of, imported_by, library_of, names_in, version_of
 from ggda_ext.storage.data_content import describe_data
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
@@ -42,7 +39,6 @@ _BUILT_IN = (
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
 )
-_MADE_BY_PYTHON = 1 << 9  # of a class: Py_TPFLAGS_HEAPTYPE
 _UNTOLD = (types.GeneratorType, types.CoroutineType, types.FrameType, io.IOBase)
 
 
@@ -93,7 +89,9 @@ class Content:
         rule = _rule_of.get(kind)
         if rule is None:
             own = getattr(kind, "__fingerprint__", None)
-            known = next((how for kinds, how in _RULES if isinstance(value, kinds)), Content._object)
+            of_pandas = kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "to_numpy")
+            other = Content._table if of_pandas else Content._object
+            known = next((how for kinds, how in _RULES if isinstance(value, kinds)), other)
             rule = _rule_of[kind] = known if own is None else Content._own
         return rule(self, value)
 
@@ -123,10 +121,21 @@ class Content:
             return self._untold(value, str(error).partition("\n")[0])
 
     def _array(self, value: np.ndarray) -> bytes:
+        if isinstance(value, np.ma.MaskedArray):
+            return self.parts("masked", (value.filled(), np.ma.getmaskarray(value), value.fill_value))
         if value.dtype.hasobject:
             return _joined("array", str(value.shape), *map(self.hash, value.reshape(-1).tolist()))
         plain = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         return _joined("array", value.dtype.str, str(value.shape), hash_of_bytes(plain.data))
+
+    def _table(self, value: Any) -> bytes:
+        """A frame, a series, an index or an array of pandas, which keep references to themselves."""
+        if hasattr(value, "columns"):
+            columns = [value.iloc[:, at] for at in range(len(value.columns))]
+            return self.parts("frame", (columns, value.columns, value.index))
+        name = list(value.names) if hasattr(value, "names") else getattr(value, "name", None)
+        kind = str(value.dtype), getattr(value.dtype, "categories", None)
+        return self.parts(type(value).__name__, (kind, value.to_numpy(), name, getattr(value, "index", None)))
 
     def _mapping(self, value: Mapping[Any, Any]) -> bytes:
         items = []
@@ -157,7 +166,7 @@ class Content:
         if inner is not None:
             return self.hash(inner)
         with self._inside(value.__qualname__):
-            counters = _counters(value.__code__)
+            counters = counters_in(value.__code__)
             cells = [
                 self._cell(name, cell, is_counted=name in counters)
                 for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
@@ -166,10 +175,12 @@ class Content:
             library = library_of(value)
             if library is not None:
                 return _joined("function", library, _name(value), *cells, given)
-            used = [
-                self._global(name, value) for name in sorted(_names_in(value.__code__)) if name in value.__globals__
-            ]
-            return _joined("function", self._code(value.__code__), *cells, given, *used)
+            names = names_in(value.__code__)
+            used = [(name, value.__globals__[name]) for name in sorted(names) if name in value.__globals__]
+            used += imported_by(value)
+            return _joined(
+                "function", self._code(value.__code__), *cells, given, *(self._used(*u, names) for u in used)
+            )
 
     def _cell(self, name: str, cell: Any, *, is_counted: bool) -> bytes:
         with self._inside(name):
@@ -185,13 +196,13 @@ class Content:
                     raise
                 return _joined(name, "empty")
 
-    def _global(self, name: str, function: types.FunctionType) -> bytes:
-        value = function.__globals__[name]
+    def _used(self, name: str, value: Any, names: set[str]) -> bytes:
+        """What a function uses under a name; of a module of the user's own, what is named of it and of those below."""
         with self._inside(name):
-            if isinstance(value, types.ModuleType) and version_of(value.__name__) is None:
-                seen = sorted(_names_in(function.__code__) & set(vars(value)))
-                return _joined(name, *(_joined(at, self.hash(getattr(value, at))) for at in seen))
-            return _joined(name, self.hash(value))
+            if not isinstance(value, types.ModuleType) or version_of(value.__name__) is not None:
+                return _joined(name, self.hash(value))
+            seen = sorted((names & set(vars(value))) - {name})
+            return _joined(name, *(self._used(at, getattr(value, at), names - {name}) for at in seen))
 
     def _code(self, code: types.CodeType) -> bytes:
         constants = [
@@ -391,79 +402,6 @@ def bytes_of(value: Tensor) -> memoryview:
     plain = value.detach().resolve_conj().resolve_neg()
     plain = (torch.view_as_real(plain) if plain.is_complex() else plain).cpu().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().data
-
-
-def library_of(value: types.FunctionType | type) -> str | None:
-    """The package of a function or a class with its version if it is an installed one; None for the user's own.
-
-    A function is of the module whose globals it uses, whatever name it was given (`functools.wraps` gives it another).
-    What executed text defines says that it is built in, which only classes of C are.
-    """
-    if isinstance(value, type):
-        return (
-            None
-            if value.__module__ == "builtins" and value.__flags__ & _MADE_BY_PYTHON
-            else version_of(value.__module__)
-        )
-    name = value.__globals__.get("__name__")
-    return None if name is None else version_of(name)
-
-
-@functools.cache
-def version_of(module: str | None) -> str | None:
-    """The package of a module with its version if it is an installed one; None for the user's own code."""
-    top = (module or "builtins").partition(".")[0]
-    if top in sys.stdlib_module_names or top == "builtins":
-        return top
-    if top == "__main__":
-        return None
-    found = sys.modules.get(top)
-    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", [])), None)
-    ours = top in ("ggda_ext", "ggda_captum", "ggda_dattri", "ggda_trak")
-    if ours or (file is not None and os.path.realpath(file).startswith(_installed())):
-        return f"{top} {getattr(found, '__version__', '')}"
-    return None
-
-
-@functools.cache
-def _installed() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple({os.path.realpath(paths[name]) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")})
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """Names of globals and attributes in a piece of code and in the functions defined in it."""
-    found = set(code.co_names)
-    for item in code.co_consts:
-        if isinstance(item, types.CodeType):
-            found |= _names_in(item)
-    return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _counters(code: types.CodeType) -> frozenset[str]:
-    """Variables and attributes to which a function adds a constant: what calls leave behind, not what it was made of.
-
-    Nothing else that is assigned to is left out: ``self.weight = self.weight.to(device)`` is a setting still.
-    """
-    found, instructions = set[str](), [item for item in dis.get_instructions(code) if item.opname != "CACHE"]
-    for at, item in enumerate(instructions):
-        if item.opname in ("STORE_DEREF", "STORE_GLOBAL", "STORE_ATTR"):
-            before = instructions[max(at - 3, 0) : at]
-            before = before[:-1] if item.opname == "STORE_ATTR" else before[1:]  # without the swap of the object
-            adds = before and (before[-1].opname == "INPLACE_ADD" or before[-1].argrepr == "+=")
-            if adds and len(before) > 1 and before[-2].opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-                found.add(item.argval)
-    inner = [_counters(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(found.union(*inner))
-
-
-def counters_of(kind: type) -> frozenset[str]:
-    """The counters that a class of the user's keeps of its calls."""
-    if library_of(kind) is not None:
-        return frozenset()
-    codes = [getattr(getattr(kind, name, None), "__code__", None) for name in ("__call__", "forward")]
-    return frozenset().union(*(_counters(code) for code in codes if code is not None))
 
 
 def _name(value: Any) -> str:

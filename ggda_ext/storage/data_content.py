@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from ggda_ext.data import IndexedData, _Selected
+from ggda_ext.data import IndexedData, _Selected, take
 
 POINTS = 256
 _ROWS = 2**16
@@ -39,14 +39,25 @@ def describe_data(data: IndexedData, hash_of: Hash) -> tuple[str, bool]:
         found = hash_of([_read(tensors), data._order, collate])
         return f"{data.n} points {found[:16]}", True
     if data.is_stream:
-        found = hash_of([data.first(POINTS), collate])
-        return f"a stream, its first {POINTS} points {found[:16]}", False
+        some, whole = _first(data)
+        found = hash_of([some, collate])
+        return f"a stream, {'all of its' if whole else f'its first {POINTS}'} points {found[:16]}", whole
     assert data.n is not None
     at = some_points(data.n)
     batch = next(iter(data.batches([at])))
     found = hash_of([batch, data._order, collate, *_held(data._source, data.n)])
     whole = len(at) == data.n
     return f"{data.n} points{'' if whole else f', {len(at)} of them looked at,'} {found[:16]}", whole
+
+
+def _first(data: IndexedData) -> tuple[list[Any], bool]:
+    """The first `POINTS` points of a stream, in its own batches, and whether it ended before."""
+    found: list[Any] = []
+    for indices, batch in data.sequential(POINTS):
+        found.append(take(batch, POINTS - int(indices[0])))
+        if indices[-1] + 1 >= POINTS:
+            return found, False
+    return found, True
 
 
 def some_points(n: int) -> np.ndarray:

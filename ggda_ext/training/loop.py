@@ -77,7 +77,7 @@ def train_one(
             for at in shuffled(points, order).to(x.device).split(recipe.batch_size):
                 used.append(optimizer.param_groups[0]["lr"])
                 optimizer.zero_grad(set_to_none=True)
-                loss_fn(model(x[at]), y[at]).backward()
+                _one_number(loss_fn(model(x[at]), y[at])).backward()
                 optimizer.step()
                 if scheduler is not None:
                     scheduler.step()
@@ -86,6 +86,15 @@ def train_one(
                 rates.append(float(np.mean(used)))
                 used.clear()
     return Trained(model.eval(), tuple(checkpoints), tuple(rates))
+
+
+def _one_number(loss: Tensor) -> Tensor:
+    if loss.dim() and loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn returned shape {list(loss.shape)} for a batch, where training needs one number: let it return "
+            "their mean."
+        )
+    return loss
 
 
 def initial_model(make_model: MakeModel, seed: int) -> nn.Module:
