@@ -25,7 +25,7 @@ from ggda_ext.sharing import world_size
 
 MOST_BYTES = 256 * 2**20
 """Inputs of the last layer, of all points, take at most so much memory; else they are not kept."""
-_BATCH_BYTES, _LARGEST_BATCH, _FIRST = 64 * 2**20, 4096, 16
+_BATCH_BYTES, _LARGEST_BATCH, _FIRST = 4 * 2**20, 4096, 16  # of the largest activation: near the cache
 _CLOSE = 1e-3
 
 Features = tuple[Tensor, Tensor]

@@ -71,7 +71,11 @@ def _speed(results: Results) -> str:
         return "Faster? Not measured here; run `python -m benchmarks compare`."
     first = median(cell["speed_up_first"] for cell in cells)
     late, count = len(slower(rows)), sum(len(row["cells"]) for row in rows if row["status"] == "measured")
-    rest = f"{late} of {count} measurements are slower" if late else f"none of {count} measurements is slower"
+    rest = (
+        f"{late} of {count} measurements {'is' if late == 1 else 'are'} slower"
+        if late
+        else f"none of {count} measurements is slower"
+    )
     return (
         f"Faster: scores of groups of {HEADLINE_SIZE} training points come {times(median(found))} faster in the median "
         f"({times(found[0])} to {times(found[-1])}, one property; {times(first)} on a first call); {rest} than the "

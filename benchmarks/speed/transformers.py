@@ -49,14 +49,13 @@ def after_training(name: str, build: Callable[[], nn.Module], dtype: torch.dtype
         for size in (1, BATCH, n)
     }
     plans = {size: provider.plan(1) for size, provider in providers.items()}
-    cases: dict[Any, Callable[[], Any]] = {"pass": one_pass}
-    times = best_times(
-        cases | {size: lambda own=own: own.scores(directions) for size, own in providers.items()}, 3
-    )  # fmt: skip
+    scores = {f"size {size}": lambda own=own: own.scores(directions) for size, own in providers.items()}
+    times = best_times({"pass": one_pass} | scores, 3)
     kind = str(dtype).removeprefix("torch.")
     for size, plan in plans.items():
+        seconds = times[f"size {size}"]
         yield Row(
-            "transformers", name, f"{plan.strategy}, {kind}", size, times[size], "pass", times[size] / times["pass"],
+            "transformers", name, f"{plan.strategy}, {kind}", size, seconds, "pass", seconds / times["pass"],
             "passes", GOAL, f"n = {n}, {TOKENS} tokens, {directions.shape[1]:,} parameters, batches of {BATCH}",
         )  # fmt: skip
 

@@ -93,7 +93,7 @@ def of_loss(error: Exception, name: str, output: Tensor, target: Tensor) -> Exce
         return TypeError(f"the targets are {_kind(target)} numbers of classes: pass y.long() for {name}.")
     if isinstance(error, RuntimeError) and "between 0 and 1" in str(error):
         return ValueError(
-            f"{name} takes probabilities, and the model gives {float(output.min()):.3g} to {float(output.max()):.3g}: "
+            f"{name} takes probabilities, and the model gives {output.min().item():.3g} to {output.max().item():.3g}: "
             "use nn.BCEWithLogitsLoss(), or end the model with a sigmoid."
         )
     if isinstance(error, RuntimeError) and "target size" in str(error):

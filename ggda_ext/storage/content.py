@@ -7,22 +7,15 @@ cannot be told (an open file, a lock), that is said and refused.
 
 from __future__ import annotations
 
-import dis
 import enum
 import functools
-import importlib.util
 import io
 import logging
-import os
-import sys
-import sysconfig
 import types
 import weakref
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
-from importlib.machinery import ModuleSpec
 from pathlib import PurePath
 from typing import Any
 
@@ -33,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ggda_ext.data import IndexedData
+from ggda_ext.storage.code import counters_in, counters_of, imported_by, library_of, names_in, version_of
 from ggda_ext.storage.data_content import describe_data
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
@@ -45,7 +39,6 @@ _BUILT_IN = (
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
 )
-_MADE_BY_PYTHON = 1 << 9  # of a class: Py_TPFLAGS_HEAPTYPE
 _UNTOLD = (types.GeneratorType, types.CoroutineType, types.FrameType, io.IOBase)
 
 
@@ -173,7 +166,7 @@ class Content:
         if inner is not None:
             return self.hash(inner)
         with self._inside(value.__qualname__):
-            counters = _counters(value.__code__)
+            counters = counters_in(value.__code__)
             cells = [
                 self._cell(name, cell, is_counted=name in counters)
                 for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
@@ -182,9 +175,9 @@ class Content:
             library = library_of(value)
             if library is not None:
                 return _joined("function", library, _name(value), *cells, given)
-            names = _names_in(value.__code__)
+            names = names_in(value.__code__)
             used = [(name, value.__globals__[name]) for name in sorted(names) if name in value.__globals__]
-            used += _imported_by(value)
+            used += imported_by(value)
             return _joined(
                 "function", self._code(value.__code__), *cells, given, *(self._used(*u, names) for u in used)
             )
@@ -409,107 +402,6 @@ def bytes_of(value: Tensor) -> memoryview:
     plain = value.detach().resolve_conj().resolve_neg()
     plain = (torch.view_as_real(plain) if plain.is_complex() else plain).cpu().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().data
-
-
-def library_of(value: types.FunctionType | type) -> str | None:
-    """The package of a function or a class with its version if it is an installed one; None for the user's own.
-
-    A function is of the module whose globals it uses, whatever name it was given (`functools.wraps` gives it another).
-    What executed text defines says that it is built in, which only classes of C are.
-    """
-    if isinstance(value, type):
-        return (
-            None
-            if value.__module__ == "builtins" and value.__flags__ & _MADE_BY_PYTHON
-            else version_of(value.__module__)
-        )
-    name = value.__globals__.get("__name__")
-    return None if name is None else version_of(name)
-
-
-@functools.cache
-def version_of(module: str | None) -> str | None:
-    """The package of a module with its version if it is an installed one; None for the user's own code."""
-    top = (module or "builtins").partition(".")[0]
-    if top in sys.stdlib_module_names or top == "builtins":
-        return top
-    if top == "__main__":
-        return None
-    found = sys.modules.get(top)
-    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", [])), None)
-    ours = top in ("ggda_ext", "ggda_captum", "ggda_dattri", "ggda_trak")
-    if ours or (file is not None and os.path.realpath(file).startswith(_installed())):
-        return f"{top} {getattr(found, '__version__', '')}"
-    return None
-
-
-@functools.cache
-def _installed() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple({os.path.realpath(paths[name]) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")})
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """Names of globals and attributes in a piece of code and in the functions defined in it."""
-    found = set(code.co_names)
-    for item in code.co_consts:
-        if isinstance(item, types.CodeType):
-            found |= _names_in(item)
-    return found
-
-
-def _imported_by(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """The modules that a function imports while it runs, by name."""
-    found, package = [], function.__globals__.get("__package__") or ""
-    for name, level in sorted(_imports(function.__code__)):
-        parents = package.split(".")[: len(package.split(".")) - level + 1] if level else []
-        full = ".".join(filter(None, (*parents, name)))
-        for part in {full.partition(".")[0], full}:
-            with suppress(ImportError, ValueError):
-                spec = sys.modules.get(part) or importlib.util.find_spec(part)
-                if isinstance(spec, ModuleSpec) and not (spec.origin or "").startswith(_installed()):
-                    spec = importlib.import_module(part)  # as the function will
-                if isinstance(spec, types.ModuleType):
-                    found.append((part, spec))
-    return sorted(found)
-
-
-@functools.lru_cache(maxsize=1024)
-def _imports(code: types.CodeType) -> frozenset[tuple[str, int]]:
-    """Names that a piece of code imports, and functions defined in it, each with the number of dots before it."""
-    found, before = set[tuple[str, int]](), list[dis.Instruction]()
-    for item in dis.get_instructions(code):
-        if item.opname == "IMPORT_NAME":  # after its number of dots and the names that are taken from it
-            found.add((item.argval, int(before[-2].argval)))
-        if item.opname not in ("CACHE", "EXTENDED_ARG"):
-            before.append(item)
-    return frozenset(found).union(*(_imports(item) for item in code.co_consts if isinstance(item, types.CodeType)))
-
-
-@functools.lru_cache(maxsize=1024)
-def _counters(code: types.CodeType) -> frozenset[str]:
-    """Variables and attributes to which a function adds a constant: what calls leave behind, not what it was made of.
-
-    Nothing else that is assigned to is left out: ``self.weight = self.weight.to(device)`` is a setting still.
-    """
-    found, instructions = set[str](), [item for item in dis.get_instructions(code) if item.opname != "CACHE"]
-    for at, item in enumerate(instructions):
-        if item.opname in ("STORE_DEREF", "STORE_GLOBAL", "STORE_ATTR"):
-            before = instructions[max(at - 3, 0) : at]
-            before = before[:-1] if item.opname == "STORE_ATTR" else before[1:]  # without the swap of the object
-            adds = before and (before[-1].opname == "INPLACE_ADD" or before[-1].argrepr == "+=")
-            if adds and len(before) > 1 and before[-2].opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-                found.add(item.argval)
-    inner = [_counters(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(found.union(*inner))
-
-
-def counters_of(kind: type) -> frozenset[str]:
-    """The counters that a class of the user's keeps of its calls."""
-    if library_of(kind) is not None:
-        return frozenset()
-    codes = [getattr(getattr(kind, name, None), "__code__", None) for name in ("__call__", "forward")]
-    return frozenset().union(*(_counters(code) for code in codes if code is not None))
 
 
 def _name(value: Any) -> str:

@@ -22,7 +22,8 @@ from ggda_ext.data import IndexedData
 from ggda_ext.gradients import Directions, GroupGradients
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.storage.content import Content, bytes_of, counters_of
+from ggda_ext.storage.code import counters_of
+from ggda_ext.storage.content import Content, bytes_of
 from ggda_ext.storage.folder import digest
 
 _NUMBERS = 8

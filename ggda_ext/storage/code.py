@@ -1,0 +1,120 @@
+"""What a function or a class is made of beyond its values: whose it is, what it names and imports, what it counts.
+
+Code of an installed library stands for its name and version; code of the user's own is looked into.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib.util
+import os
+import sys
+import sysconfig
+import types
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+_MADE_BY_PYTHON = 1 << 9  # of a class: Py_TPFLAGS_HEAPTYPE
+
+
+def library_of(value: types.FunctionType | type) -> str | None:
+    """The package of a function or a class with its version if it is an installed one; None for the user's own.
+
+    A function is of the module whose globals it uses, whatever name it was given (`functools.wraps` gives it another).
+    What executed text defines says that it is built in, which only classes of C are.
+    """
+    if isinstance(value, type):
+        return (
+            None
+            if value.__module__ == "builtins" and value.__flags__ & _MADE_BY_PYTHON
+            else version_of(value.__module__)
+        )
+    name = value.__globals__.get("__name__")
+    return None if name is None else version_of(name)
+
+
+@functools.cache
+def version_of(module: str | None) -> str | None:
+    """The package of a module with its version if it is an installed one; None for the user's own code."""
+    top = (module or "builtins").partition(".")[0]
+    if top in sys.stdlib_module_names or top == "builtins":
+        return top
+    if top == "__main__":
+        return None
+    found = sys.modules.get(top)
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", [])), None)
+    ours = top in ("ggda_ext", "ggda_captum", "ggda_dattri", "ggda_trak")
+    if ours or (file is not None and os.path.realpath(file).startswith(_installed())):
+        return f"{top} {getattr(found, '__version__', '')}"
+    return None
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple({os.path.realpath(paths[name]) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Names of globals and attributes in a piece of code and in the functions defined in it."""
+    found = set(code.co_names)
+    for item in code.co_consts:
+        if isinstance(item, types.CodeType):
+            found |= names_in(item)
+    return found
+
+
+def imported_by(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """The modules that a function imports while it runs, by name."""
+    found, package = [], function.__globals__.get("__package__") or ""
+    for name, level in sorted(_imports(function.__code__)):
+        parents = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+        full = ".".join(filter(None, (*parents, name)))
+        for part in {full.partition(".")[0], full}:
+            with suppress(ImportError, ValueError):
+                spec = sys.modules.get(part) or importlib.util.find_spec(part)
+                if isinstance(spec, ModuleSpec) and not (spec.origin or "").startswith(_installed()):
+                    spec = importlib.import_module(part)  # as the function will
+                if isinstance(spec, types.ModuleType):
+                    found.append((part, spec))
+    return sorted(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _imports(code: types.CodeType) -> frozenset[tuple[str, int]]:
+    """Names that a piece of code imports, and functions defined in it, each with the number of dots before it."""
+    found, before = set[tuple[str, int]](), list[dis.Instruction]()
+    for item in dis.get_instructions(code):
+        if item.opname == "IMPORT_NAME":  # after its number of dots and the names that are taken from it
+            found.add((item.argval, int(before[-2].argval)))
+        if item.opname not in ("CACHE", "EXTENDED_ARG"):
+            before.append(item)
+    return frozenset(found).union(*(_imports(item) for item in code.co_consts if isinstance(item, types.CodeType)))
+
+
+@functools.lru_cache(maxsize=1024)
+def counters_in(code: types.CodeType) -> frozenset[str]:
+    """Variables and attributes to which a function adds a constant: what calls leave behind, not what it was made of.
+
+    Nothing else that is assigned to is left out: ``self.weight = self.weight.to(device)`` is a setting still.
+    """
+    found, instructions = set[str](), [item for item in dis.get_instructions(code) if item.opname != "CACHE"]
+    for at, item in enumerate(instructions):
+        if item.opname in ("STORE_DEREF", "STORE_GLOBAL", "STORE_ATTR"):
+            before = instructions[max(at - 3, 0) : at]
+            before = before[:-1] if item.opname == "STORE_ATTR" else before[1:]  # without the swap of the object
+            adds = before and (before[-1].opname == "INPLACE_ADD" or before[-1].argrepr == "+=")
+            if adds and len(before) > 1 and before[-2].opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+                found.add(item.argval)
+    inner = [counters_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
+    return frozenset(found.union(*inner))
+
+
+def counters_of(kind: type) -> frozenset[str]:
+    """The counters that a class of the user's keeps of its calls."""
+    if library_of(kind) is not None:
+        return frozenset()
+    codes = [getattr(getattr(kind, name, None), "__code__", None) for name in ("__call__", "forward")]
+    return frozenset().union(*(counters_in(code) for code in codes if code is not None))
