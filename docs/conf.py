@@ -68,18 +68,18 @@ sphinx_gallery_conf = {
 
 GALLERY = [
     "clinics.py", "tabular_sources.py", "fairness_by_region.py", "redundant_sources.py", "image_clusters.py",
-    "text_sources.py", "long_runs.py", "several_processes.py",
+    "fine_tuning.py", "text_sources.py", "long_runs.py", "several_processes.py",
 ]  # fmt: skip
 
 
 class PlaceInGallery:
-    """Where an example stands: stories first, machinery last."""
+    """Where an example stands: stories first, machinery last, then those that have no place yet."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def __call__(self, example: str) -> int:
-        return GALLERY.index(example)
+        return GALLERY.index(example) if example in GALLERY else len(GALLERY)
 
 
 def skip(app: object, kind: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:
