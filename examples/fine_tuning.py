@@ -10,7 +10,7 @@ training, `attribute_trainer` scores them afterwards, and training again without
 import tempfile
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, PrinterCallback, Trainer, TrainingArguments
 
 # %%
 # The rows
@@ -56,6 +56,7 @@ def fine_tuned(rows, callbacks=()):
     )  # fmt: skip
     model = BertForSequenceClassification(config)
     trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=held_out, callbacks=list(callbacks))
+    trainer.remove_callback(PrinterCallback)  # its lines would hide the tables
     trainer.train()
     return trainer
 
