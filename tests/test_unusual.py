@@ -14,7 +14,16 @@ from cases import relative_error
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, N, data, make, mlp, point_gradients
-from unusual_rare import DropsGradients, FullExperts, KeepsTheLargest, MixesLargeBatches, Switches
+from unusual_rare import (
+    PLACES,
+    AsksTheBatch,
+    DropsGradients,
+    FullExperts,
+    KeepsTheLargest,
+    MixesLargeBatches,
+    Switches,
+    TellsPlaces,
+)
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
@@ -139,6 +148,32 @@ def test_examples_that_are_mixed_in_large_batches_only_are_refused_there(mixes, 
                 provider.scores(v)
         else:
             provider.scores(v)
+
+
+@pytest.mark.parametrize("strategy", ["auto", *DENSE])
+@pytest.mark.parametrize(
+    ("build", "how"),
+    [*[(TellsPlaces, how) for how in PLACES], *[(AsksTheBatch, how) for how in ("any", "number", "count")]],
+)
+def test_rows_told_by_their_place_or_by_the_batch_are_right_or_refused(build, how, strategy):
+    """A model may compare the number of a row with 13, or ask Python something about all rows."""
+    torch.manual_seed(0)
+    model, points = build(how).double(), data("one rare", 0)
+    rows = []
+    for x, y in zip(*points, strict=True):
+        found = torch.autograd.grad(CE(model(x[None]), y[None]), list(model.parameters()))
+        rows.append(torch.cat([g.flatten() for g in found]))
+    truth, refused = torch.stack(rows), []
+    for labels, size in ((GROUPS, 5), (torch.zeros(N), 5), (GROUPS, None), (torch.zeros(N), None)):
+        provider = GroupGradients(model, CE, points, labels, strategy=strategy, batch_size=size)
+        v = torch.randn(1, provider.p, dtype=torch.float64)
+        try:
+            assert relative_error(provider.scores(v), Groups(labels).sum(v @ truth.T)) <= 1e-10
+        except ValueError as error:
+            assert "mixes the examples" in str(error) or (strategy != "auto" and "cannot be used here" in str(error))
+            refused.append(size)
+    assert how == "swapped" or strategy == "persample" or None in refused
+    assert build is AsksTheBatch or 5 not in refused
 
 
 FAST = {"scales": "directional", "class token": "directional", "embedding bag": "directional", "weight norm": "forward",

@@ -46,17 +46,13 @@ class Observer:
 class Calls:
     """What happened in one run: how often each layer was called, with how many rows per example."""
 
+    watch: Watch
+    """Sees the functions that are called."""
     rows: list[tuple[str, int]] = field(default_factory=list)
     touched: list[nn.Parameter] = field(default_factory=list)
     """Those of the parameters asked about that had a gradient other than zero."""
     strayed: list[nn.Parameter] = field(default_factory=list)
     """Parameters that had a gradient outside of their layers."""
-    called: int = 0
-    """Stands for the functions that were called, in their order."""
-    moves: str | None = None
-    """A function that may have moved rows of the batch from one place to another."""
-    hooks: str | None = None
-    """A function that may have put a hook on a gradient: layers may see what it was before."""
     alters: str | None = None
     """What makes gradients other than derivatives, where that was asked for."""
     misplaced: str | None = None
@@ -67,12 +63,13 @@ class Calls:
     @property
     def suspicious(self) -> bool:
         """Whether something was seen that layers may not tell."""
-        return bool(self.strayed) or self.moves is not None or self.hooks is not None or self.misplaced is not None
+        watch = self.watch
+        return bool(self.strayed) or watch.moves is not None or watch.hooks is not None or self.misplaced is not None
 
     @property
     def signature(self) -> Signature:
         """The same for runs that call the same functions, and layers equally often with as many rows per example."""
-        return tuple(sorted(self.rows)), self.called
+        return tuple(sorted(self.rows)), self.watch.called
 
 
 class Observation:
@@ -128,16 +125,19 @@ class Observation:
         return on_forward
 
     def run(
-        self, batch: Any, observer: Observer, closely: bool = False, allowed: float = 1e-3, alters: bool = False
+        self,
+        batch: Any,
+        observer: Observer,
+        closely: Callable[[Watch], bool] = lambda watch: watch.moves is not None,
+        allowed: float = 1e-3,
+        alters: bool = False,
     ) -> Calls:
         """Run the summed loss of a batch forward and backward, telling `observer` about every layer call.
-
-        Where rows may have been moved, a second backward pass looks whose they are (`_Order`).
 
         Args:
             batch: examples along dim 0.
             observer: is told.
-            closely: whether to look whose rows are whose in any case.
+            closely: whether to look whose rows are whose by a second backward pass (`_Order`), after what the model did.
             allowed: relative differences that rounding may explain.
             alters: whether to look for what makes gradients other than derivatives.
         """
@@ -149,7 +149,7 @@ class Observation:
                 run.tell_of_copies(layer, copies)
             self._run = run
             try:
-                with Watch(run.size) as watch:
+                with calls.watch:
                     losses = self._loss.each(self._space.model, batch)
             except RuntimeError as error:
                 if run.shared is None:
@@ -160,11 +160,10 @@ class Observation:
                 ) from error
             finally:
                 self._run = None  # a checkpoint calls layers again on the way back
-            calls.losses, calls.called = losses.detach(), watch.called
-            calls.moves, calls.hooks = watch.moves, watch.hooks
-            calls.alters = altered_gradients(losses, watch) if alters else None
+            calls.losses = losses.detach()
+            calls.alters = altered_gradients(losses, calls.watch) if alters else None
             if losses.requires_grad:
-                run.order.wanted = run.size > 1 and bool(run.leaves) and (calls.moves is not None or closely)
+                run.order.wanted = run.size > 1 and bool(run.leaves) and closely(calls.watch)
                 self._go_back(run, losses)
         return calls
 
@@ -200,7 +199,7 @@ class _Run:
 
     def __init__(self, space: ParameterSpace, size: int, observer: Observer, allowed: float) -> None:
         self.space, self.size, self.observer = space, size, observer
-        self.calls, self.order = Calls(), _Order(allowed)
+        self.calls, self.order = Calls(Watch(size)), _Order(allowed)
         self.leaves: list[Tensor] = []
         self.shared: str | None = None  # a layer whose only row was given to every example
 

@@ -174,7 +174,7 @@ class Probe:
                 run = check_batch(
                     self._space, self._loss, batch, truth, self._direction, self._allowed, self._data.name
                 )
-                found.called.add(run.called)
+                found.told.add(run.told)
                 found.alters = found.alters or run.alters
             check_reduction(self._space, self._loss, batch, truth.losses, self._allowed)
 
@@ -291,7 +291,7 @@ class Probe:
                 if calls.misplaced is not None or calls.losses is None:
                     return f"the rows of layer {calls.misplaced!r} are not those of the examples in their order"
                 found.proven.add(calls.signature)
-                found.called.add(calls.called)
+                found.told.add(calls.watch.told)
                 self._strayed |= strays(self._space, calls)
                 scores.append(some)
                 losses.append(calls.losses)

@@ -136,13 +136,13 @@ class PlainRun:
         losses: of the examples `[b]`.
         total: gradient of their sum along a direction, per parameter `[q]`.
         alters: what makes gradients other than derivatives, or None.
-        called: stands for the functions that were called.
+        told: stands for the functions that were called, and for the numbers that Python was told.
     """
 
     losses: Tensor
     total: Tensor
     alters: str | None
-    called: int
+    told: int
 
 
 def plain_run(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: Sequence[Tensor]) -> PlainRun:
@@ -153,7 +153,7 @@ def plain_run(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: S
         alters = altered_gradients(losses, watch)
         gradients = _gradients_of(losses.sum(), space)
     pairs = zip(gradients, (wide(part).flatten() for part in direction), strict=True)
-    return PlainRun(_on_cpu(losses), torch.stack([_dot(*pair) for pair in pairs]).cpu(), alters, watch.called)
+    return PlainRun(_on_cpu(losses), torch.stack([_dot(*pair) for pair in pairs]).cpu(), alters, watch.told)
 
 
 def captured_scores(
@@ -221,7 +221,7 @@ class _ParameterScores(Observer):
             self.scores[id(layer.weight)] += (tangent * d).reshape(self.size, -1).sum(1)
 
 
-_PIECE = 4  # examples of a batch that are run together, to see whether more of them have other losses
+_PIECE = 4  # examples of a batch, at most half of it, that are run together, to see whether more have other losses
 
 FAILS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError)
 """How a model fails that a strategy cannot run, though it runs by itself."""
@@ -320,7 +320,7 @@ def check_losses(space: ParameterSpace, loss: ExampleLoss, batch: Any, losses: T
     room = expected.abs() + expected[finite].abs().max() if bool(finite.any()) else expected
     off = ((found - expected).abs() > allowed.each * room) & finite
     if bool(off.any()):
-        _refuse_mixing(space.model, found, expected, off, "the data", f"in one of {_PIECE}")
+        _refuse_mixing(space.model, found, expected, off, "the data", f"in one of {_piece(batch)}")
 
 
 def check_sum(space: ParameterSpace, loss: ExampleLoss, batch: Any, allowed: Tolerance) -> None:
@@ -332,14 +332,18 @@ def check_sum(space: ParameterSpace, loss: ExampleLoss, batch: Any, allowed: Tol
     if bool(((whole - parts.sum(0)).abs() > 10 * allowed.most * room).any()):  # never so for NaN
         raise ValueError(
             f"the model or the loss mixes the examples of a batch: the gradient of a batch of {batch_length(batch)} is "
-            f"not the sum of those of batches of {_PIECE} with the same examples. So the gradient of a group has no "
+            f"not the sum of those of batches of {_piece(batch)} with the same examples. So the gradient of a group has no "
             "fixed value: pass a batch_size that the model does not treat otherwise, or mend the model."
         )
 
 
+def _piece(batch: Any) -> int:
+    return min(_PIECE, max(1, batch_length(batch) // 2))
+
+
 def _pieces(batch: Any) -> Iterator[Any]:
-    size = batch_length(batch)
-    return (pick(batch, range(low, min(low + _PIECE, size))) for low in range(0, size, _PIECE))
+    size, step = batch_length(batch), _piece(batch)
+    return (pick(batch, range(low, min(low + step, size))) for low in range(0, size, step))
 
 
 def _same_sum(total: Tensor, truth: Truth, allowed: Tolerance) -> bool:

@@ -26,7 +26,7 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
             with request.space.require_gradients(of_chosen=True):
                 with Watch(len(groups)) as watch:
                     losses = request.loss.each(request.space.model, batch)
-                request.captured.check_alone(batch, losses, watch)
+                request.captured.check_apart(batch, losses, watch)
                 totals = [losses.sum()] if weights is None else list(weights @ losses.to(weights))
                 found = [
                     torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=number + 1 < len(totals))
