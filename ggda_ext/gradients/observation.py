@@ -137,7 +137,7 @@ class Observation:
         Args:
             batch: examples along dim 0.
             observer: is told.
-            closely: whether to look whose rows are whose by a second backward pass (`_Order`), after what the model did.
+            closely: by what the model did, whether a second backward pass looks whose rows are whose (`_Order`).
             allowed: relative differences that rounding may explain.
             alters: whether to look for what makes gradients other than derivatives.
         """

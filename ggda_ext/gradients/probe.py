@@ -52,7 +52,7 @@ from ggda_ext.gradients.truth import (
 from ggda_ext.gradients.watch import hidden_hooks
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace, SavedState
+from ggda_ext.model import ParameterSpace, SavedState, may_change
 
 LARGEST_BATCH = 2**17
 CACHED_BYTES = 26 * 2**20  # of activations of a batch: fewer, and what is done once per batch counts on small models
@@ -166,7 +166,7 @@ class Probe:
         """
         found, low = self._found, 0
         for number, batch in enumerate(found.batches):
-            truth = found.truth.part(low, low + batch_length(batch))
+            truth = found.truth.at(slice(low, low + batch_length(batch)))
             low += batch_length(batch)
             losses = None if seen is None else seen[number].cpu().double()
             proven = losses is not None and bool((truth.finite & losses.isfinite()).all())
@@ -332,15 +332,6 @@ class Probe:
         )
 
 
-def _may_change(model: nn.Module) -> list[str]:
-    """Names of what a forward pass may change: buffers, and embeddings that it renormalises."""
-    found = [name for name, _ in model.named_buffers()]
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            found.append(f"{name}.weight" if name else "weight")
-    return [name for name in found if name in {*dict(model.named_parameters()), *dict(model.named_buffers())}]
-
-
 def _members(groups: Groups) -> Members:
     """The points that are in a group."""
     return range(groups.n) if int(groups.sizes.sum()) == groups.n else np.flatnonzero(groups.labels >= 0)
@@ -439,7 +430,7 @@ class Sample:
     @contextmanager
     def _put_back(self) -> Iterator[SavedState]:
         """Give the model back what it changes."""
-        saved = SavedState(self._space.model, _may_change(self._space.model))
+        saved = SavedState(self._space.model, may_change(self._space.model))
         try:
             yield saved
         finally:

@@ -73,9 +73,9 @@ class Truth:
         """These examples and others."""
         return Truth(*(torch.cat([getattr(self, name), getattr(other, name)]) for name in self.__dataclass_fields__))
 
-    def part(self, low: int, high: int) -> Truth:
+    def at(self, positions: slice | list[int]) -> Truth:
         """Some of the examples."""
-        return Truth(*(getattr(self, name)[low:high] for name in self.__dataclass_fields__))
+        return Truth(*(getattr(self, name)[positions] for name in self.__dataclass_fields__))
 
     def other_losses(self, losses: Tensor, allowed: Tolerance) -> Tensor:
         """Which examples have other losses `[b]` than alone, as far as both are finite `[b]`."""
@@ -116,7 +116,7 @@ def truth_of(space: ParameterSpace, loss: ExampleLoss, alone: Sequence[Any], dir
         with space.require_gradients(of_chosen=True):
             for one in some:
                 value = loss.total(space.model, one)
-                along, lengths = _measured(_gradients_of(value, space), directions)
+                along, lengths = _measured(space.gradients_of(value), directions)
                 losses.append(_on_cpu(value))
                 scores.append(along)
                 norms.append(lengths)
@@ -151,7 +151,7 @@ def plain_run(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: S
         with Watch(0) as watch:
             losses = loss.each(space.model, batch)
         alters = altered_gradients(losses, watch)
-        gradients = _gradients_of(losses.sum(), space)
+        gradients = space.gradients_of(losses.sum())
     pairs = zip(gradients, (wide(part).flatten() for part in direction), strict=True)
     return PlainRun(_on_cpu(losses), torch.stack([_dot(*pair) for pair in pairs]).cpu(), alters, watch.told)
 
@@ -166,15 +166,6 @@ def captured_scores(
     observer = _ParameterScores(space, direction, batch_length(batch), watcher)
     calls = observe(space, layers, loss, batch, observer, alters=True)
     return torch.stack([observer.scores[id(parameter)] for parameter in space.parameters.values()], 1).cpu(), calls
-
-
-def _gradients_of(value: Tensor, space: ParameterSpace) -> list[Tensor | None]:
-    """The gradient of a loss by parameter; None where it does not depend on it."""
-    parameters = list(space.parameters.values())
-    if not value.requires_grad:
-        return [None] * len(parameters)
-    found = torch.autograd.grad(value, parameters, allow_unused=True)
-    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
 
 
 def _on_cpu(values: Tensor) -> Tensor:
@@ -265,11 +256,15 @@ def check_batch(
         name: of the data.
     """
     run = plain_run(space, loss, batch, [space.part(direction, own)[0] for own in space.parameters.values()])
+    told = truth.finite.nonzero()[:, 0].tolist()
+    if 0 < len(told) < len(truth.losses):  # infinite numbers of one example may spoil the gradients of all others
+        check_batch(space, loss, pick(batch, told), truth.at(told), direction, allowed, name)
+        return run
     losses = run.losses
     if len(losses) < 2 or not bool((truth.finite & losses.isfinite()).any()):
         return run
     off = truth.other_losses(losses, allowed)
-    same = not bool(off.any()) and bool(truth.finite.all()) and _same_sum(run.total, truth, allowed)
+    same = not bool(off.any()) and _same_sum(run.total, truth, allowed)
     # a loss near 0 is a difference of larger numbers, so only gradients can tell rounding from mixing
     if not same and not _alike_in_batch(space, loss, batch, truth, direction, allowed):
         _refuse_mixing(space.model, losses, truth.losses, off, name)
@@ -286,11 +281,10 @@ def check_reduction(space: ParameterSpace, loss: ExampleLoss, batch: Any, alone:
         alone: their losses, each alone `[b]`.
         allowed: differences that rounding may explain.
     """
-    if len(alone) < 2 or not bool(alone.isfinite().all()):
-        return
     with space.require_gradients(of_chosen=True):
-        reduced = loss.reduced(space.model, batch)
-    if reduced is None:
+        reduced = loss.reduced(space.model, batch) if len(alone) > 1 else None
+    alone = alone[alone.isfinite()]  # a mean over no targets, as of an example whose targets are all ignored, is none
+    if reduced is None or not len(alone) or not bool(reduced.isfinite()):
         return
     whole, room = float(reduced.detach()), allowed.most * float(alone.abs().max() + alone.abs().mean())
     if abs(whole - float(alone.mean())) <= room or abs(whole - float(alone.sum())) <= room * len(alone):
@@ -332,8 +326,8 @@ def check_sum(space: ParameterSpace, loss: ExampleLoss, batch: Any, allowed: Tol
     if bool(((whole - parts.sum(0)).abs() > 10 * allowed.most * room).any()):  # never so for NaN
         raise ValueError(
             f"the model or the loss mixes the examples of a batch: the gradient of a batch of {batch_length(batch)} is "
-            f"not the sum of those of batches of {_piece(batch)} with the same examples. So the gradient of a group has no "
-            "fixed value: pass a batch_size that the model does not treat otherwise, or mend the model."
+            f"not the sum of those of batches of {_piece(batch)} with the same examples. So the gradient of a group "
+            "has no fixed value: pass a batch_size that the model does not treat otherwise, or mend the model."
         )
 
 
@@ -357,10 +351,9 @@ def _alike_in_batch(
 ) -> bool:
     """Whether every example has the gradient in a batch that it has alone, and the batch has the sum of them."""
     found = torch.stack([total_scores(space, _OneOf(loss, at), batch, direction) for at in range(len(truth.losses))])
-    if bool(truth.finite.all()):
-        total, room = total_scores(space, loss, batch, direction), truth.norms.sum(0) + 1e-3 * truth.norms.sum()
-        if bool(((total - found.sum(0)).abs() > allowed.each * room).any()):
-            return False
+    total, room = total_scores(space, loss, batch, direction), truth.norms.sum(0) + 1e-3 * truth.norms.sum()
+    if bool(((total - found.sum(0)).abs() > allowed.each * room).any()):
+        return False
     return not bool(truth.differs(found, allowed).any())
 
 
