@@ -392,9 +392,13 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
                 f"parameter {name!r} was made in torch.inference_mode and cannot have a gradient: make the model "
                 "outside of it."
             )
-    kinds = {(value.dtype, value.device) for value in parameters.values()}
+    kinds = {(value.dtype, value.device): name for name, value in parameters.items()}
     if len(kinds) > 1:
-        raise ValueError(f"the chosen parameters differ in dtype or device: {sorted(map(str, kinds))}.")
+        said = ", ".join(f"{name!r} is {dtype} on {device}" for (dtype, device), name in kinds.items())
+        raise ValueError(
+            f"the chosen parameters differ in dtype or device: {said}. Choose those of one kind with parameters=, or "
+            "convert the model, as model.float() and model.to(device) do."
+        )
     return parameters
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import pandas as pd
@@ -474,9 +475,29 @@ def in_inference_mode():
         return mlp().double()
 
 
+class TwoKinds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, 3), nn.Linear(3, 3)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.first.weight.data = self.first.weight.data.float()
+        return self
+
+    def forward(self, x):
+        return self.head(F.linear(x, self.first.weight.double(), self.first.bias))
+
+
 @pytest.mark.parametrize(
     ("model", "loss", "error", "message"),
     [
+        (
+            TwoKinds,
+            CE,
+            ValueError,
+            r"'first.weight' is torch.float32 on cpu, .*Choose those of one kind with parameters=",
+        ),
         (Scalar, lambda o, y: o, ValueError, r"returned a single number for a batch.*BatchLoss"),
         (Complex, CE, TypeError, r"parameter 'weight' is complex.*view_as_real"),
         (on_meta, CE, ValueError, r"'0.weight' is on the meta device.*load the model first"),
@@ -552,6 +573,19 @@ def test_batches_of_sparse_rows_or_of_sequences_give_the_truth(form, strategy):
         provider = GroupGradients(model, CE, loader, GROUPS, strategy=strategy, batch_size=batch_size)
         with refusal_by_name(strategy):
             assert relative_error(provider.scores(v), Groups(GROUPS).sum(v @ torch.stack(rows).T)) <= 1e-10
+
+
+def test_batches_of_objects_are_named():
+    @dataclass
+    class Batch:
+        x: torch.Tensor
+
+    loader = DataLoader(
+        TensorDataset(*data("features", 0)), collate_fn=lambda items: Batch(torch.stack([x for x, _ in items]))
+    )
+    loss = BatchLoss(lambda model, batch: model(batch.x).sum(1))
+    with pytest.raises(TypeError, match=r"a batch of type Batch holds no tensor.*dataclasses\.asdict"):
+        GroupGradients(mlp().double(), loss, loader, GROUPS).rows()
 
 
 def test_batches_that_join_examples_are_named():
