@@ -26,13 +26,12 @@ from torch import Tensor, nn
 
 from ggda_ext.data import IndexedData, batch_length, pick
 from ggda_ext.gradients.layers import Layer, UnknownLayer, copied_layer, known_layers
+from ggda_ext.gradients.mixing import check_losses, check_sum
 from ggda_ext.gradients.observation import Calls, Observation, Observer, Signature, observe
 from ggda_ext.gradients.truth import (
     Tolerance,
     Truth,
     captured_scores,
-    check_losses,
-    check_sum,
     plain_run,
     random_direction,
     truth_of,
@@ -43,6 +42,27 @@ from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 
 _MOST_KEPT = 8  # sets of findings per model
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is compared with autograd before layers are trusted.
+
+    Attributes:
+        examples: of the data that are looked at first.
+        more: that are looked at once more for a parameter that the first ones do not touch.
+        rows: examples in batches whose rows were compared, after which order and cuts are trusted.
+        compared: examples of such a batch.
+    """
+
+    examples: int
+    more: int
+    rows: int
+    compared: int
+
+
+USUAL = Effort(8, 16, 32, 4)
+LITTLE = Effort(2, 2, 1, 2)  # for a model that takes seconds for eight examples
 
 
 @dataclass
@@ -79,8 +99,7 @@ class Findings:
     """Functions that were called → examples of the largest batch whose losses and gradients those of small ones are."""
     unseen: set[str] = field(default_factory=set)
     rows_compared: int = 0
-    heavy: bool = False
-    """Whether the model is too expensive to compare many examples."""
+    effort: Effort = USUAL
 
     @property
     def hooked(self) -> bool:
@@ -188,8 +207,6 @@ def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
     return told
 
 
-ENOUGH_ROWS, FEW_ROWS = 32, 1  # examples in batches whose rows were compared, after which order and cuts are trusted
-_COMPARED, _FEW_COMPARED = 4, 2  # examples of such a batch; few of a heavy model
 _TRIED = 64  # examples of a batch that are looked at for one that touches a parameter
 
 
@@ -271,7 +288,7 @@ class CapturedLayers:
         """
         size = batch_length(batch)
         recorder = None
-        if size > 1 and self.found.rows_compared < (FEW_ROWS if self.found.heavy else ENOUGH_ROWS):
+        if size > 1 and self.found.rows_compared < self.found.effort.rows:
             recorder = _Recorder(self._some(size), size, observer)
         calls = self._observe(batch, recorder or observer)
         new = bool(calls.touched) or calls.signature not in self.found.proven
@@ -334,8 +351,8 @@ class CapturedLayers:
 
         A heavy one only for as many places as the batch has: more of them are often those of tokens.
         """
-        exact = watch.places == watch.size if self.found.heavy else watch.places > 0
-        return exact and watch.size > self.found.apart.get(watch.called, 0)
+        placed = watch.places == watch.size if self.found.effort is LITTLE else watch.places > 0
+        return placed and watch.size > self.found.apart.get(watch.called, 0)
 
     def _closely(self, watch: Watch) -> bool:
         """Whether to look whose rows are whose."""
@@ -365,8 +382,7 @@ class CapturedLayers:
     def _some(self, size: int) -> list[int]:
         """Positions of examples in a batch: the first, the last, and others that vary from batch to batch."""
         others = torch.randperm(size, generator=torch.Generator().manual_seed(self.found.rows_compared)).tolist()
-        few = _FEW_COMPARED if self.found.heavy else _COMPARED
-        return sorted({0, size - 1, *others[: few - 2]})
+        return sorted({0, size - 1, *others[: self.found.effort.compared - 2]})
 
     def _compare(self, batch: Any, recorder: _Recorder) -> None:
         """Raise unless the recorded rows of some examples are those of a batch without the others."""
