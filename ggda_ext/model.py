@@ -172,6 +172,15 @@ def sums_on(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
+def may_change(model: nn.Module) -> list[str]:
+    """Names of what a forward pass may change: buffers, and embeddings that it renormalises."""
+    found = [name for name, _ in model.named_buffers()]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            found.append(f"{name}.weight" if name else "weight")
+    return [name for name in found if name in {*dict(model.named_parameters()), *dict(model.named_buffers())}]
+
+
 class SavedState:
     """A model as it is now: the modes of its modules, which parameters require a gradient, and copies of values.
 
@@ -313,10 +322,27 @@ class ParameterSpace:
     def flatten(self, tensors: Sequence[Tensor | None], row: Tensor) -> Tensor:
         """Write one tensor per parameter (None for zeros) into a flat row `[p]`."""
         for tensor, (low, high) in zip(tensors, self.spans.values(), strict=True):
-            if tensor is not None and tensor.is_sparse:  # of an Embedding(sparse=True)
-                tensor = tensor.to_dense()
             row[low:high] = 0 if tensor is None else tensor.reshape(-1)
         return row
+
+    def gradients_of(
+        self, value: Tensor, *also: Tensor, keep_graph: bool = False, differentiable: bool = False
+    ) -> list[Tensor | None]:
+        """The gradient of a number, one tensor per parameter; None where it does not depend on one, as a constant.
+
+        Args:
+            value: computed while the parameters required a gradient.
+            also: tensors to come before the parameters.
+            keep_graph: whether another gradient will be asked for.
+            differentiable: whether the gradient is to have one, too.
+        """
+        by = [*also, *self.parameters.values()]
+        if not value.requires_grad:  # the loss of a batch without a target that counts
+            return [None] * len(by)
+        found = torch.autograd.grad(
+            value, by, retain_graph=keep_graph or differentiable, create_graph=differentiable, allow_unused=True
+        )
+        return [part.to_dense() if part is not None and part.is_sparse else part for part in found]  # of embeddings
 
     @contextmanager
     def require_gradients(self, of_chosen: bool, also: Iterable[nn.Parameter] = ()) -> Iterator[None]:
@@ -366,9 +392,13 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
                 f"parameter {name!r} was made in torch.inference_mode and cannot have a gradient: make the model "
                 "outside of it."
             )
-    kinds = {(value.dtype, value.device) for value in parameters.values()}
+    kinds = {(value.dtype, value.device): name for name, value in parameters.items()}
     if len(kinds) > 1:
-        raise ValueError(f"the chosen parameters differ in dtype or device: {sorted(map(str, kinds))}.")
+        said = ", ".join(f"{name!r} is {dtype} on {device}" for (dtype, device), name in kinds.items())
+        raise ValueError(
+            f"the chosen parameters differ in dtype or device: {said}. Choose those of one kind with parameters=, or "
+            "convert the model, as model.float() and model.to(device) do."
+        )
     return parameters
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from ggda_ext import BatchLoss, Groups, properties
-from ggda_ext.counterfactual import WhatIf, calibration, linearized, refit, trust
+from ggda_ext.counterfactual import WhatIf, calibration, directions, linearized, refit, trust
 from ggda_ext.counterfactual.convex import (
     AnyLoss,
     LogisticLoss,
@@ -776,6 +776,42 @@ def test_a_singular_small_problem_is_named():
     what_if = WhatIf(model, falling, data, [0, 0, 0, 1], ridge=0.0)
     with pytest.raises(ValueError, match="the small problem is singular"):
         what_if.without(1)
+
+
+def test_directions_are_looked_for_within_the_memory_budget(monkeypatch):
+    """Of a large model fewer eigenvectors, of many groups random bundles: no more rows than there is room for."""
+    formed, made = [], directions.pulled_back
+
+    def counted(*given: Any) -> Tensor:
+        formed.append(len(rows := made(*given)))
+        return rows
+
+    monkeypatch.setattr(directions, "pulled_back", counted)
+    model = network()
+    size = sum(value.numel() for value in model.parameters()) * 8
+    groups = np.arange(N) // 2
+    roomy = WhatIf(model, LOSS, points(), groups, rank=20)
+    assert formed == [10 * directions.OVERSAMPLED, 40, 40]  # 60 groups in two bundles for each direction
+    formed.clear()
+    narrow = WhatIf(model, LOSS, points(), groups, rank=20, memory_budget=30 * size)
+    assert formed == [30, 10, 10]
+    assert "memory_budget" in narrow.explain()
+    assert "memory_budget" not in roomy.explain()
+
+
+def test_bundles_of_groups_are_signed_sums_of_their_gradients():
+    groups = Groups(np.repeat([0, 1, 2, 3, 4, -1], 2), rest="drop")
+    found, signs = directions.bundled(groups, 2, seed=0)
+    assert len(found) == 2
+    for group in range(5):
+        members = groups.labels == group
+        assert len(set(found.labels[members])) == 1
+        assert len(set(signs[members].tolist())) == 1
+        assert abs(float(signs[members][0])) == 1
+    assert (found.labels[-2:] < 0).all()
+    same, ones = directions.bundled(groups, 5, seed=0)
+    assert same is groups
+    assert bool((ones == 1).all())
 
 
 def test_a_thousand_groups_are_no_trouble():

@@ -30,7 +30,7 @@ def scores(request: Request, directions: Tensor) -> Tensor:
             found, losses, watch = watched_scores(request.loss_module, request.space, tangent, batch)
             if number == 0:
                 request.captured.check_forward(batch, tangent, found, watch)
-                request.captured.check_alone(batch, losses, watch)
+                request.captured.check_apart(batch, losses, watch)
             row.index_add_(0, labels, found.to(row))
     return result
 
