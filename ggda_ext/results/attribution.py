@@ -205,7 +205,7 @@ class Attribution(Tensor):
     def effects(self, property: str | int = 0) -> tuple[str, ...]:
         """For every group: ``helps`` or ``hurts``, ``rises`` or ``falls`` if the direction is not known.
 
-        ``unclear`` where the interval holds 0, ``none`` where the score is 0.
+        ``unclear`` where the interval contains 0, ``none`` where the score is 0.
         """
         return ranking.effects(self, self.property_id(property))
 
@@ -227,7 +227,7 @@ class Attribution(Tensor):
 
         Args:
             by: the property that counts; by default the first.
-            sure: only those whose interval does not hold 0.
+            sure: only those whose interval does not contain 0.
         """
         return self.some(ranking.with_effect(self, "hurts", by, sure))
 
