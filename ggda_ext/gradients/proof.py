@@ -292,11 +292,13 @@ class CapturedLayers:
             recorder = _Recorder(self._some(size), size, observer)
         calls = self._observe(batch, recorder or observer)
         new = bool(calls.touched) or calls.signature not in self.found.proven
-        if new or recorder is not None or calls.suspicious or self._mixes(calls.watch):
+        odd = calls.suspicious or self._mixes(calls.watch)
+        if new or recorder is not None or odd:
             self._release()  # plain autograd runs without hooks
         if calls.strayed:
             raise Unproven(strays(self.space, calls))
-        self._check_order(batch, calls)
+        if odd:
+            self._check_order(batch, calls)
         if new:
             self._prove(batch, calls)
         elif recorder is not None:

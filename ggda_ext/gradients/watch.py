@@ -11,6 +11,7 @@ closely. Only calls from Python are seen; the functions of PyTorch call others t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,15 +45,15 @@ class Watch(TorchFunctionMode):
         self.hooks: str | None = None
         self.asks = False
 
-    @property
+    @cached_property
     def called(self) -> int:
-        """The same for runs that call the same functions in the same order."""
+        """The same for runs that call the same functions in the same order; asked for when a run is over."""
         return hash(tuple(self._called))
 
-    @property
+    @cached_property
     def told(self) -> int:
         """The same for runs in which Python was told the same numbers, too."""
-        return hash((*self._called, *self._told))
+        return hash((*self._called, *self._told)) if self._told else self.called
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

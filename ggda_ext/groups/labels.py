@@ -146,6 +146,9 @@ def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | No
         raise TypeError(
             f"groups is a {type(values).__name__}: pass one label per training point, or Groups.by_rule(n, k, rule)."
         )
+    dtype: Any = getattr(values, "dtype", None)
+    if hasattr(dtype, "categories") and hasattr(dtype, "ordered"):  # of pandas: its categories have an order
+        return _labels_of_categories(getattr(values, "cat", values).codes, dtype.categories)
     array = _as_numpy(values)
     if array.ndim != 1:
         got = f"{values!r}, which is one value" if array.ndim == 0 else f"of shape {tuple(array.shape)}"
@@ -187,6 +190,13 @@ def _labels_of_integers(array: np.ndarray) -> tuple[np.ndarray, tuple[Hashable, 
     return labels, None if plain else tuple(ids.tolist())
 
 
+def _labels_of_categories(codes: Any, categories: Any) -> tuple[np.ndarray, tuple[Hashable, ...]]:
+    """Labels in the order of the categories; those that no point has are left out."""
+    labels, used = _labels_of_integers(np.asarray(codes))
+    every = _as_numpy(categories).tolist()
+    return labels, _named([every[at] for at in used or range(int(labels.max(initial=-1)) + 1)])
+
+
 def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, ...]]:
     seen: dict[Hashable, int] = {}
     try:
@@ -199,7 +209,18 @@ def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, .
         names.sort()  # type: ignore[call-arg]
     new_id = np.full(len(seen) + 1, LEFT_OUT, np.int64)
     new_id[[seen[name] for name in names]] = np.arange(len(names))
-    return new_id[labels], tuple(names)
+    return new_id[labels], _named(names)
+
+
+def _named(labels: Iterable[Any]) -> tuple[Hashable, ...]:
+    """Names of groups: the labels, but pandas' periods and intervals as they are printed, ``2024-03``, ``(0, 5]``."""
+    return tuple(_name(label) for label in labels)
+
+
+def _name(label: Any) -> Hashable:
+    if isinstance(label, tuple):
+        return tuple(_name(part) for part in label)
+    return str(label) if type(label).__name__ in ("Period", "Interval") else label
 
 
 def _as_numpy(values: Any) -> np.ndarray:

@@ -57,7 +57,7 @@ class Groups:
         n: number of training points; checked against labels, needed with index lists
             only if the last points are in no group.
         names: names of the groups, in the order of their ids. By default the sorted
-            user labels, or the keys of the dict.
+            user labels, the categories of a pandas categorical, or the keys of the dict.
         rest: what becomes of points in no group: an ``"error"``, ``"drop"`` (left out of
             every group) or ``"group"`` (one more group, the last, named ``"rest"``).
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.properties.property import HigherIsBetter
 from ggda_ext.results import ranking
+from ggda_ext.results.checks import checked_scores, checked_warnings, plain_tensor, shaped
 from ggda_ext.results.method import MethodFacts
 from ggda_ext.words import check_counts
 
@@ -100,31 +101,17 @@ class Attribution(Tensor):
         notes: Sequence[str] = (),
         member_scores: Any = None,
     ) -> Attribution:
-        plain = _plain(scores)
-        plain = plain if plain.is_floating_point() else plain.float()
         groups = Groups.of(groups)
-        if plain.dim() != 2 or plain.shape[1] != len(groups):
-            raise ValueError(
-                f"scores has shape {list(plain.shape)} for {len(groups)} groups: pass [m, {len(groups)}], or use "
-                "Attribution.of, which takes other shapes."
-            )
+        plain, names, directions = checked_scores(scores, groups, properties, higher_is_better)
         m = len(plain)
-        names = tuple(f"property {j}" for j in range(m)) if properties is None else tuple(properties)
-        directions = (None,) * m if higher_is_better is None else tuple(higher_is_better)
-        for name, found in (("properties", names), ("higher_is_better", directions)):
-            if len(found) != m:
-                raise ValueError(f"{name} has {len(found)} entries for scores of {m} properties.")
-        twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < m else None
-        if twice is not None:
-            raise ValueError(f"two properties are called {twice!r}: give them names of their own (properties.named).")
         if (low is None) != (high is None):
             raise ValueError("low and high are the two ends of an interval: pass both, or neither.")
         new = plain.as_subclass(cls)
         new.groups, new.properties, new.higher_is_better = groups, names, directions
-        new.low, new.high = (_shaped(end, name, plain.shape) for end, name in ((low, "low"), (high, "high")))
+        new.low, new.high = (shaped(end, name, plain.shape) for end, name in ((low, "low"), (high, "high")))
         new.interval, new.method, new.notes = interval, method, tuple(notes)
-        new.warnings = MappingProxyType(_checked_warnings(warnings or {}, groups))
-        new.member_scores = _shaped(member_scores, "member_scores", (m, groups.n))
+        new.warnings = MappingProxyType(checked_warnings(warnings or {}, groups))
+        new.member_scores = shaped(member_scores, "member_scores", (m, groups.n))
         return new
 
     @classmethod
@@ -177,7 +164,7 @@ class Attribution(Tensor):
     @property
     def scores(self) -> Tensor:
         """The scores `[m, k]` as a plain tensor, on the same memory."""
-        return _plain(self)
+        return plain_tensor(self)
 
     @property
     def tensor(self) -> Tensor:
@@ -293,6 +280,10 @@ class Attribution(Tensor):
 
         return as_text(self)
 
+    def __format__(self, spec: str) -> str:
+        """One score as the number it is, ``f"{result['web']:.3f}"``; else as any tensor."""
+        return format(self.item() if spec and self.numel() == 1 else self.scores if spec else str(self), spec)
+
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
         from ggda_ext.results.table import as_html
@@ -383,28 +374,3 @@ class Attribution(Tensor):
         if id(self) not in memo:
             memo[id(self)] = self.replace(scores=self.scores.clone())
         return memo[id(self)]
-
-
-def _plain(values: Any) -> Tensor:
-    """Numbers as a plain tensor without a graph, on the same memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        found = values if isinstance(values, Tensor) else torch.as_tensor(values)
-        return found.detach().as_subclass(Tensor)
-
-
-def _shaped(values: Any, name: str, shape: Sequence[int]) -> Tensor | None:
-    if values is None:
-        return None
-    found = _plain(values)
-    if found.shape != torch.Size(shape):
-        raise ValueError(f"{name} has shape {list(found.shape)}: pass {list(shape)}.")
-    return found
-
-
-def _checked_warnings(warnings: Mapping[Hashable, Sequence[str]], groups: Groups) -> dict[Hashable, tuple[str, ...]]:
-    found = {name: (text,) if isinstance(text, str) else tuple(text) for name, text in warnings.items()}
-    names = set(groups.all_names) if found else set()
-    for name in found:
-        if name not in names:
-            raise ValueError(f"warnings has an entry for {name!r}, which is no group.")
-    return found

@@ -171,6 +171,8 @@ def _encoded_name(name: Hashable) -> Any:
         return {"datetime": name.isoformat()}
     if isinstance(name, datetime.date):
         return {"date": name.isoformat()}
+    if isinstance(name, datetime.timedelta):
+        return {"timedelta": [name.days, name.seconds, name.microseconds]}
     if isinstance(name, _PLAIN):
         return name
     raise TypeError(
@@ -189,6 +191,8 @@ def _name(found: Any) -> Hashable:
         return tuple(_name(part) for part in value)
     if kind == "datetime64":
         return np.datetime64(*value)
+    if kind == "timedelta":
+        return datetime.timedelta(*value)
     return getattr(datetime, {"datetime": "datetime", "date": "date"}[kind]).fromisoformat(value)
 
 

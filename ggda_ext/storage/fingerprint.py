@@ -149,7 +149,7 @@ def sums_of(rows: Tensor) -> list[list[float]]:
         part = rows[:, low : low + step].detach().to("cpu", torch.float64).numpy()
         sums += np.cos(_WAVES * (1.1 * np.arange(low, low + part.shape[1]))) @ part.T
         squares += [row @ row for row in part]
-    squares[squares <= 0] = 1.0
+    squares[~(squares > 0)] = 1.0
     left = np.cos(_WAVES * (1.7 * np.arange(m) + 1))
     both = ((left * sums / np.sqrt(squares)).sum(1), left @ np.log(squares) / 2)
     return [[value if math.isfinite(value) else 0.0 for value in numbers.tolist()] for numbers in both]
