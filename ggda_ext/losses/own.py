@@ -93,7 +93,7 @@ class OwnLoss(ExampleLoss):
         if not rows.calls and (tokens == "sum" or of_token is not None):
             raise ValueError(
                 "the model computes its loss without the losses of torch.nn.functional, so the losses of its tokens "
-                "are not to be had: use tokens='mean', or pass the loss as a BatchLoss."
+                "cannot be computed: use tokens='mean', or pass the loss as a BatchLoss."
             )
         if loss.numel() != size or (size > 1 and not rows.calls):
             raise _NotByRows
