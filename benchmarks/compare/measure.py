@@ -1,7 +1,8 @@
 """CPU seconds of a method's original and of its group version, for one question.
 
 The original is slow, so it gets as many points as a fixed time allows: 1, 2, 4, … batches of them, until the time is
-used up or there are no more points. Where points are left, its time for all of them is extrapolated along a line,
+used up; all points, where these would not take much longer. One that takes longer for a single batch is timed on a half
+and a quarter of it, too. Where points are left, its time for all of them is extrapolated along a line,
 
     seconds(N) = seconds(n) + slope · (N − n),
 
@@ -29,7 +30,9 @@ from ggda_ext.gradients.proof import forget
 TURNS, FIRST_CALLS = 4, 2
 LEFT_ALONE = 0.7
 """Share of the time after which twice the points would take too long."""
-CLOSE, MORE_TURNS = (0.7, 1.1), 4
+WHOLE = 4.0
+"""All points are timed if they are foretold to take at most so many times the time: nothing is extrapolated then."""
+CLOSE, MORE_TURNS = (0.7, 1.3), 3
 """Ratios of times that decide too little after the first turns, and how many more turns they get."""
 T = TypeVar("T")
 
@@ -73,8 +76,8 @@ class Original:
 
     @property
     def last(self) -> list[int]:
-        """The three largest numbers of points, from which the line is taken."""
-        return sorted(self.seconds)[-3:]
+        """The numbers of points that count: all of them if they were timed, else the three largest, for the line."""
+        return [self.points] if self.points in self.seconds else sorted(self.seconds)[-3:]
 
     @property
     def extrapolated(self) -> float:
@@ -103,18 +106,39 @@ class Original:
         return [(self.seconds[b] - self.seconds[a]) / (b - a) for a, b in pairwise(self.last)]
 
 
-def climb(clock: Clock, run: Callable[[int], Any], first: int, points: int, seconds: float) -> Original:
+def climb(
+    clock: Clock, run: Callable[[int], Any], first: int, points: int, seconds: float, *, whole_batches: bool = True
+) -> Original:
     """Time an original at 1, 2, 4, … times `first` points, until `seconds` are used up or all `points` are timed.
 
     Three sizes at least are timed, so that a line can be checked.
+
+    Args:
+        clock: times calls.
+        run: the original on a number of points.
+        first: points of a batch.
+        points: all there are.
+        seconds: that it may take.
+        whole_batches: whether one that is slow has to do three sizes of whole batches; else it gets parts of one.
     """
     found, count = Original(points), min(first, points)
-    while True:
-        found.seconds[count], _ = clock.timed(lambda: run(count))  # noqa: B023  # called at once
-        enough = found.seconds[count] > LEFT_ALONE * seconds and len(found.seconds) > 2
-        if count == points or enough:
-            return found
-        count = min(2 * count, points)
+
+    def timed(count: int) -> float:
+        found.seconds[count], _ = clock.timed(lambda: run(count))
+        return found.seconds[count]
+
+    if timed(count) > seconds and count < points and not whole_batches and count >= 4:
+        timed(count // 2)
+        timed(count // 4)
+        return found
+    while count < points:
+        count, enough = min(2 * count, points), found.seconds[count] > LEFT_ALONE * seconds
+        if len(found.seconds) > 2 and found.extrapolated <= WHOLE * seconds:
+            count = points
+        elif len(found.seconds) > 2 and enough:
+            break
+        timed(count)
+    return found
 
 
 def take_turns(
@@ -127,6 +151,7 @@ def take_turns(
     best, first, given = dict.fromkeys(groups, float("inf")), dict[Any, float](), dict[Any, T]()
     spent = dict.fromkeys(groups, 0.0)
     theirs = {count: original.seconds[count] for count in original.last}  # the climb was their first turn
+    allowed = 2 * seconds if len(theirs) == 1 else seconds
     for turn in range(TURNS):
         for name, call in groups.items():
             if spent[name] < seconds:
@@ -138,7 +163,7 @@ def take_turns(
                 if turn < FIRST_CALLS:
                     first[name] = best[name]
         for count in theirs if turn else ():
-            if theirs[count] < seconds:
+            if theirs[count] < allowed:
                 took, _ = clock.timed(lambda: run(count))  # noqa: B023  # called at once
                 theirs[count] += took
                 original.seconds[count] = min(original.seconds[count], took)
