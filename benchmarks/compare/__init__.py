@@ -107,10 +107,7 @@ class Comparison:
         def original(count: int) -> Tensor:
             return method.original(any_size.first(count))
 
-        found = climb(
-            self.clock, original, self.size.batch, len(any_size.train[0]), self.size.seconds,
-            whole_batches=method.row_per_point,  # groups of one are then timed on the same points
-        )  # fmt: skip
+        found = climb(self.clock, original, self.size.batch, len(any_size.train[0]), self.size.seconds)
         hessian = self.clock.hessians.apart
         own_code = [size for size, case in cases.items() if size == 1 and method.own_code and not case.one_property]
         asked = {size: self._asked(method, size, case, found) for size, case in cases.items() if size not in own_code}

@@ -1,14 +1,14 @@
 """CPU seconds of a method's original and of its group version, for one question.
 
 The original is slow, so it gets as many points as a fixed time allows: 1, 2, 4, … batches of them, until the time is
-used up; all points, where these would not take much longer. One that takes longer for a single batch is timed on a half
-and a quarter of it, too. Where points are left, its time for all of them is extrapolated along a line,
+used up; all points, where these would not take much longer. One that takes longer for a single batch gets 1, 2 and 3 of
+them. Where points are left, its time for all of them is extrapolated along a line,
 
     seconds(N) = seconds(n) + slope · (N − n),
 
-with the smaller of the slopes n/4 → n/2 and n/2 → n. `Original.linearity` says how well the line through n/4 and n/2
-foretells what was measured at n; 1 is perfect. The group version gets all points. Both take turns, and the best of
-several turns counts; where they come out about as fast as each other, both get more turns.
+with the smaller of the two slopes between the last three sizes. `Original.linearity` says how well the line through the
+two before it foretells what was measured at n; 1 is perfect. The group version gets all points. Both take turns, and
+the best of several turns counts; where they come out about as fast as each other, both get more turns.
 
 What the group version finds out about a model is kept for the next call. The best turn is one with that; the first two
 turns are made without it, and the better of them is the time of a first call.
@@ -106,39 +106,23 @@ class Original:
         return [(self.seconds[b] - self.seconds[a]) / (b - a) for a, b in pairwise(self.last)]
 
 
-def climb(
-    clock: Clock, run: Callable[[int], Any], first: int, points: int, seconds: float, *, whole_batches: bool = True
-) -> Original:
+def climb(clock: Clock, run: Callable[[int], Any], first: int, points: int, seconds: float) -> Original:
     """Time an original at 1, 2, 4, … times `first` points, until `seconds` are used up or all `points` are timed.
 
     Three sizes at least are timed, so that a line can be checked.
-
-    Args:
-        clock: times calls.
-        run: the original on a number of points.
-        first: points of a batch.
-        points: all there are.
-        seconds: that it may take.
-        whole_batches: whether one that is slow has to do three sizes of whole batches; else it gets parts of one.
     """
     found, count = Original(points), min(first, points)
-
-    def timed(count: int) -> float:
-        found.seconds[count], _ = clock.timed(lambda: run(count))
-        return found.seconds[count]
-
-    if timed(count) > seconds and count < points and not whole_batches and count >= 4:
-        timed(count // 2)
-        timed(count // 4)
-        return found
-    while count < points:
-        count, enough = min(2 * count, points), found.seconds[count] > LEFT_ALONE * seconds
+    while True:
+        found.seconds[count], _ = clock.timed(lambda: run(count))  # noqa: B023  # called at once
+        if count == points:
+            return found
+        last = found.seconds[count]
         if len(found.seconds) > 2 and found.extrapolated <= WHOLE * seconds:
             count = points
-        elif len(found.seconds) > 2 and enough:
-            break
-        timed(count)
-    return found
+        elif len(found.seconds) > 2 and last > LEFT_ALONE * seconds:
+            return found
+        else:
+            count = min(count + (first if found.seconds[min(first, points)] > seconds else count), points)
 
 
 def take_turns(

@@ -63,13 +63,11 @@ def test_all_points_are_timed_where_that_takes_little_longer() -> None:
     assert found.extrapolated == 1
 
 
-def test_an_original_that_is_slow_for_one_batch_gets_parts_of_it() -> None:
-    found = climb(MadeClock(), lambda n: 0.5 + n, first=8, points=100, seconds=1.0, whole_batches=False)
-    assert sorted(found.seconds) == [2, 4, 8]
+def test_an_original_that_is_slow_for_one_batch_gets_three() -> None:
+    found = climb(MadeClock(), lambda n: 0.5 + n, first=8, points=100, seconds=1.0)
+    assert sorted(found.seconds) == [8, 16, 24]
     assert found.extrapolated == pytest.approx(100.5)
     assert found.linearity == pytest.approx(1)
-    whole = climb(MadeClock(), lambda n: 0.5 + n, first=8, points=100, seconds=1.0)
-    assert sorted(whole.seconds) == [8, 16, 32]
 
 
 def test_what_is_no_line_is_seen_and_counts_for_less() -> None:
