@@ -93,7 +93,7 @@ class IndexedData:
     _cast: torch.dtype | None = None
 
     anchors: tuple[Any, ...] | None = None
-    """The objects that hold the examples, to tell whether two are the same; None if that cannot be told."""
+    """The objects that hold the examples, to see whether two data sets are the same; None if that cannot be seen."""
 
     def __init__(self, data: DataLike, name: str = "data") -> None:
         self.name = name
@@ -500,7 +500,10 @@ def batch_length(batch: Any) -> int:
         if first:
             break
     else:
-        raise TypeError(f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension.")
+        raise TypeError(
+            f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension that can be found: let the "
+            "data, or its collate_fn, give tuples, named tuples, dicts or tensors (dataclasses.asdict makes a dict)."
+        )
     plain = (other.shape[0] for other in parts if isinstance(other, Tensor) and other.dim())
     return next((size for size in plain if _one_each(part, size)), first[0])
 

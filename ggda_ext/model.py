@@ -125,6 +125,9 @@ _fast_path_lock = threading.Lock()
 _fast_path_users = 0
 _fast_path = True
 _uncompiled: Any = None
+_FREED = (
+    31 * 2**20
+)  # bytes; never touched, so freeing them costs nothing. Of larger blocks the C library learns nothing
 
 
 @contextmanager
@@ -134,12 +137,16 @@ def training_kernels() -> Iterator[None]:
     PyTorch switches to other kernels when nothing requires a gradient: `nn.TransformerEncoder` in eval mode then takes
     a fused path that zeroes padded outputs. A loss must not depend on what is frozen, so this path is off in here.
     Models of `torch.compile` run as they are written: our hooks would have them compiled again for every batch.
+    Memory of a batch is kept for the next one: where the C library decides itself what it gives back to the system, as
+    Linux's does, it learns from the largest block that was freed. Otherwise every batch is given fresh pages, which
+    costs a tenth of a pass and more.
     """
     global _fast_path_users, _fast_path, _uncompiled
     with _fast_path_lock:
         if _fast_path_users == 0:
             _fast_path = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
+            torch.empty(_FREED, dtype=torch.uint8)
             if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):  # PyTorch 2.6
                 _uncompiled = torch.compiler.set_stance("force_eager")
                 _uncompiled.__enter__()
@@ -170,6 +177,15 @@ def full_precision(device: torch.device) -> Iterator[None]:
 def sums_on(device: torch.device) -> torch.device:
     """Where sums in double precision can be kept for a model on a device."""
     return torch.device("cpu") if device.type == "mps" else device
+
+
+def may_change(model: nn.Module) -> list[str]:
+    """Names of what a forward pass may change: buffers, and embeddings that it renormalises."""
+    found = [name for name, _ in model.named_buffers()]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            found.append(f"{name}.weight" if name else "weight")
+    return [name for name in found if name in {*dict(model.named_parameters()), *dict(model.named_buffers())}]
 
 
 class SavedState:
@@ -313,10 +329,27 @@ class ParameterSpace:
     def flatten(self, tensors: Sequence[Tensor | None], row: Tensor) -> Tensor:
         """Write one tensor per parameter (None for zeros) into a flat row `[p]`."""
         for tensor, (low, high) in zip(tensors, self.spans.values(), strict=True):
-            if tensor is not None and tensor.is_sparse:  # of an Embedding(sparse=True)
-                tensor = tensor.to_dense()
             row[low:high] = 0 if tensor is None else tensor.reshape(-1)
         return row
+
+    def gradients_of(
+        self, value: Tensor, *also: Tensor, keep_graph: bool = False, differentiable: bool = False
+    ) -> list[Tensor | None]:
+        """The gradient of a number, one tensor per parameter; None where it does not depend on one, as a constant.
+
+        Args:
+            value: computed while the parameters required a gradient.
+            also: tensors to come before the parameters.
+            keep_graph: whether another gradient will be asked for.
+            differentiable: whether the gradient is to have one, too.
+        """
+        by = [*also, *self.parameters.values()]
+        if not value.requires_grad:  # the loss of a batch without a target that counts
+            return [None] * len(by)
+        found = torch.autograd.grad(
+            value, by, retain_graph=keep_graph or differentiable, create_graph=differentiable, allow_unused=True
+        )
+        return [part.to_dense() if part is not None and part.is_sparse else part for part in found]  # of embeddings
 
     @contextmanager
     def require_gradients(self, of_chosen: bool, also: Iterable[nn.Parameter] = ()) -> Iterator[None]:
@@ -366,9 +399,13 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
                 f"parameter {name!r} was made in torch.inference_mode and cannot have a gradient: make the model "
                 "outside of it."
             )
-    kinds = {(value.dtype, value.device) for value in parameters.values()}
+    kinds = {(value.dtype, value.device): name for name, value in parameters.items()}
     if len(kinds) > 1:
-        raise ValueError(f"the chosen parameters differ in dtype or device: {sorted(map(str, kinds))}.")
+        said = ", ".join(f"{name!r} is {dtype} on {device}" for (dtype, device), name in kinds.items())
+        raise ValueError(
+            f"the chosen parameters differ in dtype or device: {said}. Choose those of one kind with parameters=, or "
+            "convert the model, as model.float() and model.to(device) do."
+        )
     return parameters
 
 

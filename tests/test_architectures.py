@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ggda_ext import GroupGradients, Groups
-from ggda_ext.gradients.proof import ENOUGH_ROWS
+from ggda_ext.gradients.proof import USUAL
 
 N = 9
 LABELS = [0, 1, 0, 2, 2, 1, 0, 2, 2]
@@ -147,7 +147,7 @@ def test_a_padded_batch_is_run_once(build):
     model, data = build().double().eval(), text()
     provider = GroupGradients(model, nn.CrossEntropyLoss(), data, Groups.singletons(N), batch_size=4)
     v = torch.randn(1, provider.p, dtype=torch.float64)
-    for _ in range(ENOUGH_ROWS // 8 + 1):  # the first batches are compared with smaller ones
+    for _ in range(USUAL.rows // 8 + 1):  # the first batches are compared with smaller ones
         first = provider.scores(v)
     assert provider.plan(1).strategy == "directional"
     runs: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import pandas as pd
@@ -14,7 +15,16 @@ from cases import relative_error
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, N, data, make, mlp, point_gradients
-from unusual_rare import DropsGradients, FullExperts, KeepsTheLargest, MixesLargeBatches, Switches
+from unusual_rare import (
+    PLACES,
+    AsksTheBatch,
+    DropsGradients,
+    FullExperts,
+    KeepsTheLargest,
+    MixesLargeBatches,
+    Switches,
+    TellsPlaces,
+)
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
@@ -141,6 +151,35 @@ def test_examples_that_are_mixed_in_large_batches_only_are_refused_there(mixes, 
             provider.scores(v)
 
 
+@pytest.mark.parametrize("strategy", ["auto", *DENSE])
+@pytest.mark.parametrize(
+    ("build", "how"),
+    [*[(TellsPlaces, how) for how in PLACES], *[(AsksTheBatch, how) for how in ("any", "number", "count")]],
+)
+def test_rows_told_by_their_place_or_by_the_batch_are_right_or_refused(build, how, strategy):
+    """A model may compare the number of a row with 13, or ask Python something about all rows."""
+    torch.manual_seed(0)
+    model, points = build(how).double(), data("one rare", 0)
+    rows = []
+    for x, y in zip(*points, strict=True):
+        found = torch.autograd.grad(CE(model(x[None]), y[None]), list(model.parameters()))
+        rows.append(torch.cat([g.flatten() for g in found]))
+    truth, refused = torch.stack(rows), []
+    for labels, size in ((GROUPS, 5), (torch.zeros(N), 5), (GROUPS, None), (torch.zeros(N), None)):
+        provider = GroupGradients(model, CE, points, labels, strategy=strategy, batch_size=size)
+        v = torch.randn(1, provider.p, dtype=torch.float64)
+        told, found = "", None
+        try:
+            found = provider.scores(v)
+        except ValueError as error:
+            told = str(error)
+            refused.append(size)
+        assert found is None or relative_error(found, Groups(labels).sum(v @ truth.T)) <= 1e-10
+        assert not told or "mixes the examples" in told or (strategy != "auto" and "cannot be used here" in told)
+    assert how == "swapped" or strategy == "persample" or None in refused
+    assert build is AsksTheBatch or 5 not in refused
+
+
 FAST = {"scales": "directional", "class token": "directional", "embedding bag": "directional", "weight norm": "forward",
         "attention": "forward", "an encoder": "forward", "sparse embedding": "directional"}  # fmt: skip
 
@@ -160,6 +199,39 @@ class Padded(nn.Module):
 
     def forward(self, x):
         return self.body(x) if x.dim() == 2 else self.body(x).mean(1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", *DENSE])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_point_without_a_finite_gradient_is_named_and_not_taken_for_mixing(value, strategy):
+    torch.manual_seed(0)
+    model, (x, y) = mlp().double(), data("features", 0)
+    x[5, 0] = value
+    for size in BATCH_SIZES:
+        provider = GroupGradients(model, CE, (x, y), GROUPS, strategy=strategy, batch_size=size)
+        with pytest.raises(ValueError, match=r"non-finite.*first group 1 |cannot be used here"):
+            provider.scores(torch.ones(1, provider.p, dtype=torch.float64))
+
+
+def test_a_mean_over_targets_that_count_leaves_out_examples_without_any():
+    """As a function, alone: 0 / 0 for an example whose target is ignored, and no gradient."""
+    torch.manual_seed(0)
+    model, (x, y) = mlp().double(), data("ignored first", 0)
+    expected = GroupGradients(model, CE, (x, y), GROUPS, strategy="backward").rows()
+    assert (
+        relative_error(GroupGradients(model, lambda o, t: F.cross_entropy(o, t), (x, y), GROUPS).rows(), expected)
+        <= 1e-10
+    )
+    scaled = lambda o, t: F.cross_entropy(o, t) * len(t) ** 0.5  # noqa: E731
+    with pytest.raises(ValueError, match="neither their mean nor their sum"):
+        GroupGradients(model, scaled, (x, y), GROUPS).rows()
+
+
+def test_the_gradient_of_a_property_leaves_a_renormalised_embedding_as_it_was():
+    model, points = make("renormalised embedding")
+    before = state_of(model)
+    properties.property_gradient(properties.mean_loss(points, CE), model, dict(model.named_parameters()))
+    assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
 
 
 def test_ghost_sees_what_a_test_loss_depends_on_besides_the_outputs():
@@ -403,9 +475,29 @@ def in_inference_mode():
         return mlp().double()
 
 
+class TwoKinds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, 3), nn.Linear(3, 3)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.first.weight.data = self.first.weight.data.float()
+        return self
+
+    def forward(self, x):
+        return self.head(F.linear(x, self.first.weight.double(), self.first.bias))
+
+
 @pytest.mark.parametrize(
     ("model", "loss", "error", "message"),
     [
+        (
+            TwoKinds,
+            CE,
+            ValueError,
+            r"'first.weight' is torch.float32 on cpu, .*Choose those of one kind with parameters=",
+        ),
         (Scalar, lambda o, y: o, ValueError, r"returned a single number for a batch.*BatchLoss"),
         (Complex, CE, TypeError, r"parameter 'weight' is complex.*view_as_real"),
         (on_meta, CE, ValueError, r"'0.weight' is on the meta device.*load the model first"),
@@ -481,6 +573,19 @@ def test_batches_of_sparse_rows_or_of_sequences_give_the_truth(form, strategy):
         provider = GroupGradients(model, CE, loader, GROUPS, strategy=strategy, batch_size=batch_size)
         with refusal_by_name(strategy):
             assert relative_error(provider.scores(v), Groups(GROUPS).sum(v @ torch.stack(rows).T)) <= 1e-10
+
+
+def test_batches_of_objects_are_named():
+    @dataclass
+    class Batch:
+        x: torch.Tensor
+
+    loader = DataLoader(
+        TensorDataset(*data("features", 0)), collate_fn=lambda items: Batch(torch.stack([x for x, _ in items]))
+    )
+    loss = BatchLoss(lambda model, batch: model(batch.x).sum(1))
+    with pytest.raises(TypeError, match=r"a batch of type Batch holds no tensor.*dataclasses\.asdict"):
+        GroupGradients(mlp().double(), loss, loader, GROUPS).rows()
 
 
 def test_batches_that_join_examples_are_named():

@@ -212,3 +212,62 @@ class DropsGradients(Body):
         if len(x) >= LARGE:
             h = torch.cat([h[:15], h[15:].detach()]) if self.joined else h.detach()
         return self.head(h)
+
+
+PLACES = ("mask", "late", "padded", "cut", "swapped", "stopped")
+
+
+class TellsPlaces(Body):
+    """Treats some places of a batch otherwise, all of them beyond those of small batches.
+
+    Args:
+        how: one of `PLACES`.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("factors", torch.ones(50, 1))
+        self.factors[13:16] = 1.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        if self.how == "mask":
+            h = h + (torch.arange(len(x)) == 13)[:, None] * x[:, :5]
+        elif self.how == "late":
+            h = h * torch.where(torch.arange(len(x), dtype=x.dtype)[:, None] > 15, 1.1, 1.0)
+        elif self.how == "padded":
+            h = h + nn.functional.pad(torch.ones(1, 5).to(x), (0, 0, 13, len(x) - 14)) if len(x) > 13 else h
+        elif self.how == "cut":
+            h = h * self.factors[: len(x)]
+        elif self.how == "stopped":
+            h = torch.where((torch.arange(len(x)) == 13)[:, None], h.detach(), h)
+        else:
+            order = list(range(len(x)))
+            if len(x) >= LARGE:
+                order[13], order[14] = 14, 13
+            matrix = torch.eye(len(x)).to(x)[order]
+            return torch.einsum("ba,bc->ac", matrix, self.body(torch.tensordot(matrix, x, 1)))
+        return self.head(h)
+
+
+class AsksTheBatch(Body):
+    """Multiplies all outputs by a number that Python makes of the whole batch, another one if it has a rare example.
+
+    Args:
+        how: ``"any"``, ``"number"`` or ``"count"``.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        rare = x[:, 0] > RARE
+        if self.how == "any":
+            factor = 1.5 if bool(rare.any()) else 1.0
+        elif self.how == "number":
+            factor = 1 + float(rare.double().sum())
+        else:
+            factor = 1.0 + sum(rare.tolist())
+        return self.body(x) * factor

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ggda_ext.data import IndexedData, progress, to_device
+from ggda_ext.data import IndexedData, batch_length, progress, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.strategies import forward
@@ -77,14 +77,9 @@ class Linearizer:
         by_rows: bool = False,
     ) -> None:
         self.space, self.batch_size, self.memory_budget, self.folder = space, batch_size, memory_budget, folder
-        self.rank, self.show_progress, self.by_rows, self.directions = (
-            len(directions),
-            show_progress,
-            by_rows,
-            directions,
-        )
-        still = forward.tangents(space, directions)  # an embedding's padding row does not move
-        self._moves = {name: torch.stack([move[name] for move in still]) for name in space.parameters}
+        self.rank, self.show_progress, self.by_rows = len(directions), show_progress, by_rows
+        self.directions = directions
+        self._moves = {name: space.part(directions, value) for name, value in space.parameters.items()}
         self.module = OutputModule(space.model)
         self._mapped = True
         self._files: list[tempfile.TemporaryDirectory] = []
@@ -151,8 +146,12 @@ class Linearizer:
         values = {f"model.{name}": value.detach() for name, value in self.space.parameters.items()}
         moves = {f"model.{name}": value for name, value in part.items()}
 
+        def output(given: dict[str, Tensor]) -> Tensor:
+            with torch.enable_grad(), forward.AsBackward(batch_length(batch)):
+                return called_with(self.module, given, (batch,))
+
         def along(move: dict[str, Tensor]) -> Tensor:
-            return jvp(lambda given: called_with(self.module, given, (batch,)), (values,), (move,))[1]
+            return jvp(output, (values,), (move,))[1]
 
         if self._mapped:
             try:
@@ -213,7 +212,7 @@ def check_forward_mode(linearizer: Linearizer, data: IndexedData) -> None:
     cotangent = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
     with space.require_gradients(of_chosen=True), sdpa_kernel(SDPBackend.MATH):
         again, _ = model_output(space.model, batch)
-        parts = torch.autograd.grad(again, list(space.parameters.values()), cotangent, allow_unused=True)
+        parts = space.gradients_of((again * cotangent).sum())
     row = space.flatten(parts, torch.zeros(space.size, dtype=space.dtype, device=space.device))
     flat = torch.cat([value.reshape(linearizer.rank, -1) for value in linearizer._moves.values()], 1)
     expected = flat @ row

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ggda_ext.curvature.hessian import Hessian, chunks_of_vectors, one_number, products_with_vectors, slopes
+from ggda_ext.curvature.hessian import Hessian, chunks_of_vectors, one_number, products_with_vectors
 from ggda_ext.data import to_device
 
 
@@ -90,8 +90,7 @@ class GaussNewton(Hessian):
                 f"the loss calls the model {len(seen)} times for a batch: the Gauss–Newton matrix needs one call, of "
                 "the model itself. Use the Hessian."
             )
-        chosen = list(self.space.parameters.values())
-        found = slopes(value, [leaves[0], *chosen])
+        found = self.space.gradients_of(value, leaves[0], differentiable=True)
         beside = [name for name, g in zip(self.space.parameters, found[1:], strict=True) if g is not None]
         if beside:
             raise ValueError(

@@ -68,7 +68,7 @@ class Hessian:
         parameters = list(self.space.parameters.values())
         with self.space.require_gradients(of_chosen=True), sdpa_kernel(SDPBackend.MATH):
             value = one_number(self.loss(self.space.model, to_device(batch, self.space.device)))
-            first = slopes(value, parameters)
+            first = self.space.gradients_of(value, differentiable=True)
             used = [(g, p) for g, p in zip(first, parameters, strict=True) if g is not None and g.requires_grad]
             for rows in chunks_of_vectors(vectors):
                 if not used:
@@ -127,13 +127,6 @@ def one_number(value: Tensor) -> Tensor:
     if value.numel() != 1:
         raise ValueError(f"the loss of a batch has shape {list(value.shape)}: return one number, its mean or sum.")
     return value.reshape(())
-
-
-def slopes(value: Tensor, by: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """∂value/∂by with its graph; None where it is zero, as it is for a batch without a target that counts."""
-    if not value.requires_grad:
-        return [None] * len(by)
-    return torch.autograd.grad(value, by, create_graph=True, allow_unused=True)
 
 
 def chunks_of_vectors(vectors: Tensor) -> Iterator[slice]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ggda_ext.data import batch_length
+from ggda_ext.gradients.given import UnderVmap, given_biases, given_copies
 from ggda_ext.gradients.layers import Layer, UnknownLayer
 from ggda_ext.gradients.watch import Watch, altered_gradients
 from ggda_ext.losses import ExampleLoss
@@ -46,17 +47,13 @@ class Observer:
 class Calls:
     """What happened in one run: how often each layer was called, with how many rows per example."""
 
+    watch: Watch
+    """Sees the functions that are called."""
     rows: list[tuple[str, int]] = field(default_factory=list)
     touched: list[nn.Parameter] = field(default_factory=list)
     """Those of the parameters asked about that had a gradient other than zero."""
     strayed: list[nn.Parameter] = field(default_factory=list)
     """Parameters that had a gradient outside of their layers."""
-    called: int = 0
-    """Stands for the functions that were called, in their order."""
-    moves: str | None = None
-    """A function that may have moved rows of the batch from one place to another."""
-    hooks: str | None = None
-    """A function that may have put a hook on a gradient: layers may see what it was before."""
     alters: str | None = None
     """What makes gradients other than derivatives, where that was asked for."""
     misplaced: str | None = None
@@ -67,12 +64,13 @@ class Calls:
     @property
     def suspicious(self) -> bool:
         """Whether something was seen that layers may not tell."""
-        return bool(self.strayed) or self.moves is not None or self.hooks is not None or self.misplaced is not None
+        watch = self.watch
+        return bool(self.strayed) or watch.moves is not None or watch.hooks is not None or self.misplaced is not None
 
     @property
     def signature(self) -> Signature:
         """The same for runs that call the same functions, and layers equally often with as many rows per example."""
-        return tuple(sorted(self.rows)), self.called
+        return tuple(sorted(self.rows)), self.watch.called
 
 
 class Observation:
@@ -122,34 +120,35 @@ class Observation:
             a = args[0] if args else kwargs["input"]
             with torch._C.DisableTorchFunction():  # what is done here is not the model's
                 if self._loss.vectorized:
-                    return _UnderVmap.apply(output, a, layer, self._run.tap)
+                    return UnderVmap.apply(output, a, layer, self._run.tap)
                 return self._run.tap(layer, a, output)
 
         return on_forward
 
     def run(
-        self, batch: Any, observer: Observer, closely: bool = False, allowed: float = 1e-3, alters: bool = False
+        self,
+        batch: Any,
+        observer: Observer,
+        closely: Callable[[Watch], bool] = lambda watch: watch.moves is not None,
+        allowed: float = 1e-3,
+        alters: bool = False,
     ) -> Calls:
         """Run the summed loss of a batch forward and backward, telling `observer` about every layer call.
-
-        Where rows may have been moved, a second backward pass looks whose they are (`_Order`).
 
         Args:
             batch: examples along dim 0.
             observer: is told.
-            closely: whether to look whose rows are whose in any case.
+            closely: by what the model did, whether a second backward pass looks whose rows are whose (`_Order`).
             allowed: relative differences that rounding may explain.
             alters: whether to look for what makes gradients other than derivatives.
         """
         self._loss.prepare(self._space.model, batch)
         run = _Run(self._space, batch_length(batch), observer, allowed)
         calls = run.calls
-        with _copies(self._copied, run.size) as copied, _shared(self._biases, run.share):
-            for layer, copies in copied:
-                run.tell_of_copies(layer, copies)
+        with self._given_instead(run):
             self._run = run
             try:
-                with Watch(run.size) as watch:
+                with calls.watch:
                     losses = self._loss.each(self._space.model, batch)
             except RuntimeError as error:
                 if run.shared is None:
@@ -160,13 +159,23 @@ class Observation:
                 ) from error
             finally:
                 self._run = None  # a checkpoint calls layers again on the way back
-            calls.losses, calls.called = losses.detach(), watch.called
-            calls.moves, calls.hooks = watch.moves, watch.hooks
-            calls.alters = altered_gradients(losses, watch) if alters else None
+            calls.losses = losses.detach()
+            calls.alters = altered_gradients(losses, calls.watch) if alters else None
             if losses.requires_grad:
-                run.order.wanted = run.size > 1 and bool(run.leaves) and (calls.moves is not None or closely)
+                run.order.wanted = run.size > 1 and bool(run.leaves) and closely(calls.watch)
                 self._go_back(run, losses)
         return calls
+
+    @contextmanager
+    def _given_instead(self, run: _Run) -> Iterator[None]:
+        """With copies in place of parameters and biases, where layers ask for it."""
+        if not self._copied and not self._biases:
+            yield
+            return
+        with given_copies(self._copied, run.size) as copied, given_biases(self._biases, run.share):
+            for layer, copies in copied:
+                run.tell_of_copies(layer, copies)
+            yield
 
     def _go_back(self, run: _Run, losses: Tensor) -> None:
         """The backward pass, and a second one if that is wanted; parameters that have a gradient are kept."""
@@ -200,7 +209,7 @@ class _Run:
 
     def __init__(self, space: ParameterSpace, size: int, observer: Observer, allowed: float) -> None:
         self.space, self.size, self.observer = space, size, observer
-        self.calls, self.order = Calls(), _Order(allowed)
+        self.calls, self.order = Calls(Watch(size)), _Order(allowed)
         self.leaves: list[Tensor] = []
         self.shared: str | None = None  # a layer whose only row was given to every example
 
@@ -355,60 +364,6 @@ def _told(observer: Callable[..., Any], layer: Layer, *values: Any) -> Any:
         return observer(layer, *values)
 
 
-@contextmanager
-def _copies(layers: list[Layer], size: int) -> Iterator[list[tuple[Layer, Tensor]]]:
-    """Give modules their parameters as `size` copies that require a gradient, where a layer asks for it."""
-    given = []
-    try:
-        for layer in layers:
-            if layer.copied is not None:
-                key, shape = layer.copied
-                one = _of(layer.weight).detach().reshape(1, *shape)
-                copies = one.repeat(size, *[1] * len(shape)).requires_grad_()
-                given.append((layer, copies))
-                layer.module._parameters[key] = copies  # type: ignore[assignment]
-        yield given
-    finally:
-        for layer, _ in given:
-            assert layer.copied is not None
-            layer.module._parameters[layer.copied[0]] = layer.weight
-
-
-@contextmanager
-def _shared(layers: list[Layer], share: Callable[[Layer, Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Let attentions that add an embedding's rows to the scores of all examples add what `share` makes of them."""
-
-    def wrapped(layer: Layer, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def computed(*args: Any, **kwargs: Any) -> Tensor:
-            positions: list[Tensor] = []
-            handle = layer.module.register_forward_pre_hook(lambda module, inputs: positions.append(inputs[0]))
-            try:
-                bias = compute(*args, **kwargs)
-            finally:
-                handle.remove()
-            if len(positions) != 1:
-                raise UnknownLayer(f"layer {layer.name!r} is called {len(positions)} times for one bias")
-            with torch._C.DisableTorchFunction():
-                return share(layer, positions[0], bias)
-
-        return computed
-
-    changed = []
-    try:
-        for layer in layers:
-            assert layer.bias_of is not None
-            own = vars(layer.bias_of).get("compute_bias")
-            changed.append((layer.bias_of, own))
-            vars(layer.bias_of)["compute_bias"] = wrapped(layer, layer.bias_of.compute_bias)  # type: ignore[arg-type]
-        yield
-    finally:
-        for attention, own in changed:
-            if own is None:
-                del vars(attention)["compute_bias"]
-            else:
-                vars(attention)["compute_bias"] = own
-
-
 def _of(parameter: nn.Parameter | None) -> nn.Parameter:
     assert parameter is not None
     return parameter
@@ -421,27 +376,3 @@ def _dense(gradient: Tensor) -> Tensor:
 def _in_full(values: Tensor, space: ParameterSpace) -> Tensor:
     """Activations in the precision of the parameters; autocast makes them smaller."""
     return values.to(space.dtype) if values.is_floating_point() and values.dtype != space.dtype else values
-
-
-class _UnderVmap(torch.autograd.Function):
-    """Taps a layer that runs under `torch.func.vmap`, where only a vmap rule meets the whole batch."""
-
-    @staticmethod
-    def forward(output: Tensor, a: Tensor, layer: Layer, tap: Callable[..., Tensor]) -> Tensor:
-        raise UnknownLayer(f"layer {layer.name!r} does not see the examples")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        raise NotImplementedError  # never reached: `forward` refuses
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], output: Tensor, a: Tensor, layer: Layer, tap: Callable[..., Tensor]
-    ) -> tuple[Tensor, int]:
-        if in_dims[0] is None or in_dims[1] is None:
-            raise UnknownLayer(f"layer {layer.name!r} does not see the examples")
-        output, a = output.movedim(in_dims[0], 0), a.movedim(in_dims[1], 0)
-        if output.dim() < 3 or output.shape[1] != 1 or layer.rule.rank == output.dim():
-            return tap(layer, a, output), 0
-        shape = output.shape  # examples came as batches of one
-        return tap(layer, a.flatten(0, 1), output.flatten(0, 1)).view(shape), 0

@@ -25,9 +25,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ggda_ext.data import IndexedData, batch_length, pick, tensors_in, to_device
 from ggda_ext.gradients.layers import Layer, copied_parameter, known_layers
+from ggda_ext.gradients.mixing import check_batch, check_reduction
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.proof import (
+    LITTLE,
+    USUAL,
     CapturedLayers,
     Findings,
     Unproven,
@@ -40,8 +43,6 @@ from ggda_ext.gradients.truth import (
     FAILS,
     Truth,
     captured_scores,
-    check_batch,
-    check_reduction,
     check_same_losses,
     first_line,
     random_direction,
@@ -52,13 +53,13 @@ from ggda_ext.gradients.truth import (
 from ggda_ext.gradients.watch import hidden_hooks
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace, SavedState
+from ggda_ext.model import ParameterSpace, SavedState, may_change
 
 LARGEST_BATCH = 2**17
 CACHED_BYTES = 26 * 2**20  # of activations of a batch: fewer, and what is done once per batch counts on small models
 ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
 _BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent
-_MORE, _ROUNDS = 16, 2  # examples looked at, so many times, for a parameter that the first ones do not touch
+_ROUNDS = 2  # of looking at more examples for a parameter that the first ones do not touch
 
 
 class Probe:
@@ -91,7 +92,7 @@ class Probe:
         settings = batch_size, at_most, data.is_stream
         found = recall(space, loss, data, settings)
         if found is None:
-            self._look(_members(groups), max(2, min(EXAMPLES, batch_size or at_most or EXAMPLES)))
+            self._look(_members(groups), max(2, min(USUAL.examples, batch_size or at_most or USUAL.examples)))
             remember(self._found, space, loss, data, settings)
         else:
             self._found, self._allowed = found, tolerance(found.precision)
@@ -139,7 +140,7 @@ class Probe:
         sample = Sample(space, self._loss, self._data, members, at_once)
         space.changing = sample.changing
         self._found = Findings(
-            [], nothing, sample.precision, sample.bytes_per_example, space.changing, heavy=sample.heavy
+            [], nothing, sample.precision, sample.bytes_per_example, space.changing, effort=sample.effort
         )
         self._found.alters = hidden_hooks(space.model, list(space.parameters.values()))
         self._allowed = tolerance(sample.precision)
@@ -166,7 +167,7 @@ class Probe:
         """
         found, low = self._found, 0
         for number, batch in enumerate(found.batches):
-            truth = found.truth.part(low, low + batch_length(batch))
+            truth = found.truth.at(slice(low, low + batch_length(batch)))
             low += batch_length(batch)
             losses = None if seen is None else seen[number].cpu().double()
             proven = losses is not None and bool((truth.finite & losses.isfinite()).all())
@@ -174,9 +175,12 @@ class Probe:
                 run = check_batch(
                     self._space, self._loss, batch, truth, self._direction, self._allowed, self._data.name
                 )
-                found.called.add(run.called)
+                found.told.add(run.told)
                 found.alters = found.alters or run.alters
-            check_reduction(self._space, self._loss, batch, truth.losses, self._allowed)
+            with self._space.require_gradients(of_chosen=True):
+                whole = self._loss.reduced(self._space.model, batch) if len(truth.losses) > 1 else None
+            if whole is not None:
+                check_reduction(float(whole.detach()), truth.losses, self._allowed)
 
     def _compare(self, strategy: str, *, fresh: bool = False) -> None:
         """Compare strategies that do without layers with autograd, if they may be needed.
@@ -210,7 +214,7 @@ class Probe:
 
     def _look_further(self, members: Members, at_once: int) -> None:
         """Look for examples that touch the parameters which the first ones did not touch."""
-        more = FEW if self._found.heavy else _MORE
+        more = self._found.effort.more
         count = min(_ROUNDS * more, len(members))
         others = np.random.default_rng(1).choice(len(members), count, replace=False).tolist()
         for start in range(0, count, more):
@@ -291,7 +295,7 @@ class Probe:
                 if calls.misplaced is not None or calls.losses is None:
                     return f"the rows of layer {calls.misplaced!r} are not those of the examples in their order"
                 found.proven.add(calls.signature)
-                found.called.add(calls.called)
+                found.told.add(calls.watch.told)
                 self._strayed |= strays(self._space, calls)
                 scores.append(some)
                 losses.append(calls.losses)
@@ -330,15 +334,6 @@ class Probe:
             f"no example of {self._data.name} was found whose loss depends on parameter {untouched[0]!r}, so its "
             "gradient cannot be compared with autograd"
         )
-
-
-def _may_change(model: nn.Module) -> list[str]:
-    """Names of what a forward pass may change: buffers, and embeddings that it renormalises."""
-    found = [name for name, _ in model.named_buffers()]
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            found.append(f"{name}.weight" if name else "weight")
-    return [name for name in found if name in {*dict(model.named_parameters()), *dict(model.named_buffers())}]
 
 
 def _members(groups: Groups) -> Members:
@@ -393,7 +388,6 @@ def _shared_parameter(layers: list[Layer]) -> str | None:
     return "two layers share a parameter" if len(set(seen)) < len(seen) else None
 
 
-EXAMPLES, FEW = 8, 2  # compared with autograd; few of a heavy model
 HEAVY = 2**30
 """Multiplications of a forward pass over one example, from which on a look at eight examples takes seconds."""
 _IGNORED = -100  # what losses of PyTorch leave out
@@ -406,7 +400,7 @@ class Sample:
     """The first run of some examples: bytes, precision and shapes of activations, and the examples to compare.
 
     Attributes:
-        heavy: whether the model is too expensive to run more than `FEW` examples.
+        effort: how much is to be compared; little where the model is expensive.
         changing: names of what `forward` changes.
     """
 
@@ -418,14 +412,16 @@ class Sample:
         self.precision = space.dtype
         self.output_dims: dict[str, int] = {}
         self._head = to_device(data.first(at_once), space.device) if data.is_stream else None
-        self._candidates = _spread(members, 2 * EXAMPLES) if self._head is None else np.arange(batch_length(self._head))
+        self._candidates = (
+            _spread(members, 2 * USUAL.examples) if self._head is None else np.arange(batch_length(self._head))
+        )
         batches = self._fetch(self._runs(self._candidates))
         pair = _shortest_and_longest([length for batch in batches for length in _lengths(batch)])
         (two,) = self._fetch([self._candidates[pair]])
         losses = self._run([two])
-        self.heavy = self._work / len(pair) > HEAVY and self._is_reduced_as_known(two)
-        if self.heavy:
-            self._candidates = self._candidates[pair]
+        self.effort = USUAL
+        if self._work / len(pair) > HEAVY and self._is_reduced_as_known(two):
+            self.effort, self._candidates = LITTLE, self._candidates[pair]
         else:
             losses = self._run(batches)
         self._first_losses, self._losses = losses[0], torch.cat(losses)
@@ -439,7 +435,7 @@ class Sample:
     @contextmanager
     def _put_back(self) -> Iterator[SavedState]:
         """Give the model back what it changes."""
-        saved = SavedState(self._space.model, _may_change(self._space.model))
+        saved = SavedState(self._space.model, may_change(self._space.model))
         try:
             yield saved
         finally:
@@ -519,7 +515,7 @@ class Sample:
         """The examples to compare, as batches, each with its examples alone: first, last, and those of large loss."""
         ends = [0, len(self._candidates) - 1]
         large = torch.argsort(self._losses.detach().float().nan_to_num(-1, -1, -1), descending=True).tolist()
-        self._picked = torch.tensor(list(dict.fromkeys([*ends, *large]))[:EXAMPLES])
+        self._picked = torch.tensor(list(dict.fromkeys([*ends, *large]))[: self.effort.examples])
         picked = self._candidates[self._picked.numpy()]
         runs = self._runs(picked)
         fetched = self._fetch([*runs, *[[index] for index in picked]])

@@ -26,13 +26,12 @@ from torch import Tensor, nn
 
 from ggda_ext.data import IndexedData, batch_length, pick
 from ggda_ext.gradients.layers import Layer, UnknownLayer, copied_layer, known_layers
+from ggda_ext.gradients.mixing import check_losses, check_sum
 from ggda_ext.gradients.observation import Calls, Observation, Observer, Signature, observe
 from ggda_ext.gradients.truth import (
     Tolerance,
     Truth,
     captured_scores,
-    check_losses,
-    check_sum,
     plain_run,
     random_direction,
     truth_of,
@@ -43,6 +42,27 @@ from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 
 _MOST_KEPT = 8  # sets of findings per model
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is compared with autograd before layers are trusted.
+
+    Attributes:
+        examples: of the data that are looked at first.
+        more: that are looked at once more for a parameter that the first ones do not touch.
+        rows: examples in batches whose rows were compared, after which order and cuts are trusted.
+        compared: examples of such a batch.
+    """
+
+    examples: int
+    more: int
+    rows: int
+    compared: int
+
+
+USUAL = Effort(8, 16, 32, 4)
+LITTLE = Effort(2, 2, 1, 2)  # for a model that takes seconds for eight examples
 
 
 @dataclass
@@ -73,14 +93,13 @@ class Findings:
     """What makes gradients of this model other than derivatives: a hook, an autograd function of its own."""
     forward_proven: set[int] = field(default_factory=set)
     """Functions that were called when `forward` was compared with autograd."""
-    called: set[int] = field(default_factory=set)
-    """Functions that were called in batches which were compared with their examples alone."""
-    summed: set[tuple[int, int]] = field(default_factory=set)
-    """Functions and sizes of batches whose gradients were compared with those of smaller ones."""
+    told: set[int] = field(default_factory=set)
+    """Functions that were called, and numbers told, in batches which were compared with their examples alone."""
+    apart: dict[int, int] = field(default_factory=dict)
+    """Functions that were called → examples of the largest batch whose losses and gradients those of small ones are."""
     unseen: set[str] = field(default_factory=set)
     rows_compared: int = 0
-    heavy: bool = False
-    """Whether the model is too expensive to compare many examples."""
+    effort: Effort = USUAL
 
     @property
     def hooked(self) -> bool:
@@ -188,8 +207,6 @@ def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
     return told
 
 
-ENOUGH_ROWS, FEW_ROWS = 32, 1  # examples in batches whose rows were compared, after which order and cuts are trusted
-_COMPARED, _FEW_COMPARED = 4, 2  # examples of such a batch; few of a heavy model
 _TRIED = 64  # examples of a batch that are looked at for one that touches a parameter
 
 
@@ -258,7 +275,7 @@ class CapturedLayers:
             self._observation = self._held.enter_context(Observation(self.space, self.layers, self.loss, unseen).on())
         try:
             with self._named():
-                return self._observation.run(batch, observer, self.found.alters is not None, self.allowed.rows)
+                return self._observation.run(batch, observer, self._closely, self.allowed.rows)
         finally:
             if not self._holding:
                 self._release()
@@ -271,15 +288,17 @@ class CapturedLayers:
         """
         size = batch_length(batch)
         recorder = None
-        if size > 1 and self.found.rows_compared < (FEW_ROWS if self.found.heavy else ENOUGH_ROWS):
+        if size > 1 and self.found.rows_compared < self.found.effort.rows:
             recorder = _Recorder(self._some(size), size, observer)
         calls = self._observe(batch, recorder or observer)
         new = bool(calls.touched) or calls.signature not in self.found.proven
-        if new or recorder is not None or calls.suspicious:
+        odd = calls.suspicious or self._mixes(calls.watch)
+        if new or recorder is not None or odd:
             self._release()  # plain autograd runs without hooks
         if calls.strayed:
             raise Unproven(strays(self.space, calls))
-        self._check_order(batch, calls)
+        if odd:
+            self._check_order(batch, calls)
         if new:
             self._prove(batch, calls)
         elif recorder is not None:
@@ -307,27 +326,46 @@ class CapturedLayers:
             raise NotForward("forward-mode differentiation of the model disagrees with its gradient")
         self.found.forward_proven.add(watch.called)
 
-    def check_alone(self, batch: Any, losses: Tensor, watch: Watch) -> None:
-        """Refuse a batch that is not the sum of small ones, where rows may have moved or other functions were called.
+    def check_apart(self, batch: Any, losses: Tensor, watch: Watch) -> None:
+        """Refuse a batch that is not the sum of small ones, where the model may mix its examples.
 
         Args:
             batch: the examples.
             losses: theirs in this batch `[b]`.
             watch: what the model did.
         """
-        if watch.size < 2 or (watch.moves is None and watch.called in self.found.called):
+        if not self._mixes(watch):
             return
         check_losses(self.space, self.loss, batch, losses.detach(), self.allowed)
-        if (watch.called, watch.size) not in self.found.summed:
+        if watch.size > self.found.apart.get(watch.called, 0):
             check_sum(self.space, self.loss, batch, self.allowed)
-            self.found.summed.add((watch.called, watch.size))
+            self.found.apart[watch.called] = watch.size
+        self.found.told.add(watch.told)
+
+    def _mixes(self, watch: Watch) -> bool:
+        """Whether the model may mix the examples of a batch in a way that was not looked at."""
+        if watch.size < 2:
+            return False
+        return watch.moves is not None or watch.told not in self.found.told or self._placed(watch)
+
+    def _placed(self, watch: Watch) -> bool:
+        """Whether the model made something for more places of a batch than were looked at.
+
+        A heavy one only for as many places as the batch has: more of them are often those of tokens.
+        """
+        placed = watch.places == watch.size if self.found.effort is LITTLE else watch.places > 0
+        return placed and watch.size > self.found.apart.get(watch.called, 0)
+
+    def _closely(self, watch: Watch) -> bool:
+        """Whether to look whose rows are whose."""
+        return self.found.alters is not None or watch.moves is not None or self._placed(watch)
 
     def _check_order(self, batch: Any, calls: Calls) -> None:
         """Raise where rows of a batch are not those of its examples; refuse where examples are mixed."""
-        if calls.hooks is not None:
+        if calls.watch.hooks is not None:
             raise Unproven(dict.fromkeys(self.space.parameters, HOOKED))
-        if calls.moves is not None and calls.losses is not None:
-            check_losses(self.space, self.loss, batch, calls.losses, self.allowed)
+        if calls.losses is not None:
+            self.check_apart(batch, calls.losses, calls.watch)
         if calls.misplaced is not None:
             why = (
                 f"the rows of layer {calls.misplaced!r} are not those of the examples in their order "
@@ -346,8 +384,7 @@ class CapturedLayers:
     def _some(self, size: int) -> list[int]:
         """Positions of examples in a batch: the first, the last, and others that vary from batch to batch."""
         others = torch.randperm(size, generator=torch.Generator().manual_seed(self.found.rows_compared)).tolist()
-        few = _FEW_COMPARED if self.found.heavy else _COMPARED
-        return sorted({0, size - 1, *others[: few - 2]})
+        return sorted({0, size - 1, *others[: self.found.effort.compared - 2]})
 
     def _compare(self, batch: Any, recorder: _Recorder) -> None:
         """Raise unless the recorded rows of some examples are those of a batch without the others."""
@@ -380,7 +417,9 @@ class CapturedLayers:
                 }
             )
         recorder = _Recorder(positions, size)
-        again = observe(self.space, self.layers, self.loss, batch, recorder, closely=True, allowed=self.allowed.rows)
+        again = observe(
+            self.space, self.layers, self.loss, batch, recorder, closely=lambda _: True, allowed=self.allowed.rows
+        )
         self._check_order(batch, again)
         self._compare(batch, recorder)
         self.found.proven.add(calls.signature)

@@ -1,19 +1,15 @@
-"""Plain autograd, one example at a time: what every strategy is compared with before its numbers are trusted.
-
-Before that, the question itself must have an answer: a deterministic loss that does not mix examples.
-"""
+"""Plain autograd, one example at a time: what every strategy is compared with before its numbers are trusted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
-from ggda_ext.data import batch_length, pick
+from ggda_ext.data import batch_length
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Calls, Observer, observe
 from ggda_ext.gradients.watch import Watch, altered_gradients
@@ -73,9 +69,9 @@ class Truth:
         """These examples and others."""
         return Truth(*(torch.cat([getattr(self, name), getattr(other, name)]) for name in self.__dataclass_fields__))
 
-    def part(self, low: int, high: int) -> Truth:
+    def at(self, positions: slice | list[int]) -> Truth:
         """Some of the examples."""
-        return Truth(*(getattr(self, name)[low:high] for name in self.__dataclass_fields__))
+        return Truth(*(getattr(self, name)[positions] for name in self.__dataclass_fields__))
 
     def other_losses(self, losses: Tensor, allowed: Tolerance) -> Tensor:
         """Which examples have other losses `[b]` than alone, as far as both are finite `[b]`."""
@@ -116,7 +112,7 @@ def truth_of(space: ParameterSpace, loss: ExampleLoss, alone: Sequence[Any], dir
         with space.require_gradients(of_chosen=True):
             for one in some:
                 value = loss.total(space.model, one)
-                along, lengths = _measured(_gradients_of(value, space), directions)
+                along, lengths = _measured(space.gradients_of(value), directions)
                 losses.append(_on_cpu(value))
                 scores.append(along)
                 norms.append(lengths)
@@ -136,13 +132,13 @@ class PlainRun:
         losses: of the examples `[b]`.
         total: gradient of their sum along a direction, per parameter `[q]`.
         alters: what makes gradients other than derivatives, or None.
-        called: stands for the functions that were called.
+        told: stands for the functions that were called, and for the numbers that Python was told.
     """
 
     losses: Tensor
     total: Tensor
     alters: str | None
-    called: int
+    told: int
 
 
 def plain_run(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: Sequence[Tensor]) -> PlainRun:
@@ -151,9 +147,9 @@ def plain_run(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: S
         with Watch(0) as watch:
             losses = loss.each(space.model, batch)
         alters = altered_gradients(losses, watch)
-        gradients = _gradients_of(losses.sum(), space)
+        gradients = space.gradients_of(losses.sum())
     pairs = zip(gradients, (wide(part).flatten() for part in direction), strict=True)
-    return PlainRun(_on_cpu(losses), torch.stack([_dot(*pair) for pair in pairs]).cpu(), alters, watch.called)
+    return PlainRun(_on_cpu(losses), torch.stack([_dot(*pair) for pair in pairs]).cpu(), alters, watch.told)
 
 
 def captured_scores(
@@ -166,15 +162,6 @@ def captured_scores(
     observer = _ParameterScores(space, direction, batch_length(batch), watcher)
     calls = observe(space, layers, loss, batch, observer, alters=True)
     return torch.stack([observer.scores[id(parameter)] for parameter in space.parameters.values()], 1).cpu(), calls
-
-
-def _gradients_of(value: Tensor, space: ParameterSpace) -> list[Tensor | None]:
-    """The gradient of a loss by parameter; None where it does not depend on it."""
-    parameters = list(space.parameters.values())
-    if not value.requires_grad:
-        return [None] * len(parameters)
-    found = torch.autograd.grad(value, parameters, allow_unused=True)
-    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
 
 
 def _on_cpu(values: Tensor) -> Tensor:
@@ -221,8 +208,6 @@ class _ParameterScores(Observer):
             self.scores[id(layer.weight)] += (tangent * d).reshape(self.size, -1).sum(1)
 
 
-_PIECE = 4  # examples of a batch that are run together, to see whether more of them have other losses
-
 FAILS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError)
 """How a model fails that a strategy cannot run, though it runs by itself."""
 
@@ -248,146 +233,6 @@ def truth_alone(space: ParameterSpace, loss: ExampleLoss, alone: Sequence[Any], 
             "a gradient of its own only if the model takes a batch of one: look for statistics of the batch, and "
             "for squeeze() without a dimension."
         ) from error
-
-
-def check_batch(
-    space: ParameterSpace, loss: ExampleLoss, batch: Any, truth: Truth, direction: Tensor, allowed: Tolerance, name: str
-) -> PlainRun:
-    """Refuse a model or a loss for which a batch is not the sum of its examples alone.
-
-    Args:
-        space: model and chosen parameters.
-        loss: of the examples.
-        batch: some examples.
-        truth: about these examples, each alone.
-        direction: along which their gradients are compared `[1, p]`.
-        allowed: differences that rounding may explain.
-        name: of the data.
-    """
-    run = plain_run(space, loss, batch, [space.part(direction, own)[0] for own in space.parameters.values()])
-    losses = run.losses
-    if len(losses) < 2 or not bool((truth.finite & losses.isfinite()).any()):
-        return run
-    off = truth.other_losses(losses, allowed)
-    same = not bool(off.any()) and bool(truth.finite.all()) and _same_sum(run.total, truth, allowed)
-    # a loss near 0 is a difference of larger numbers, so only gradients can tell rounding from mixing
-    if not same and not _alike_in_batch(space, loss, batch, truth, direction, allowed):
-        _refuse_mixing(space.model, losses, truth.losses, off, name)
-    return run
-
-
-def check_reduction(space: ParameterSpace, loss: ExampleLoss, batch: Any, alone: Tensor, allowed: Tolerance) -> None:
-    """Refuse a loss function whose value for a batch is neither the sum nor the mean of the losses of its examples.
-
-    Args:
-        space: model and chosen parameters.
-        loss: of the examples.
-        batch: some examples.
-        alone: their losses, each alone `[b]`.
-        allowed: differences that rounding may explain.
-    """
-    if len(alone) < 2 or not bool(alone.isfinite().all()):
-        return
-    with space.require_gradients(of_chosen=True):
-        reduced = loss.reduced(space.model, batch)
-    if reduced is None:
-        return
-    whole, room = float(reduced.detach()), allowed.most * float(alone.abs().max() + alone.abs().mean())
-    if abs(whole - float(alone.mean())) <= room or abs(whole - float(alone.sum())) <= room * len(alone):
-        return
-    raise ValueError(
-        f"loss_fn gives {whole:.6g} for a batch of {len(alone)} examples whose losses alone have the mean "
-        f"{float(alone.mean()):.6g}: neither their mean nor their sum, so what an example adds depends on who "
-        "shares the batch (a weighted or masked mean, a broadcast of target against output, a comparison of "
-        "examples). Let loss_fn return one loss per example [b], or their sum."
-    )
-
-
-def check_losses(space: ParameterSpace, loss: ExampleLoss, batch: Any, losses: Tensor, allowed: Tolerance) -> None:
-    """Refuse a batch whose examples have other losses `[b]` than in small batches.
-
-    Args:
-        space: model and chosen parameters.
-        loss: of the examples.
-        batch: the examples.
-        losses: theirs in this batch.
-        allowed: differences that rounding may explain.
-    """
-    with space.require_gradients(of_chosen=True):
-        apart = torch.cat([loss.each(space.model, piece).detach() for piece in _pieces(batch)])
-    found, expected = losses.cpu().double(), apart.cpu().double()
-    finite = found.isfinite() & expected.isfinite()
-    room = expected.abs() + expected[finite].abs().max() if bool(finite.any()) else expected
-    off = ((found - expected).abs() > allowed.each * room) & finite
-    if bool(off.any()):
-        _refuse_mixing(space.model, found, expected, off, "the data", f"in one of {_PIECE}")
-
-
-def check_sum(space: ParameterSpace, loss: ExampleLoss, batch: Any, allowed: Tolerance) -> None:
-    """Refuse a batch whose gradient is not the sum of those of small batches of its examples; as in `check_losses`."""
-    direction = random_direction(space)
-    whole = total_scores(space, loss, batch, direction)
-    parts = torch.stack([total_scores(space, loss, piece, direction) for piece in _pieces(batch)])
-    room = parts.abs().sum(0) + 1e-3 * parts.abs().sum()
-    if bool(((whole - parts.sum(0)).abs() > 10 * allowed.most * room).any()):  # never so for NaN
-        raise ValueError(
-            f"the model or the loss mixes the examples of a batch: the gradient of a batch of {batch_length(batch)} is "
-            f"not the sum of those of batches of {_PIECE} with the same examples. So the gradient of a group has no "
-            "fixed value: pass a batch_size that the model does not treat otherwise, or mend the model."
-        )
-
-
-def _pieces(batch: Any) -> Iterator[Any]:
-    size = batch_length(batch)
-    return (pick(batch, range(low, min(low + _PIECE, size))) for low in range(0, size, _PIECE))
-
-
-def _same_sum(total: Tensor, truth: Truth, allowed: Tolerance) -> bool:
-    """Whether the gradient of a batch `[q]` is the sum of those of its examples."""
-    room = truth.norms.sum(0) + 1e-3 * truth.norms.sum()
-    return bool(((total - truth.scores.sum(0)).abs() <= 10 * allowed.most * room).all())
-
-
-def _alike_in_batch(
-    space: ParameterSpace, loss: ExampleLoss, batch: Any, truth: Truth, direction: Tensor, allowed: Tolerance
-) -> bool:
-    """Whether every example has the gradient in a batch that it has alone, and the batch has the sum of them."""
-    found = torch.stack([total_scores(space, _OneOf(loss, at), batch, direction) for at in range(len(truth.losses))])
-    if bool(truth.finite.all()):
-        total, room = total_scores(space, loss, batch, direction), truth.norms.sum(0) + 1e-3 * truth.norms.sum()
-        if bool(((total - found.sum(0)).abs() > allowed.each * room).any()):
-            return False
-    return not bool(truth.differs(found, allowed).any())
-
-
-class _OneOf(ExampleLoss):
-    """The loss of one example of a batch."""
-
-    def __init__(self, loss: ExampleLoss, at: int) -> None:
-        self.loss, self.at = loss, at
-
-    def each(self, model: nn.Module, batch: Any) -> Tensor:
-        return self.loss.each(model, batch)[self.at : self.at + 1]
-
-
-def _refuse_mixing(
-    model: nn.Module, losses: Tensor, alone: Tensor, off: Tensor, name: str, apart: str = "alone"
-) -> None:
-    worst = int(torch.where(off, (losses - alone).abs(), -1.0).argmax())
-    who = next(
-        (
-            f" ({type(module).__name__} {path!r} has no running statistics and takes those of the batch)"
-            for path, module in model.named_modules()
-            if isinstance(module, _BatchNorm) and module.running_mean is None
-        ),
-        "",
-    )
-    raise ValueError(
-        f"the model or the loss mixes the examples of a batch: {name} has an example with a loss of "
-        f"{float(losses[worst]):.6g} in a batch of {len(losses)} and of {float(alone[worst]):.6g} {apart}, or its "
-        f"gradient differs{who}. So the gradient of a group has no fixed value: use statistics that do not depend on "
-        "the batch, and a loss of each example by itself."
-    )
 
 
 def first_line(error: BaseException) -> str:

@@ -2,14 +2,16 @@
 
 The rows that a layer sees are told apart by their place. A function that may move rows to other places (an index along
 the batch, a sort, a roll) or reads them together (a count, a sum or the largest of the batch: an expert that is full,
-the hardest examples), or a hook that may change gradients on the way back, can make a strategy wrong: always, for some
-batch sizes, or for rare examples. So the functions are watched, and such batches are looked at closely. Only calls
-from Python are seen; the functions of PyTorch call others that do not move rows.
+the hardest examples), one that makes something for each place in the batch (0, 1, 2, …, which a model may compare with
+13), a number that Python is told, or a hook that may change gradients on the way back, can make a strategy wrong:
+always, for some batch sizes, or for rare examples. So the functions are watched, and such batches are looked at
+closely. Only calls from Python are seen; the functions of PyTorch call others that do not move rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         moves: the name of a function that may have moved rows of the batch or read them together, or None.
+        places: rows of something that was made for the places in the batch, or 0.
         hooks: the name of a function that may have put a hook on a gradient, or None.
         asks: whether the model asks if something requires a gradient, and may do otherwise if not.
     """
@@ -36,27 +39,49 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.size = size
         self._called: list[Hashable] = []
+        self._told: list[Hashable] = []
         self.moves: str | None = None
+        self.places = 0
         self.hooks: str | None = None
         self.asks = False
 
-    @property
+    @cached_property
     def called(self) -> int:
-        """The same for runs that call the same functions in the same order."""
+        """The same for runs that call the same functions in the same order; asked for when a run is over."""
         return hash(tuple(self._called))
+
+    @cached_property
+    def told(self) -> int:
+        """The same for runs in which Python was told the same numbers, too."""
+        return hash((*self._called, *self._told)) if self._told else self.called
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._called.append(func)
+        if func not in _LOOKED_AT_CLOSELY:
+            return func(*args, **kwargs)
         if self.size > 1 and self.moves is None:
             may_move = _MOVERS.get(func)
             if may_move is not None and may_move(self.size, *args, **kwargs):
                 self.moves = getattr(func, "__name__", str(func))
-        if func in _HOOKS:
+        found = func(*args, **kwargs)
+        if func in _MAKERS:
+            self._made(found, args)
+        elif func in _TELLERS:
+            (self._called if isinstance(found, bool) else self._told).append(str(found))
+        elif func in _HOOKS:
             self.hooks = "register_hook"
         elif func in _ASKS:
             self.asks = True
-        return func(*args, **kwargs)
+        return found
+
+    def _made(self, found: Any, args: Any) -> None:
+        """Look whether a function made something for the places of the batch out of nothing that has them."""
+        made = found[0] if isinstance(found, tuple) and found else found
+        if self.size < 2 or self.places == self.size or not _batched(self.size, made):
+            return
+        if not any(_batched(self.size, value) for value in args):
+            self.places = len(made)
 
 
 def hidden_hooks(model: nn.Module, parameters: Sequence[nn.Parameter]) -> str | None:
@@ -165,8 +190,20 @@ def _stacked(size: int, tensors: Any, dim: int = 0, **named: Any) -> bool:
 
 def _mixed(size: int, left: Any, right: Any, **_: Any) -> bool:
     """A product that adds up over the examples."""
-    both = isinstance(left, Tensor) and _batched(size, right)
-    return both and right.dim() == 2 and left.dim() > 0 and left.shape[-1] == len(right)
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor) or not left.dim() or right.dim() < 2:
+        return False
+    inner = right.shape[-2]
+    return inner % size == 0 and left.shape[-1] == inner > 0 and (right.dim() == 2 or len(right) % size > 0)
+
+
+def _contracted(size: int, equation: Any, *tensors: Any, **_: Any) -> bool:
+    """A product by name of dimensions, in which what may be the examples is not the first dimension of the result."""
+    if not isinstance(equation, str) or "->" not in equation:
+        return True
+    names, result = equation.replace(" ", "").split("->")
+    parts = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], tuple | list) else tensors
+    pairs = zip(names.split(","), parts, strict=True)
+    return any(_batched(size, part) and name[:1] != result[:1] for name, part in pairs)
 
 
 def _over(place: int, default: int | None = None, *, whole: bool = False) -> Callable[..., bool]:
@@ -200,7 +237,11 @@ _MOVERS: dict[Any, Callable[..., bool]] = {
     Tensor.__setitem__: _by_index,
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.vstack), _joined),
     torch.stack: _stacked,
-    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _mixed),
+    **dict.fromkeys(
+        (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__), _mixed
+    ),
+    torch.einsum: _contracted,
+    **dict.fromkeys((Tensor.numpy, Tensor.__array__), lambda size, *_, **__: True),
 }
 _BY_NAME: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(("index_select", "gather", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
@@ -223,6 +264,16 @@ for _name, _check in _BY_NAME.items():
     for _owner, _own in ((torch, _name), (nn.functional, _name), (Tensor, _name), (Tensor, f"{_name}_")):
         if hasattr(_owner, _own):
             _MOVERS[getattr(_owner, _own)] = _check
+_MAKERS = {
+    torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tensor, torch.as_tensor, torch.rand, torch.randn,
+    torch.randint, torch.randperm, torch.nonzero, torch.argwhere, Tensor.nonzero, Tensor.argwhere, Tensor.new_tensor,
+    torch.narrow, Tensor.narrow, nn.functional.one_hot, nn.functional.pad, Tensor.__getitem__,
+}  # fmt: skip
+_TELLERS = {
+    Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__, Tensor.item,
+    Tensor.tolist, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose, torch.is_nonzero,
+}  # fmt: skip
 _GETTERS: dict[str, Any] = {name: getattr(Tensor, name).__get__ for name in ("grad_fn", "requires_grad")}
 _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, _GETTERS["grad_fn"]}
 _ASKS = {_GETTERS["requires_grad"], torch.is_grad_enabled}
+_LOOKED_AT_CLOSELY = {*_MOVERS, *_MAKERS, *_TELLERS, *_HOOKS, *_ASKS}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.losses import cannot_take
-from ggda_ext.model import left_as_it_was, sums_on, training_kernels, unwrapped
+from ggda_ext.model import left_as_it_was, may_change, sums_on, training_kernels, unwrapped
 from ggda_ext.sharing import adding_up, agreed
 
 Property = Callable[[nn.Module], Tensor]
@@ -91,7 +91,7 @@ def _plain_gradient(property: Property, model: nn.Module, parameters: Parameters
 @contextmanager
 def _differentiable(model: nn.Module, parameters: Parameters) -> Iterator[None]:
     """Let `parameters` require grad, and put back whatever a property may change in the model."""
-    with left_as_it_was(model, [name for name, _ in model.named_buffers()]), training_kernels(), torch.enable_grad():
+    with left_as_it_was(model, may_change(model)), training_kernels(), torch.enable_grad():
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         yield

@@ -20,18 +20,15 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Group-summed gradients as `(group ids [b], rows [b, p])`, at most `max_rows` at a time."""
 
     def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
-        parameters = list(request.space.parameters.values())
         for groups, batch in request.grouped_batches(most_groups=1):
             weights = request.weights_of(groups)
             with request.space.require_gradients(of_chosen=True):
                 with Watch(len(groups)) as watch:
                     losses = request.loss.each(request.space.model, batch)
-                request.captured.check_alone(batch, losses, watch)
+                request.captured.check_apart(batch, losses, watch)
                 totals = [losses.sum()] if weights is None else list(weights @ losses.to(weights))
                 found = [
-                    torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=number + 1 < len(totals))
-                    if total.requires_grad  # not so where a loss is a constant, such as that of masked targets
-                    else [None] * len(parameters)
+                    request.space.gradients_of(total, keep_graph=number + 1 < len(totals))
                     for number, total in enumerate(totals)
                 ]
             rows = torch.empty(len(found), request.space.size, dtype=request.space.dtype, device=request.space.device)

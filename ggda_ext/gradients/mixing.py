@@ -1,0 +1,163 @@
+"""Refuses a model or a loss that mixes the examples of a batch: then the gradient of a group has no fixed value.
+
+A batch must be the sum of its examples alone, and no more nor less than batches of some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ggda_ext.data import batch_length, pick
+from ggda_ext.gradients.truth import PlainRun, Tolerance, Truth, plain_run, random_direction, total_scores
+from ggda_ext.losses import ExampleLoss
+from ggda_ext.model import ParameterSpace
+
+_PIECE = 4  # examples of a batch, at most half of it, that are run together, to see whether more have other losses
+
+
+def check_batch(
+    space: ParameterSpace, loss: ExampleLoss, batch: Any, truth: Truth, direction: Tensor, allowed: Tolerance, name: str
+) -> PlainRun:
+    """Refuse a model or a loss for which a batch is not the sum of its examples alone.
+
+    Args:
+        space: model and chosen parameters.
+        loss: of the examples.
+        batch: some examples.
+        truth: about these examples, each alone.
+        direction: along which their gradients are compared `[1, p]`.
+        allowed: differences that rounding may explain.
+        name: of the data.
+    """
+    run = plain_run(space, loss, batch, [space.part(direction, own)[0] for own in space.parameters.values()])
+    told = truth.finite.nonzero()[:, 0].tolist()
+    if 0 < len(told) < len(truth.losses):  # infinite numbers of one example may spoil the gradients of all others
+        check_batch(space, loss, pick(batch, told), truth.at(told), direction, allowed, name)
+        return run
+    losses = run.losses
+    if len(losses) < 2 or not bool((truth.finite & losses.isfinite()).any()):
+        return run
+    off = truth.other_losses(losses, allowed)
+    same = not bool(off.any()) and _same_sum(run.total, truth, allowed)
+    # a loss near 0 is a difference of larger numbers, so only gradients can tell rounding from mixing
+    if not same and not _alike_in_batch(space, loss, batch, truth, direction, allowed):
+        _refuse_mixing(space.model, losses, truth.losses, off, name)
+    return run
+
+
+def check_reduction(whole: float, alone: Tensor, allowed: Tolerance) -> None:
+    """Refuse a loss function whose value for a batch is neither the sum nor the mean of the losses of its examples.
+
+    Args:
+        whole: its value for a batch.
+        alone: the losses of the examples, each alone `[b]`.
+        allowed: differences that rounding may explain.
+    """
+    alone = alone[alone.isfinite()]  # a mean over no targets, as of an example whose targets are all ignored, is none
+    if not len(alone) or not isfinite(whole):
+        return
+    room = allowed.most * float(alone.abs().max() + alone.abs().mean())
+    if abs(whole - float(alone.mean())) <= room or abs(whole - float(alone.sum())) <= room * len(alone):
+        return
+    raise ValueError(
+        f"loss_fn gives {whole:.6g} for a batch of {len(alone)} examples whose losses alone have the mean "
+        f"{float(alone.mean()):.6g}: neither their mean nor their sum, so what an example adds depends on who "
+        "shares the batch (a weighted or masked mean, a broadcast of target against output, a comparison of "
+        "examples). Let loss_fn return one loss per example [b], or their sum."
+    )
+
+
+def check_losses(space: ParameterSpace, loss: ExampleLoss, batch: Any, losses: Tensor, allowed: Tolerance) -> None:
+    """Refuse a batch whose examples have other losses `[b]` than in small batches.
+
+    Args:
+        space: model and chosen parameters.
+        loss: of the examples.
+        batch: the examples.
+        losses: theirs in this batch.
+        allowed: differences that rounding may explain.
+    """
+    with space.require_gradients(of_chosen=True):
+        apart = torch.cat([loss.each(space.model, piece).detach() for piece in _pieces(batch)])
+    found, expected = losses.cpu().double(), apart.cpu().double()
+    finite = found.isfinite() & expected.isfinite()
+    room = expected.abs() + expected[finite].abs().max() if bool(finite.any()) else expected
+    off = ((found - expected).abs() > allowed.each * room) & finite
+    if bool(off.any()):
+        _refuse_mixing(space.model, found, expected, off, "the data", f"in one of {_piece(batch)}")
+
+
+def check_sum(space: ParameterSpace, loss: ExampleLoss, batch: Any, allowed: Tolerance) -> None:
+    """Refuse a batch whose gradient is not the sum of those of small batches of its examples; as in `check_losses`."""
+    direction = random_direction(space)
+    whole = total_scores(space, loss, batch, direction)
+    parts = torch.stack([total_scores(space, loss, piece, direction) for piece in _pieces(batch)])
+    room = parts.abs().sum(0) + 1e-3 * parts.abs().sum()
+    if bool(((whole - parts.sum(0)).abs() > 10 * allowed.most * room).any()):  # never so for NaN
+        raise ValueError(
+            f"the model or the loss mixes the examples of a batch: the gradient of a batch of {batch_length(batch)} is "
+            f"not the sum of those of batches of {_piece(batch)} with the same examples. So the gradient of a group "
+            "has no fixed value: pass a batch_size that the model does not treat otherwise, or mend the model."
+        )
+
+
+def _piece(batch: Any) -> int:
+    return min(_PIECE, max(1, batch_length(batch) // 2))
+
+
+def _pieces(batch: Any) -> Iterator[Any]:
+    size, step = batch_length(batch), _piece(batch)
+    return (pick(batch, range(low, min(low + step, size))) for low in range(0, size, step))
+
+
+def _same_sum(total: Tensor, truth: Truth, allowed: Tolerance) -> bool:
+    """Whether the gradient of a batch `[q]` is the sum of those of its examples."""
+    room = truth.norms.sum(0) + 1e-3 * truth.norms.sum()
+    return bool(((total - truth.scores.sum(0)).abs() <= 10 * allowed.most * room).all())
+
+
+def _alike_in_batch(
+    space: ParameterSpace, loss: ExampleLoss, batch: Any, truth: Truth, direction: Tensor, allowed: Tolerance
+) -> bool:
+    """Whether every example has the gradient in a batch that it has alone, and the batch has the sum of them."""
+    found = torch.stack([total_scores(space, _OneOf(loss, at), batch, direction) for at in range(len(truth.losses))])
+    total, room = total_scores(space, loss, batch, direction), truth.norms.sum(0) + 1e-3 * truth.norms.sum()
+    if bool(((total - found.sum(0)).abs() > allowed.each * room).any()):
+        return False
+    return not bool(truth.differs(found, allowed).any())
+
+
+class _OneOf(ExampleLoss):
+    """The loss of one example of a batch."""
+
+    def __init__(self, loss: ExampleLoss, at: int) -> None:
+        self.loss, self.at = loss, at
+
+    def each(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.loss.each(model, batch)[self.at : self.at + 1]
+
+
+def _refuse_mixing(
+    model: nn.Module, losses: Tensor, alone: Tensor, off: Tensor, name: str, apart: str = "alone"
+) -> None:
+    worst = int(torch.where(off, (losses - alone).abs(), -1.0).argmax())
+    who = next(
+        (
+            f" ({type(module).__name__} {path!r} has no running statistics and takes those of the batch)"
+            for path, module in model.named_modules()
+            if isinstance(module, _BatchNorm) and module.running_mean is None
+        ),
+        "",
+    )
+    raise ValueError(
+        f"the model or the loss mixes the examples of a batch: {name} has an example with a loss of "
+        f"{float(losses[worst]):.6g} in a batch of {len(losses)} and of {float(alone[worst]):.6g} {apart}, or its "
+        f"gradient differs{who}. So the gradient of a group has no fixed value: use statistics that do not depend on "
+        "the batch, and a loss of each example by itself."
+    )
