@@ -87,9 +87,11 @@ def check_losses(
         halves: whether to compare with the two halves of the batch only: enough where the size does not matter.
     """
     step = -(-len(losses) // 2) if halves else _piece(batch)
-    with space.require_gradients(of_chosen=True):
-        apart = torch.cat([loss.each(space.model, piece).detach() for piece in _pieces(batch, step)])
-    found, expected = losses.cpu().double(), apart.cpu().double()
+    parts = []
+    for piece in _pieces(batch, step):
+        with space.require_gradients(of_chosen=True):  # puts back what the model changes
+            parts.append(loss.each(space.model, piece).detach())
+    found, expected = losses.cpu().double(), torch.cat(parts).cpu().double()
     finite = found.isfinite() & expected.isfinite()
     room = expected.abs() + expected[finite].abs().max() if bool(finite.any()) else expected
     off = ((found - expected).abs() > allowed.each * room) & finite
