@@ -22,9 +22,11 @@ from benchmarks.names import (
     FETCHABLE,
     GROUPINGS,
     LDS_METHODS,
+    LDS_TASKS,
     METHODS,
     PROTOCOLS,
     SINGLE_POINTS,
+    SOURCES,
     SPEED_PARTS,
 )
 from benchmarks.scales import SCALES
@@ -177,11 +179,11 @@ def _tasks(options: argparse.Namespace) -> list[str] | None:
     if options.tasks is None and options.data is None:
         return None
     wanted = options.tasks or [task for task in TASKS if _data_of(task) in options.data]
-    dattri = [task for task in DATTRI_TASKS if task in wanted]
-    if dattri and options.command != "run":
-        print(f"task {dattri[0]} has LDS only: {PROGRAM} run lds --tasks {dattri[0]}", file=sys.stderr)
+    others = [task for task in LDS_TASKS if task in wanted]
+    if others and options.command != "run":
+        print(f"task {others[0]} has LDS only: {PROGRAM} run lds --tasks {others[0]}", file=sys.stderr)
         raise SystemExit(MISUSED)
-    return [task for task in TASKS if task in wanted] + dattri
+    return [task for task in TASKS if task in wanted] + others
 
 
 def _lds_sizes(options: argparse.Namespace) -> dict[str, Any]:
@@ -276,9 +278,9 @@ def _common_options() -> argparse.ArgumentParser:
     common.add_argument("--scale", choices=SCALES, help=f"how much of everything. {scales}")
     common.add_argument("--data-dir", **_DATA_DIR)
     which = common.add_mutually_exclusive_group()
-    every = (*TASKS, *DATTRI_TASKS)
+    every = (*TASKS, *LDS_TASKS)
     which.add_argument("--tasks", nargs="+", choices=every, metavar="TASK",
-                       help=f"of {', '.join(TASKS)}; for `run lds` also {', '.join(DATTRI_TASKS)}")  # fmt: skip
+                       help=f"of {', '.join(TASKS)}; for `run lds` also {', '.join(LDS_TASKS)}")  # fmt: skip
     which.add_argument("--data", nargs="+", choices=list(dict.fromkeys(map(_data_of, TASKS))),
                        help="all tasks of these data sets")  # fmt: skip
     common.add_argument("--threads", type=_count, default=1, help="torch threads; 1 by default: times are CPU times")
@@ -308,7 +310,7 @@ def _add_lds_sizes(running: argparse.ArgumentParser) -> None:
 
 def _group_size(text: str) -> tuple[str, int]:
     name, _, size = text.rpartition(":")
-    known = (SINGLE_POINTS, *GROUPINGS, *EQUAL_GROUPINGS)
+    known = (SINGLE_POINTS, SOURCES, *GROUPINGS, *EQUAL_GROUPINGS)
     if name not in known or not size.isdecimal() or int(size) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: pass NAME:SIZE with a name of {', '.join(known)}.")
     return name, int(size)

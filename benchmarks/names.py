@@ -32,8 +32,12 @@ HALVES, KEEP_80, LEAVE_ONE_OUT = PROTOCOLS = ("halves", "keep 80 %", "leave one 
 """What models are retrained on: halves or 80 % of the groups with about as many points in each, all but one group."""
 
 DATTRI_TASKS = ("dattri-mnist-lr", "dattri-mnist-mlp")
-"""Tasks with dattri's public settings, for LDS only."""
+"""Tasks with dattri's public settings, with sizes of their own."""
+QNLI_SOURCES = "qnli-sources"
+LDS_TASKS = (*DATTRI_TASKS, QNLI_SOURCES)
+"""Tasks for LDS only."""
 
-SINGLE_POINTS = "none"
+SINGLE_POINTS, SOURCES = "none", "Sources"
+"""Groupings without a choice: every point by itself, and where the data says that it comes from."""
 RANDOM, K_MEANS, REPR_K_MEANS, GRAD_K_MEANS = GROUPINGS = ("Random", "K-Means", "Repr-K-Means", "Grad-K-Means")
 EQUAL_K_MEANS, EQUAL_GRAD_K_MEANS = EQUAL_GROUPINGS = ("K-Means, equal sizes", "Grad-K-Means, equal sizes")

@@ -22,9 +22,11 @@ from benchmarks.names import (
     OURS,
     PAPER_METHODS,
     PER_POINT,
+    QNLI_SOURCES,
     RANDOM,
     RATES,
     SINGLE_POINTS,
+    SOURCES,
     TRACIN,
     WARM_START,
     WHAT_IF,
@@ -137,6 +139,17 @@ _QNLI = replace(
     data=DataScale(1_000, 250),
     epochs=3,
 )
+_SOURCES = ExperimentScale(
+    None,
+    lds=LdsScale(
+        CellScale((TRACIN, INFLUENCE, WHAT_IF), {SOURCES: (60,), EQUAL_GRAD_K_MEANS: (60,)}),
+        subsets=32,
+        protocols=(HALVES,),
+    ),
+    data=DataScale(960, 300),
+    epochs=2,
+)
+_FEW_SOURCES = replace(_SOURCES, data=DataScale(32, 16), epochs=1)
 
 SCALES: dict[str, Scale] = {
     "smoke": Scale(
@@ -157,7 +170,9 @@ SCALES: dict[str, Scale] = {
             CheckScale(32, 32, tests=2, group_size=8, batch=16, curvature_points=8, depth=2),
             CheckScale(24, 24, tests=2, group_size=8, batch=8, curvature_points=4, depth=2, last_parameters=200_000),
         ),
-        experiments=dict.fromkeys(_PAPER_EPOCHS, _SMALL) | dict.fromkeys(_LARGE_TASKS, _SMALL_NOISY),
+        experiments=dict.fromkeys(_PAPER_EPOCHS, _SMALL)
+        | dict.fromkeys(_LARGE_TASKS, _SMALL_NOISY)
+        | {QNLI_SOURCES: _FEW_SOURCES},
         dattri=DattriScale(100, 20, 6, 2, {"dattri-mnist-lr": 2, "dattri-mnist-mlp": 2}, 2, (2,), 16),
     ),
     "quick": Scale(
@@ -179,7 +194,7 @@ SCALES: dict[str, Scale] = {
             CheckScale(16, 12, tests=2, group_size=4, batch=16, curvature_points=4, depth=2, last_parameters=2_000_000),
         ),
         experiments=dict.fromkeys(_PAPER_EPOCHS, _QUICK)
-        | {"heloc-lr": _QUICK_LR, "cifar10-resnet18": _QUICK_CIFAR, "qnli-bert": _QUICK_NOISY},
+        | {"heloc-lr": _QUICK_LR, "cifar10-resnet18": _QUICK_CIFAR, "qnli-bert": _QUICK_NOISY, QNLI_SOURCES: _SOURCES},
     ),
     "laptop": Scale(
         name="laptop",
@@ -201,7 +216,8 @@ SCALES: dict[str, Scale] = {
                 256, 128, tests=4, group_size=32, batch=16, curvature_points=16, depth=3, last_parameters=4_000_000
             ),
         ),
-        experiments=dict(zip(_PAPER_EPOCHS, (_LR, _ANN_S, _ANN_M, _ANN_L, _CIFAR, _QNLI), strict=True)),
+        experiments=dict(zip(_PAPER_EPOCHS, (_LR, _ANN_S, _ANN_M, _ANN_L, _CIFAR, _QNLI), strict=True))
+        | {QNLI_SOURCES: _SOURCES},
     ),
     "paper": Scale(
         name="paper",
@@ -218,6 +234,6 @@ SCALES: dict[str, Scale] = {
                 2_000, 512, tests=10, group_size=64, batch=8, curvature_points=64, depth=10, last_parameters=8_000_000
             ),
         ),
-        experiments=dict.fromkeys(_PAPER_EPOCHS, _PAPER),
+        experiments=dict.fromkeys(_PAPER_EPOCHS, _PAPER) | {QNLI_SOURCES: _SOURCES},
     ),
 }

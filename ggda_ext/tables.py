@@ -27,7 +27,8 @@ def group_column(frame: Any, groups: Any) -> Any:
 
     Args:
         frame: a pandas DataFrame with a row for each training point, or None.
-        groups: a name, a list of names for the combinations of their values, or anything else.
+        groups: a name of a column or of a level of the index, a list of names for the combinations of their values, or
+            anything else.
     """
     names = [groups] if isinstance(groups, str) else groups
     by_name = isinstance(names, list | tuple) and len(names) > 0 and all(isinstance(name, str) for name in names)
@@ -43,21 +44,30 @@ def group_column(frame: Any, groups: Any) -> Any:
             f"frame is given, but groups is a {type(groups).__name__} and not the name of a column, or a list of "
             "names: leave out frame, or pass names."
         )
-    absent = [name for name in names if name not in frame.columns]
-    if absent:
-        have = ", ".join(map(repr, list(frame.columns)[:10]))
-        raise ValueError(f"groups names {absent[0]!r}, which is no column of frame: it has {have}.")
+    columns = [_named_column(frame, name) for name in names]
     if isinstance(groups, str):
-        return frame[groups]
-    whole = frame[list(names)]
-    values: Any = np.empty(len(whole), dtype=object)
-    values[:] = [
-        None if any(part is None or part != part for part in row) else row
-        for row in whole.itertuples(index=False, name=None)
-    ]
-    column = whole.iloc[:, 0].astype(object)  # a copy, with the index of the frame
+        return columns[0]
+    values: Any = np.empty(len(frame), dtype=object)
+    values[:] = list(zip(*columns, strict=True))
+    values[np.any([part.isna().to_numpy() for part in columns], axis=0)] = None
+    column = columns[0].astype(object)  # a copy, with the index of the frame
     column[:] = values
     return column
+
+
+def _named_column(frame: Any, name: str) -> Any:
+    """A column of a frame, or a level of its index, as a Series."""
+    if name in frame.columns:
+        found = frame[name]
+        if hasattr(found, "columns"):
+            raise ValueError(
+                f"groups names {name!r}, and frame has {found.shape[1]} columns of that name: rename them."
+            )
+        return found
+    if name in frame.index.names:
+        return frame.index.get_level_values(name).to_series(index=frame.index)
+    have = ", ".join(map(repr, list(frame.columns)[:10]))
+    raise ValueError(f"groups names {name!r}, which is no column of frame: it has {have}.")
 
 
 def aligned(column: Any, index: Any, name: str, to: str) -> Any:
@@ -74,6 +84,11 @@ def aligned(column: Any, index: Any, name: str, to: str) -> Any:
     if len(column) == len(index) and index.is_unique and column.index.is_unique and index.isin(column.index).all():
         _logger.warning("%s has the rows of %s in another order: put into the same order by their index.", name, to)
         return column.loc[index]
+    if len(column) > len(index) and index.isin(column.index).all():
+        raise ValueError(
+            f"{name} has {len(column)} rows, and {to} has {len(index)}: pass those of the same rows, e.g. "
+            "df.loc[x.index, 'clinic'], or frame=df.loc[x.index]."
+        )
     raise ValueError(
         f"{name} has another index than {to}, so its rows cannot be matched: take both from one table, or pass "
         f".to_numpy() of it if its {len(column)} rows are already in the order of {to}."
@@ -138,7 +153,8 @@ def _numbers_of(table: Any, name: str) -> np.ndarray:
         missing = int(part.isna().sum())
         if missing:
             raise ValueError(
-                f"{where} has {missing} missing values: fill or drop them; if the model takes NaN, pass .to_numpy()."
+                f"{where} has {missing} missing value{'s' * (missing > 1)}: fill or drop them; if the model takes NaN, "
+                "pass .to_numpy()."
             )
     found = np.asarray(table.to_numpy())
     if found.dtype.kind in "fiub":
@@ -171,7 +187,12 @@ def why_no_data(source: Any, arrays: Sequence[Any], name: str) -> str:
             f"{name} is a list of dicts: pass DataLoader(examples, batch_size=32, collate_fn=your_collate), which says "
             "how examples become a batch."
         )
-    if isinstance(arrays[0], tuple | list) and isinstance(source, list | tuple):
+    texts = next(
+        (part for part in arrays if isinstance(part, list | tuple) and part and isinstance(part[0], str)), None
+    )
+    if texts is not None:
+        return f"{name} holds texts, {texts[0]!r} …: encode them first, e.g. as numbers of tokens, and pass tensors."
+    if isinstance(arrays[0], tuple) or (isinstance(arrays[0], list) and isinstance(source, list)):
         return (
             f"{name} is a list of examples: pass DataLoader(examples, batch_size=32), or the inputs and the targets as "
             "two tensors, (x, y)."

@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if
 RELATIVE, LAST_DIGITS = 0.05, 2.0
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_NUMBER = re.compile(r"[-+−]?\d+(?:[_,]\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
+_NUMBER = re.compile(r"[-+−]?\d+(?:[_,]\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?%?")
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ def _alike(shown: str, came: str) -> bool:
 
 
 def _close(shown: str, came: str) -> bool:
-    a, b = (float(re.sub("[_,]", "", text).replace("−", "-")) for text in (shown, came))
-    mantissa, _, exponent = shown.partition("e")
+    a, b = (float(re.sub("[_,%]", "", text).replace("−", "-")) for text in (shown, came))
+    mantissa, _, exponent = shown.rstrip("%").partition("e")
     unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-    if "." not in shown and not exponent:
+    if mantissa == shown and "." not in shown:
         return a == b  # a count
     return abs(a - b) <= max(LAST_DIGITS * unit, RELATIVE * abs(a))
 

@@ -254,6 +254,8 @@ def test_other_uses_of_a_tensor() -> None:
     assert "web" in result
     assert "wbe" not in result
     assert float(result["loss", "web"]) == 1.0
+    assert f"{result['loss', 'web']:.2f}" == "1.00"
+    assert f"{result}" == str(result)
     assert isinstance(result, Tensor)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         torch.matmul(result, plain)
@@ -304,6 +306,7 @@ NAMES: dict[str, list[Any]] = {
     "numbers": [3, 1.5, True],
     "tuples": [("a", 2020), ("a", (None, 1)), ()],
     "dates": [datetime.date(2024, 2, 29), datetime.datetime(2024, 1, 1, 12, 30), np.datetime64("2024-03", "M")],
+    "lengths of time": [datetime.timedelta(days=3), datetime.timedelta(hours=-1, microseconds=5), datetime.timedelta()],
     "none": [None, "x", 2],
 }
 

@@ -7,7 +7,9 @@ import re
 import pages
 import pytest
 
+from ggda_ext import STRATEGIES, grouping, properties
 from ggda_ext import __all__ as PUBLIC
+from ggda_ext.methods import METHODS
 
 NAMES = [page.relative_to(pages.ROOT).as_posix() for page in pages.PAGES]
 WITH_CODE = [name for name in NAMES if pages.blocks((pages.ROOT / name).read_text(encoding="utf-8"))]
@@ -31,6 +33,8 @@ def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(name, tmp_path,
         ("loss 0.320", "loss 0.3190", True),
         ("loss 0.32", "loss 0.42", False),
         ("5 groups", "6 groups", False),
+        ("22% of them", "23% of them", True),
+        ("22% of them", "26% of them", False),
         ("web  +1.5  helps", "web +1.52 helps", True),
         ("web  +1.5  helps", "web  +1.5  hurts", False),
         ("a\n…\nb 1.0", "a\nx\ny\nb 1.0", True),
@@ -59,6 +63,21 @@ def headings(page):
 
 
 def test_every_public_name_is_in_the_reference():
-    reference = (pages.ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    reference = "".join(page.read_text(encoding="utf-8") for page in (pages.ROOT / "docs" / "api").glob("*.md"))
     missing = [name for name in PUBLIC if not re.search(rf"\b{name}\b", reference)]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("howto/properties.md", [name for name in properties.__all__ if name.islower()]),
+        ("howto/groups.md", [name for name in grouping.__all__ if name != "Summary"]),
+        ("howto/methods.md", METHODS),
+        ("concepts.md", STRATEGIES),
+    ],
+)
+def test_what_can_be_chosen_is_named_on_its_page(page, names):
+    text = (pages.ROOT / "docs" / page).read_text(encoding="utf-8")
+    missing = [name for name in names if not re.search(rf"\b{name}\b", text)]
     assert not missing

@@ -32,6 +32,25 @@ SAME = {
 }
 
 
+def test_categories_of_pandas_come_in_their_own_order():
+    sizes = pd.Categorical(["big", "small", "big", "medium"], ["small", "medium", "never", "big"], ordered=True)
+    for labels in (sizes, pd.Series(sizes), pd.CategoricalIndex(sizes)):
+        groups = Groups(labels)
+        assert groups.names == ("small", "medium", "big")
+        assert groups.labels.tolist() == [2, 0, 2, 1]
+    assert Groups(pd.Categorical(["a", None], ["b", "a"]), rest="drop").names == ("a",)
+    with pytest.raises(ValueError, match="every point is marked"):
+        Groups(pd.Categorical([None, None], ["a"]), rest="drop")
+
+
+def test_periods_and_intervals_are_named_as_they_are_printed():
+    days = pd.Series(pd.to_datetime(["2024-11-03", "2023-02-01", "2024-11-30"]))
+    assert Groups(days.dt.to_period("M")).names == ("2023-02", "2024-11")
+    groups = Groups(pd.cut(pd.Series([11.0, 1.0, 9.0]), [0, 5, 10, 100]))
+    assert groups.names == ("(0, 5]", "(5, 10]", "(10, 100]")
+    assert groups.labels.tolist() == [2, 0, 1]
+
+
 @pytest.mark.parametrize("form", SAME)
 def test_every_form_of_the_same_groups_is_the_same_partition(form):
     groups = Groups(SAME[form])

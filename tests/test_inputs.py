@@ -62,6 +62,16 @@ def test_a_table_is_data_and_its_columns_are_groups() -> None:
     assert len(whole) == found.sizes[1]
 
 
+def test_a_level_of_the_index_names_groups_as_a_column_does() -> None:
+    frame = table()
+    levels = frame.set_index(["clinic", "year"])
+    data = levels[FEATURES], levels["y"]
+    goal = properties.mean_loss(tensors(frame), LOSS)
+    found = attribute(network(), LOSS, data, "clinic", goal, frame=levels)
+    torch.testing.assert_close(found, truth(frame, frame["clinic"]))
+    assert attribute(network(), LOSS, data, ["year", "clinic"], goal, frame=levels).names[0] == (2020, "x")
+
+
 def test_types_of_pandas_own_and_of_several_kinds_are_numbers() -> None:
     frame = table()
     own = frame[FEATURES].assign(c=frame["c"] > 0), frame["y"].astype("Int64")

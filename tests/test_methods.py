@@ -142,6 +142,37 @@ def outputs_at(model, vector, x):
     return functional_call(model, pieces, (x,))
 
 
+@pytest.mark.parametrize("method", ["influence", "ekfac"])
+@pytest.mark.parametrize("ignored", [-100, 1])
+def test_log_probabilities_with_their_loss_are_outputs_with_cross_entropy(method, ignored):
+    (x, y), test, model = data(), data(1), network()
+    with_log = nn.Sequential(model, nn.LogSoftmax(1))
+    pairs = ((model, nn.CrossEntropyLoss(ignore_index=ignored)), (with_log, nn.NLLLoss(ignore_index=ignored)))
+    found = [
+        attribute(net, loss, (x, y), GROUPS, properties.mean_loss(test, loss), method=method) for net, loss in pairs
+    ]
+    torch.testing.assert_close(*(one.scores for one in found), rtol=1e-6, atol=1e-12)
+    assert not any("Fisher" in note for one in found for note in one.notes)
+
+
+@pytest.mark.parametrize(
+    ("last", "loss"),
+    [
+        (nn.Identity(), nn.L1Loss()),
+        (nn.Identity(), nn.NLLLoss()),  # of outputs that are no log-probabilities
+        (nn.LogSoftmax(1), lambda z, y: nn.functional.nll_loss(z, y)),
+    ],
+)
+def test_a_loss_without_curvature_in_the_outputs_takes_the_fisher_and_says_so(last, loss):
+    (x, y), test, model = data(), data(1), nn.Sequential(network(), last)
+    y, tested = (y, test) if not isinstance(loss, nn.L1Loss) else ((y[:, None] * 1.0).expand(-1, 2), None)
+    tested = (x, y) if tested is None else tested
+    found = attribute(model, loss, (x, y), GROUPS, properties.mean_loss(tested, loss))
+    same = attribute(model, loss, (x, y), GROUPS, properties.mean_loss(tested, loss), method=Influence("fisher"))
+    torch.testing.assert_close(found.scores, same.scores)
+    assert any("because the loss" in note and "output" in note for note in found.notes)
+
+
 def optimum(model, x, y, weights, penalty):
     """Newton's method on the weighted mean loss with an L2 penalty, to the end."""
     vector = flat(model)

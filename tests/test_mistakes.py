@@ -101,6 +101,31 @@ MISTAKES: dict[str, Mistake] = {
     "missing values": (
         lambda: ask(data=(TABLE[FEATURES].where(X.numpy() > -1), TABLE["y"])), ValueError, "column .age. .* missing"
     ),
+    "missing values of pandas' own in one of two columns": (
+        lambda: ask(data=(TABLE[FEATURES], TABLE["y"]), groups=["clinic", "year"], frame=TABLE.convert_dtypes().assign(
+            clinic=TABLE["clinic"].astype("string").where(TABLE.index > 0))),
+        ValueError, "1 of 120 points are in no group, first 0"
+    ),
+    "two columns of one name": (
+        lambda: ask(groups="a", frame=pd.DataFrame(np.zeros((N, 2)), columns=["a", "a"])), ValueError,
+        "frame has 2 columns of that name"
+    ),
+    "a column of more rows than the data": (
+        lambda: ask(data=(TABLE[FEATURES][:100], TABLE["y"][:100]), groups=TABLE["clinic"]), ValueError,
+        r"groups has 120 rows, .* has 100: .* df.loc\[x.index, 'clinic'\]"
+    ),
+    "numbers of classes of a categorical": (
+        lambda: ask(data=(TABLE[FEATURES], TABLE["y"].astype("category").cat.codes)), TypeError,
+        r"int8 numbers of classes: .* y.astype\('int64'\)"
+    ),
+    "texts for inputs": (lambda: ask(data=(["a", "b"] * (N // 2), Y)), TypeError, "holds texts, 'a' …: encode them"),
+    "lists for inputs": (lambda: ask(data=(X.tolist(), Y.tolist())), TypeError, r"a list: .* torch.tensor\(numbers\)"),
+    "texts from a loader": (
+        lambda: ask(data=DataLoader([("a", 0)] * N, batch_size=8)), TypeError, "gives a tuple where the model needs"
+    ),
+    "a picture of nothing": (lambda: ask().some([]).plot.bars(), ValueError, "no group to show"),
+    "a page about nothing": (lambda: ask().some([]).to_html("never.html"), ValueError, "no group to show"),
+    "a heat map of nothing": (lambda: ask().some([]).plot.heatmap(), ValueError, "no group to show"),
     "a list of dicts": (lambda: ask(data=EXAMPLES), TypeError, "list of dicts: pass DataLoader.*collate_fn="),
     "a list of pairs": (lambda: ask(data=list(zip(X, Y, strict=True))), TypeError, "list of examples: pass DataLoader"),
     "a loader that shuffles": (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.model import SavedState, left_as_it_was
-from ggda_ext.storage.content import bytes_of
+from ggda_ext.storage.hashing import bytes_of
 from ggda_trak.hashes import row_hashes
 
 Batch = tuple[Tensor, ...]

@@ -40,6 +40,7 @@ class DataSet:
         source: where the data came from, without any path.
         stand_in: made up, because no source could be reached.
         checks: what was verified, one sentence each.
+        sources: the source of every training point [n], where the data has any.
     """
 
     name: str
@@ -50,12 +51,14 @@ class DataSet:
     source: str
     stand_in: bool
     checks: tuple[str, ...]
+    sources: np.ndarray | None = None
 
     def subset(self, train: int | None = None, test: int | None = None, seed: int = 0) -> DataSet:
         """A reduction drawn by `seed`, in equal shares of every class where they last; None keeps all points."""
         picks = [prepare.balanced(y.numpy(), size, seed) for (_, y), size in ((self.train, train), (self.test, test))]
         parts = [(x[pick], y[pick]) for (x, y), pick in zip((self.train, self.test), picks, strict=True)]
-        return replace(self, train=parts[0], test=parts[1])
+        sources = None if self.sources is None else self.sources[picks[0]]
+        return replace(self, train=parts[0], test=parts[1], sources=sources)
 
 
 def load(

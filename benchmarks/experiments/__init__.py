@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import data
 from benchmarks.experiments import dattri, lds, noisy, pruning, retraining
 from benchmarks.experiments.bench import Bench
-from benchmarks.names import DATTRI_TASKS
+from benchmarks.names import DATTRI_TASKS, QNLI_SOURCES
 from benchmarks.results import ResultFolder
 from benchmarks.sizes import Scale
 from benchmarks.tasks import PAPER, Task, task
@@ -33,7 +33,7 @@ def run(
 
     Args:
         names: which of `EXPERIMENTS`, in this order.
-        tasks: which tasks, see `benchmarks.tasks`; those with dattri's settings have LDS only.
+        tasks: which tasks, see `benchmarks.tasks`; those of `LDS_TASKS` have LDS only.
         scale: how much of everything.
         folder: where rows go.
         data_dir: folder with the data sets; other sources are tried if it has them not.
@@ -45,6 +45,12 @@ def run(
         if one in DATTRI_TASKS:
             if lds.NAME in names:
                 dattri.run(one, scale, folder, data_dir)
+            continue
+        if one == QNLI_SOURCES:
+            if lds.NAME in names:
+                from benchmarks.experiments.qnli_sources import sources_task  # needs transformers
+
+                lds.run(Bench(sources_task(scale, data_dir, folder.path / "models"), scale, folder))
             continue
         whole = experiment_task(one, scale, data_dir)
         folder.add_source(whole.data.title, whole.data.source, whole.data.stand_in)

@@ -20,14 +20,19 @@ def grouped(subject: Subject, name: str, size: int, seed: int) -> Timed[Groups]:
 
     Args:
         subject: the data, and the model whose representations and gradients are clustered.
-        name: one of `names.GROUPINGS` or `names.EQUAL_GROUPINGS`, or `names.SINGLE_POINTS` for groups of one.
-        size: mean size of a group.
+        name: one of `names.GROUPINGS` or `names.EQUAL_GROUPINGS`, `names.SINGLE_POINTS` for groups of one, or
+            `names.SOURCES`.
+        size: mean size of a group; that of sources is the data's.
         seed: of the grouping.
     """
     n = len(subject.train[0])
     match name:
         case names.SINGLE_POINTS:
             return Timed(Groups.singletons(n), 0.0)
+        case names.SOURCES:
+            if subject.task.data.sources is None:
+                raise ValueError(f"the data of {subject.task.name} has no sources: choose another grouping.")
+            return Timed(Groups(subject.task.data.sources), 0.0)
         case names.RANDOM:
             return timed(random_groups, n, size, random_state=seed)
         case names.K_MEANS | names.EQUAL_K_MEANS:
@@ -40,5 +45,5 @@ def grouped(subject: Subject, name: str, size: int, seed: int) -> Timed[Groups]:
             equal = name == names.EQUAL_GRAD_K_MEANS
             builder = GradKMeansGroups(subject.model, LOSS, group_size=size, balanced=equal, random_state=seed)
             return timed(builder.fit_groups, subject.train)
-    known = (names.SINGLE_POINTS, *names.GROUPINGS, *names.EQUAL_GROUPINGS)
+    known = (names.SINGLE_POINTS, names.SOURCES, *names.GROUPINGS, *names.EQUAL_GROUPINGS)
     raise ValueError(f"grouping {name!r} is not one of {', '.join(known)}.")

@@ -3,14 +3,15 @@
 Protocols, never mixed: models on random *halves* of the groups, models that *keep 80 %* of them, each with about the
 same number of points, and models that *leave one out*. Truth is the mean over models of other seeds than the one
 explained. A method counts for what it has beyond two trivial rows: the number of points kept, and how far the classes
-of the kept points are from those of all. Two ceilings stand beside it: `ceiling` is what models of other seeds reach,
-`additive_ceiling` what the best additive score could reach, one fitted to the retrainings themselves.
+of the kept points are from those of all. Two ceilings stand beside it: `ceiling` is what as many models of other seeds
+reach, `additive_ceiling` what the best additive score could reach, one fitted to the retrainings themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -158,12 +159,13 @@ def agreement_fields(predicted: np.ndarray, real: np.ndarray) -> dict[str, Any]:
 
 
 def ceiling(losses: np.ndarray) -> float | None:
-    """How well the losses of some seeds `[subsets, seeds]` rank those of the others; None for one seed."""
+    """How well as many retrained models of other seeds would rank the mean losses of these `[subsets, seeds]`.
+
+    From how well two of them agree, in the mean over all pairs, by the formula of Spearman and Brown; None for one.
+    """
     seeds = losses.shape[1]
     if seeds < 2:
         return None
-    found = [
-        agreement(np.delete(losses, seed, axis=1).mean(1), losses[:, seed], resamples=1).spearman.value
-        for seed in range(seeds)
-    ]
-    return float(np.mean(found))
+    pairs = combinations(losses.T, 2)
+    alike = float(np.mean([agreement(one, other, resamples=1).spearman.value for one, other in pairs]))
+    return seeds * alike / (1 + (seeds - 1) * alike) if alike > 0 else alike

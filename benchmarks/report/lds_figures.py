@@ -76,5 +76,5 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
     handles += [] if ceiling.empty else [line("ceiling, by grouping", GREY, style=":")]
     finish(figure, title, handles)
     caption = "Predicted against real effects of retraining. Bars: 95 % bootstrap interval."
-    caption += "" if ceiling.empty else " Ceiling: how well retraining with other seeds does."
+    caption += "" if ceiling.empty else " Ceiling: how well as many models of other seeds do."
     yield save(figure, folder, name, title, caption)

@@ -60,7 +60,7 @@ FIDELITY = (
 CEILINGS = (("ceiling", "Ceiling"), ("additive_ceiling", "Best additive score"))
 """Columns of what other seeds reach, and a fitted additive score, with their names in tables."""
 CEILING_NOTE = (
-    "Ceiling: how well retraining with other seeds does. Best additive score: one fitted to the retrainings "
+    "Ceiling: how well as many models of other seeds do. Best additive score: one fitted to the retrainings "
     "themselves; a lower bound where there are few of them."
 )
 

@@ -53,9 +53,13 @@ class UpperLayers(nn.Module):
         for layer in self.layers:
             states = layer(states, seen)
             states = states[0] if isinstance(states, tuple) else states
-        u, v = ((states * part[..., None]).sum(1) / part.sum(1, keepdim=True) for part in (question, sentence))
-        logits = self.compare(torch.cat([u, v, u * v, (u - v).abs()], 1))
+        logits = self.compared(states, question, sentence)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    def compared(self, states: Tensor, question: Tensor, sentence: Tensor) -> Tensor:
+        """Logits `[b, 2]` from the upper layers' states."""
+        u, v = ((states * part[..., None]).sum(1) / part.sum(1, keepdim=True) for part in (question, sentence))
+        return self.compare(torch.cat([u, v, u * v, (u - v).abs()], 1))
 
 
 def qnli(folder: Path) -> Task:
@@ -66,14 +70,7 @@ def qnli(folder: Path) -> Task:
 
     @cache
     def before() -> tuple[Any, Rows]:
-        torch.manual_seed(0)
-        bert: Any = BertModel.from_pretrained(weights, dtype=torch.float32)
-        model = UpperLayers(bert.encoder.layer[-BEFORE["layers"] :], bert.config.hidden_size)
-        rows = states(weights, bert, BEFORE["layers"])(first, "before")
-        trained(
-            model, rows, padded, [], 0, BEFORE["batch size"], num_train_epochs=BEFORE["epochs"],
-            learning_rate=BEFORE["rate"],
-        )  # fmt: skip
+        bert = tuned(weights, first)
         return bert, states(weights, bert, 1)(dev, "dev")
 
     def fit(rows: Rows, seed: int, callbacks: list[Any]) -> Trainer:
@@ -98,6 +95,19 @@ def qnli(folder: Path) -> Task:
         return rows, held[:PROPERTY], held[PROPERTY:]
 
     return Task("qnli", data, fit, BROKEN, ("tracker", "curvature"), every=3, repeats=1)
+
+
+def tuned(weights: Path, pairs: Sequence[Pair]) -> Any:
+    """The pre-trained BERT after the fine-tuning before."""
+    torch.manual_seed(0)
+    bert: Any = BertModel.from_pretrained(weights, dtype=torch.float32)
+    model = UpperLayers(bert.encoder.layer[-BEFORE["layers"] :], bert.config.hidden_size)
+    rows = states(weights, bert, BEFORE["layers"])(pairs, "before")
+    trained(
+        model, rows, padded, [], 0, BEFORE["batch size"], num_train_epochs=BEFORE["epochs"],
+        learning_rate=BEFORE["rate"],
+    )  # fmt: skip
+    return bert
 
 
 def states(weights: Path, bert: Any, upper: int) -> Callable[[Sequence[Pair], str], Rows]:

@@ -5,7 +5,8 @@ is sketched in one pass: points are put into m random groups, each point with a 
 that the group-summed rows R `[m, p]` have RᵀR ≈ GN. Its leading eigenvectors span half of the space. The groups add
 their gradients g_G and, because those of points that are learned are nearly zero, what they have *taught*: the
 gradients h_G that a model with outputs of zero would get from them, and (GN + λ)⁻¹ h_G, the way to take that back. With
-the sketch the inverse costs no pass (Woodbury).
+the sketch the inverse costs no pass (Woodbury). Rows of all parameters are formed as far as the memory budget goes:
+of a large model fewer eigenvectors, and of many groups random bundles.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Kind = Literal["auto", "all", "eigen", "groups", "both"]
 KINDS: tuple[Kind, ...] = ("auto", "all", "eigen", "groups", "both")
 OVERSAMPLED = 5
 """Rows of the sketch for every eigenvector taken from it."""
-_MIXED = 4  # times as many rows as directions are wanted, beyond which rows are mixed first
+_BUNDLES = 2  # of groups for each direction wanted, where there are more groups than that
+_FEWEST_ROWS = 10
+_KINDS_OF_ROWS = 3  # of every group or bundle
 _DEPENDENT = 1e-5  # share of the largest squared singular value below which a direction adds nothing
 _DAMPED = 1e-4  # λ of (GN + λ)⁻¹ h_G, in units of the largest eigenvalue
 _UNCOVERED = 0.01  # squared length of what a unit gradient must leave outside of the eigenvectors to count
@@ -132,10 +135,6 @@ def orthonormal(rows: Tensor, most: int | None = None, basis: Tensor | None = No
     least = _DEPENDENT
     if basis is not None:
         found, least = found - (found @ basis.T) @ basis, _UNCOVERED
-    if most is not None and len(found) > _MIXED * most:  # thousands of groups: the space of random mixtures of them
-        draw = torch.Generator().manual_seed(0)
-        mixing = torch.randn(2 * most, len(found), generator=draw, dtype=torch.float64).to(found)
-        found = mixing @ found / (2 * most) ** 0.5
     for relative in (True, False):  # the second round removes what rounding left of the first
         values, vectors = torch.linalg.eigh((found @ found.T).double())
         values, vectors = values.flip(0), vectors.flip(1)
@@ -165,16 +164,21 @@ def find_directions(
         eye = torch.eye(space.size, dtype=space.dtype, device=space.device)
         return Directions(eye, 0.0, f"all {space.size} parameters")
     basis, cut, parts, sketched = None, 0.0, [], None
+    room = max(_FEWEST_ROWS, provider.memory_budget // (space.size * space.dtype.itemsize))
     if kind in ("auto", "eigen", "both"):
-        count = max(1, min(rank if kind == "eigen" else rank // 2, space.size))
+        wanted = max(1, min(rank if kind == "eigen" else rank // 2, space.size))
+        count = min(wanted, room // OVERSAMPLED)
         sketched = sketch(provider, loss, outputs, weights, OVERSAMPLED * count, seed)
         values, vectors = eigenvectors(sketched, count)
         cut = float(values[min(count, len(values) - 1)])
         basis = orthonormal(vectors)
-        parts.append(f"{len(basis)} leading Gauss-Newton eigenvectors")
+        fewer = "" if count == wanted else ", as many as memory_budget has room for,"
+        parts.append(f"{len(basis)} leading Gauss-Newton eigenvectors{fewer}")
     if kind in ("auto", "groups", "both"):
         before = 0 if basis is None else len(basis)
-        basis = orthonormal(_of_groups(provider, loss, outputs, weights, sketched), rank, basis)
+        groups, signs = bundled(provider.groups, min(_BUNDLES * rank, room // _KINDS_OF_ROWS), seed)
+        signed = weights.double() * signs.to(weights.device)
+        basis = orthonormal(_of_groups(provider, loss, outputs, signed, groups, sketched), rank, basis)
         parts.append(f"{len(basis) - before} directions of what the {k} groups teach")
     assert basis is not None
     if not len(basis):
@@ -182,16 +186,28 @@ def find_directions(
     return Directions(basis, cut, f"{len(basis)} directions: {' and '.join(parts)}")
 
 
+def bundled(groups: Groups, most: int, seed: int) -> tuple[Groups, Tensor]:
+    """The groups, or at most so many random bundles of them, and the random sign of every point's group `[n]`."""
+    if len(groups) <= most:
+        return groups, torch.ones(groups.n, dtype=torch.float64)
+    draw = np.random.default_rng(seed)
+    bundles, signs = draw.permutation(len(groups)) % most, draw.choice([-1.0, 1.0], len(groups))
+    labels = groups.labels_of(np.arange(groups.n))
+    found = Groups(np.where(labels < 0, -1, bundles[labels]), rest="drop")
+    return found, torch.from_numpy(np.where(labels < 0, 0.0, signs[labels]))
+
+
 def _of_groups(
-    provider: GroupGradients, loss: ConvexLoss, outputs: Tensor, weights: Tensor, sketched: Tensor | None
-) -> Tensor:
+    provider: GroupGradients, loss: ConvexLoss, outputs: Tensor, weights: Tensor, groups: Groups,
+    sketched: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Gradients g_G of the groups, h_G at outputs of zero and, given a sketch, (GN + λ)⁻¹ h_G: `[2k or 3k, p]`."""
     columns = loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None]
     found = []
     for at in (columns, torch.zeros_like(columns)):
         slope = loss.of_columns(loss.slope(loss.state(at))[:, :, 0])
         if bool(torch.isfinite(slope).all()):
-            found.append(pulled_back(provider, slope * weights.double()[:, None], provider.groups))
+            found.append(pulled_back(provider, slope * weights[:, None], groups))
     if sketched is not None:
         found.append(_inverted(sketched, found[-1]))
     return torch.cat(found)

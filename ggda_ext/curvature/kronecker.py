@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ggda_ext.curvature.sampled import as_cross_entropy
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.layers import Layer
@@ -239,7 +240,7 @@ def _with_cotangents(provider: GroupGradients, sample: IndexedData, seed: int) -
         with torch.no_grad():
             for _, batch in sample.sequential(provider.batch_size):
                 outputs, targets = model_output(provider.model, to_device(batch, provider.space.device))
-                found = _cotangents(loss_fn, outputs.cpu(), generator)
+                found = _cotangents(as_cross_entropy(loss_fn, outputs) or loss_fn, outputs.cpu(), generator)
                 if found is None:
                     break
                 ignored = ignored_targets(loss_fn, targets)

@@ -2,7 +2,7 @@
 
 Three kinds, of which all but the Hessian have no negative eigenvalues:
 
-* ``"gauss-newton"``  1/N Σ Jᵢᵀ (∂²ℓᵢ/∂z²) Jᵢ, for losses that are convex functions of the model's outputs z;
+* ``"gauss-newton"``  1/N Σ Jᵢᵀ (∂²ℓᵢ/∂z²) Jᵢ, for losses that are curved, convex functions of the model's outputs z;
 * ``"hessian"``       1/N Σ ∇²ℓᵢ;
 * ``"fisher"``        1/N Σ ∇ℓᵢ ∇ℓᵢᵀ, the empirical Fisher, for any loss at all.
 
@@ -23,14 +23,17 @@ from torch import Tensor, nn
 
 from ggda_ext.curvature.gauss_newton import GaussNewton, NoCurvature
 from ggda_ext.curvature.hessian import Hessian
-from ggda_ext.data import IndexedData, SomePoints, pick, tensors_in
+from ggda_ext.data import IndexedData, SomePoints, pick, tensors_in, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
 from ggda_ext.groups.partition import Groups
+from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
 from ggda_ext.losses.own import OwnLoss
 
 CurvatureKind = Literal["auto", "gauss-newton", "hessian", "fisher"]
 KINDS: tuple[str, ...] = get_args(CurvatureKind)
+_PROBED = 8
+"""Points that tell whether there is a curvature at all; if they do not, all are asked."""
 KEPT_BYTES, FEWEST = 2**30, 128
 """For the gradients of the Fisher's points; at least so many are taken, kept or not."""
 _PASSES, _PASSES_OF_VECTOR, PASSES_OF_ROWS = 1.0, 1.3, 2.5
@@ -50,7 +53,7 @@ class SampledCurvature:
     Args:
         provider: the model, its loss and the training data.
         kind: which curvature; ``"auto"`` is Gauss–Newton, or the empirical Fisher where the loss is no function of
-            outputs that could be had (a model that returns its own loss).
+            outputs that can be computed (a model that returns its own loss).
         points: most points to look at, drawn at random.
         seed: of the draw.
     """
@@ -61,6 +64,7 @@ class SampledCurvature:
         self.points, self.seed = self.sample.n or 0, seed
         self.note = ""
         if kind == "auto":
+            self.kind = "gauss-newton"
             why = self._no_gauss_newton()
             self.kind = "gauss-newton" if why is None else "fisher"
             self.note = "" if why is None else f"The curvature is the empirical Fisher, because {why}"
@@ -117,30 +121,55 @@ class SampledCurvature:
 
     def _operator(self, data: IndexedData) -> Hessian:
         kind = GaussNewton if self.kind == "gauss-newton" else Hessian
-        loss = self.provider.loss
+        loss = self._loss
 
         def total(model: nn.Module, batch: Any) -> Tensor:
             return loss.total(model, batch)
 
         return kind(self.provider.space, total, data, self.provider.batch_size, reduction="sum")
 
+    @cached_property
+    def _loss(self) -> ExampleLoss:
+        """The loss; cross-entropy, which is the same and is curved, where it is that of log-probabilities."""
+        loss = self.provider.loss
+        if not isinstance(loss, OutputLoss) or type(loss.loss_fn) is not nn.NLLLoss:
+            return loss
+        (batch,) = self.sample.batches([np.arange(min(_PROBED, self.points))])
+        with torch.no_grad():
+            outputs, _ = model_output(self.provider.model, to_device(batch, self.provider.space.device))
+        same = as_cross_entropy(loss.loss_fn, outputs)
+        return loss if same is None else OutputLoss(same)
+
     def _no_gauss_newton(self) -> str | None:
-        """Why this loss has no Gauss–Newton matrix that could be had, or None."""
+        """Why the Gauss–Newton matrix of this loss cannot be computed, or None."""
         if isinstance(self.provider.loss, OwnLoss):
             return "the model returns its own loss."
         if self.provider.loss.vectorized:
             return "the loss is written for one example in the manner of torch.func."
         space = self.provider.space
-        vector = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
+        random = torch.Generator().manual_seed(self.seed)  # all alike, they could move all outputs alike
+        vector = torch.randn(1, space.size, generator=random).to(space.device, space.dtype)
         try:
-            self._operator(SomePoints(self.sample, np.arange(1))) @ vector
+            for some in (SomePoints(self.sample, np.arange(min(_PROBED, self.points))), self.sample):
+                if (self._operator(some) @ vector).any():
+                    return None
         except NoCurvature as error:
             return str(error)
         except RuntimeError as error:
             if "derivative" not in str(error) and "double backward" not in str(error):
                 raise
             return f"a layer cannot be differentiated twice ({error})."
+        return "the loss has no curvature in the outputs of the model."
+
+
+def as_cross_entropy(loss_fn: Any, outputs: Tensor) -> nn.CrossEntropyLoss | None:
+    """The cross-entropy that equals `NLLLoss` on outputs that are log-probabilities; None if they are not."""
+    if type(loss_fn) is not nn.NLLLoss or outputs.dim() < 2:
         return None
+    sums = outputs.detach().logsumexp(1)
+    if not torch.allclose(sums, torch.zeros_like(sums), atol=64 * torch.finfo(sums.dtype).eps):
+        return None
+    return nn.CrossEntropyLoss(loss_fn.weight, ignore_index=loss_fn.ignore_index, reduction=loss_fn.reduction)
 
 
 def sample_of(provider: GroupGradients, points: int, seed: int) -> tuple[IndexedData, int]:

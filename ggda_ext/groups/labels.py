@@ -5,7 +5,7 @@ All give one label per point, the ids 0 … k-1 of its group, with -1 for a poin
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, Literal, NoReturn, TypeGuard
 
@@ -14,6 +14,9 @@ from torch import Tensor
 
 LEFT_OUT = -1
 Rest = Literal["error", "drop", "group"]
+Rule = Callable[[np.ndarray], np.ndarray]
+"""Group ids of some training indices."""
+_RULE_STEP = 2**20
 
 
 def first_few(indices: np.ndarray, most: int = 5) -> str:
@@ -94,6 +97,20 @@ def refuse_empty(sizes: np.ndarray) -> NoReturn:
     )
 
 
+def sizes_by_rule(n: int, k: int, rule: Rule) -> np.ndarray:
+    """Number of points in every group `[k]`, where a rule gives their labels; a million points at a time."""
+    sizes = np.zeros(k, np.int64)
+    for low in range(0, n, _RULE_STEP):
+        labels = np.asarray(rule(np.arange(low, min(low + _RULE_STEP, n))))
+        if labels.min() < 0 or labels.max() >= k:
+            wrong = low + int(np.flatnonzero((labels < 0) | (labels >= k))[0])
+            raise ValueError(f"rule gives point {wrong} the group id {labels[wrong - low]}: give 0 to {k - 1}.")
+        sizes += np.bincount(labels, minlength=k)
+    if not sizes.all():
+        refuse_empty(sizes)
+    return sizes
+
+
 def is_list_of_lists(groups: Any) -> TypeGuard[Sequence[Any]]:
     """Whether groups are given by their members, not by one label per point."""
     if isinstance(groups, str | bytes) or not isinstance(groups, Sequence) or not groups:
@@ -146,6 +163,9 @@ def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | No
         raise TypeError(
             f"groups is a {type(values).__name__}: pass one label per training point, or Groups.by_rule(n, k, rule)."
         )
+    dtype: Any = getattr(values, "dtype", None)
+    if hasattr(dtype, "categories") and hasattr(dtype, "ordered"):  # of pandas: its categories have an order
+        return _labels_of_categories(getattr(values, "cat", values).codes, dtype.categories)
     array = _as_numpy(values)
     if array.ndim != 1:
         got = f"{values!r}, which is one value" if array.ndim == 0 else f"of shape {tuple(array.shape)}"
@@ -187,6 +207,13 @@ def _labels_of_integers(array: np.ndarray) -> tuple[np.ndarray, tuple[Hashable, 
     return labels, None if plain else tuple(ids.tolist())
 
 
+def _labels_of_categories(codes: Any, categories: Any) -> tuple[np.ndarray, tuple[Hashable, ...]]:
+    """Labels in the order of the categories; those that no point has are left out."""
+    labels, used = _labels_of_integers(np.asarray(codes))
+    every = _as_numpy(categories).tolist()
+    return labels, _named([every[at] for at in used or range(int(labels.max(initial=-1)) + 1)])
+
+
 def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, ...]]:
     seen: dict[Hashable, int] = {}
     try:
@@ -199,7 +226,18 @@ def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, .
         names.sort()  # type: ignore[call-arg]
     new_id = np.full(len(seen) + 1, LEFT_OUT, np.int64)
     new_id[[seen[name] for name in names]] = np.arange(len(names))
-    return new_id[labels], tuple(names)
+    return new_id[labels], _named(names)
+
+
+def _named(labels: Iterable[Any]) -> tuple[Hashable, ...]:
+    """Names of groups: the labels, but pandas' periods and intervals as they are printed, ``2024-03``, ``(0, 5]``."""
+    return tuple(_name(label) for label in labels)
+
+
+def _name(label: Any) -> Hashable:
+    if isinstance(label, tuple):
+        return tuple(_name(part) for part in label)
+    return str(label) if type(label).__name__ in ("Period", "Interval") else label
 
 
 def _as_numpy(values: Any) -> np.ndarray:

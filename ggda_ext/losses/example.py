@@ -30,7 +30,7 @@ class ExampleLoss:
 
     @property
     def anchors(self) -> tuple[Any, ...] | None:
-        """The objects that make this loss what it is, to tell whether two are the same; None if that cannot be told."""
+        """The objects that make this loss what it is, to see whether two losses are the same; None if that cannot be seen."""
         return (self,)
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
@@ -162,7 +162,7 @@ def model_output(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
     """Run the model on a batch: its output and the batch's target (None if it has none)."""
     try:
         output, target = _called(model, batch)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         explained = misfits.of_model(error, model, batch)
         if explained is error:
             raise

@@ -26,6 +26,12 @@ def of_model(error: Exception, model: nn.Module, batch: Any) -> Exception:
     """The error of a model that cannot run on a batch, with what it was given; or the error itself."""
     said = f"The model says: {error}"
     given = batch[:-1] if isinstance(batch, tuple | list) and len(batch) > 1 else [batch]
+    strange = next((type(part).__name__ for part in given if not isinstance(part, Tensor | Mapping)), None)
+    if strange is not None and ("must be Tensor" in str(error) or isinstance(error, AttributeError)):
+        return TypeError(
+            f"the data gives a {strange} where the model needs a tensor: return torch.tensor(values) from the data "
+            f"set, with texts encoded, or pass a DataLoader with collate_fn=. {said}."
+        )
     if isinstance(error, TypeError):
         if isinstance(batch, Mapping) and "keyword argument" in str(error):
             return TypeError(
@@ -38,14 +44,8 @@ def of_model(error: Exception, model: nn.Module, batch: Any) -> Exception:
                 f"the data gives {len(given)} input{'s' * (len(given) != 1)}, all but the last part of a tuple, and a "
                 f"target: pass (x, y), or as many inputs as the model takes. {said}."
             )
-        strange = next((type(part).__name__ for part in given if not isinstance(part, Tensor | Mapping)), None)
-        if strange is not None and "must be Tensor" in str(error):
-            return TypeError(
-                f"the data gives a {strange} where the model needs a tensor: return torch.tensor(values) from the data "
-                f"set, or pass a DataLoader with collate_fn=. {said}."
-            )
         return error
-    if "dtype" in str(error):
+    if "dtype" in str(error) or "should be the same" in str(error):
         own = next((str(p.dtype) for p in model.parameters()), "another type")
         dtypes = ", ".join(str(tensor.dtype) for tensor in tensors_in(batch))
         fix = (
@@ -70,7 +70,7 @@ def check_classes(name: str, output: Tensor, target: Tensor) -> None:
             "nn.BCEWithLogitsLoss(), or a model with an output for each class."
         )
     if target.is_floating_point() and target.dim() == 1:
-        raise TypeError(f"the targets are {_kind(target)} numbers of classes: pass y.long() for {name}.")
+        raise _not_whole(name, target)
     if not target.is_floating_point() and list(target.shape) == [len(output), 1]:
         raise ValueError(
             f"the targets have shape {list(target.shape)}, and {name} takes the number of a class for each point: "
@@ -90,7 +90,7 @@ def of_loss(error: Exception, name: str, output: Tensor, target: Tensor) -> Exce
     if isinstance(error, RuntimeError) and "class probabilities" in str(error):
         return TypeError(f"the targets are one-hot, of {_kind(target)}: pass y.argmax(1) for {name}, or y.float().")
     if isinstance(error, RuntimeError) and "target dtype" in str(error):
-        return TypeError(f"the targets are {_kind(target)} numbers of classes: pass y.long() for {name}.")
+        return _not_whole(name, target)
     if isinstance(error, RuntimeError) and "between 0 and 1" in str(error):
         return ValueError(
             f"{name} takes probabilities, and the model gives {output.min().item():.3g} to {output.max().item():.3g}: "
@@ -102,6 +102,13 @@ def of_loss(error: Exception, name: str, output: Tensor, target: Tensor) -> Exce
             f"inputs of the shape the model was trained on, so that it gives [b, classes]. {name} says: {error}."
         )
     return error
+
+
+def _not_whole(name: str, target: Tensor) -> TypeError:
+    return TypeError(
+        f"the targets are {_kind(target)} numbers of classes: pass y.long() for {name}, or y.astype('int64') of an "
+        "array or a table."
+    )
 
 
 def _kind(tensor: Tensor) -> str:

@@ -10,9 +10,8 @@ It is a tensor: whatever PyTorch or NumPy does with one gives plain tensors and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -23,6 +22,7 @@ from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.properties.property import HigherIsBetter
 from ggda_ext.results import ranking
 from ggda_ext.results.method import MethodFacts
+from ggda_ext.results.named_scores import NamedScores
 from ggda_ext.words import check_counts
 
 if TYPE_CHECKING:
@@ -32,13 +32,8 @@ if TYPE_CHECKING:
     from ggda_ext.results.plots import Plots
     from ggda_ext.results.verifying import Retrain, Verified
 
-_FIELDS = (
-    "groups", "properties", "higher_is_better", "low", "high", "interval", "method", "warnings", "notes",
-    "member_scores",
-)  # fmt: skip
 
-
-class Attribution(Tensor):
+class Attribution(NamedScores):
     """Scores `[m, k]` of k groups for m properties; prints as a ranked table, and is used as a tensor.
 
     Args:
@@ -62,70 +57,6 @@ class Attribution(Tensor):
     forum     1   +0.5  helps
     web       2  -0.25  hurts
     """
-
-    groups: Groups
-    """The groups, with names, sizes and members."""
-    properties: tuple[str, ...]
-    """Names of the m properties."""
-    higher_is_better: tuple[HigherIsBetter, ...]
-    """Of each property, whether higher is better; None if that is not known."""
-    low: Tensor | None
-    """Lower end of the interval around each score `[m, k]`."""
-    high: Tensor | None
-    """Upper end of the interval around each score `[m, k]`."""
-    interval: str
-    """What the interval covers."""
-    method: MethodFacts | None
-    """How the scores were made."""
-    warnings: Mapping[Hashable, tuple[str, ...]]
-    """By name of a group, what to know before its score is trusted."""
-    notes: tuple[str, ...]
-    """What to know about all scores."""
-    member_scores: Tensor | None
-    """The score of each training point alone `[m, n]`, where known."""
-
-    @staticmethod
-    def __new__(
-        cls,
-        scores: Any,
-        groups: GroupsLike,
-        properties: Sequence[str] | None = None,
-        higher_is_better: Sequence[HigherIsBetter] | None = None,
-        *,
-        low: Any = None,
-        high: Any = None,
-        interval: str = "",
-        method: MethodFacts | None = None,
-        warnings: Mapping[Hashable, Sequence[str]] | None = None,
-        notes: Sequence[str] = (),
-        member_scores: Any = None,
-    ) -> Attribution:
-        plain = _plain(scores)
-        plain = plain if plain.is_floating_point() else plain.float()
-        groups = Groups.of(groups)
-        if plain.dim() != 2 or plain.shape[1] != len(groups):
-            raise ValueError(
-                f"scores has shape {list(plain.shape)} for {len(groups)} groups: pass [m, {len(groups)}], or use "
-                "Attribution.of, which takes other shapes."
-            )
-        m = len(plain)
-        names = tuple(f"property {j}" for j in range(m)) if properties is None else tuple(properties)
-        directions = (None,) * m if higher_is_better is None else tuple(higher_is_better)
-        for name, found in (("properties", names), ("higher_is_better", directions)):
-            if len(found) != m:
-                raise ValueError(f"{name} has {len(found)} entries for scores of {m} properties.")
-        twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < m else None
-        if twice is not None:
-            raise ValueError(f"two properties are called {twice!r}: give them names of their own (properties.named).")
-        if (low is None) != (high is None):
-            raise ValueError("low and high are the two ends of an interval: pass both, or neither.")
-        new = plain.as_subclass(cls)
-        new.groups, new.properties, new.higher_is_better = groups, names, directions
-        new.low, new.high = (_shaped(end, name, plain.shape) for end, name in ((low, "low"), (high, "high")))
-        new.interval, new.method, new.notes = interval, method, tuple(notes)
-        new.warnings = MappingProxyType(_checked_warnings(warnings or {}, groups))
-        new.member_scores = _shaped(member_scores, "member_scores", (m, groups.n))
-        return new
 
     @classmethod
     def of(
@@ -161,39 +92,6 @@ class Attribution(Tensor):
             cls, scores, Groups.of(groups), property, higher_is_better, method, positive, test_axis, details
         )
 
-    def replace(self, **changes: Any) -> Attribution:
-        """The same with other `scores`, `low`, `high`, `interval`, `method`, `warnings`, `notes`, …"""
-        fields = {name: getattr(self, name) for name in _FIELDS} | {"scores": self.scores} | changes
-        return type(self)(**fields)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """What PyTorch makes of it is a plain tensor: a sum of scores has no groups."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @property
-    def scores(self) -> Tensor:
-        """The scores `[m, k]` as a plain tensor, on the same memory."""
-        return _plain(self)
-
-    @property
-    def tensor(self) -> Tensor:
-        """The same as `scores`."""
-        return self.scores
-
-    @property
-    def names(self) -> tuple[Hashable, ...]:  # of PyTorch's named dimensions
-        """Names of the groups in the order of the columns; their ids where they have no names."""
-        return tuple(self.groups.all_names)
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """Number of training points in every group `[k]`."""
-        return self.groups.sizes
-
     @property
     def per_member(self) -> Attribution:
         """Scores divided by the size of the group, to compare what a member counts."""
@@ -205,7 +103,7 @@ class Attribution(Tensor):
     def effects(self, property: str | int = 0) -> tuple[str, ...]:
         """For every group: ``helps`` or ``hurts``, ``rises`` or ``falls`` if the direction is not known.
 
-        ``unclear`` where the interval holds 0, ``none`` where the score is 0.
+        ``unclear`` where the interval contains 0, ``none`` where the score is 0.
         """
         return ranking.effects(self, self.property_id(property))
 
@@ -227,7 +125,7 @@ class Attribution(Tensor):
 
         Args:
             by: the property that counts; by default the first.
-            sure: only those whose interval does not hold 0.
+            sure: only those whose interval does not contain 0.
         """
         return self.some(ranking.with_effect(self, "hurts", by, sure))
 
@@ -292,6 +190,10 @@ class Attribution(Tensor):
         from ggda_ext.results.table import as_text
 
         return as_text(self)
+
+    def __format__(self, spec: str) -> str:
+        """One score as the number it is, ``f"{result['web']:.3f}"``; else as any tensor."""
+        return format(self.item() if spec and self.numel() == 1 else self.scores if spec else str(self), spec)
 
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
@@ -370,41 +272,3 @@ class Attribution(Tensor):
         from ggda_ext.results.saving import loaded
 
         return loaded(cls, Path(path))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.scores.numpy(), dtype=dtype, copy=copy) if copy else np.asarray(self.scores, dtype=dtype)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        from ggda_ext.results.saving import encoded, rebuilt
-
-        return rebuilt, encoded(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attribution:
-        if id(self) not in memo:
-            memo[id(self)] = self.replace(scores=self.scores.clone())
-        return memo[id(self)]
-
-
-def _plain(values: Any) -> Tensor:
-    """Numbers as a plain tensor without a graph, on the same memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        found = values if isinstance(values, Tensor) else torch.as_tensor(values)
-        return found.detach().as_subclass(Tensor)
-
-
-def _shaped(values: Any, name: str, shape: Sequence[int]) -> Tensor | None:
-    if values is None:
-        return None
-    found = _plain(values)
-    if found.shape != torch.Size(shape):
-        raise ValueError(f"{name} has shape {list(found.shape)}: pass {list(shape)}.")
-    return found
-
-
-def _checked_warnings(warnings: Mapping[Hashable, Sequence[str]], groups: Groups) -> dict[Hashable, tuple[str, ...]]:
-    found = {name: (text,) if isinstance(text, str) else tuple(text) for name, text in warnings.items()}
-    names = set(groups.all_names) if found else set()
-    for name in found:
-        if name not in names:
-            raise ValueError(f"warnings has an entry for {name!r}, which is no group.")
-    return found

@@ -185,8 +185,15 @@ def few_dates(ax: Axes) -> None:
     ax.xaxis.set_major_formatter(ConciseDateFormatter(locator))
 
 
+def refuse_empty(result: Attribution) -> None:
+    """A result of no group, such as that of ``.harmful()`` where none hurts, has nothing to show."""
+    if not len(result.groups):
+        raise ValueError("there is no group to show: the result is of none, as .harmful() is where no group hurts.")
+
+
 def scores_of(result: Attribution, property: str | int) -> tuple[int, np.ndarray]:
-    """The row of a property, and its scores `[k]`."""
+    """The row of a property, and its scores `[k]`, of which there is one at least."""
+    refuse_empty(result)
     j = result.property_id(property)
     return j, result.scores[j].detach().cpu().double().numpy()
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ggda_ext.results import ranking, sentences
+from ggda_ext.results.drawing import refuse_empty
 from ggda_ext.results.members import carried, members_of
 from ggda_ext.results.table import number, shown
 from ggda_ext.results.thumbnails import checked_count, png_address, row_cells, svg_address, text
@@ -85,6 +86,7 @@ def rendered(
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:
         raise ImportError("to_html needs Jinja2 and matplotlib: pip install 'ggda-ext[plot]'.") from error
+    refuse_empty(result)
     for name, values in (("rows", rows), ("images", images), ("labels", labels)):
         if values is not None:
             checked_count(values, name, result.groups.n)

@@ -136,6 +136,7 @@ class Plots:
             ax: matplotlib axes to draw into; a new figure by default.
         """
         result = self._result
+        drawing.refuse_empty(result)
         scores = result.scores.detach().cpu().double().numpy()
         top = np.nanmax(np.abs(scores), axis=1, keepdims=True, initial=0.0)
         relative = np.divide(scores, top, out=np.zeros_like(scores), where=top > 0)

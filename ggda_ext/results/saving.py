@@ -26,6 +26,7 @@ from ggda_ext.results.method import MethodFacts
 
 if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution
+    from ggda_ext.results.named_scores import NamedScores
 
 MAGIC = b"ggda-ext attribution\n"
 FORMAT = 1
@@ -97,7 +98,7 @@ def loaded(cls: type[Attribution], path: Path) -> Attribution:
         raise DamagedFile(f"{path} cannot be read as an Attribution: {error}.") from None
 
 
-def encoded(result: Attribution) -> tuple[str, dict[str, Tensor]]:
+def encoded(result: NamedScores) -> tuple[str, dict[str, Tensor]]:
     """Everything but the numbers as JSON, and the numbers by name."""
     method = result.method
     text = json.dumps(
@@ -171,6 +172,8 @@ def _encoded_name(name: Hashable) -> Any:
         return {"datetime": name.isoformat()}
     if isinstance(name, datetime.date):
         return {"date": name.isoformat()}
+    if isinstance(name, datetime.timedelta):
+        return {"timedelta": [name.days, name.seconds, name.microseconds]}
     if isinstance(name, _PLAIN):
         return name
     raise TypeError(
@@ -189,6 +192,8 @@ def _name(found: Any) -> Hashable:
         return tuple(_name(part) for part in value)
     if kind == "datetime64":
         return np.datetime64(*value)
+    if kind == "timedelta":
+        return datetime.timedelta(*value)
     return getattr(datetime, {"datetime": "datetime", "date": "date"}[kind]).fromisoformat(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ def as_times(names: Sequence[Any], count: int, argument: str = "") -> np.ndarray
     """Times `[k]` as datetime64, or as numbers if all of them are.
 
     Args:
-        names: dates, timestamps, periods, texts such as ``2024-03`` or ``2024-03-01``, or numbers.
+        names: dates, timestamps, periods, texts such as ``2024-03``, ``2024Q1`` or ``2024-03-01``, or numbers.
         count: how many there have to be.
         argument: how errors call them; the names of the groups if empty.
     """
@@ -38,7 +39,10 @@ def _iso(name: Any) -> Any:
     start = start.isoformat() if hasattr(start, "isoformat") else start
     if isinstance(start, np.datetime64):
         return start
-    text = str(start).strip().replace(" ", "T")
+    text = str(start).strip().partition("/")[0].replace(" ", "T")  # a week is written 2024-01-01/2024-01-07
+    quarter = re.fullmatch(r"(\d{4})-?Q([1-4])", text)
+    if quarter:
+        return f"{quarter[1]}-{3 * int(quarter[2]) - 2:02d}"
     if not text[:4].isdigit():
         raise ValueError(text)
     return text[:19] if len(text) > 19 else text

@@ -16,6 +16,8 @@ from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+_OURS = ("ggda_ext", "ggda_captum", "ggda_dattri", "ggda_trak", "ggda_transformers")
+_BY_TEXT = frozenset({"globals", "vars", "getattr", "__dict__"})
 _MADE_BY_PYTHON = 1 << 9  # of a class: Py_TPFLAGS_HEAPTYPE
 
 
@@ -39,14 +41,13 @@ def library_of(value: types.FunctionType | type) -> str | None:
 def version_of(module: str | None) -> str | None:
     """The package of a module with its version if it is an installed one; None for the user's own code."""
     top = (module or "builtins").partition(".")[0]
-    if top in sys.stdlib_module_names or top == "builtins":
-        return top
     if top == "__main__":
         return None
     found = sys.modules.get(top)
     file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", [])), None)
-    ours = top in ("ggda_ext", "ggda_captum", "ggda_dattri", "ggda_trak")
-    if ours or (file is not None and os.path.realpath(file).startswith(_installed())):
+    if file is None:
+        return top if top in sys.stdlib_module_names else None
+    if top in _OURS or os.path.realpath(file).startswith(_installed()):  # and not a file of the user's of that name
         return f"{top} {getattr(found, '__version__', '')}"
     return None
 
@@ -57,13 +58,13 @@ def _installed() -> tuple[str, ...]:
     return tuple({os.path.realpath(paths[name]) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 
 
-def names_in(code: types.CodeType) -> set[str]:
-    """Names of globals and attributes in a piece of code and in the functions defined in it."""
+@functools.lru_cache(maxsize=1024)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Names of globals and attributes in a piece of code and in the functions defined in it, also those in texts."""
     found = set(code.co_names)
-    for item in code.co_consts:
-        if isinstance(item, types.CodeType):
-            found |= names_in(item)
-    return found
+    if found & _BY_TEXT:
+        found |= {item for item in code.co_consts if isinstance(item, str) and item.isidentifier()}
+    return frozenset(found).union(*(names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)))
 
 
 def imported_by(function: types.FunctionType) -> list[tuple[str, Any]]:

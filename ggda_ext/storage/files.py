@@ -27,6 +27,7 @@ import xxhash
 JSON_BYTES = 256 * 2**20
 SEAL_BYTES = 16
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 _HEADER_BYTES, _USUAL_BYTES = 10_000, 256
 _USUAL = re.compile(
     rb"\x93NUMPY\x02\x00(....){'descr': '([<|][biuf][1-8])', 'fortran_order': False, "
@@ -36,11 +37,14 @@ _USUAL = re.compile(
 _UNREADABLE = (ValueError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError, EOFError)  # of a header
 
 
+_encoded = json.JSONEncoder(sort_keys=True).encode
+
+
 class DamagedFile(ValueError):
     """A file that is cut, changed, of another kind, or a link."""
 
 
-def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """A handle of a plain file that is not a symbolic link.
 
     Raises:
@@ -48,11 +52,11 @@ def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
         DamagedFile: it is a link, a folder, a pipe, a device.
     """
     try:
-        handle = os.open(path, flags | _FLAGS | getattr(os, "O_NONBLOCK", 0), mode)
+        handle = os.open(path, flags | _FLAGS | _NO_WAITING, mode)
     except FileNotFoundError:
         raise
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EMLINK) or path.is_symlink():
+        if error.errno in (errno.ELOOP, errno.EMLINK) or os.path.islink(path):
             raise DamagedFile(f"{path} is a symbolic link, which is not followed here: remove it.") from None
         if error.errno in (errno.EISDIR, errno.ENXIO):
             raise DamagedFile(f"{path} is not a plain file: remove it.") from None
@@ -63,7 +67,7 @@ def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     return handle
 
 
-def read_plain(path: Path, most: int = JSON_BYTES) -> bytes:
+def read_plain(path: str | Path, most: int = JSON_BYTES) -> bytes:
     """The content of a plain file of at most `most` bytes."""
     with os.fdopen(open_plain(path), "rb") as file:
         content = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
@@ -72,7 +76,7 @@ def read_plain(path: Path, most: int = JSON_BYTES) -> bytes:
     return content
 
 
-def read_json(path: Path, most: int = JSON_BYTES) -> Any:
+def read_json(path: str | Path, most: int = JSON_BYTES) -> Any:
     """What a JSON file holds.
 
     Raises:
@@ -88,15 +92,18 @@ def read_json(path: Path, most: int = JSON_BYTES) -> Any:
         raise DamagedFile(f"{path} is damaged: it is not JSON ({reason}).") from None
 
 
-def write_json(path: Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
+def write_json(path: str | Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
     """Write a JSON object, one line per entry, as a whole or not at all."""
+    _write_lines(path, [f"{_encoded(name)}: {_encoded(content[name])}" for name in content], sync=sync)
+
+
+def _write_lines(path: str | Path, lines: Iterable[str], *, sync: bool) -> None:
     with replaced(path, sync=sync) as file:
-        lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
         file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())  # an indent would leave the fast encoder out
 
 
 @contextmanager
-def replaced(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
+def replaced(path: str | Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` once it is written.
 
     Args:
@@ -114,11 +121,11 @@ def replaced(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     except BaseException as error:
         with suppress(FileNotFoundError):
             os.unlink(part)
-        if isinstance(error, OSError) and path.is_dir():
+        if isinstance(error, OSError) and os.path.isdir(path):
             raise IsADirectoryError(f"{str(path)!r} is a folder: pass the path of a file.") from None
         raise
     if sync:
-        sync_folder(path.parent)
+        sync_folder(os.path.dirname(path) or ".")
 
 
 def _new(path: str) -> int:
@@ -133,15 +140,17 @@ def _new(path: str) -> int:
 
 def seal(content: Any) -> str:
     """The checksum of a JSON value, whatever the order of entries in objects."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+    return xxhash.xxh3_128_hexdigest(_encoded(content).encode())
 
 
-def write_sealed_json(path: Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
+def write_sealed_json(path: str | Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
     """Write a JSON object with a checksum of itself."""
-    write_json(path, {**content, "xxh3": seal(content)}, sync=sync)
+    lines = [f"{_encoded(name)}: {_encoded(content[name])}" for name in sorted(content)]
+    checksum = xxhash.xxh3_128_hexdigest(f"{{{', '.join(lines)}}}".encode())  # what `seal` gives
+    _write_lines(path, (*lines, f'"xxh3": "{checksum}"'), sync=sync)
 
 
-def read_sealed_json(path: Path) -> dict[str, Any]:
+def read_sealed_json(path: str | Path) -> dict[str, Any]:
     """A JSON object that was written with a checksum of itself.
 
     Raises:
@@ -178,22 +187,33 @@ def read_sealed_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def write_sealed_array(
-    path: Path, key: bytes, shape: tuple[int, ...], dtype: np.dtype, parts: Iterable[np.ndarray], *, sync: bool = True
+    path: str | Path,
+    key: bytes,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    parts: Iterable[np.ndarray],
+    *,
+    sync: bool = True,
 ) -> None:
     """Write a `.npy` file, from consecutive runs of its rows, that ends with the checksum of `key` and of itself."""
-    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    header = io.BytesIO()
-    np.lib.format.write_array_header_2_0(header, described)
     found = xxhash.xxh3_128(key)
     whole = (np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8).data for part in parts)
     with replaced(path, sync=sync) as file:
-        for plain in chain([header.getbuffer()], whole):
+        for plain in chain([memoryview(_header(shape, dtype))], whole):
             found.update(plain)
             file.write(plain)
         file.write(found.digest())
 
 
-def is_sealed_array(path: Path, key: bytes) -> bool:
+def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+    """The beginning of a `.npy` file, as NumPy writes it."""
+    kind = np.lib.format.dtype_to_descr(dtype)
+    text = f"{{'descr': {kind!r}, 'fortran_order': False, 'shape': {tuple(map(int, shape))!r}, }}"
+    text += " " * (-(len(text) + 13) % 64) + "\n"
+    return b"\x93NUMPY\x02\x00" + len(text).to_bytes(4, "little") + text.encode()
+
+
+def is_sealed_array(path: str | Path, key: bytes) -> bool:
     """Whether a file is what `write_sealed_array` wrote with this key.
 
     Raises:
@@ -216,16 +236,15 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
     A memory map of a sparse file kills the process (SIGBUS) when the disk is full; here that is an OSError before.
     """
-    described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    header = _header(shape, np.dtype(dtype))
     with replaced(path, sync=False) as file:
-        np.lib.format.write_array_header_2_0(file, described)
+        file.write(header)
         file.flush()
-        start = file.tell()
-        size = start + math.prod(shape) * np.dtype(dtype).itemsize
+        size = len(header) + math.prod(shape) * np.dtype(dtype).itemsize
         os.ftruncate(file.fileno(), size)
         _reserve(file.fileno(), size)
     with os.fdopen(open_plain(path, os.O_RDWR), "r+b") as file:
-        return _mapped(path, file, "r+", start, shape, dtype)
+        return _mapped(path, file, "r+", len(header), shape, dtype)
 
 
 def _reserve(handle: int, size: int) -> None:
@@ -238,7 +257,7 @@ def _reserve(handle: int, size: int) -> None:
             raise
 
 
-def open_array(path: Path, mode: Any = "c", *, sealed: bool = False) -> np.ndarray:
+def open_array(path: str | Path, mode: Any = "c", *, sealed: bool = False) -> np.ndarray:
     """A `.npy` file as a memory map, without pickle and without links.
 
     Args:
@@ -253,10 +272,10 @@ def open_array(path: Path, mode: Any = "c", *, sealed: bool = False) -> np.ndarr
 
 
 def _mapped(
-    path: Path, file: BinaryIO, mode: Any, start: int, shape: tuple[int, ...], dtype: Any, order: Any = "C"
+    path: str | Path, file: BinaryIO, mode: Any, start: int, shape: tuple[int, ...], dtype: Any, order: Any = "C"
 ) -> np.ndarray:
     found = np.memmap(file, dtype, mode, start, shape, order=order)
-    found.filename = str(path.absolute())  # known to NumPy only where it opens the file itself
+    found.filename = os.path.abspath(path)  # known to NumPy only where it opens the file itself
     return found
 
 
@@ -273,7 +292,7 @@ def _described(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     return read(file, max_header_size=_HEADER_BYTES)
 
 
-def _read_header(path: Path, file: BinaryIO, behind: int) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+def _read_header(path: str | Path, file: BinaryIO, behind: int) -> tuple[tuple[int, ...], bool, np.dtype, int]:
     try:
         shape, fortran, dtype = _described(file)
         if dtype.hasobject:
@@ -299,7 +318,7 @@ def checksum_of(path: Path) -> str | None:
     return found.hexdigest()
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: str) -> None:
     """Wait until the names in a folder are on the disk."""
     if sys.platform != "win32":
         handle = os.open(folder, os.O_RDONLY)

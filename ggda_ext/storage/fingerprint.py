@@ -23,8 +23,10 @@ from ggda_ext.gradients import Directions, GroupGradients
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.storage.code import counters_of
-from ggda_ext.storage.content import Content, bytes_of
+from ggda_ext.storage.content import Content
 from ggda_ext.storage.folder import digest
+from ggda_ext.storage.hashing import bytes_of, joined
+from ggda_ext.storage.network_content import hooks_of_all, network
 
 _NUMBERS = 8
 _WAVES = np.arange(1.0, _NUMBERS + 1)[:, None]
@@ -100,7 +102,7 @@ def of_structure(model: nn.Module, tag: str | None) -> str:
         for name, value in model.named_parameters(remove_duplicate=False)
         if first.setdefault(id(value), name) != name
     ]
-    found = digest(np.frombuffer(content.network(model, values=False), np.uint8))
+    found = joined(network(content, model, values=False), *hooks_of_all(content)).hex()[:16]
     return f"{_ADDRESS.sub('', ' '.join(repr(model).split()))}{' '.join(['', *shared])} #{found}"
 
 
@@ -146,10 +148,10 @@ def sums_of(rows: Tensor) -> list[list[float]]:
     for low in range(0, p, step):
         part = rows[:, low : low + step].detach().to("cpu", torch.float64).numpy()
         sums += np.cos(_WAVES * (1.1 * np.arange(low, low + part.shape[1]))) @ part.T
-        squares += np.einsum("ij,ij->i", part, part)
-    lengths = np.sqrt(np.where(squares > 0, squares, 1.0))
+        squares += [row @ row for row in part]
+    squares[~(squares > 0)] = 1.0
     left = np.cos(_WAVES * (1.7 * np.arange(m) + 1))
-    both = ((left * sums / lengths).sum(1), left @ np.log(lengths))
+    both = ((left * sums / np.sqrt(squares)).sum(1), left @ np.log(squares) / 2)
     return [[value if math.isfinite(value) else 0.0 for value in numbers.tolist()] for numbers in both]
 
 

@@ -110,12 +110,15 @@ class Arrays:
         path = self._path(name)
         if np.dtype(dtype).hasobject:
             raise TypeError(f"{name!r} has dtype {np.dtype(dtype)}: only plain numbers are stored.")
-        with clear_errors(self.folder, name, lambda: f"The {len(self)} arrays finished before are intact"):
+        with clear_errors(self.folder, name, self._how_many):
             sync = self._before_writing()
             write_sealed_array(path, self._key(name), shape, np.dtype(dtype), parts, sync=sync)
         self._checked.add(name)
 
-    def _path(self, name: str) -> Path:
+    def _how_many(self) -> str:
+        return f"The {len(self)} arrays finished before are intact"
+
+    def _path(self, name: str) -> str:
         return _path(self.folder, _checked_name(name), self._part)
 
     def _key(self, name: str) -> bytes:
@@ -205,7 +208,7 @@ class Store(Arrays):
         sync = self._held_before or now - self._last_sync > SYNC_SECONDS
         if not self._is_kept or (sync and not self._is_synced):
             content = {"format": FORMAT, "fingerprint": self.fingerprint, "parts": self.parts}
-            write_sealed_json(self.folder / CONTENTS, content, sync=sync)
+            write_sealed_json(f"{self.folder}{os.sep}{CONTENTS}", content, sync=sync)
             self._is_kept, self._is_synced = True, sync
         self._last_sync = now if sync else self._last_sync
         return sync
@@ -216,8 +219,8 @@ def read_array(folder: Path, name: str, part: str = "") -> np.ndarray:
     return open_array(_path(folder, name, part), sealed=True)
 
 
-def _path(folder: Path, name: str, part: str) -> Path:
-    return folder / f"{part}{'+' if part else ''}{name}.npy"
+def _path(folder: Path, name: str, part: str) -> str:
+    return f"{folder}{os.sep}{part}{'+' if part else ''}{name}.npy"
 
 
 def _checked_name(name: str) -> str:
@@ -291,7 +294,7 @@ def read_contents(folder: Path) -> dict[str, Any] | None:
         StoreMismatch: it is of another format.
     """
     try:
-        found = read_json(folder / CONTENTS)
+        found = read_json(f"{folder}{os.sep}{CONTENTS}")
     except FileNotFoundError:
         return None
     except DamagedFile as error:

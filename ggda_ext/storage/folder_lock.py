@@ -78,7 +78,7 @@ def _release(held: dict[str, _Holder], folder: str, holder: _Holder) -> None:
 def _locked(folder: Path) -> int | None:
     """The open and locked lock file of a folder; None in a folder that can only be read, which needs no lock."""
     try:
-        handle = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
+        handle = open_plain(f"{folder}{os.sep}{LOCK}", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return None

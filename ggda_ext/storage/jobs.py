@@ -7,6 +7,7 @@ work of one rank, so its numbers do not depend on the number of ranks, on a kill
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,13 +125,14 @@ def _made(jobs: list[Job], dtype: torch.dtype) -> list[Tensor]:
     """The arrays of one round, on the CPU of every rank."""
     if jobs[0].shared:
         return [jobs[0].make().detach().to("cpu", dtype)]
+    if world_size() == 1:
+        return [job.make().detach().to("cpu", dtype) for job in jobs]
     mine = rank()
     flat: Tensor | None = None
     with together(), alone():
         if mine < len(jobs):
             flat = jobs[mine].make().detach().to(dtype).reshape(-1)
-    sizes = [int(np.prod(job.shape)) for job in jobs]
-    parts = gathered(flat).cpu().split(sizes)
+    parts = gathered(flat).cpu().split([math.prod(job.shape) for job in jobs])
     return [part.reshape(job.shape) for job, part in zip(jobs, parts, strict=True)]
 
 

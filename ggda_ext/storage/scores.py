@@ -24,7 +24,8 @@ from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.methods.scoring import Weight, sum_scores
 from ggda_ext.sharing import once, together
 from ggda_ext.storage import fingerprint
-from ggda_ext.storage.folder import Store, difference, digest, read_array
+from ggda_ext.storage.folder import Store, difference, read_array
+from ggda_ext.storage.hashing import joined
 from ggda_ext.storage.jobs import (
     Job,
     Range,
@@ -82,7 +83,7 @@ class ScoreStore:
             | fingerprint.of_directions(provider, directions, self.tag)
             | {
                 "strategy": plan.strategy,
-                "blocks": digest(np.array(tests), np.array(groups)),
+                "blocks": joined(tests, groups).hex()[:16],
             }
         )
         question = once(lambda: self._question(within, asked))
@@ -175,7 +176,7 @@ class ScoreStore:
 
     def write(self, made_of: str, m: int, k: int, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:
         """A matrix `[m, k]` made of ``rows(low, high)``, written a few rows at a time, as a memory map on the CPU."""
-        name = f"scores-{digest(np.frombuffer(made_of.encode(), np.uint8))}"
+        name = f"scores-{joined(made_of).hex()[:16]}"
         step = max(1, _WRITE_BYTES // (k * dtype.itemsize))
 
         def parts() -> Iterator[np.ndarray]:

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import data, experiments
-from benchmarks.experiments import bench, dattri, groupings, methods, noisy, retrainings
+from benchmarks.experiments import bench, dattri, groupings, lds, methods, noisy, retrainings
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.methods import METHODS, attributed
 from benchmarks.experiments.predictions import Predictor, Truth
@@ -301,6 +301,16 @@ def test_lds_has_a_row_for_every_method_protocol_and_grouping_seed(folder: Resul
     assert "Influence: Random 16" in pictures[0].svg.read_text()
     experiments.run(["lds"], [TASK], scale, folder)
     assert len(folder.rows) == len(rows)
+
+
+def test_the_ceiling_is_what_as_many_models_of_other_seeds_reach() -> None:
+    draw = np.random.default_rng(0)
+    worth = draw.normal(size=(4_000, 1))
+    first, others = (worth + 1.5 * draw.normal(size=(4_000, 4)) for _ in range(2))
+    real = agreement(others.mean(1), first.mean(1), resamples=1).spearman.value
+    assert lds.ceiling(first) == pytest.approx(real, abs=0.03)
+    assert lds.ceiling(first[:, :1]) is None
+    assert lds.ceiling(np.stack([np.arange(5.0), -np.arange(5.0)], 1)) == pytest.approx(-1)
 
 
 def test_a_calibration_leaves_the_refit_as_it_was(folder: ResultFolder) -> None:

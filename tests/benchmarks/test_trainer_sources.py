@@ -6,13 +6,21 @@ import gzip
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
 
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
+from benchmarks import experiments
+from benchmarks.data.sources import Origin
+from benchmarks.experiments import qnli_sources
+from benchmarks.names import QNLI_SOURCES, SOURCES, TRIVIAL
+from benchmarks.results import ResultFolder
+from benchmarks.scales import SCALES
 from benchmarks.trainer_sources import made as made_rows
 from benchmarks.trainer_sources import qnli as rows_of_qnli
 from benchmarks.trainer_sources import tables
@@ -95,3 +103,32 @@ def test_a_seed_of_made_rows_has_every_kind_of_score(tmp_path, monkeypatch):
     found = run(task, 0, tmp_path / "made-0.json")
     assert tuple(found["scores"]) == tuple(SCORES)
     assert len(found["without"][""]) == 1
+
+
+def test_sources_are_a_task_of_lds(folder, monkeypatch):
+    """Rows of sources of each kind, models on all but the frozen layers, and a row for every method."""
+    pairs = rows_of_qnli.short_pairs(folder / "qnli.tsv.gz", "train")
+    parts = {"train": pairs, "test": rows_of_qnli.short_pairs(folder / "qnli.tsv.gz", "dev")}
+    names = ("question", "sentence", "label")
+    content = {
+        f"{part}_{name}": np.array([row[at] for row in rows], dtype=object)
+        for part, rows in parts.items()
+        for at, name in enumerate(names)
+    }
+    monkeypatch.setattr(qnli_sources, "obtain", lambda *_, **__: Origin(content, "made", False, ()))
+    monkeypatch.setattr(qnli_sources.data, "bert", lambda _: SimpleNamespace(path=folder / "bert-minilm-l6", source=""))
+    monkeypatch.setitem(rows_of_qnli.BEFORE, "rows", 16)
+    scale = SCALES["smoke"]
+    task = qnli_sources.sources_task(scale, folder, folder / "models")
+    assert task.data.sources.tolist() == [j // 2 for j in range(32)]
+    clean = np.array([label for _, _, label in qnli_sources._short(content, "train")[16:48]])
+    flipped = np.isin(task.data.sources, range(10, 13))
+    assert (task.data.train[1].numpy() == np.where(flipped, 1 - clean, clean)).all()
+    size = scale.experiments[QNLI_SOURCES]
+    few = replace(
+        size, lds=replace(size.lds, cells=replace(size.lds.cells, groups={SOURCES: (2,)}), subsets=4, seeds=1)
+    )
+    results = ResultFolder.open("run", {"command": "run", "scale": "smoke"}, base=folder)
+    experiments.run(["lds"], [QNLI_SOURCES], replace(scale, experiments={QNLI_SOURCES: few}), results)
+    assert {row["method"] for row in results.rows} == {*size.lds.cells.methods, *TRIVIAL}
+    assert {(row["groups"], row["grouping"]) for row in results.rows} == {(16, SOURCES)}
