@@ -8,8 +8,9 @@ What was compared with autograd on a few examples holds for a batch only if the 
 looks at three things. The first batches: are the rows of some examples what they are in a batch without the others?
 (A model may reorder its batch, or cut it.) Every batch: is each layer called as often, with as many rows per example,
 as when it was compared, does the model call the same functions, and does nothing but its layers use a parameter? Where
-a function may move rows, all rows of the batch are looked at. And parameters that no example touched so far: does one
-touch them now? What is new is compared with autograd there and then; what differs raises `Unproven`, never a number.
+a function may move rows, join examples or tell them by their places, all rows of the batch are looked at. And
+parameters that no example touched so far: does one touch them now? What is new is compared with autograd there and
+then; what differs raises `Unproven`, never a number.
 """
 
 from __future__ import annotations
