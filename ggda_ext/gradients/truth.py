@@ -155,7 +155,7 @@ def plain_run(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: S
 def descent(space: ParameterSpace, loss: ExampleLoss, batch: Any) -> Descent:
     """What a run of a few examples shows of what descends from them."""
     lengths = {length for value in space.model.parameters() for length in value.shape}
-    lengths |= {length for part in tensors_in(batch) for length in part.shape[1:]}
+    lengths |= {length for part in tensors_in(batch) if not part.is_nested for length in part.shape[1:]}
     most = batch_length(batch)
     size = next((s for s in (7, 5, 3) if s <= most and not any(length % s == 0 for length in lengths)), min(7, most))
     few = pick(batch, range(size))

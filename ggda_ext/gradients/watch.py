@@ -137,7 +137,7 @@ class Descent(Watch):
                 self.joins = getattr(func, "__name__", str(func))
 
     def _rows_in(self, tensor: Tensor) -> bool:
-        return any(length and length % self.size == 0 for length in tensor.shape)
+        return tensor.is_nested or any(length and length % self.size == 0 for length in tensor.shape)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -273,8 +273,10 @@ def _contracted(size: int, equation: Any, *tensors: Any, **_: Any) -> bool:
         return True
     names, result = equation.replace(" ", "").split("->")
     parts = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], tuple | list) else tensors
-    pairs = zip(names.split(","), parts, strict=True)
-    return any(_batched(size, part) and name[:1] != result[:1] for name, part in pairs)
+    pairs = zip(names.split(","), parts, strict=False)  # PyTorch refuses what does not fit
+    return any(
+        _batched(size, part) and not isinstance(part, nn.Parameter) and name[:1] != result[:1] for name, part in pairs
+    )
 
 
 def _over(place: int, default: int | None = None, *, whole: bool = False) -> Callable[..., bool]:
