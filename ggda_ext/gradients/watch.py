@@ -31,7 +31,6 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         moves: the name of a function that may have moved rows of the batch or read them together, or None.
-        places: rows of something that was made for the places in the batch, or 0.
         hooks: the name of a function that may have put a hook on a gradient, or None.
         asks: whether the model asks if something requires a gradient, and may do otherwise if not.
     """
@@ -42,7 +41,6 @@ class Watch(TorchFunctionMode):
         self._called: list[Hashable] = []
         self._told: list[Hashable] = []
         self.moves: str | None = None
-        self.places = 0
         self.hooks: str | None = None
         self.asks = False
 
@@ -66,23 +64,13 @@ class Watch(TorchFunctionMode):
             if may_move is not None and may_move(self.size, *args, **kwargs):
                 self.moves = getattr(func, "__name__", str(func))
         found = func(*args, **kwargs)
-        if func in _MAKERS:
-            self._made(found, args)
-        elif func in _TELLERS:
+        if func in _TELLERS:
             (self._called if isinstance(found, bool) else self._told).append(str(found))
         elif func in _HOOKS:
             self.hooks = "register_hook"
         elif func in _ASKS:
             self.asks = True
         return found
-
-    def _made(self, found: Any, args: Any) -> None:
-        """Look whether a function made something for the places of the batch out of nothing that has them."""
-        made = found[0] if isinstance(found, tuple) and found else found
-        if self.size < 2 or self.places == self.size or not _batched(self.size, made):
-            return
-        if not any(_batched(self.size, value) for value in args):
-            self.places = len(made)
 
 
 RANDOM = "random numbers"
@@ -103,11 +91,13 @@ class Descent(Watch):
     Attributes:
         joins: the name of a function in which rows met something made of several examples, or None; `RANDOM` if
             numbers were drawn, which may make another loss of the same examples.
+        placed: whether rows met others that were made for their places.
     """
 
     def __init__(self, size: int, batch: Sequence[Tensor]) -> None:
         super().__init__(size)
         self.joins: str | None = None
+        self.placed = False
         self._has_rows = WeakIdKeyDictionary()  # of tensors that descend from the batch
         self._constant = WeakIdKeyDictionary()
         for tensor in batch:
@@ -130,7 +120,7 @@ class Descent(Watch):
                 self._constant.update((tensor, True) for tensor in made)
             return
         if any(rows) and not all(value in self._constant for value in others):
-            self.places = self.size
+            self.placed = True
         for tensor in made:
             self._has_rows[tensor] = self._rows_in(tensor)
             if not all(rows) and (any(rows) or self._has_rows[tensor]):
@@ -337,11 +327,6 @@ for _name, _check in _BY_NAME.items():
     for _owner, _own in ((torch, _name), (nn.functional, _name), (Tensor, _name), (Tensor, f"{_name}_")):
         if hasattr(_owner, _own):
             _MOVERS[getattr(_owner, _own)] = _check
-_MAKERS = {
-    torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tensor, torch.as_tensor, torch.rand, torch.randn,
-    torch.randint, torch.randperm, torch.nonzero, torch.argwhere, Tensor.nonzero, Tensor.argwhere, Tensor.new_tensor,
-    torch.narrow, Tensor.narrow, nn.functional.one_hot, nn.functional.pad, Tensor.__getitem__,
-}  # fmt: skip
 _CONSTANTS = {
     getattr(owner, name)
     for owner in (torch, Tensor)
@@ -361,4 +346,4 @@ _TELLERS = {
 _GETTERS: dict[str, Any] = {name: getattr(Tensor, name).__get__ for name in ("grad_fn", "requires_grad")}
 _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, _GETTERS["grad_fn"]}
 _ASKS = {_GETTERS["requires_grad"], torch.is_grad_enabled}
-_LOOKED_AT_CLOSELY = {*_MOVERS, *_MAKERS, *_TELLERS, *_HOOKS, *_ASKS}
+_LOOKED_AT_CLOSELY = {*_MOVERS, *_TELLERS, *_HOOKS, *_ASKS}
