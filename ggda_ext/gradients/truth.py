@@ -152,13 +152,15 @@ def plain_run(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: S
     return PlainRun(_on_cpu(losses), torch.stack([_dot(*pair) for pair in pairs]).cpu(), alters, watch.told)
 
 
+_TELLING = (7, 5, 3, 11, 13, 17, 19, 23)  # numbers of examples, of which one divides no other dimension
+
+
 def descent(space: ParameterSpace, loss: ExampleLoss, batch: Any) -> Descent:
-    """What a run of a few examples shows of what descends from them."""
+    """What a run of a few examples, some of them more than once, shows of what descends from them."""
     lengths = {length for value in space.model.parameters() for length in value.shape}
     lengths |= {length for part in tensors_in(batch) if not part.is_nested for length in part.shape[1:]}
-    most = batch_length(batch)
-    size = next((s for s in (7, 5, 3) if s <= most and not any(length % s == 0 for length in lengths)), min(7, most))
-    few = pick(batch, range(size))
+    size = next((s for s in _TELLING if not any(length % s == 0 for length in lengths)), _TELLING[0])
+    few = pick(batch, [at % batch_length(batch) for at in range(size)])
     with space.require_gradients(of_chosen=True), Descent(size, tensors_in(few)) as watch:
         loss.each(space.model, few)
     return watch
