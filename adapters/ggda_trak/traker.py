@@ -126,6 +126,8 @@ class TRAKer(trak.TRAKer):
         with together({"groups": of_groups(self.groups)}):
             check_save_dir(Path(self._save_dir), load=self._load)
             super().__init__(**given)
+            if isinstance(self.saver, CheckedSaver):
+                self.saver.make_features_with({"lambda_reg": ridge, "damping": self._options.damping})
         self.train_set_size = self.groups.n
         if self._grouped:
             ranks.follow_first_rank(self.saver.model_ids)
