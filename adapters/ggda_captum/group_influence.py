@@ -35,7 +35,6 @@ from ggda_ext.data import IndexedData
 from ggda_ext.drop_in import DropIn
 from ggda_ext.groups import GroupsLike
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss
-from ggda_ext.model import left_as_it_was
 from ggda_ext.properties import Property
 from ggda_ext.words import refuse_words
 
@@ -85,8 +84,8 @@ class GroupInfluence(DataInfluence):
         given |= unwrapped_arguments(given)
         self._drop_in = DropIn(groups, n=count_points(given["train_dataset"]), **options)
         check_checkpoints(given.get("checkpoints"))
-        given["checkpoints_load_func"] = CheckpointLoader(given["checkpoints_load_func"])
-        with left_as_it_was(given["model"], only_on_failure=True):
+        given["checkpoints_load_func"] = load = CheckpointLoader(given["checkpoints_load_func"])
+        with load.undone_on_failure(given["model"]):
             super().__init__(*bound.args, **bound.kwargs)
 
     @property

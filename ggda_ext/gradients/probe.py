@@ -44,6 +44,7 @@ from ggda_ext.gradients.truth import (
     Truth,
     captured_scores,
     check_same_losses,
+    descent,
     first_line,
     random_direction,
     tolerance,
@@ -154,6 +155,8 @@ class Probe:
         except ValueError:
             sample.check_repeats()  # what is random may look like anything
             raise
+        if sample.effort is USUAL:  # two examples cannot tell: two divides every other dimension
+            self._found.look_at(descent(space, self._loss, max(self._found.batches, key=batch_length)))
         if self._found.uncovered:
             self._found.work = self._counted_work()
         self._found.unseen = set(self._untouched())

@@ -8,8 +8,9 @@ What was compared with autograd on a few examples holds for a batch only if the 
 looks at three things. The first batches: are the rows of some examples what they are in a batch without the others?
 (A model may reorder its batch, or cut it.) Every batch: is each layer called as often, with as many rows per example,
 as when it was compared, does the model call the same functions, and does nothing but its layers use a parameter? Where
-a function may move rows, all rows of the batch are looked at. And parameters that no example touched so far: does one
-touch them now? What is new is compared with autograd there and then; what differs raises `Unproven`, never a number.
+a function may move rows, join examples or tell them by their places, all rows of the batch are looked at. And
+parameters that no example touched so far: does one touch them now? What is new is compared with autograd there and
+then; what differs raises `Unproven`, never a number.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from ggda_ext.gradients.truth import (
     Tolerance,
     Truth,
     captured_scores,
+    descent,
     plain_run,
     random_direction,
     truth_of,
     wide,
 )
-from ggda_ext.gradients.watch import Watch
+from ggda_ext.gradients.watch import RANDOM, Descent, Watch
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 
@@ -95,11 +97,20 @@ class Findings:
     """Functions that were called when `forward` was compared with autograd."""
     told: set[int] = field(default_factory=set)
     """Functions that were called, and numbers told, in batches which were compared with their examples alone."""
+    joins: str | None = None
+    """A function that may join examples, so that every batch is compared with smaller ones."""
+    placed: bool = False
+    """Whether something is made for the places of a batch, so that every larger batch is compared with smaller ones."""
     apart: dict[int, int] = field(default_factory=dict)
     """Functions that were called → examples of the largest batch whose losses and gradients those of small ones are."""
     unseen: set[str] = field(default_factory=set)
     rows_compared: int = 0
     effort: Effort = USUAL
+
+    def look_at(self, seen: Descent) -> None:
+        """Keep what may mix examples."""
+        self.joins = seen.joins if seen.joins == RANDOM else self.joins or seen.joins
+        self.placed = self.placed or seen.places > 0
 
     @property
     def hooked(self) -> bool:
@@ -336,25 +347,29 @@ class CapturedLayers:
         """
         if not self._mixes(watch):
             return
-        check_losses(self.space, self.loss, batch, losses.detach(), self.allowed)
-        if watch.size > self.found.apart.get(watch.called, 0):
+        new = watch.size > self.found.apart.get(watch.called, 0)
+        check_losses(self.space, self.loss, batch, losses.detach(), self.allowed, halves=not new)
+        if new:
             check_sum(self.space, self.loss, batch, self.allowed)
             self.found.apart[watch.called] = watch.size
-        self.found.told.add(watch.told)
+        if watch.told not in self.found.told:
+            self.found.look_at(descent(self.space, self.loss, batch))
+            self.found.told.add(watch.told)
 
     def _mixes(self, watch: Watch) -> bool:
         """Whether the model may mix the examples of a batch in a way that was not looked at."""
         if watch.size < 2:
-            return False
-        return watch.moves is not None or watch.told not in self.found.told or self._placed(watch)
+            return self.found.joins == RANDOM
+        known = watch.told in self.found.told and self.found.joins is None
+        return not known or watch.moves is not None or self._placed(watch)
 
     def _placed(self, watch: Watch) -> bool:
         """Whether the model made something for more places of a batch than were looked at.
 
         A heavy one only for as many places as the batch has: more of them are often those of tokens.
         """
-        placed = watch.places == watch.size if self.found.effort is LITTLE else watch.places > 0
-        return placed and watch.size > self.found.apart.get(watch.called, 0)
+        seen = watch.places == watch.size if self.found.effort is LITTLE else watch.places > 0
+        return (seen or self.found.placed) and watch.size > self.found.apart.get(watch.called, 0)
 
     def _closely(self, watch: Watch) -> bool:
         """Whether to look whose rows are whose."""

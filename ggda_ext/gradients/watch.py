@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 _LOOKED_AT = 100_000  # nodes of a graph
 
@@ -82,6 +83,76 @@ class Watch(TorchFunctionMode):
             return
         if not any(_batched(self.size, value) for value in args):
             self.places = len(made)
+
+
+RANDOM = "random numbers"
+
+
+class Descent(Watch):
+    """Watches what descends from the examples: with a row for each, or made of several of them together.
+
+    A number made of a whole batch may be 0 unless an example is rare, so that no small batch shows what it does. Where
+    it meets rows, they are mixed, whatever function made it. So it is with rows that do not descend from the examples
+    and are no constants: they are made for the places of the batch. Rows are told by their number, which should
+    therefore divide no other dimension.
+
+    Args:
+        size: examples of the batch.
+        batch: its tensors.
+
+    Attributes:
+        joins: the name of a function in which rows met something made of several examples, or None; `RANDOM` if
+            numbers were drawn, which may make another loss of the same examples.
+    """
+
+    def __init__(self, size: int, batch: Sequence[Tensor]) -> None:
+        super().__init__(size)
+        self.joins: str | None = None
+        self._has_rows = WeakIdKeyDictionary()  # of tensors that descend from the batch
+        self._constant = WeakIdKeyDictionary()
+        for tensor in batch:
+            self._has_rows[tensor] = True
+        self._random = torch.get_rng_state()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
+        if self.joins is None:
+            with torch._C.DisableTorchFunction():
+                self._descended(func, _tensors((args, kwargs)), _tensors(args[:1] if found is None else found))
+        return found
+
+    def _descended(self, func: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        """Look what a function made, or (where it gave nothing) what it changed."""
+        rows = [self._has_rows[value] for value in given if value in self._has_rows]
+        others = [value for value in given if value not in self._has_rows and self._rows_in(value)]
+        if not rows:
+            if func in _CONSTANTS and all(value in self._constant for value in others):
+                self._constant.update((tensor, True) for tensor in made)
+            return
+        if any(rows) and not all(value in self._constant for value in others):
+            self.places = self.size
+        for tensor in made:
+            self._has_rows[tensor] = self._rows_in(tensor)
+            if not all(rows) and (any(rows) or self._has_rows[tensor]):
+                self.joins = getattr(func, "__name__", str(func))
+
+    def _rows_in(self, tensor: Tensor) -> bool:
+        return any(length and length % self.size == 0 for length in tensor.shape)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if not torch.equal(self._random, torch.get_rng_state()):
+            self.joins = RANDOM
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def hidden_hooks(model: nn.Module, parameters: Sequence[nn.Parameter]) -> str | None:
@@ -269,6 +340,18 @@ _MAKERS = {
     torch.randint, torch.randperm, torch.nonzero, torch.argwhere, Tensor.nonzero, Tensor.argwhere, Tensor.new_tensor,
     torch.narrow, Tensor.narrow, nn.functional.one_hot, nn.functional.pad, Tensor.__getitem__,
 }  # fmt: skip
+_CONSTANTS = {
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (
+        "zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones",
+        "new_full", "new_empty", "expand", "expand_as", "broadcast_to", "repeat", "tile", "view", "reshape", "flatten",
+        "unsqueeze", "squeeze", "transpose", "permute", "clone", "contiguous", "detach", "to", "type", "type_as",
+        "double", "float", "half", "bfloat16", "long", "int", "bool",
+    )
+    if hasattr(owner, name)
+}  # fmt: skip
+"""Functions whose rows are all alike if those they are given are."""
 _TELLERS = {
     Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__, Tensor.item,
     Tensor.tolist, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose, torch.is_nonzero,

@@ -5,7 +5,7 @@ All give one label per point, the ids 0 … k-1 of its group, with -1 for a poin
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, Literal, NoReturn, TypeGuard
 
@@ -14,6 +14,9 @@ from torch import Tensor
 
 LEFT_OUT = -1
 Rest = Literal["error", "drop", "group"]
+Rule = Callable[[np.ndarray], np.ndarray]
+"""Group ids of some training indices."""
+_RULE_STEP = 2**20
 
 
 def first_few(indices: np.ndarray, most: int = 5) -> str:
@@ -24,7 +27,7 @@ def first_few(indices: np.ndarray, most: int = 5) -> str:
 def read_labels(groups: Any, n: int | None) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
     """Labels `[n]` of whatever `Groups` accepts, and the names in it, if there are any."""
     if isinstance(groups, Mapping):
-        return labels_of_lists(list(groups.values()), n), tuple(groups)
+        return labels_of_lists(list(groups.values()), n), _named(groups)
     if is_list_of_lists(groups):
         return labels_of_lists(groups, n), None
     return labels_of_values(groups)
@@ -92,6 +95,20 @@ def refuse_empty(sizes: np.ndarray) -> NoReturn:
         f"{len(empty)} of {len(sizes)} groups are empty, first {first_few(empty)}: "
         "remove them, every group needs at least one training point."
     )
+
+
+def sizes_by_rule(n: int, k: int, rule: Rule) -> np.ndarray:
+    """Number of points in every group `[k]`, where a rule gives their labels; a million points at a time."""
+    sizes = np.zeros(k, np.int64)
+    for low in range(0, n, _RULE_STEP):
+        labels = np.asarray(rule(np.arange(low, min(low + _RULE_STEP, n))))
+        if labels.min() < 0 or labels.max() >= k:
+            wrong = low + int(np.flatnonzero((labels < 0) | (labels >= k))[0])
+            raise ValueError(f"rule gives point {wrong} the group id {labels[wrong - low]}: give 0 to {k - 1}.")
+        sizes += np.bincount(labels, minlength=k)
+    if not sizes.all():
+        refuse_empty(sizes)
+    return sizes
 
 
 def is_list_of_lists(groups: Any) -> TypeGuard[Sequence[Any]]:

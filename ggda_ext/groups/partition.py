@@ -10,7 +10,7 @@ Vocabulary used everywhere in the package:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.groups.batches import GroupBatch, GroupBatchSampler, group_batches
-from ggda_ext.groups.labels import Rest, check_labels, read_labels, refuse_empty
+from ggda_ext.groups.labels import Rest, Rule, check_labels, read_labels, refuse_empty, sizes_by_rule
 from ggda_ext.groups.naming import Share, id_of, labels_of_some, names_at, spread_over
 from ggda_ext.words import without
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from ggda_ext.grouping.diagnostics import Summary
     from ggda_ext.model import ParameterChoice
     from ggda_ext.properties import Property
-
-Rule = Callable[[np.ndarray], np.ndarray]
-_RULE_STEP = 2**20
 
 
 class Column(Protocol):
@@ -131,15 +128,7 @@ class Groups:
         if callable(n) or callable(k) or not callable(rule):
             raise TypeError("by_rule takes the number of points, that of groups, and a function: by_rule(n, k, rule).")
         groups = cls.__new__(cls)
-        sizes = np.zeros(k, np.int64)
-        for low in range(0, n, _RULE_STEP):
-            labels = np.asarray(rule(np.arange(low, min(low + _RULE_STEP, n))))
-            if labels.min() < 0 or labels.max() >= k:
-                wrong = low + int(np.flatnonzero((labels < 0) | (labels >= k))[0])
-                raise ValueError(f"rule gives point {wrong} the group id {labels[wrong - low]}: give 0 to {k - 1}.")
-            sizes += np.bincount(labels, minlength=k)
-        if not sizes.all():
-            refuse_empty(sizes)
+        sizes = sizes_by_rule(n, k, rule)
         sizes.flags.writeable = False
         groups._n, groups._sizes, groups._names = n, sizes, None
         groups._labels, groups._rule = None, rule

@@ -10,9 +10,8 @@ It is a tensor: whatever PyTorch or NumPy does with one gives plain tensors and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -22,8 +21,8 @@ from torch import Tensor
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.properties.property import HigherIsBetter
 from ggda_ext.results import ranking
-from ggda_ext.results.checks import checked_scores, checked_warnings, plain_tensor, shaped
 from ggda_ext.results.method import MethodFacts
+from ggda_ext.results.named_scores import NamedScores
 from ggda_ext.words import check_counts
 
 if TYPE_CHECKING:
@@ -33,13 +32,8 @@ if TYPE_CHECKING:
     from ggda_ext.results.plots import Plots
     from ggda_ext.results.verifying import Retrain, Verified
 
-_FIELDS = (
-    "groups", "properties", "higher_is_better", "low", "high", "interval", "method", "warnings", "notes",
-    "member_scores",
-)  # fmt: skip
 
-
-class Attribution(Tensor):
+class Attribution(NamedScores):
     """Scores `[m, k]` of k groups for m properties; prints as a ranked table, and is used as a tensor.
 
     Args:
@@ -63,56 +57,6 @@ class Attribution(Tensor):
     forum     1   +0.5  helps
     web       2  -0.25  hurts
     """
-
-    groups: Groups
-    """The groups, with names, sizes and members."""
-    properties: tuple[str, ...]
-    """Names of the m properties."""
-    higher_is_better: tuple[HigherIsBetter, ...]
-    """Of each property, whether higher is better; None if that is not known."""
-    low: Tensor | None
-    """Lower end of the interval around each score `[m, k]`."""
-    high: Tensor | None
-    """Upper end of the interval around each score `[m, k]`."""
-    interval: str
-    """What the interval covers."""
-    method: MethodFacts | None
-    """How the scores were made."""
-    warnings: Mapping[Hashable, tuple[str, ...]]
-    """By name of a group, what to know before its score is trusted."""
-    notes: tuple[str, ...]
-    """What to know about all scores."""
-    member_scores: Tensor | None
-    """The score of each training point alone `[m, n]`, where known."""
-
-    @staticmethod
-    def __new__(
-        cls,
-        scores: Any,
-        groups: GroupsLike,
-        properties: Sequence[str] | None = None,
-        higher_is_better: Sequence[HigherIsBetter] | None = None,
-        *,
-        low: Any = None,
-        high: Any = None,
-        interval: str = "",
-        method: MethodFacts | None = None,
-        warnings: Mapping[Hashable, Sequence[str]] | None = None,
-        notes: Sequence[str] = (),
-        member_scores: Any = None,
-    ) -> Attribution:
-        groups = Groups.of(groups)
-        plain, names, directions = checked_scores(scores, groups, properties, higher_is_better)
-        m = len(plain)
-        if (low is None) != (high is None):
-            raise ValueError("low and high are the two ends of an interval: pass both, or neither.")
-        new = plain.as_subclass(cls)
-        new.groups, new.properties, new.higher_is_better = groups, names, directions
-        new.low, new.high = (shaped(end, name, plain.shape) for end, name in ((low, "low"), (high, "high")))
-        new.interval, new.method, new.notes = interval, method, tuple(notes)
-        new.warnings = MappingProxyType(checked_warnings(warnings or {}, groups))
-        new.member_scores = shaped(member_scores, "member_scores", (m, groups.n))
-        return new
 
     @classmethod
     def of(
@@ -147,39 +91,6 @@ class Attribution(Tensor):
         return converted(
             cls, scores, Groups.of(groups), property, higher_is_better, method, positive, test_axis, details
         )
-
-    def replace(self, **changes: Any) -> Attribution:
-        """The same with other `scores`, `low`, `high`, `interval`, `method`, `warnings`, `notes`, …"""
-        fields = {name: getattr(self, name) for name in _FIELDS} | {"scores": self.scores} | changes
-        return type(self)(**fields)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """What PyTorch makes of it is a plain tensor: a sum of scores has no groups."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @property
-    def scores(self) -> Tensor:
-        """The scores `[m, k]` as a plain tensor, on the same memory."""
-        return plain_tensor(self)
-
-    @property
-    def tensor(self) -> Tensor:
-        """The same as `scores`."""
-        return self.scores
-
-    @property
-    def names(self) -> tuple[Hashable, ...]:  # of PyTorch's named dimensions
-        """Names of the groups in the order of the columns; their ids where they have no names."""
-        return tuple(self.groups.all_names)
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """Number of training points in every group `[k]`."""
-        return self.groups.sizes
 
     @property
     def per_member(self) -> Attribution:
@@ -361,16 +272,3 @@ class Attribution(Tensor):
         from ggda_ext.results.saving import loaded
 
         return loaded(cls, Path(path))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.scores.numpy(), dtype=dtype, copy=copy) if copy else np.asarray(self.scores, dtype=dtype)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        from ggda_ext.results.saving import encoded, rebuilt
-
-        return rebuilt, encoded(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attribution:
-        if id(self) not in memo:
-            memo[id(self)] = self.replace(scores=self.scores.clone())
-        return memo[id(self)]

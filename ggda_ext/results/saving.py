@@ -26,6 +26,7 @@ from ggda_ext.results.method import MethodFacts
 
 if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution
+    from ggda_ext.results.named_scores import NamedScores
 
 MAGIC = b"ggda-ext attribution\n"
 FORMAT = 1
@@ -97,7 +98,7 @@ def loaded(cls: type[Attribution], path: Path) -> Attribution:
         raise DamagedFile(f"{path} cannot be read as an Attribution: {error}.") from None
 
 
-def encoded(result: Attribution) -> tuple[str, dict[str, Tensor]]:
+def encoded(result: NamedScores) -> tuple[str, dict[str, Tensor]]:
     """Everything but the numbers as JSON, and the numbers by name."""
     method = result.method
     text = json.dumps(

@@ -1,0 +1,179 @@
+"""`NamedScores`: the tensor that an `Attribution` is, with what is known of its rows and columns.
+
+Whatever PyTorch or NumPy does with one gives plain tensors and arrays; copies and files keep what is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_ext.groups.partition import Groups, GroupsLike
+from ggda_ext.properties.property import HigherIsBetter
+from ggda_ext.results.method import MethodFacts
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_FIELDS = (
+    "groups", "properties", "higher_is_better", "low", "high", "interval", "method", "warnings", "notes",
+    "member_scores",
+)  # fmt: skip
+
+
+class NamedScores(Tensor):
+    """Scores `[m, k]` with names, sizes, intervals and notes, checked once; takes what `Attribution` takes."""
+
+    groups: Groups
+    """The groups, with names, sizes and members."""
+    properties: tuple[str, ...]
+    """Names of the m properties."""
+    higher_is_better: tuple[HigherIsBetter, ...]
+    """Of each property, whether higher is better; None if that is not known."""
+    low: Tensor | None
+    """Lower end of the interval around each score `[m, k]`."""
+    high: Tensor | None
+    """Upper end of the interval around each score `[m, k]`."""
+    interval: str
+    """What the interval covers."""
+    method: MethodFacts | None
+    """How the scores were made."""
+    warnings: Mapping[Hashable, tuple[str, ...]]
+    """By name of a group, what to know before its score is trusted."""
+    notes: tuple[str, ...]
+    """What to know about all scores."""
+    member_scores: Tensor | None
+    """The score of each training point alone `[m, n]`, where known."""
+
+    @staticmethod
+    def __new__(
+        cls,
+        scores: Any,
+        groups: GroupsLike,
+        properties: Sequence[str] | None = None,
+        higher_is_better: Sequence[HigherIsBetter] | None = None,
+        *,
+        low: Any = None,
+        high: Any = None,
+        interval: str = "",
+        method: MethodFacts | None = None,
+        warnings: Mapping[Hashable, Sequence[str]] | None = None,
+        notes: Sequence[str] = (),
+        member_scores: Any = None,
+    ) -> Self:
+        groups = Groups.of(groups)
+        plain, names, directions = _checked(scores, groups, properties, higher_is_better)
+        m = len(plain)
+        if (low is None) != (high is None):
+            raise ValueError("low and high are the two ends of an interval: pass both, or neither.")
+        new = plain.as_subclass(cls)
+        new.groups, new.properties, new.higher_is_better = groups, names, directions
+        new.low, new.high = (_shaped(end, name, plain.shape) for end, name in ((low, "low"), (high, "high")))
+        new.interval, new.method, new.notes = interval, method, tuple(notes)
+        new.warnings = MappingProxyType(_checked_warnings(warnings or {}, groups))
+        new.member_scores = _shaped(member_scores, "member_scores", (m, groups.n))
+        return new
+
+    def replace(self, **changes: Any) -> Self:
+        """The same with other `scores`, `low`, `high`, `interval`, `method`, `warnings`, `notes`, …"""
+        fields = {name: getattr(self, name) for name in _FIELDS} | {"scores": self.scores} | changes
+        return type(self)(**fields)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What PyTorch makes of it is a plain tensor: a sum of scores has no groups."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def scores(self) -> Tensor:
+        """The scores `[m, k]` as a plain tensor, on the same memory."""
+        return _plain(self)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The same as `scores`."""
+        return self.scores
+
+    @property
+    def names(self) -> tuple[Hashable, ...]:  # of PyTorch's named dimensions
+        """Names of the groups in the order of the columns; their ids where they have no names."""
+        return tuple(self.groups.all_names)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Number of training points in every group `[k]`."""
+        return self.groups.sizes
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.scores.numpy(), dtype=dtype, copy=copy) if copy else np.asarray(self.scores, dtype=dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from ggda_ext.results.saving import encoded, rebuilt
+
+        return rebuilt, encoded(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) not in memo:
+            memo[id(self)] = self.replace(scores=self.scores.clone())
+        return memo[id(self)]
+
+
+def _plain(values: Any) -> Tensor:
+    """Numbers as a plain tensor without a graph, on the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = values if isinstance(values, Tensor) else torch.as_tensor(values)
+        return found.detach().as_subclass(Tensor)
+
+
+def _checked(
+    scores: Any,
+    groups: Groups,
+    properties: Sequence[str] | None,
+    higher_is_better: Sequence[HigherIsBetter] | None,
+) -> tuple[Tensor, tuple[str, ...], tuple[HigherIsBetter, ...]]:
+    """Scores `[m, k]` as a plain tensor, with a name and a direction for each of the m properties."""
+    plain = _plain(scores)
+    plain = plain if plain.is_floating_point() else plain.float()
+    if plain.dim() != 2 or plain.shape[1] != len(groups):
+        raise ValueError(
+            f"scores has shape {list(plain.shape)} for {len(groups)} groups: pass [m, {len(groups)}], or use "
+            "Attribution.of, which takes other shapes."
+        )
+    m = len(plain)
+    names = tuple(f"property {j}" for j in range(m)) if properties is None else tuple(properties)
+    directions = (None,) * m if higher_is_better is None else tuple(higher_is_better)
+    for name, found in (("properties", names), ("higher_is_better", directions)):
+        if len(found) != m:
+            raise ValueError(f"{name} has {len(found)} entries for scores of {m} properties.")
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < m else None
+    if twice is not None:
+        raise ValueError(f"two properties are called {twice!r}: give them names of their own (properties.named).")
+    return plain, names, directions
+
+
+def _shaped(values: Any, name: str, shape: Sequence[int]) -> Tensor | None:
+    """Numbers of a shape as a plain tensor; None for None."""
+    if values is None:
+        return None
+    found = _plain(values)
+    if found.shape != torch.Size(shape):
+        raise ValueError(f"{name} has shape {list(found.shape)}: pass {list(shape)}.")
+    return found
+
+
+def _checked_warnings(warnings: Mapping[Hashable, Sequence[str]], groups: Groups) -> dict[Hashable, tuple[str, ...]]:
+    """Warnings by the name of a group, each a tuple of texts."""
+    found = {name: (text,) if isinstance(text, str) else tuple(text) for name, text in warnings.items()}
+    names = set(groups.all_names) if found else set()
+    for name in found:
+        if name not in names:
+            raise ValueError(f"warnings has an entry for {name!r}, which is no group.")
+    return found
