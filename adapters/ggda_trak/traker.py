@@ -80,7 +80,7 @@ class TRAKer(trak.TRAKer):
         batch_size: points run at once, if fewer than the batches of `featurize` and `score` have.
         memory_budget: bytes for activations, gradient rows, rows that wait for their projection, and its matrix.
         show_progress: whether to show a progress bar for every batch; by default for those that take over 5 seconds.
-        tag: a name for the version of the data and of what else cannot be checked; a `save_dir` with another is refused.
+        tag: a name for the version of the data and of what else cannot be checked; a folder of another is refused.
         **kwargs: as for `trak.TRAKer`.
 
     Attributes:
