@@ -19,7 +19,6 @@ from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ggda_ext.data import IndexedData, progress, to_device
-from ggda_ext.gradients.strategies import forward
 from ggda_ext.losses import model_output
 from ggda_ext.model import ParameterSpace, called_with
 from ggda_ext.sharing import adding_up, my_share
@@ -71,8 +70,7 @@ class Linearizer:
     ) -> None:
         self.space, self.batch_size, self.memory_budget, self.folder = space, batch_size, memory_budget, folder
         self.rank, self.show_progress = len(directions), show_progress
-        still = forward.tangents(space, directions)  # an embedding's padding row does not move
-        self._moves = {name: torch.stack([move[name] for move in still]) for name in space.parameters}
+        self._moves = _by_parameter(space, directions)
         self.module = OutputModule(space.model)
         self._mapped = True
         self._files: list[tempfile.TemporaryDirectory] = []
@@ -142,6 +140,21 @@ class Linearizer:
         self._files.append(tempfile.TemporaryDirectory(prefix="features-", dir=self.folder))
         path = Path(self._files[-1].name) / "tangents"
         return torch.from_file(str(path), shared=True, size=int(np.prod(shape)), dtype=like.dtype).view(shape)
+
+
+def _by_parameter(space: ParameterSpace, directions: Tensor) -> dict[str, Tensor]:
+    """Directions `[r, p]` by parameter `[r, …]`; an embedding's padding row, which gets no gradient, does not move."""
+    moves = [space.split(direction) for direction in directions]
+    found = {name: torch.stack([move[name] for move in moves]) for name in space.parameters}
+    still = {
+        id(module.weight): module.padding_idx
+        for module in space.model.modules()
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None
+    }
+    for name, parameter in space.parameters.items():
+        if id(parameter) in still:
+            found[name][:, still[id(parameter)]] = 0
+    return found
 
 
 class OutputModule(nn.Module):
