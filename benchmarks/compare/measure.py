@@ -30,7 +30,7 @@ from ggda_ext.gradients.proof import forget
 TURNS, FIRST_CALLS = 4, 2
 LEFT_ALONE = 0.7
 """Share of the time after which twice the points would take too long."""
-WHOLE = 4.0
+WHOLE = 6.0
 """All points are timed if they are foretold to take at most so many times the time: nothing is extrapolated then."""
 CLOSE, MORE_TURNS = (0.7, 1.3), 3
 """Ratios of times that decide too little after the first turns, and how many more turns they get."""

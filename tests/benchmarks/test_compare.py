@@ -57,7 +57,7 @@ def test_what_is_timed_whole_is_not_extrapolated() -> None:
 
 def test_all_points_are_timed_where_that_takes_little_longer() -> None:
     asked: list[int] = []
-    found = climb(MadeClock(), lambda n: asked.append(n) or 1e-3 * n, first=10, points=1000, seconds=0.3)  # type: ignore[func-returns-value]
+    found = climb(MadeClock(), lambda n: asked.append(n) or 1e-3 * n, first=10, points=1000, seconds=0.2)  # type: ignore[func-returns-value]
     assert asked == [10, 20, 40, 1000]
     assert found.last == [1000]
     assert found.extrapolated == 1
