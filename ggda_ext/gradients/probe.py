@@ -31,6 +31,7 @@ from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.proof import (
     LEAST_PLACES,
     LITTLE,
+    MOST_PLACES,
     USUAL,
     CapturedLayers,
     Findings,
@@ -158,7 +159,7 @@ class Probe:
             sample.check_repeats()  # what is random may look like anything
             raise
         if sample.effort is USUAL:  # two examples cannot tell: two divides every other dimension
-            self._found.most_places = max(LEAST_PLACES, len(members) // LEAST_PLACES)
+            self._found.most_places = max(LEAST_PLACES, min(len(members) // 32, MOST_PLACES))
             self._found.look_at(descent(space, self._loss, max(self._found.batches, key=batch_length)))
         if self._found.uncovered:
             self._found.work = self._counted_work()
