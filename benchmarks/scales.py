@@ -142,11 +142,11 @@ _QNLI = replace(
 _SOURCES = ExperimentScale(
     None,
     lds=LdsScale(
-        CellScale((TRACIN, INFLUENCE, WHAT_IF, WARM_START), {SOURCES: (60,), EQUAL_GRAD_K_MEANS: (60,)}),
+        CellScale((TRACIN, INFLUENCE, WHAT_IF), {SOURCES: (60,), EQUAL_GRAD_K_MEANS: (60,)}),
         subsets=32,
         protocols=(HALVES,),
     ),
-    data=DataScale(960, 500),
+    data=DataScale(960, 300),
     epochs=2,
 )
 _FEW_SOURCES = replace(_SOURCES, data=DataScale(32, 16), epochs=1)

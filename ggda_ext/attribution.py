@@ -91,8 +91,8 @@ def attribute(
         save_dir: a folder that keeps finished blocks of scores. Called again after a kill, only missing blocks are
             made, with the same result bit for bit; another model, loss, data set, groups or settings are refused. The
             folder may be asked about other properties, too. Under torchrun all ranks have to see it.
-        tag: with `save_dir`, names what cannot be seen from here, such as the version of data that cannot be read;
-            another is refused.
+        tag: with `save_dir`, a name for the version of what cannot be checked, such as files that the data set reads.
+            Choose another name when they change: a folder with another tag is refused.
         parameters: names of parameters or modules, modules or parameters that count; by default all that require a
             gradient.
         strategy: how gradients are summed, ``"auto"`` or one of `STRATEGIES`; all give the same numbers.

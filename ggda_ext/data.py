@@ -93,7 +93,7 @@ class IndexedData:
     _cast: torch.dtype | None = None
 
     anchors: tuple[Any, ...] | None = None
-    """The objects that hold the examples, to tell whether two are the same; None if that cannot be told."""
+    """The objects that hold the examples, to see whether two data sets are the same; None if that cannot be seen."""
 
     def __init__(self, data: DataLike, name: str = "data") -> None:
         self.name = name

@@ -42,7 +42,7 @@ class DropIn:
             toolkit; any other name computes them as groups, too.
         save_dir: a folder that keeps what is finished, see `ggda_ext.attribute`: after a kill the same calls go on with
             what is missing, and scores are memory maps on the CPU. Groups of one are computed as groups then.
-        tag: with `save_dir`, names what cannot be seen from here, such as the version of the data; another is refused.
+        tag: with `save_dir`, a name for the version of the data and of what else cannot be checked; another is refused.
         memory_budget: bytes for one batch's activations and for one block of rows of the group path.
         show_progress: whether the group path shows progress bars; by default on passes over 5 seconds.
         by_core: whether another setting was chosen that only the group path knows.

@@ -1,6 +1,6 @@
 """One language for users: a word of `attribute` means the same at every entry point, or is refused with what to do.
 
-The words are `WORDS`. An entry point that has no use for one of them says so with `without`: whoever passes it reads
+The words are `WORDS`. An entry point that has no use for one of them says so with `without`: who passes it reads
 why, and what to pass instead. What `without` does not name is Python's own error. `check_counts` looks at numbers.
 """
 
@@ -60,7 +60,7 @@ def refuse_words(given: Mapping[str, Any], instead: Mapping[str, str], entry: Ca
 
 
 def check_counts(*, whole: bool = True, **counts: Any) -> None:
-    """Refuse what is no positive number; None is left to whoever asks.
+    """Refuse what is no positive number; None is passed on.
 
     Args:
         whole: whether it counts something; if not, any number will do.

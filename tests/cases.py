@@ -24,11 +24,15 @@ class SharedLayer(nn.Module):
 
 
 class TiedWeights(nn.Module):
-    """An embedding whose weight is the output layer's too, and an output that is overwritten in place."""
+    """An embedding with padding whose weight is the output layer's too; an output that is overwritten in place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.mix, self.head = nn.Embedding(CLASSES, 4), nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        self.tokens, self.mix, self.head = (
+            nn.Embedding(CLASSES, 4, padding_idx=1),
+            nn.Linear(4, 4),
+            nn.Linear(4, CLASSES),
+        )
         self.head.weight = self.tokens.weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -59,6 +59,11 @@ def made(toolkit: Any, name: str, model: nn.Module, **options: Any) -> Any:
     )  # fmt: skip
 
 
+def features(model: nn.Module, test: tuple[Tensor, Tensor]) -> last_layer.Features | None:
+    with torch.no_grad(), last_layer.Watch(model, model[2]) as watch:
+        return last_layer.features(watch, points_of(test))
+
+
 @pytest.mark.parametrize("name", ["TracInCPFast", "NaiveInfluenceFunction"])
 def test_the_last_layer_gives_the_scores_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, test = data()
@@ -86,7 +91,7 @@ def test_every_point_runs_once() -> None:
 def test_a_model_that_goes_on_after_the_layer_is_asked_as_a_whole() -> None:
     _, test = data()
     model = model_of(Counted(), nn.Softmax(1))
-    assert last_layer.features(model, model[2], points_of(test)) is None
+    assert features(model, test) is None
     scores = made(ggda_captum, "TracInCPFast", model, groups=GROUPS).influence(test)
     theirs = made(type("captum", (), {"TracInCPFast": TracInCPFast}), "TracInCPFast", model).influence(test)
     torch.testing.assert_close(scores, GROUPS.sum(theirs, 1), rtol=1e-10, atol=1e-12)
@@ -95,7 +100,7 @@ def test_a_model_that_goes_on_after_the_layer_is_asked_as_a_whole() -> None:
 def test_examples_that_mix_are_seen_and_refused() -> None:
     _, test = data()
     model = model_of(Counted(mixes=True))
-    assert last_layer.features(model, model[2], points_of(test)) is None
+    assert features(model, test) is None
     with pytest.raises(ValueError, match="batch"):
         made(ggda_captum, "TracInCPFast", model, groups=GROUPS).influence(test)
 
@@ -113,7 +118,7 @@ def test_too_many_points_for_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch
     _, test = data()
     model = model_of(Counted())
     monkeypatch.setattr(last_layer, "MOST_BYTES", 100)
-    assert last_layer.features(model, model[2], points_of(test)) is None
+    assert features(model, test) is None
     few = made(ggda_captum, "TracInCPFast", model, groups=GROUPS).influence(test)
     monkeypatch.undo()
     torch.testing.assert_close(few, made(ggda_captum, "TracInCPFast", model, groups=GROUPS).influence(test))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from ggda_ext import BatchLoss, Groups, properties
-from ggda_ext.counterfactual import WhatIf, calibration, directions, linearized, refit, trust
+from ggda_ext.counterfactual import WhatIf, calibration, directions, features, linearized, refit, trust
 from ggda_ext.counterfactual.convex import (
     AnyLoss,
     LogisticLoss,
@@ -204,16 +204,14 @@ def test_a_group_that_every_subset_of_a_block_keeps_is_as_exact_as_points_in_no_
     torch.testing.assert_close(found[others], values[others], rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "shared", "tied", "unknown"])
-def test_features_are_the_jacobian(name):
+def test_features_are_the_jacobian(name, by_rows):
     case = make_case(name)
     space = ParameterSpace(case.model)
     parameters = list(space.parameters.values())
     directions = torch.randn(4, space.size, dtype=torch.float64)
-    for module in case.model.modules():  # a padding row gets no gradient, and does not move
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            space.part(directions, module.weight)[:, module.padding_idx] = 0
-    found = Linearizer(space, directions, batch_size=10).features(IndexedData(case.data))
+    found = Linearizer(space, directions, batch_size=10, by_rows=by_rows).features(IndexedData(case.data))
     output = case.model(case.x)
     assert relative_error(found.outputs, output.detach()) < 1e-12
     rows = []
@@ -231,7 +229,7 @@ def test_features_on_disk_and_any_kind_of_data_give_the_same_answers():
     loader = DataLoader(
         TensorDataset(*data), batch_size=7, collate_fn=lambda rows: list(map(torch.stack, zip(*rows, strict=True)))
     )
-    for source, options in ((data, {"memory_budget": 9_000}), (loader, {})):
+    for source, options in ((data, {"memory_budget": 50_000}), (loader, {})):
         found = WhatIf(model, LOSS, source, SOURCES, rank=20, **options).subsets(kept_rows(), measure)
         assert torch.allclose(found, expected, rtol=1e-7)
 
@@ -829,3 +827,19 @@ def test_a_thousand_groups_are_no_trouble():
     assert refit._curvature.shape[0] == 1_001
     refit._curvature = refit._curvature.sum(0, keepdim=True)
     torch.testing.assert_close(what_if.subsets(kept, measure), apart, rtol=1e-9, atol=0)
+
+
+def test_gradients_of_outputs_are_formed_where_points_use_each_parameter_often(monkeypatch):
+    """A convolution over many places with two outputs; not a table's network, nor with as many outputs."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)]
+    x, y, sources = torch.randn(24, 1, 12, 12), torch.arange(24) % 2, np.arange(24) % 6
+    images = WhatIf(nn.Sequential(*layers), LOSS, (x, y), sources, weight_decay=DECAY, ridge=0.1)
+    found = images.without([0, 1])
+    assert images.models[0]._linearizer.by_rows
+    assert not WhatIf(network(), LOSS, points(), SOURCES).models[0]._linearizer.by_rows
+    facts = images.models[0].provider.plan(None).facts
+    assert not features.are_rows_less_work(facts, outputs=100, directions=100)
+    monkeypatch.setattr(linearized, "are_rows_less_work", lambda *_: False)
+    again = WhatIf(nn.Sequential(*layers), LOSS, (x, y), sources, weight_decay=DECAY, ridge=0.1).without([0, 1])
+    torch.testing.assert_close(found.outputs((x, y)), again.outputs((x, y)), rtol=1e-3, atol=1e-4)

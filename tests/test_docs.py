@@ -7,7 +7,9 @@ import re
 import pages
 import pytest
 
+from ggda_ext import STRATEGIES, grouping, properties
 from ggda_ext import __all__ as PUBLIC
+from ggda_ext.methods import METHODS
 
 NAMES = [page.relative_to(pages.ROOT).as_posix() for page in pages.PAGES]
 WITH_CODE = [name for name in NAMES if pages.blocks((pages.ROOT / name).read_text(encoding="utf-8"))]
@@ -63,4 +65,19 @@ def headings(page):
 def test_every_public_name_is_in_the_reference():
     reference = "".join(page.read_text(encoding="utf-8") for page in (pages.ROOT / "docs" / "api").glob("*.md"))
     missing = [name for name in PUBLIC if not re.search(rf"\b{name}\b", reference)]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("howto/properties.md", [name for name in properties.__all__ if name.islower()]),
+        ("howto/groups.md", [name for name in grouping.__all__ if name != "Summary"]),
+        ("howto/methods.md", METHODS),
+        ("concepts.md", STRATEGIES),
+    ],
+)
+def test_what_can_be_chosen_is_named_on_its_page(page, names):
+    text = (pages.ROOT / "docs" / page).read_text(encoding="utf-8")
+    missing = [name for name in names if not re.search(rf"\b{name}\b", text)]
     assert not missing

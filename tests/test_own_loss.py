@@ -89,6 +89,10 @@ class Odd(nn.Module):
         outputs = self.inner(x)
         if self.kind == "by hand":
             loss = -outputs.log_softmax(1).gather(1, labels[:, None]).mean()
+        elif self.kind == "contrastive":
+            loss = F.cross_entropy(outputs @ outputs.T, torch.arange(len(x)))
+        elif self.kind == "contrastive, by hand":
+            loss = -(outputs @ outputs.T).log_softmax(1).diagonal().mean()
         elif self.kind == "added to":
             loss = F.cross_entropy(outputs, labels) + 0.1 * outputs.square().mean()
         else:
@@ -124,3 +128,11 @@ def test_tokens_of_a_loss_made_by_hand_are_refused():
         OwnLoss("sum").each(Odd("by hand"), data)
     with pytest.raises(ValueError, match="tokens='total' is not one of"):
         OwnLoss("total")
+
+
+@pytest.mark.parametrize("kind", ["contrastive", "contrastive, by hand"])
+def test_a_loss_of_comparisons_is_refused(kind):
+    """It is 0 for an example alone, and so would be every score."""
+    data = {"x": torch.randn(6, 3, dtype=torch.float64), "labels": torch.zeros(6, dtype=torch.long)}
+    with pytest.raises(ValueError, match=r"compares the examples of a batch.* together and 0 for each alone"):
+        OwnLoss().each(Odd(kind), data)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import ggda_ext
+
 ROOT = Path(__file__).parents[1]
 HEAVY = ("captum", "dattri", "trak", "matplotlib", "transformers")
 
@@ -78,3 +80,18 @@ def test_a_built_wheel_imports_from_outside_the_checkout(tmp_path):
     assert all(link.startswith("https://") for link in links), (
         "a package index cannot follow links into the source tree"
     )
+
+
+def test_version_and_pythons_are_the_same_wherever_they_are_said():
+    def read(name):
+        return (ROOT / name).read_text(encoding="utf-8")
+
+    project = read("pyproject.toml")
+    assert re.search(r"^version: (.*)$", read("CITATION.cff"), re.MULTILINE)[1] == ggda_ext.__version__
+    assert re.search(r"^## (\S+)", read("CHANGELOG.md"), re.MULTILINE)[1] == ggda_ext.__version__
+    pythons = re.findall(r"Python :: (3\.\d+)", project)
+    assert re.search(r'requires-python = ">=(.*?)"', project)[1] == pythons[0]
+    workflow = read(".github/workflows/tests.yml")
+    assert re.findall(r'"(3\.\d+)"', re.search(r"python: \[(.*)\]", workflow)[1]) == pythons
+    torch = re.search(r'"torch>=([\d.]+)"', project)[1]
+    assert f"Python {pythons[0]} and PyTorch {torch}, or newer" in read("CHANGELOG.md")

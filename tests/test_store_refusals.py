@@ -3,60 +3,32 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import captum_cases
 import dattri_cases
 import ggda_trak
 import numpy as np
-import pandas as pd
 import pytest
 import torch
+import trak_cases
+from store_cases import K, N, Rows, Weighted, changed_points, make_data, make_network, margin, one_point, over
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from ggda_ext import GradientStore, GroupGradients, attribute, properties
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
 from ggda_ext.curvature.damping import TrainingSteps
-from ggda_ext.storage.content import Content, UnknownContent
-from ggda_ext.storage.fingerprint import SampledData, of_structure, of_value
+from ggda_ext.storage.content import UnknownContent
+from ggda_ext.storage.fingerprint import SampledData
 from ggda_ext.storage.folder import StoreMismatch
 from ggda_ext.training import Recipe
-
-N, K = 1_000, 40
-
-
-def make_data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(N, 5, generator=generator), torch.randint(0, 3, (N,), generator=generator)
-
-
-def make_network(act: type[nn.Module] = nn.ReLU) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 4), act(), nn.Linear(4, 3)).eval()
-
-
-class Weighted(nn.Module):
-    """A loss with a buffer and a setting."""
-
-    def __init__(self, weight: float = 1.0, power: float = 1.0) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.tensor([1.0, 1.0, weight]), persistent=False)
-        self.power = power
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        losses = functional.cross_entropy(output, target, reduction="none") ** self.power
-        return (losses * self.weight[target]).mean()
 
 
 @dataclass
@@ -103,21 +75,6 @@ def run_fisher(given: Given, folder: Path) -> Any:
 
 STORES = {"attribute": run_attribute, "GradientStore": run_gradients, "leave_group_out": run_retraining,
           "FisherInfluence": run_fisher}  # fmt: skip
-
-
-def changed_points() -> tuple[Tensor, Tensor]:
-    """All but 32 points of the training data are other ones."""
-    x, y = make_data()
-    other = x + 1
-    kept = np.linspace(0, N - 1, 32).astype(int)
-    other[kept] = x[kept]
-    return other, y
-
-
-def one_point() -> tuple[Tensor, Tensor]:
-    x, y = make_data()
-    x[41, 2] += 1e-3
-    return x, y
 
 
 def other_values() -> nn.Module:
@@ -210,10 +167,6 @@ def of_test_points(shift: float) -> Any:
     return x[:9] + shift, y[:9]
 
 
-def margin(at: int, network: nn.Module) -> Tensor:
-    return network(make_data()[0][:9])[:, at].mean()
-
-
 class Probe:
     """A property with a setting, as an object and by its method."""
 
@@ -225,13 +178,6 @@ class Probe:
 
     def measure(self, network: nn.Module) -> Tensor:
         return margin(self.at, network)
-
-
-def over(at: Any, reference: nn.Module | None = None) -> Callable[[nn.Module], Tensor]:
-    x = make_data()[0][:9]
-    return lambda network: (
-        (network(x) - (0 if reference is None else reference(x).detach()))[:, int(at)].square().mean()
-    )
 
 
 PROPERTIES: dict[str, tuple[Any, Any]] = {
@@ -267,21 +213,6 @@ def test_another_property_is_another_question_to_attribute(kind: str, tmp_path: 
         given = replace(Given(), property=goal)
         plain = attribute(given.network(), given.loss, given.data, given.groups, goal, method="tracin")
         torch.testing.assert_close(run_attribute(given, tmp_path), plain)
-
-
-class Rows(Dataset):
-    """A data set of the user's own, in memory or not."""
-
-    def __init__(self, data: tuple[Tensor, Tensor], keep: bool) -> None:
-        self.fetch = (lambda i: (data[0][i], data[1][i])) if not keep else None
-        if keep:
-            self.x, self.y = data
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, i: int) -> Any:
-        return self.fetch(i) if self.fetch is not None else (self.x[i], self.y[i])
 
 
 def collate(rows: list[Any]) -> Any:
@@ -368,149 +299,6 @@ def test_content_that_cannot_be_told_is_refused_with_the_way_out(tmp_path: Path)
         run_retraining(replace(Given(), property=Named(2)), tmp_path)
 
 
-def counted() -> Callable[[nn.Module], Tensor]:
-    calls = 0
-
-    def property(network: nn.Module) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return margin(0, network)
-
-    return property
-
-
-class Counting:
-    """A property that counts its calls, and moves its weight as losses do."""
-
-    def __init__(self, weight: float) -> None:
-        self.weight, self.calls = torch.tensor(weight), 0
-
-    def __call__(self, network: nn.Module) -> Tensor:
-        self.calls += 1
-        self.weight = self.weight.to("cpu")
-        return self.weight * margin(0, network)
-
-
-@pytest.mark.parametrize("make", [counted, lambda: Counting(1.0)])
-def test_the_number_of_calls_is_not_what_a_property_is_made_of(make: Callable[[], Any]) -> None:
-    goal = make()
-    before = of_value(goal, "property", None)
-    goal(make_network())
-    assert of_value(goal, "property", None) == before
-
-
-def test_an_attribute_that_calls_assign_to_is_still_a_setting() -> None:
-    assert of_value(Counting(1.0), "property", None) != of_value(Counting(2.0), "property", None)
-
-
-def test_a_captured_data_set_counts_by_its_points() -> None:
-    def over_data(data: tuple[Tensor, Tensor]) -> Callable[[nn.Module], Tensor]:
-        held = DataLoader(Rows(data, keep=False), batch_size=100)
-        return lambda network: torch.stack([network(x).mean() for x, _ in held]).mean()
-
-    with pytest.warns(SampledData, match="held"):
-        found = {of_value(over_data(data), "property", None) for data in (make_data(), make_data(), changed_points())}
-    assert len(found) == 2
-
-
-def test_values_that_are_alike_have_one_hash_and_others_another() -> None:
-    def hashed(value: Any) -> str:
-        return Content().text(value, "value")
-
-    ring: list[Any] = [1]
-    ring.append(ring)
-    alike: list[Callable[[], Any]] = [
-        lambda: {"b": 1, "a": {2, 3}}, lambda: over(0), lambda: functools.partial(margin, 1), lambda: Weighted(),
-        lambda: np.arange(3.0), lambda: np.float32(1), lambda: torch.float32, lambda: Path("a"), lambda: nn.Tanh,
-        lambda: torch.Generator().manual_seed(1), lambda: functools.lru_cache(margin), lambda: (1, [2, "x"]),
-    ]  # fmt: skip
-    found = [hashed(make()) for make in alike]
-    assert found == [hashed(make()) for make in alike]
-    assert (
-        len({*found, hashed(ring), hashed(1), hashed(1.0), hashed(True), hashed("1"), hashed(b"1")}) == len(alike) + 6
-    )
-    assert hashed({"b": 1, "a": {3, 2}}) == found[0]
-    assert hashed({"a": {2, 3}, "b": 1}) != found[0]  # the order of a dict may be that of a property's components
-
-
-def module_named(name: str, **held: Any) -> ModuleType:
-    """A module of the user's own."""
-    made = ModuleType(name)
-    vars(made).update(held)
-    return made
-
-
-settings = module_named("settings", inner=module_named("settings.inner", factor=1.0))
-
-
-def of_a_module_below() -> float:
-    return settings.inner.factor
-
-
-def of_an_imported_module() -> float:
-    import user_settings
-
-    return user_settings.factor
-
-
-@pytest.mark.parametrize("function", [of_a_module_below, of_an_imported_module])
-def test_a_function_counts_with_what_it_takes_from_modules_of_the_user(
-    function: Callable[[], float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    imported = module_named("user_settings", factor=1.0)
-    monkeypatch.setitem(sys.modules, "user_settings", imported)
-    found = [Content().text(function, "function") for _ in range(2)]
-    monkeypatch.setattr(settings.inner, "factor", 2.0)
-    monkeypatch.setattr(imported, "factor", 2.0)
-    assert found[0] == found[1] != Content().text(function, "function")
-
-
-def test_tables_and_masked_arrays_count_by_all_that_they_hold() -> None:
-    def table() -> pd.DataFrame:
-        kinds = pd.Categorical(["u", "v"])
-        return pd.DataFrame({"a": [1.0, 2.0], "b": ["x", None], "c": pd.array([1, None], "Int64"), "d": kinds})
-
-    changed = [
-        table(), table().assign(a=[1.0, 3.0]), table().rename(columns={"a": "z"}), table().set_index("a"),
-        table().astype({"a": "float32"}), table().iloc[::-1],
-        table().assign(d=pd.Categorical(["u", "v"], categories=["v", "u"])), table()["a"], table()["a"].rename("z"),
-        np.ma.array([1.0, 2.0], mask=[False, False]), np.ma.array([1.0, 2.0], mask=[False, True]),
-    ]  # fmt: skip
-    assert len({Content().text(over(0, value), "property") for value in changed}) == len(changed)
-    assert Content().text(table(), "table") == Content().text(table(), "table")
-
-
-class Scaled(nn.Module):
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.inner, self.scale = nn.Linear(2, 2), scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.scale
-
-
-def tied(*, shared: bool) -> nn.Module:
-    pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    if shared:
-        pair[1].weight = pair[0].weight
-    return pair
-
-
-def hooked() -> nn.Module:
-    network = Scaled(1.0)
-    network.register_forward_hook(lambda module, args, output: output + 1)
-    return network
-
-
-def test_the_structure_of_a_model_is_more_than_its_parameters() -> None:
-    made: list[nn.Module] = [
-        Scaled(1.0), Scaled(2.0), hooked(), tied(shared=False), tied(shared=True), nn.Sequential(nn.Linear(2, 2)),
-        nn.Sequential(nn.Linear(2, 2), nn.GELU()), nn.Sequential(nn.Linear(2, 2), nn.GELU(approximate="tanh")),
-    ]  # fmt: skip
-    assert len({of_structure(one, None) for one in made}) == len(made)
-    assert of_structure(Scaled(1.0), None) == of_structure(Scaled(1.0), None)
-
-
 # the toolkits
 
 
@@ -562,6 +350,33 @@ def test_dattri_refuses(change: Callable[[Any], Any], named: str, tmp_path: Path
         dattri(case, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "size"), [("lambda_reg", 0.5, 4), ("damping", 0.2, 4), ("lambda_reg", 0.5, 1)]
+)
+def test_trak_refuses_features_that_were_finished_with_another_ridge(
+    option: str, value: float, size: int, tmp_path: Path
+) -> None:
+    given = trak_cases.case("image_classification")
+    state = given.checkpoints(1)[0]
+
+    def run(folder: Path, *, finish: bool = True, **options: Any) -> np.ndarray:
+        options = given.options | {"proj_dim": 16, "groups": np.arange(trak_cases.N) // size} | options
+        made = ggda_trak.TRAKer(given.model, given.task, trak_cases.N, save_dir=folder, **options)
+        made.load_checkpoint(state, 0)
+        for at in trak_cases.batches():
+            made.featurize(trak_cases.take(given.train, at), inds=at)
+        if finish:
+            made.finalize_features()
+        return made.saver.current_store["features"].copy()
+
+    found = run(tmp_path / "a")
+    with pytest.raises(StoreMismatch, match=f"in the features of model id 0, was made with {option} = "):
+        run(tmp_path / "a", **{option: value})
+    np.testing.assert_array_equal(run(tmp_path / "a"), found)
+    run(tmp_path / "b", finish=False)
+    np.testing.assert_allclose(run(tmp_path / "b", **{option: value}), run(tmp_path / "c", **{option: value}))
+
+
 @pytest.mark.parametrize("method", ["tracin", "influence"])
 def test_a_small_component_of_a_property_counts_beside_a_large_one(method: Any, tmp_path: Path) -> None:
     given, (x, y) = Given(), make_data()
@@ -594,17 +409,3 @@ def test_a_solve_is_found_again_for_the_same_settings_only_however_long_they_are
     assert len(list(tmp_path.glob("*solve-*"))) == 1
     torch.testing.assert_close(run(other, save_dir=tmp_path), run(other))
     assert not torch.allclose(run(other), first)
-
-
-def test_a_script_has_one_hash_in_every_process() -> None:
-    code = (
-        "import torch; from torch import nn; from ggda_ext.storage.content import Content; torch.manual_seed(0);"
-        "print(Content().text(torch.jit.script(nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))), 'x'))"
-    )
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, check=True, env=os.environ | {"PYTHONHASHSEED": seed}
-        ).stdout
-        for seed in "014"
-    }
-    assert len(found) == 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import glob
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from os.path import join
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from ggda_ext.data import IndexedData
-from ggda_ext.model import inner_name, unwrapped
+from ggda_ext.model import SavedState, inner_name, left_as_it_was, unwrapped
 
 WORDS = {
     "parameters": "pass layers=, the names of the layers that count",
@@ -66,8 +67,26 @@ class CheckpointLoader:
 
     def __init__(self, load: Callable[[nn.Module, Any], float]) -> None:
         self.load: Callable[[nn.Module, Any], float] = load.load if isinstance(load, CheckpointLoader) else load
+        self._guarding = False
+        self._before: SavedState | None = None
+
+    @contextmanager
+    def undone_on_failure(self, model: nn.Module) -> Iterator[None]:
+        """After an exception in here the model is as it was; its values are copied before they are first loaded."""
+        self._guarding, self._before = True, None
+        try:
+            with left_as_it_was(model, (), only_on_failure=True):
+                yield
+        except BaseException:
+            if self._before is not None:
+                self._before.restore()
+            raise
+        finally:
+            self._guarding, self._before = False, None
 
     def __call__(self, model: nn.Module, checkpoint: Any) -> float:
+        if self._guarding and self._before is None:
+            self._before = SavedState(model)
         try:
             return self.load(model, checkpoint)
         except Exception as error:

@@ -35,7 +35,6 @@ from ggda_ext.data import IndexedData
 from ggda_ext.drop_in import DropIn
 from ggda_ext.groups import GroupsLike
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss
-from ggda_ext.model import left_as_it_was
 from ggda_ext.properties import Property
 from ggda_ext.words import refuse_words
 
@@ -50,7 +49,7 @@ class GroupInfluence(DataInfluence):
             Captum; any other name computes them as groups, too.
         save_dir: a folder that keeps what is finished, see `ggda_ext.attribute`: after a kill the same calls go on with
             what is missing, and scores are memory maps on the CPU. Groups of one are computed as groups then.
-        tag: with `save_dir`, names what cannot be seen from here, such as the version of the data; another is refused.
+        tag: with `save_dir`, a name for the version of the data and of what else cannot be checked; another is refused.
         memory_budget: bytes for one batch's activations and for one block of rows, in group passes.
         **kwargs: the class's own arguments, unchanged. `batch_size` bounds Captum's own passes; group passes choose
             theirs by memory. `layers` are the parameters that count.
@@ -85,8 +84,8 @@ class GroupInfluence(DataInfluence):
         given |= unwrapped_arguments(given)
         self._drop_in = DropIn(groups, n=count_points(given["train_dataset"]), **options)
         check_checkpoints(given.get("checkpoints"))
-        given["checkpoints_load_func"] = CheckpointLoader(given["checkpoints_load_func"])
-        with left_as_it_was(given["model"], only_on_failure=True):
+        given["checkpoints_load_func"] = load = CheckpointLoader(given["checkpoints_load_func"])
+        with load.undone_on_failure(given["model"]):
             super().__init__(*bound.args, **bound.kwargs)
 
     @property

@@ -63,7 +63,7 @@ class NaiveInfluenceFunction(ProjectedInfluence, captum.influence.NaiveInfluence
 
     Differences of the group path: with ``k=`` it uses `test_loss_fn`, which Captum then ignores; parameters outside
     Linear and Conv2d layers count with ``sample_wise_grads_per_batch=True``, too. Captum leaves out directions of
-    negative curvature, and with it the group path.
+    negative curvature; so does the group path.
     """
 
     R: Tensor

@@ -26,6 +26,7 @@ from ggda_ext.sharing import world_size
 MOST_BYTES = 256 * 2**20
 """Inputs of the last layer, of all points, take at most so much memory; else they are not kept."""
 _BATCH_BYTES, _LARGEST_BATCH, _FIRST = 4 * 2**20, 4096, 16  # of the largest activation: near the cache
+_SHARE_OF_WEIGHTS = 4  # weights are read once per batch, so its largest activation may have a quarter of their bytes
 _CLOSE = 1e-3
 
 Features = tuple[Tensor, Tensor]
@@ -56,12 +57,16 @@ def layer_for(asked: Asked, model: nn.Module) -> nn.Linear | None:
 
 def asked_of(layer: nn.Linear | None, asked: Asked, model: nn.Module) -> Asked | None:
     """The same question to the layer, at the parameters that the model has now; None where it cannot stand for it."""
+    if layer is None:
+        return None
     provider, explained, kept = asked
-    known = None if layer is None else features(model, layer, provider.data)
-    if layer is None or known is None:
+    check_deterministic_modules(model)
+    with only_thread(model), training_kernels(), torch.no_grad(), Watch(model, layer) as watch:
+        known = features(watch, provider.data)
+        tests = features(watch, explained.data) if known is not None and isinstance(explained, PointGradients) else None
+    if known is None:
         return None
     if isinstance(explained, PointGradients):
-        tests = features(model, layer, explained.data, proven=True)
         if tests is None:
             return None
         explained = PointGradients(explained.loss, IndexedData(tests, explained.data.name))
@@ -90,39 +95,35 @@ def owner_of(parameters: Sequence[nn.Parameter], model: nn.Module) -> nn.Linear 
     return owner if type(owner) is nn.Linear and owner is not model else None
 
 
-def features(model: nn.Module, layer: nn.Linear, data: IndexedData, *, proven: bool = False) -> Features | None:
-    """What the last layer sees of every example; None where it cannot stand for the model, or takes too much memory.
-
-    With `proven`, examples are known not to depend on the others of their batch.
-    """
+def features(watch: Watch, data: IndexedData) -> Features | None:
+    """What the last layer sees of every example; None where it cannot stand for the model, or takes too much memory."""
+    layer, device = watch.layer, watch.layer.weight.device
     if data.n is None or data.n * layer.in_features * layer.weight.dtype.itemsize > MOST_BYTES:
         return None
-    check_deterministic_modules(model)
     inputs, targets = list[Tensor](), list[Tensor]()
-    with only_thread(model), training_kernels(), torch.no_grad(), _Watch(model, layer) as watch:
-        for run, batch in _batches(data, watch, layer.weight.device):
-            found = watch.seen(batch)
-            if found is None or len(found[0]) != len(run) or len(found[1]) != len(run):
+    for run, batch in _batches(data, watch, device):
+        found = watch.seen(batch)
+        if found is None or len(found[0]) != len(run) or len(found[1]) != len(run):
+            return None
+        if not watch.proven:
+            if not _alone_as_in_a_batch(watch, data, found[0], device):
                 return None
-            if not proven and not inputs and not _alone_as_in_a_batch(watch, data, found[0], layer.weight.device):
-                return None
-            inputs.append(found[0])
-            targets.append(found[1])
+            watch.set_size(len(run))
+        inputs.append(found[0])
+        targets.append(found[1])
     return torch.cat(inputs), torch.cat(targets)
 
 
-def _batches(data: IndexedData, watch: _Watch, device: torch.device) -> Iterator[tuple[np.ndarray, Any]]:
-    """A few examples, then as many at once as their largest activation allows."""
-    size, start, end = _FIRST, 0, data.n or 0
+def _batches(data: IndexedData, watch: Watch, device: torch.device) -> Iterator[tuple[np.ndarray, Any]]:
+    """A few examples, then as many at once as `watch` says."""
+    start, end = 0, data.n or 0
     while start < end:
-        run = np.arange(start, min(start + size, end))
+        run = np.arange(start, min(start + watch.size, end))
         yield run, to_device(next(iter(data.batches([run]))), device)
         start += len(run)
-        each = max(1, watch.largest // len(run))
-        size = int(min(_LARGEST_BATCH, max(_FIRST, _BATCH_BYTES // each)))
 
 
-def _alone_as_in_a_batch(watch: _Watch, data: IndexedData, rows: Tensor, device: torch.device) -> bool:
+def _alone_as_in_a_batch(watch: Watch, data: IndexedData, rows: Tensor, device: torch.device) -> bool:
     """Whether the first and last example of a batch come out the same when they run alone."""
     for at in {0, len(rows) - 1}:
         found = watch.seen(to_device(next(iter(data.batches([np.array([at])]))), device))
@@ -131,22 +132,37 @@ def _alone_as_in_a_batch(watch: _Watch, data: IndexedData, rows: Tensor, device:
     return True
 
 
-class _Watch:
-    """Runs a model and looks at its last layer, and at the largest output of any module."""
+class Watch:
+    """Runs a model and looks at its last layer, and in the first batch at the largest output of any module.
+
+    Attributes:
+        size: examples to run at once.
+        proven: whether an example is known not to depend on the others of its batch.
+    """
 
     def __init__(self, model: nn.Module, layer: nn.Linear) -> None:
-        self.model, self.layer, self.largest = model, layer, 0
+        self.model, self.layer, self.size, self.proven = model, layer, _FIRST, False
+        self._largest = 0
         self._calls: list[tuple[Any, Any]] = []
 
-    def __enter__(self) -> _Watch:
-        self._hooks = ExitStack()
+    def __enter__(self) -> Watch:
+        self._hooks, self._measuring = ExitStack(), ExitStack()
+        self._hooks.callback(self.layer.register_forward_hook(self._look).remove)
         for module in self.model.modules():
-            hook = module.register_forward_hook(self._look)
-            self._hooks.callback(hook.remove)
+            self._measuring.callback(module.register_forward_hook(self._measure).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._measuring.close()
         self._hooks.close()
+
+    def set_size(self, first: int) -> None:
+        """From now on run as many examples at once as the largest activation of the `first` ones allows."""
+        self._measuring.close()
+        weights = sum(value.numel() * value.element_size() for value in self.model.parameters())
+        room = max(_BATCH_BYTES, weights // _SHARE_OF_WEIGHTS)
+        self.size = int(min(_LARGEST_BATCH, max(_FIRST, room // max(1, self._largest // first))))
+        self.proven = True
 
     def seen(self, batch: Any) -> Features | None:
         """Input of the layer and target of a batch; None if the model's output is not the layer's."""
@@ -159,7 +175,8 @@ class _Watch:
         return (args[0], target) if whole else None
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._calls.append((args, output))
+
+    def _measure(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            self.largest = max(self.largest, output.numel() * output.element_size())
-        if module is self.layer:
-            self._calls.append((args, output))
+            self._largest = max(self._largest, output.numel() * output.element_size())

@@ -17,7 +17,6 @@ from ggda_ext import PointGradients
 from ggda_ext.attribution import property_directions
 from ggda_ext.gradients import Directions
 from ggda_ext.methods.scoring import sum_scores
-from ggda_ext.model import left_as_it_was
 
 
 class CheckpointInfluence(GroupInfluence):
@@ -32,7 +31,7 @@ class CheckpointInfluence(GroupInfluence):
         Use it with `contextlib.closing`, so that this happens at once.
         """
         load = CheckpointLoader(self.checkpoints_load_func)
-        with left_as_it_was(self.model, only_on_failure=True):
+        with load.undone_on_failure(self.model):
             for number, checkpoint in enumerate(self.checkpoints):
                 rate = load(self.model, checkpoint)
                 if not isinstance(rate, int | float | Tensor):

@@ -33,7 +33,7 @@ class Grouped:
         strategy: the core's gradient strategy.
         save_dir: a folder that keeps what is finished, see `ggda_ext.attribute`: after a kill the same calls go on with
             what is missing, and scores are memory maps on the CPU. Groups of one are computed as groups then.
-        tag: with `save_dir`, names what cannot be seen from here, such as the version of the data; another is refused.
+        tag: with `save_dir`, a name for the version of the data and of what else cannot be checked; another is refused.
         memory_budget: bytes for one batch's activations and for one block of rows, in group passes.
         show_progress: whether to show progress bars in group passes and solves; by default on those over 5 seconds.
         **kwargs: dattri's own arguments.

@@ -51,7 +51,7 @@ class FisherInfluence:
         damping: ridge λ relative to the mean diagonal of the Fisher, or ``"auto"``.
         save_dir: a folder that keeps the projected sums of every checkpoint once they are finished, so that they serve
             other test points, properties and dampings, and another process, without another pass.
-        tag: with `save_dir`, names what cannot be seen from here, such as the version of the data; another is refused.
+        tag: with `save_dir`, a name for the version of the data and of what else cannot be checked; another is refused.
         parameters: names of parameters or modules, modules or parameters that count; by default all that require a
             gradient.
         strategy: how gradients are formed, ``"auto"`` or one of `ggda_ext.STRATEGIES`; all give the same numbers.

@@ -1,13 +1,14 @@
 """CPU seconds of a method's original and of its group version, for one question.
 
 The original is slow, so it gets as many points as a fixed time allows: 1, 2, 4, … batches of them, until the time is
-used up or there are no more points. Where points are left, its time for all of them is extrapolated along a line,
+used up; all points, where these would not take much longer. One that takes longer for a single batch gets 1, 2 and 3 of
+them. Where points are left, its time for all of them is extrapolated along a line,
 
     seconds(N) = seconds(n) + slope · (N − n),
 
-with the smaller of the slopes n/4 → n/2 and n/2 → n. `Original.linearity` says how well the line through n/4 and n/2
-foretells what was measured at n; 1 is perfect. The group version gets all points. Both take turns, and the best of
-several turns counts; where they come out about as fast as each other, both get more turns.
+with the smaller of the two slopes between the last three sizes. `Original.linearity` says how well the line through the
+two before it foretells what was measured at n; 1 is perfect. The group version gets all points. Both take turns, and
+the best of several turns counts; where they come out about as fast as each other, both get more turns.
 
 What the group version finds out about a model is kept for the next call. The best turn is one with that; the first two
 turns are made without it, and the better of them is the time of a first call.
@@ -29,7 +30,9 @@ from ggda_ext.gradients.proof import forget
 TURNS, FIRST_CALLS = 4, 2
 LEFT_ALONE = 0.7
 """Share of the time after which twice the points would take too long."""
-CLOSE, MORE_TURNS = (0.7, 1.1), 4
+WHOLE = 6.0
+"""All points are timed if they are foretold to take at most so many times the time: nothing is extrapolated then."""
+CLOSE, MORE_TURNS = (0.7, 1.3), 3
 """Ratios of times that decide too little after the first turns, and how many more turns they get."""
 T = TypeVar("T")
 
@@ -73,8 +76,8 @@ class Original:
 
     @property
     def last(self) -> list[int]:
-        """The three largest numbers of points, from which the line is taken."""
-        return sorted(self.seconds)[-3:]
+        """The numbers of points that count: all of them if they were timed, else the three largest, for the line."""
+        return [self.points] if self.points in self.seconds else sorted(self.seconds)[-3:]
 
     @property
     def extrapolated(self) -> float:
@@ -111,10 +114,15 @@ def climb(clock: Clock, run: Callable[[int], Any], first: int, points: int, seco
     found, count = Original(points), min(first, points)
     while True:
         found.seconds[count], _ = clock.timed(lambda: run(count))  # noqa: B023  # called at once
-        enough = found.seconds[count] > LEFT_ALONE * seconds and len(found.seconds) > 2
-        if count == points or enough:
+        if count == points:
             return found
-        count = min(2 * count, points)
+        last = found.seconds[count]
+        if len(found.seconds) > 2 and found.extrapolated <= WHOLE * seconds:
+            count = points
+        elif len(found.seconds) > 2 and last > LEFT_ALONE * seconds:
+            return found
+        else:
+            count = min(count + (first if found.seconds[min(first, points)] > seconds else count), points)
 
 
 def take_turns(
@@ -127,6 +135,7 @@ def take_turns(
     best, first, given = dict.fromkeys(groups, float("inf")), dict[Any, float](), dict[Any, T]()
     spent = dict.fromkeys(groups, 0.0)
     theirs = {count: original.seconds[count] for count in original.last}  # the climb was their first turn
+    allowed = 2 * seconds if len(theirs) == 1 else seconds
     for turn in range(TURNS):
         for name, call in groups.items():
             if spent[name] < seconds:
@@ -138,7 +147,7 @@ def take_turns(
                 if turn < FIRST_CALLS:
                     first[name] = best[name]
         for count in theirs if turn else ():
-            if theirs[count] < seconds:
+            if theirs[count] < allowed:
                 took, _ = clock.timed(lambda: run(count))  # noqa: B023  # called at once
                 theirs[count] += took
                 original.seconds[count] = min(original.seconds[count], took)

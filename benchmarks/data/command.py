@@ -31,7 +31,7 @@ def command(fetch: Sequence[str] = (), folder: Path | str | None = None, *, show
         show_progress: show a bar while downloading.
 
     Returns:
-        Exit code: 1 if something asked for could not be had, or the folder holds something wrong.
+        Exit code: 1 if something asked for could not be fetched, or the folder holds something wrong.
     """
     unknown = [name for name in fetch if name not in FETCHABLE]
     if unknown:
@@ -64,7 +64,7 @@ def where(name: str, folder: Path | str | None = None, *, show_progress: bool = 
 
 
 def show(name: str, folder: Path | None, fetch: bool, show_progress: bool) -> bool:
-    """Print one entry, fetched first if asked for; false if it is wrong or could not be had."""
+    """Print one entry, fetched first if asked for; false if it is wrong or could not be fetched."""
     lines, fine = [SIZES[name]], True
     try:
         source, checks = look(name, folder, fetch, show_progress)
@@ -81,12 +81,12 @@ def look(name: str, folder: Path | None, fetch: bool, show_progress: bool) -> tu
     """Where an entry comes from and what was checked; without `fetch`, None if it is not here.
 
     Raises:
-        DataError: it is damaged, or was to be fetched and cannot be had.
+        DataError: it is damaged, or was to be fetched and no source has it.
     """
     if name == "bert":
         model = sources.bert(folder, show_progress=show_progress) if fetch else sources.local_bert(folder)
         if fetch and (model is None or model.stand_in):
-            raise DataError("the weights cannot be had from any source.")
+            raise DataError("no source has the weights.")
         return (model.source, model.checks) if model else (None, ())
     if fetch:
         origin = sources.obtain(name, folder, allow_stand_in=False, show_progress=show_progress)

@@ -41,7 +41,7 @@ class BertSource:
     """A small pre-trained BERT.
 
     Attributes:
-        path: folder with config.json, model.safetensors and tokenizer.json; None if none could be had.
+        path: folder with config.json, model.safetensors and tokenizer.json; None if no source has it.
         source: where it came from.
         stand_in: there are no pre-trained weights; a model has to begin at random ones.
         checks: what was verified, one sentence each.
@@ -78,7 +78,7 @@ def obtain(name: str, folder: Path | str | None, *, allow_stand_in: bool, show_p
         fetched = first_that_works(ways)
     except UnreachableError as error:
         if not allow_stand_in:
-            raise DataError(f"{name} cannot be had ({error}). {ADVICE}") from error
+            raise DataError(f"{name} cannot be loaded ({error}). {ADVICE}") from error
         announce(name, str(error))
         return Origin(stand_ins.make(name), "stand-in", True, ("made up: no source could be reached",))
     cache.write(name, fetched.content, fetched.source)

@@ -50,7 +50,7 @@ def run(
             if lds.NAME in names:
                 from benchmarks.experiments.qnli_sources import sources_task  # needs transformers
 
-                lds.run(Bench(sources_task(scale, data_dir), scale, folder))
+                lds.run(Bench(sources_task(scale, data_dir, folder.path / "models"), scale, folder))
             continue
         whole = experiment_task(one, scale, data_dir)
         folder.add_source(whole.data.title, whole.data.source, whole.data.stand_in)

@@ -17,18 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import BertModel
 
 from benchmarks import data
 from benchmarks.data.errors import DataError
 from benchmarks.data.sources import obtain
+from benchmarks.model_files import ModelFiles
 from benchmarks.names import QNLI_SOURCES
 from benchmarks.sizes import Scale
 from benchmarks.tasks import Task
 from benchmarks.trainer_sources.qnli import BATCH_SIZE, BEFORE, LONGEST, RATE, Pair, UpperLayers, padded, states, tuned
-from ggda_ext.training import Recipe
+from ggda_ext.storage.folder import digest
+from ggda_ext.training import Recipe, Trained
 
 CLEAN, FLIPPED, SHUFFLED = 10, 3, 3
 """Sources of each kind, in this order."""
+SHORT = 125
+"""Letters of question and sentence of a row; the fine-tuning before has longer ones as well."""
 
 
 class OnStates(UpperLayers):
@@ -39,6 +44,8 @@ class OnStates(UpperLayers):
 
     def forward(self, packed: Tensor) -> Tensor:  # type: ignore[override]
         """Logits `[b, 2]`."""
+        if self.training:  # without the padding that all rows of the batch have
+            packed = packed[:, : int(packed[..., -2:].sum(2).count_nonzero(1).max())]
         inside, question, sentence = packed[..., :-2], packed[..., -2], packed[..., -1]
         away = (1 - question - sentence)[:, None, None, :] * torch.finfo(packed.dtype).min
         for layer in self.layers:
@@ -47,8 +54,13 @@ class OnStates(UpperLayers):
         return self.compared(inside, question, sentence)
 
 
-def sources_task(scale: Scale, folder: Path | None) -> Task:
+def sources_task(scale: Scale, folder: Path | None, models: Path | None = None) -> Task:
     """The task: rows of the scale in equal sources, tests among the dev set's short rows.
+
+    Args:
+        scale: how many.
+        folder: with QNLI and the pre-trained BERT.
+        models: where the fine-tuned BERT is kept; the cache if left out.
 
     Raises:
         DataError: there is no real QNLI, or no pre-trained BERT.
@@ -58,10 +70,11 @@ def sources_task(scale: Scale, folder: Path | None) -> Task:
         raise DataError(f"{QNLI_SOURCES} needs a pre-trained BERT: pass its folder with --data-dir.")
     size = scale.experiments[QNLI_SOURCES]
     train, dev = (_short(origin.content, part) for part in ("train", "test"))
+    first, (others, dev) = train[: BEFORE["rows"]], map(_shorter, (train[BEFORE["rows"] :], dev))
     rows = (size.data.train or 0) // (CLEAN + FLIPPED + SHUFFLED)
-    bert = tuned(weights.path, train[: BEFORE["rows"]])
+    bert = _tuned_once(weights.path, first, models)
     read = states(weights.path, bert, 1)
-    pairs, sources = _from_sources(train[BEFORE["rows"] :], rows)
+    pairs, sources = _from_sources(others, rows)
     parts = [_packed(read(some, "")) for some in (pairs, dev[: size.data.test])]
     longest = max(x.shape[1] for x, _ in parts)
     parts = [(pad(x, (0, 0, 0, longest - x.shape[1])), y) for x, y in parts]
@@ -83,6 +96,25 @@ def _short(content: Any, part: str) -> list[Pair]:
     columns = (content[f"{part}_{name}"] for name in ("question", "sentence", "label"))
     found = [(str(q), str(s), int(y)) for q, s, y in zip(*columns, strict=True) if len(q) + len(s) <= LONGEST]
     return random.Random(0).sample(found, len(found))
+
+
+def _shorter(pairs: Sequence[Pair]) -> list[Pair]:
+    return [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= SHORT]
+
+
+def _tuned_once(weights: Path, pairs: Sequence[Pair], models: Path | None) -> Any:
+    """BERT after the fine-tuning before, which is done once."""
+    files = ModelFiles(models)
+    made_of = np.frombuffer(f"{BEFORE} {pairs}".encode(), np.uint8)
+    key = f"{QNLI_SOURCES}-{digest(made_of, np.fromfile(weights / 'config.json', np.uint8))}"
+    found = files.load(key)
+    if found is None:
+        bert = tuned(weights, pairs)
+        files.save(key, Trained(bert))
+        return bert
+    bert = BertModel.from_pretrained(weights, dtype=torch.float32)
+    bert.load_state_dict(found.state)
+    return bert
 
 
 def _from_sources(pairs: Sequence[Pair], rows: int) -> tuple[list[Pair], np.ndarray]:

@@ -1,8 +1,10 @@
-"""How outputs move along parameter directions: Φ(x) = J_f(x) V, by forward-mode products.
+"""How outputs move along parameter directions: Φ(x) = J_f(x) V.
 
-Along directions V = [v_1 … v_r] the outputs are f(x; θ + V d) ≈ f(x; θ) + Φ(x) d. A product with one direction takes
-two forward passes; directions go through the model in chunks that share the pass at θ. Features that outgrow the
-memory budget stand in a file.
+Along directions V = [v_1 … v_r] the outputs are f(x; θ + V d) ≈ f(x; θ) + Φ(x) d. A forward-mode product with one
+direction takes two forward passes; directions go through the model in chunks that share the pass at θ. Where points use
+each parameter often (tokens, places of an image) and outputs are few, it is less work to form every point's gradient
+of each output and multiply it with all directions (`are_rows_less_work`). Features that outgrow the memory budget stand
+in a file.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ from torch import Tensor, nn
 from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ggda_ext.data import IndexedData, progress, to_device
+from ggda_ext.data import IndexedData, batch_length, progress, to_device
+from ggda_ext.gradients import GroupGradients
+from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.strategies import forward
-from ggda_ext.losses import model_output
+from ggda_ext.groups.partition import Groups
+from ggda_ext.losses import BatchLoss, model_output
 from ggda_ext.model import ParameterSpace, called_with
 from ggda_ext.sharing import adding_up, my_share
 
@@ -58,6 +63,7 @@ class Linearizer:
         memory_budget: bytes of features kept in memory; more go to a file.
         folder: where to put such files; a temporary folder if left out.
         show_progress: whether to show a progress bar; None, on passes over 5 seconds.
+        by_rows: whether to form gradients of outputs instead of forward-mode products.
     """
 
     def __init__(
@@ -68,11 +74,12 @@ class Linearizer:
         memory_budget: int = 2**30,
         folder: Path | None = None,
         show_progress: bool | None = False,
+        by_rows: bool = False,
     ) -> None:
         self.space, self.batch_size, self.memory_budget, self.folder = space, batch_size, memory_budget, folder
-        self.rank, self.show_progress = len(directions), show_progress
-        still = forward.tangents(space, directions)  # an embedding's padding row does not move
-        self._moves = {name: torch.stack([move[name] for move in still]) for name in space.parameters}
+        self.rank, self.show_progress, self.by_rows = len(directions), show_progress, by_rows
+        self.directions = directions
+        self._moves = {name: space.part(directions, value) for name, value in space.parameters.items()}
         self.module = OutputModule(space.model)
         self._mapped = True
         self._files: list[tempfile.TemporaryDirectory] = []
@@ -82,25 +89,45 @@ class Linearizer:
         """Outputs, targets and tangents of all examples; under several ranks each computes a share."""
         if data.n is None:
             raise TypeError(f"{data.name} is a stream without a length: pass a map-style data set to what-if.")
-        output, target, moves = self.of_batch(to_device(data.first(1), self.space.device))
+        output, target = model_output(self.space.model, to_device(data.first(1), self.space.device))
         outputs = output.new_zeros(data.n, *output.shape[1:])
         targets = None if target is None else target.new_zeros(data.n, *target.shape[1:])
-        tangents = self._empty((data.n, *moves.shape[1:]), moves)
-        title = f"outputs along {self.rank} directions"
-        totals = [outputs, tangents, *([] if targets is None else [targets])]
+        tangents = self._empty((data.n, output[0].numel(), self.rank), output)
+        title = "outputs" if self.by_rows else f"outputs along {self.rank} directions"
+        totals = [outputs, *([] if self.by_rows else [tangents]), *([] if targets is None else [targets])]
         with (
             adding_up(*totals, same={"the number of examples": data.n}),
             progress(len(my_share(data.n)), title, self.show_progress) as bar,
         ):
             for indices, batch in data.my_share(self.batch_size, whole_batches=True):
-                at = slice(int(indices[0]), int(indices[-1]) + 1)
-                outputs[at], target, tangents[at] = self.of_batch(to_device(batch, self.space.device))
+                at, batch = slice(int(indices[0]), int(indices[-1]) + 1), to_device(batch, self.space.device)
+                if self.by_rows:
+                    outputs[at], target = model_output(self.space.model, batch)
+                else:
+                    outputs[at], target, tangents[at] = self.of_batch(batch)
                 if targets is not None and target is not None:
                     targets[at] = target
                 bar.update(len(indices))
         check_finite(outputs, "outputs", data.name)
+        for column in range(tangents.shape[1]) if self.by_rows else ():
+            tangents[:, column] = self._of_output(data, column).T.to(tangents)
         check_finite(tangents, "features", data.name)
         return Features(outputs, targets, tangents)
+
+    @torch.enable_grad()
+    def _of_output(self, data: IndexedData, column: int) -> Tensor:
+        """How one output of every example moves along the directions `[r, N]`; ranks share the work."""
+
+        def outputs(model: nn.Module, batch: Any) -> Tensor:
+            output, _ = model_output(model, batch)
+            return output.reshape(len(output), -1)[:, column]
+
+        own = GroupGradients(
+            self.space.model, BatchLoss(outputs), data, Groups.singletons(data.n or 0),
+            parameters=self.space.parameters.values(), memory_budget=self.memory_budget,
+            show_progress=self.show_progress,
+        )  # fmt: skip
+        return own.scores(self.directions)
 
     def of_batch(self, batch: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """Outputs, targets and tangents `[b, C, r]` of one batch."""
@@ -119,8 +146,12 @@ class Linearizer:
         values = {f"model.{name}": value.detach() for name, value in self.space.parameters.items()}
         moves = {f"model.{name}": value for name, value in part.items()}
 
+        def output(given: dict[str, Tensor]) -> Tensor:
+            with torch.enable_grad(), forward.AsBackward(batch_length(batch)):
+                return called_with(self.module, given, (batch,))
+
         def along(move: dict[str, Tensor]) -> Tensor:
-            return jvp(lambda given: called_with(self.module, given, (batch,)), (values,), (move,))[1]
+            return jvp(output, (values,), (move,))[1]
 
         if self._mapped:
             try:
@@ -142,6 +173,16 @@ class Linearizer:
         self._files.append(tempfile.TemporaryDirectory(prefix="features-", dir=self.folder))
         path = Path(self._files[-1].name) / "tangents"
         return torch.from_file(str(path), shared=True, size=int(np.prod(shape)), dtype=like.dtype).view(shape)
+
+
+def are_rows_less_work(facts: Facts, outputs: int, directions: int) -> bool:
+    """Whether gradients of outputs are clearly less work than forward-mode products, both counted in multiplications.
+
+    Gradients of an output: a forward and a backward pass, and a product with every direction, of all parameters or of
+    the layers' inputs. Forward mode takes twice as many as stand here on the right.
+    """
+    work = facts.work_per_point
+    return outputs * (3 * work + directions * min(work, facts.parameters)) < directions * work
 
 
 class OutputModule(nn.Module):

@@ -152,7 +152,7 @@ def leave_group_out(
         at_once: models trained at once, and saved at once; chosen by size if left out.
         save_dir: folder for finished trainings. Called again with the same arguments, a stopped run goes on from there;
             another model, loss, property, data set, recipe or other groups are refused.
-        tag: with `save_dir`, names what cannot be seen from here, such as a file that the property reads.
+        tag: with `save_dir`, a name for the version of what cannot be checked, such as a file that the property reads.
         show_progress: whether to show a progress bar; by default once it takes over 5 seconds.
     """
     if tag is not None and save_dir is None:

@@ -15,17 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.counterfactual.directions import Kind, find_directions
-from ggda_ext.counterfactual.features import Features, Linearizer, check_finite, check_forward_mode
+from ggda_ext.counterfactual.features import (
+    Features,
+    Linearizer,
+    are_rows_less_work,
+    check_finite,
+    check_forward_mode,
+)
 from ggda_ext.counterfactual.recognized import convex_loss
 from ggda_ext.counterfactual.refit import Refit
-from ggda_ext.counterfactual.trust import kept_share, trusted_ridge
+from ggda_ext.counterfactual.trust import kept_share, moved_outputs, trusted_ridge
 from ggda_ext.curvature.damping import ADAM as STATED_ADAM
 from ggda_ext.curvature.damping import Training, of_recipe
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ignored_targets, model_output
-from ggda_ext.model import called_with, check_deterministic_modules
+from ggda_ext.model import check_deterministic_modules
 from ggda_ext.properties import Property, property_gradient
 from ggda_ext.sharing import in_shares
 
@@ -66,7 +72,8 @@ class LinearizedModel:
     def __init__(self, provider: GroupGradients, settings: Settings, point_weights: Tensor) -> None:
         self.provider, self.space, self.settings = provider, provider.space, settings
         check_deterministic_modules(provider.model)
-        batch_size = provider.plan(None).facts.batch_size
+        facts = provider.plan(None).facts
+        batch_size = facts.batch_size
         outputs, targets = training_outputs(provider, batch_size)
         self.output_shape = list(outputs.shape[1:])
         loss = convex_loss(provider.loss, outputs, targets)
@@ -85,8 +92,10 @@ class LinearizedModel:
             settings.memory_budget,
             settings.folder,
             provider.show_progress,
+            are_rows_less_work(facts, outputs[0].numel(), len(self.directions.rows)),
         )
-        check_forward_mode(self._linearizer, provider.data)
+        if not self._linearizer.by_rows:
+            check_forward_mode(self._linearizer, provider.data)
         self.chosen, self._chosen_weights = _evenly_drawn(
             provider.groups, self.point_weights, settings.most_points, settings.seed
         )
@@ -149,12 +158,10 @@ class LinearizedModel:
         """Whether outputs are linear in the parameters, so that refits are exact: found by moving them."""
         generator = torch.Generator().manual_seed(0)
         d = torch.randn(len(self.directions.rows), generator=generator, dtype=torch.float64).to(self.space.device)
-        step = (d.to(self.directions.rows) @ self.directions.rows)[None]
-        batch = to_device(self.provider.data.first(16), self.space.device)
-        output, _, moves = self._linearizer.of_batch(batch)
-        moved = {name: value + self.space.part(step, value)[0] for name, value in self.space.parameters.items()}
+        at = torch.arange(min(16, len(self.chosen)), device=self.space.device)
+        output, moves = self.training.outputs[at], self.training.tangents[at]
         with torch.no_grad():
-            real = called_with(self.module, {f"model.{name}": value for name, value in moved.items()}, (batch,))
+            real = moved_outputs(self, at, d)
         change = (moves @ d.to(moves)).view(output.shape)
         size = 1e-4 if self.space.dtype == torch.float32 else 1e-10
         return bool((real - output - change).abs().max() <= size * (1 + change.abs().max() + output.abs().max()))

@@ -66,14 +66,14 @@ def kept_share(model: LinearizedModel, ridge: float) -> float:
         pull = float(d @ model.refit.pull) - model.settings.weight_decay / 2 * float(d @ d)
         start, promised, real = (
             float(weight @ loss.value(loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None])[:, 0])
-            for outputs in (before, linear, _moved_outputs(model, at, d))
+            for outputs in (before, linear, moved_outputs(model, at, d))
         )
         if start - promised + pull > 0:
             found.append((start - real + pull) / (start - promised + pull))
     return float(np.median(np.nan_to_num(found, nan=-np.inf))) if found else float("nan")
 
 
-def _moved_outputs(model: LinearizedModel, at: Tensor, d: Tensor) -> Tensor:
+def moved_outputs(model: LinearizedModel, at: Tensor, d: Tensor) -> Tensor:
     """The model's own outputs for some training points at θ + V d."""
     rows = model.directions.rows
     step = (d.to(rows) @ rows)[None]

@@ -68,7 +68,7 @@ class EmpiricalFisher:
         return self
 
     def add_groups(self, kind: FisherKind, sums: Tensor, sizes: np.ndarray) -> EmpiricalFisher:
-        """Add groups as rows, by the formula of `kind` above.
+        """Add groups as rows, by the formula of `kind` (see `ggda_ext.curvature.fisher`).
 
         Args:
             kind: ``"batched"`` or ``"paper"``.

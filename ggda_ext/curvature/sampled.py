@@ -53,7 +53,7 @@ class SampledCurvature:
     Args:
         provider: the model, its loss and the training data.
         kind: which curvature; ``"auto"`` is Gauss–Newton, or the empirical Fisher where the loss is no function of
-            outputs that could be had (a model that returns its own loss).
+            outputs that can be computed (a model that returns its own loss).
         points: most points to look at, drawn at random.
         seed: of the draw.
     """
@@ -141,7 +141,7 @@ class SampledCurvature:
         return loss if same is None else OutputLoss(same)
 
     def _no_gauss_newton(self) -> str | None:
-        """Why this loss has no Gauss–Newton matrix that could be had, or None."""
+        """Why the Gauss–Newton matrix of this loss cannot be computed, or None."""
         if isinstance(self.provider.loss, OwnLoss):
             return "the model returns its own loss."
         if self.provider.loss.vectorized:

@@ -29,6 +29,7 @@ from ggda_ext.gradients.mixing import check_batch, check_reduction
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.proof import (
+    LEAST_PLACES,
     LITTLE,
     USUAL,
     CapturedLayers,
@@ -44,6 +45,7 @@ from ggda_ext.gradients.truth import (
     Truth,
     captured_scores,
     check_same_losses,
+    descent,
     first_line,
     random_direction,
     tolerance,
@@ -56,7 +58,8 @@ from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, SavedState, may_change
 
 LARGEST_BATCH = 2**17
-CACHED_BYTES = 26 * 2**20  # of activations of a batch: fewer, and what is done once per batch counts on small models
+CACHED_BYTES = 26 * 2**20  # of activations of a batch, near the cache
+ENOUGH_WORK = 2**27  # multiplications; a batch of fewer may be twice as large: what is done once per batch counts there
 ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
 _BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent
 _ROUNDS = 2  # of looking at more examples for a parameter that the first ones do not touch
@@ -101,7 +104,7 @@ class Probe:
         self._compare(strategy, fresh=found is None)
         copied = sum(space.parameters[name].numel() for name in self._found.copied) * space.dtype.itemsize
         self._bytes_per_point = _BYTES_PER_ACTIVATION * self._found.activation_bytes + copied
-        fitting = _batch_size(self._bytes_per_point, memory_budget)
+        fitting = _batch_size(self._bytes_per_point, max(self._found.work, 1.0), memory_budget)
         self._most_points = batch_size or min(fitting, at_most or fitting)
         self._points, self._groups = int(groups.sizes.sum()), len(groups)
 
@@ -154,6 +157,9 @@ class Probe:
         except ValueError:
             sample.check_repeats()  # what is random may look like anything
             raise
+        if sample.effort is USUAL:  # two examples cannot tell: two divides every other dimension
+            self._found.most_places = max(LEAST_PLACES, len(members) // LEAST_PLACES)
+            self._found.look_at(descent(space, self._loss, max(self._found.batches, key=batch_length)))
         if self._found.uncovered:
             self._found.work = self._counted_work()
         self._found.unseen = set(self._untouched())
@@ -352,8 +358,9 @@ def _owners(space: ParameterSpace, names: dict[str, str]) -> dict[str, tuple[str
     return {name: places[0] for name, places in found.items() if len(places) == 1}
 
 
-def _batch_size(bytes_per_point: int, memory_budget: int) -> int:
-    wanted = max(CACHED_BYTES // bytes_per_point, ENOUGH_POINTS)
+def _batch_size(bytes_per_point: int, work_per_point: float, memory_budget: int) -> int:
+    light = min(2 * CACHED_BYTES / bytes_per_point, ENOUGH_WORK / work_per_point)
+    wanted = max(CACHED_BYTES // bytes_per_point, ENOUGH_POINTS, light)
     size = int(max(1, min(wanted, memory_budget // bytes_per_point, LARGEST_BATCH)))
     step = 16 if size > 64 else 4 if size > 16 else 1
     return size - size % step

@@ -84,7 +84,7 @@ class LabelIssues:
 
     @property
     def by_group(self) -> dict[Hashable, dict[str, float]]:
-        """By name of a group, the most suspicious group first: size, mean suspicion, share of it in the top tenth, …"""
+        """Each group's size, mean suspicion, share in the most suspicious tenth, …; by name, the worst group first."""
         if self.groups is None:
             raise ValueError("there are no groups: pass groups= to find_label_issues.")
         groups, top = self.groups, np.zeros(len(self.loss), bool)

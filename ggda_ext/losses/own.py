@@ -93,7 +93,7 @@ class OwnLoss(ExampleLoss):
         if not rows.calls and (tokens == "sum" or of_token is not None):
             raise ValueError(
                 "the model computes its loss without the losses of torch.nn.functional, so the losses of its tokens "
-                "are not to be had: use tokens='mean', or pass the loss as a BatchLoss."
+                "cannot be computed: use tokens='mean', or pass the loss as a BatchLoss."
             )
         if loss.numel() != size or (size > 1 and not rows.calls):
             raise _NotByRows
@@ -103,13 +103,18 @@ class OwnLoss(ExampleLoss):
         """Whether the losses read off a batch are those of its examples alone."""
         few = pick(batch, range(size)[:: max(1, size // _COMPARED)][:_COMPARED])
         positions = range(batch_length(few))
+        rows: Tensor | None
         with torch.no_grad():
             try:
                 rows, counted = self._rows(model, few, len(positions), "mean", None)
             except (_NotByRows, RuntimeError, ValueError, TypeError):
-                self.value(model, pick(batch, [0]))  # a model that fails alone, too, says itself what is wrong
-                return False
+                rows = counted = None
+            # a model that fails alone, too, says itself what is wrong
             alone = torch.stack([self.value(model, pick(few, [at])).reshape(()) for at in positions])
+            if len(alone) > 1 and bool((alone - alone[0]).abs().max() <= 1e-6 * (1e-3 + alone[0].abs())):
+                _refuse_comparisons(alone, self.value(model, few))
+        if rows is None:
+            return False
         asked = (counted > 0 if counted is not None else torch.ones_like(rows) > 0) & alone.isfinite()
         allowed = 1e-2 if rows.dtype in (torch.float16, torch.bfloat16) else 1e-3
         return bool(((rows - alone).abs() <= allowed * (1e-3 + alone.abs()))[asked].all())
@@ -120,6 +125,17 @@ class _NotByRows(ValueError):
 
     def __init__(self) -> None:
         super().__init__("the model gives one loss for the whole batch")
+
+
+def _refuse_comparisons(alone: Tensor, together: Tensor) -> None:
+    """Refuse a loss that all examples have alike alone `[b]` and that is neither their mean nor their sum together."""
+    off = torch.minimum((together - alone[0]).abs(), (together - alone.sum()).abs())
+    if bool(off > 1e-2 * (1e-3 + together.abs())):
+        raise ValueError(
+            "the loss compares the examples of a batch with each other (contrastive learning?): "
+            f"{len(alone)} of them have a loss of {float(together):.6g} together and {float(alone[0]) + 0.0:.6g} for "
+            "each alone, so none has a loss of its own: take one that compares an example with a fixed set of others."
+        )
 
 
 def _no_own_loss(why: str) -> str:

@@ -184,7 +184,7 @@ def class_shift(groups: GroupsLike, labels: Any) -> tuple[float, float]:
 
 
 def why_not_additive(groups: GroupsLike, labels: Any) -> str | None:
-    """A sentence on why scores of these groups should not be added up; None if nothing speaks against it.
+    """A sentence on why scores of these groups should not be added up; None if there is no reason.
 
     Args:
         groups: a `Groups` or anything it accepts.

@@ -103,7 +103,7 @@ class Attribution(NamedScores):
     def effects(self, property: str | int = 0) -> tuple[str, ...]:
         """For every group: ``helps`` or ``hurts``, ``rises`` or ``falls`` if the direction is not known.
 
-        ``unclear`` where the interval holds 0, ``none`` where the score is 0.
+        ``unclear`` where the interval contains 0, ``none`` where the score is 0.
         """
         return ranking.effects(self, self.property_id(property))
 
@@ -125,7 +125,7 @@ class Attribution(NamedScores):
 
         Args:
             by: the property that counts; by default the first.
-            sure: only those whose interval does not hold 0.
+            sure: only those whose interval does not contain 0.
         """
         return self.some(ranking.with_effect(self, "hurts", by, sure))
 

@@ -67,7 +67,7 @@ def effect_of(score: float, direction: HigherIsBetter) -> str:
 
 
 def effects(result: Attribution, j: int) -> tuple[str, ...]:
-    """The effect of every group on property j; ``unclear`` where the interval holds 0."""
+    """The effect of every group on property j; ``unclear`` where the interval contains 0."""
     direction = result.higher_is_better[j]
     found = [effect_of(score, direction) for score in result.scores[j].tolist()]
     if result.low is not None and result.high is not None:

@@ -55,6 +55,21 @@ def test_what_is_timed_whole_is_not_extrapolated() -> None:
     assert found.linearity is None
 
 
+def test_all_points_are_timed_where_that_takes_little_longer() -> None:
+    asked: list[int] = []
+    found = climb(MadeClock(), lambda n: asked.append(n) or 1e-3 * n, first=10, points=1000, seconds=0.2)  # type: ignore[func-returns-value]
+    assert asked == [10, 20, 40, 1000]
+    assert found.last == [1000]
+    assert found.extrapolated == 1
+
+
+def test_an_original_that_is_slow_for_one_batch_gets_three() -> None:
+    found = climb(MadeClock(), lambda n: 0.5 + n, first=8, points=100, seconds=1.0)
+    assert sorted(found.seconds) == [8, 16, 24]
+    assert found.extrapolated == pytest.approx(100.5)
+    assert found.linearity == pytest.approx(1)
+
+
 def test_what_is_no_line_is_seen_and_counts_for_less() -> None:
     found = climb(MadeClock(), lambda n: 1e-4 * n**2, first=10, points=10_000, seconds=1.0)
     assert found.linearity is not None
@@ -74,7 +89,7 @@ def test_the_best_turn_counts_and_what_is_slow_takes_one() -> None:
 
 def test_a_close_call_gives_both_sides_more_turns_and_a_clear_one_none() -> None:
     found = climb(MadeClock(), lambda n: 1.0, first=4, points=4, seconds=10.0)
-    ours, theirs = iter([0.9, 0.8, 0.85, 0.9]), iter([0.95, 1.0, 0.7, 1.0])
+    ours, theirs = iter([0.9, 0.8, 0.85]), iter([0.95, 1.0, 0.7])
     assert decide(MadeClock(), found, lambda n: next(theirs), lambda: next(ours), 4, 1.0, seconds=10.0) == 0.8
     assert found.seconds[4] == 0.7
     assert next(ours, None) is None

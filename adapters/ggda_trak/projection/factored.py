@@ -101,7 +101,7 @@ class FactoredProjector(AbstractProjector):
         return projected
 
     def captures(self, provider: GroupGradients) -> bool:
-        """Whether every gradient can be had from layer inputs and output gradients of the projector's own model."""
+        """Whether every gradient follows from layer inputs and output gradients of the projector's own model."""
         own = self.space.spans.keys() == provider.space.spans.keys()
         return own and not provider.plan(None).facts.uncovered
 

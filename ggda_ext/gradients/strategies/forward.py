@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,7 +25,7 @@ from ggda_ext.model import ParameterSpace, called_with
 def scores(request: Request, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
     result = request.empty_scores(len(directions))
-    moves = tangents(request.space, directions)
+    moves = [request.space.split(direction) for direction in directions]
     for labels, batch in request.natural_batches():
         for number, (row, tangent) in enumerate(zip(result, moves, strict=True)):
             found, losses, watch = watched_scores(request.loss_module, request.space, tangent, batch)
@@ -35,27 +36,11 @@ def scores(request: Request, directions: Tensor) -> Tensor:
     return result
 
 
-def tangents(space: ParameterSpace, directions: Tensor) -> list[dict[str, Tensor]]:
-    """Directions `[m, p]` by parameter; an embedding's padding row, which gets no gradient, does not move."""
-    still = {
-        id(module.weight): module.padding_idx
-        for module in space.model.modules()
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None
-    }
-    moves = [space.split(direction) for direction in directions]
-    for name, parameter in space.parameters.items():
-        if id(parameter) in still:
-            for move in moves:
-                move[name] = move[name].clone()
-                move[name][still[id(parameter)]] = 0
-    return moves
-
-
 def watched_scores(
     loss_module: nn.Module, space: ParameterSpace, tangent: dict[str, Tensor], batch: Any
 ) -> tuple[Tensor, Tensor, Watch]:
     """Derivative of every example's loss along one direction `[b]`, the losses `[b]`, and what the model did."""
-    watch = _AsBackward(batch_length(batch))
+    watch = AsBackward(batch_length(batch))
     with space.require_gradients(of_chosen=False), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
         duals = {
             f"model.{name}": forward_ad.make_dual(value.detach(), tangent[name])
@@ -68,16 +53,19 @@ def watched_scores(
     return torch.zeros_like(losses) if derivative is None else derivative.detach(), losses, watch
 
 
-class _AsBackward(Watch):
+class AsBackward(Watch):
     """Lets forward mode see what a backward pass sees: nothing of what the model computes without gradients.
 
-    The fused g·v/‖v‖, which has no forward-mode derivative, is written out.
+    Nor of padding that is embedded, whose row moves only where a tied weight is used otherwise. The fused g·v/‖v‖,
+    which has no forward-mode derivative, is written out.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._weight_norm:
             return _weight_norm(*args, **(kwargs or {}))
         found = super().__torch_function__(func, types, args, kwargs)
+        if func is F.embedding and torch.is_grad_enabled():
+            return _embedded(found, *args, **(kwargs or {}))
         return found if torch.is_grad_enabled() else _constant(found)
 
 
@@ -86,6 +74,13 @@ def _constant(found: Any) -> Any:
         return type(found)(map(_constant, found))
     moves = isinstance(found, Tensor) and forward_ad.unpack_dual(found).tangent is not None
     return found.detach() if moves else found
+
+
+def _embedded(found: Tensor, ids: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> Tensor:
+    """Rows of an embedding, of which those of padding do not move."""
+    if padding_idx is None:
+        return found
+    return torch.where((ids == padding_idx % len(weight))[..., None], _constant(found), found)
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -102,7 +97,7 @@ def compare(proof: CapturedLayers, direction: Tensor) -> str | None:
     norms = truth.norms[finite].amax(0) if bool(finite.any()) else torch.ones(len(space.parameters))
     norms = norms + 1e-3 * norms.max() + torch.finfo(norms.dtype).tiny
     # every parameter of about equal weight, so that a small one counts
-    moves = tangents(space, direction)[0]
+    moves = space.split(direction[0])
     scaled = {name: move / norm.to(move) for (name, move), norm in zip(moves.items(), norms, strict=True)}
     module = LossModule(space.model, proof.loss)
     try:
