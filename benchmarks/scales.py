@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from benchmarks.names import (
     CG,
+    EKFAC,
     EQUAL_GRAD_K_MEANS,
     EQUAL_K_MEANS,
     FISHER,
@@ -142,7 +143,7 @@ _QNLI = replace(
 _SOURCES = ExperimentScale(
     None,
     lds=LdsScale(
-        CellScale((TRACIN, INFLUENCE, WHAT_IF), {SOURCES: (60,), EQUAL_GRAD_K_MEANS: (60,)}),
+        CellScale((TRACIN, EKFAC, WHAT_IF), {SOURCES: (60,), EQUAL_GRAD_K_MEANS: (60,)}),
         subsets=32,
         protocols=(HALVES,),
     ),

@@ -435,7 +435,9 @@ def test_tables_escape_and_cut_what_comes_from_data() -> None:
     assert "<b>loss" not in result._repr_html_()
     assert "&lt;script&gt;" in result._repr_html_()
     assert max(map(len, str(result).splitlines())) < 100
-    assert "line\nbreak" not in str(result)
+    assert "line break" in str(result)
+    empty = Attribution(torch.tensor([[1.0, 2.0]]), Groups([0, 1], names=["", " "]), ["loss"], [False])
+    assert [line[:3] for line in str(empty).splitlines()[3:5]] == ["' '", "'' "]
 
 
 def test_days_and_months_are_shown_as_people_write_them() -> None:
@@ -445,7 +447,7 @@ def test_days_and_months_are_shown_as_people_write_them() -> None:
         assert "2024-01-31 " in said
         assert "00:00" not in said
     pairs = [("x", month) for month in days.dt.to_period("M")]
-    assert "('x', 2024-01)" in str(Attribution(torch.ones(1, 2), {pair: [at] for at, pair in enumerate(pairs[:2])}))
+    assert "('x', '2024-01')" in str(Attribution(torch.ones(1, 2), {pair: [at] for at, pair in enumerate(pairs[:2])}))
 
 
 def test_many_groups_and_many_properties_still_print_on_a_page() -> None:

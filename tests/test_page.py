@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ggda_ext import Attribution, Groups
 from ggda_ext.results import sentences
 from ggda_ext.results.thumbnails import pixels, png_address
 from tests.result_cases import result
@@ -155,6 +156,12 @@ def test_a_card_tells_size_labels_and_the_members_that_carry_the_group(tmp_path)
     web = page.text[page.text.index("One of 6 members") :]
     assert re.findall(r"point (\d+)", web)[:2] == ["2", "0"]
     assert "text row 2 · age 0.6667" in web
+
+
+def test_one_label_more_than_fit_is_named_and_not_summed_up(tmp_path):
+    many = Attribution(torch.ones(1, 1), Groups(np.zeros(60, int), names=["all"]), ["loss"], [False])
+    assert "others" not in page_of(many, tmp_path, labels=np.arange(60) % 7).text
+    assert "2 others" in page_of(many, tmp_path, labels=np.arange(60) % 8).text
 
 
 def test_rows_may_be_a_frame_texts_or_dicts(tmp_path):

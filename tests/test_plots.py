@@ -257,6 +257,21 @@ def test_dates_of_a_timeline_do_not_run_together(months):
     check_apart(ax)
 
 
+@pytest.mark.parametrize(("m", "numbers"), [(2, True), (5, False)])
+def test_a_narrow_heat_map_has_numbers_only_where_they_fit(m, numbers):
+    figure = Figure(figsize=(4.2, 3.2), layout="constrained")
+    found = result(4, m).replace(properties=[f"a property with a long name {j}" for j in range(m)])
+    ax = found.plot.heatmap(ax=figure.add_subplot())
+    FigureCanvasAgg(figure).draw()
+    boxes = [text.get_window_extent() for text in ax.texts if text.get_position()[1] == 0]
+    assert len(boxes) == m
+    assert all(one.x1 < other.x0 for one, other in pairwise(boxes))
+    assert any(text.get_text()[-1].isdigit() for text in ax.texts) == numbers
+    labels = [label.get_window_extent() for label in ax.get_xticklabels()]
+    assert min(box.x0 for box in labels) >= 0
+    assert min(box.y0 for box in labels) >= 0
+
+
 def check_apart(ax):
     """The texts below a picture do not touch."""
     low, high = ax.get_xlim()

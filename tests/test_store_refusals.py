@@ -16,6 +16,7 @@ import ggda_trak
 import numpy as np
 import pytest
 import torch
+import trak_cases
 from store_cases import K, N, Rows, Weighted, changed_points, make_data, make_network, margin, one_point, over
 from torch import Tensor, nn
 from torch.nn import functional
@@ -347,6 +348,33 @@ def test_dattri_refuses(change: Callable[[Any], Any], named: str, tmp_path: Path
     change(case)
     with pytest.raises(StoreMismatch, match=f"was made with {named} = "):
         dattri(case, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "size"), [("lambda_reg", 0.5, 4), ("damping", 0.2, 4), ("lambda_reg", 0.5, 1)]
+)
+def test_trak_refuses_features_that_were_finished_with_another_ridge(
+    option: str, value: float, size: int, tmp_path: Path
+) -> None:
+    given = trak_cases.case("image_classification")
+    state = given.checkpoints(1)[0]
+
+    def run(folder: Path, *, finish: bool = True, **options: Any) -> np.ndarray:
+        options = given.options | {"proj_dim": 16, "groups": np.arange(trak_cases.N) // size} | options
+        made = ggda_trak.TRAKer(given.model, given.task, trak_cases.N, save_dir=folder, **options)
+        made.load_checkpoint(state, 0)
+        for at in trak_cases.batches():
+            made.featurize(trak_cases.take(given.train, at), inds=at)
+        if finish:
+            made.finalize_features()
+        return made.saver.current_store["features"].copy()
+
+    found = run(tmp_path / "a")
+    with pytest.raises(StoreMismatch, match=f"in the features of model id 0, was made with {option} = "):
+        run(tmp_path / "a", **{option: value})
+    np.testing.assert_array_equal(run(tmp_path / "a"), found)
+    run(tmp_path / "b", finish=False)
+    np.testing.assert_allclose(run(tmp_path / "b", **{option: value}), run(tmp_path / "c", **{option: value}))
 
 
 @pytest.mark.parametrize("method", ["tracin", "influence"])

@@ -160,6 +160,29 @@ def test_adam_at_the_current_parameters_takes_the_trainers_optimizer(tmp_path):
     assert now.method.name == "tracin"
 
 
+class HeadFirst(Trainer):
+    """Two groups of parameters that are not those of weight decay."""
+
+    def create_optimizer(self, model=None):
+        named = list(self.model.named_parameters())
+        head, body = ([value for name, value in named if name.startswith("bert.") is rest] for rest in (False, True))
+        self.optimizer = torch.optim.AdamW([{"params": head, "lr": 1e-2}, {"params": body}])
+        return self.optimizer
+
+
+def test_saved_moments_are_in_the_order_of_the_trainers_own_optimizer(tmp_path):
+    trainer, rows = trained(tmp_path, "bert", kind=HeadFirst)
+    last = {"checkpoints": [tmp_path / "checkpoint-4"], "weights": [1.0], "preconditioner": "adam"}
+    now = attribute_trainer(trainer, rows, "source", preconditioner="adam")
+    other = trainer_of(made("bert", torch.float32), rows, tmp_path, kind=HeadFirst, eval_dataset=trainer.eval_dataset)
+    for one in (trainer, other):
+        assert relative_error(attribute_trainer(one, rows, "source", **last).scores, now.scores) <= 1e-5
+    assert other.optimizer is None
+    usual = trainer_of(made("bert", torch.float32), rows, tmp_path, eval_dataset=trainer.eval_dataset)
+    with pytest.raises(ValueError, match=r"in groups of \[2, .*pass the Trainer that made it"):
+        attribute_trainer(usual, rows, "source", **last)
+
+
 def test_shards_are_read(tmp_path):
     trainer, rows = trained(tmp_path)
     trainer.model.save_pretrained(tmp_path / "shards", max_shard_size="6KB")
@@ -367,6 +390,21 @@ def test_mistakes_are_named_with_the_fix(tmp_path):
     refused(ValueError, r"row 5 of the training data has no 'source'", data=[*rows[:5], *tests])
     refused(ValueError, r"Binned\('labels'\) says no bins: pass bins=", groups=Binned("labels"))
     refused(ValueError, r"Binned\('source'\).*holds the text 'web': write dates as", groups=Binned("source", freq="M"))
+    refused(
+        ValueError, r"Binned\('day'\) needs.*row 1 has None: fill it in", groups=Binned("day", freq="M"),
+        data=[row | {"day": None if i == 1 else "2024-05-31"} for i, row in enumerate(rows)],
+    )  # fmt: skip
+    refused(TypeError, "'input_ids', which holds a list in a row: pass one label", groups="input_ids")
+    refused(TypeError, "'input_ids', which holds a list in a row", groups=Binned("input_ids", bins=2))
+    refused(
+        TypeError, "'meta', which holds a dict in a row: name 'meta.lang'", groups="meta",
+        data=[row | {"meta": {"lang": "en"}} for row in rows],
+    )  # fmt: skip
+    refused(ValueError, "there is none: pass eval_dataset=", eval_dataset={})
+    refused(TypeError, "eval_dataset is a int: pass the rows", eval_dataset=5)
+    refused(TypeError, "batch_size='4': pass a whole number", batch_size="4")
+    refused(TypeError, "data_collator is a int: pass a function", data_collator=5)
+    refused(TypeError, "compute_loss_func is a str: pass a function", compute_loss_func="mean")
     refused(ValueError, "made a batch of 1 rows from", data_collator=lambda rows: collate(rows[:1]))
     refused(ValueError, "checkpoints='output_dir' stands for", checkpoints="output_dir")
     refused(FileNotFoundError, "holds no checkpoint-", checkpoints=tmp_path)

@@ -16,10 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, N, data, make, mlp, point_gradients
 from unusual_rare import (
+    JOINED,
     PLACES,
-    AsksTheBatch,
     DropsGradients,
     FullExperts,
+    JoinsExamples,
     KeepsTheLargest,
     MixesLargeBatches,
     Switches,
@@ -153,11 +154,10 @@ def test_examples_that_are_mixed_in_large_batches_only_are_refused_there(mixes, 
 
 @pytest.mark.parametrize("strategy", ["auto", *DENSE])
 @pytest.mark.parametrize(
-    ("build", "how"),
-    [*[(TellsPlaces, how) for how in PLACES], *[(AsksTheBatch, how) for how in ("any", "number", "count")]],
+    ("build", "how"), [*[(TellsPlaces, how) for how in PLACES], *[(JoinsExamples, how) for how in JOINED]]
 )
 def test_rows_told_by_their_place_or_by_the_batch_are_right_or_refused(build, how, strategy):
-    """A model may compare the number of a row with 13, or ask Python something about all rows."""
+    """A model may compare the number of a row with 13, or multiply all rows by something made of the batch."""
     torch.manual_seed(0)
     model, points = build(how).double(), data("one rare", 0)
     rows = []
@@ -177,7 +177,16 @@ def test_rows_told_by_their_place_or_by_the_batch_are_right_or_refused(build, ho
         assert found is None or relative_error(found, Groups(labels).sum(v @ truth.T)) <= 1e-10
         assert not told or "mixes the examples" in told or (strategy != "auto" and "cannot be used here" in told)
     assert how == "swapped" or strategy == "persample" or None in refused
-    assert build is AsksTheBatch or 5 not in refused
+    assert build is JoinsExamples or 5 not in refused
+
+
+@pytest.mark.parametrize("name", ["label smoothing", "an encoder", "class token", "attention", "scales"])
+def test_common_models_are_not_taken_for_ones_that_join_examples(name):
+    model, points = make(name)
+    provider = GroupGradients(model, CE, points, GROUPS)
+    provider.plan(1)
+    assert provider._probe._found.joins is None
+    assert not provider._probe._found.placed
 
 
 FAST = {"scales": "directional", "class token": "directional", "embedding bag": "directional", "weight norm": "forward",

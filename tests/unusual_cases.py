@@ -267,6 +267,23 @@ class ReplacedBuffer(nn.Module):
         return out
 
 
+class Quantises(nn.Module):
+    """Looks up the nearest of some codes, which then move towards the batch, and lets gradients through as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, 4), nn.Linear(4, CLASSES)
+        self.register_buffer("codes", torch.randn(7, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.body(x)
+        nearest = torch.cdist(z, self.codes).argmin(1)
+        found = self.codes[nearest]
+        with torch.no_grad():
+            self.codes.lerp_(torch.zeros_like(self.codes).index_add(0, nearest, z), 0.1)
+        return self.head(z + (found - z).detach())
+
+
 class UsedTwice(nn.Module):
     """Uses the weight of a layer a second time, for few examples only, with or without a branch, or very little."""
 
@@ -529,6 +546,7 @@ CASES: dict[str, Unusual] = {
     "weight norm": Unusual(weight_norm),
     "changing buffer": Unusual(Counts),
     "replaced buffer": Unusual(ReplacedBuffer),
+    "codes that follow the data": Unusual(Quantises),
     "a weight used twice, masked": Unusual(lambda: UsedTwice("masked"), inputs="one late"),
     "a weight used twice, in a branch": Unusual(lambda: UsedTwice("branch"), inputs="one late"),
     "a weight used twice, a little": Unusual(lambda: UsedTwice("little")),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -214,7 +218,7 @@ class DropsGradients(Body):
         return self.head(h)
 
 
-PLACES = ("mask", "late", "padded", "cut", "swapped", "stopped")
+PLACES = ("mask", "late", "padded", "cut", "swapped", "stopped", "numpy", "triangle")
 
 
 class TellsPlaces(Body):
@@ -240,6 +244,10 @@ class TellsPlaces(Body):
             h = h + nn.functional.pad(torch.ones(1, 5).to(x), (0, 0, 13, len(x) - 14)) if len(x) > 13 else h
         elif self.how == "cut":
             h = h * self.factors[: len(x)]
+        elif self.how == "numpy":
+            h = h * torch.from_numpy(1 + 0.2 * (np.arange(len(x)) == 13))[:, None]
+        elif self.how == "triangle":
+            h = h * (1 + 0.2 * (torch.ones(len(x), len(x)).tril().sum(1) == 14)[:, None])
         elif self.how == "stopped":
             h = torch.where((torch.arange(len(x)) == 13)[:, None], h.detach(), h)
         else:
@@ -251,11 +259,24 @@ class TellsPlaces(Body):
         return self.head(h)
 
 
-class AsksTheBatch(Body):
-    """Multiplies all outputs by a number that Python makes of the whole batch, another one if it has a rare example.
+JOINED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "any": lambda x, rare: 1.5 if bool(rare.any()) else 1.0,
+    "number": lambda x, rare: 1 + float(rare.sum()),
+    "count": lambda x, rare: 1.0 + sum(rare.tolist()),
+    "sum": lambda x, rare: 1 + rare.sum(),
+    "product": lambda x, rare: 1 + torch.dot(rare.to(x), x.new_ones(len(x))),
+    "turned": lambda x, rare: 1 + (x.t() - RARE).relu().amax(1)[0],
+    "bins": lambda x, rare: 1 + torch.bincount(rare.long(), minlength=2)[1],
+    "noise": lambda x, rare: 1 + rare[:, None] * torch.rand_like(x[:, :1]),
+}
+"""What is made of a batch, given which of its examples are rare: 1 if none is."""
+
+
+class JoinsExamples(Body):
+    """Multiplies all outputs by something that is made of the whole batch.
 
     Args:
-        how: ``"any"``, ``"number"`` or ``"count"``.
+        how: one of `JOINED`.
     """
 
     def __init__(self, how: str) -> None:
@@ -263,11 +284,4 @@ class AsksTheBatch(Body):
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
-        rare = x[:, 0] > RARE
-        if self.how == "any":
-            factor = 1.5 if bool(rare.any()) else 1.0
-        elif self.how == "number":
-            factor = 1 + float(rare.double().sum())
-        else:
-            factor = 1.0 + sum(rare.tolist())
-        return self.body(x) * factor
+        return self.body(x) * JOINED[self.how](x, x[:, 0] > RARE)

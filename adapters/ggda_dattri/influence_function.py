@@ -105,7 +105,7 @@ class _NeedsCache(GroupedInnerProduct):
 class IFAttributorArnoldi(_NeedsCache, dattri_if.IFAttributorArnoldi):
     """dattri's Arnoldi projection; for groups the projection P and its adjoint are applied to the test side.
 
-    That is the same: ``⟨P G, P ∇g⟩ = ⟨G, Pᵀ P ∇g⟩``. A projection with negative eigenvalues, NaN in dattri, is an error.
+    The same, as ``⟨P G, P ∇g⟩ = ⟨G, Pᵀ P ∇g⟩``. A projection with negative eigenvalues, NaN in dattri, is an error.
     """
 
     def _whole_solver(self, checkpoint: Checkpoint) -> Solve:

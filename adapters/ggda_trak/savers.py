@@ -60,6 +60,7 @@ class CheckedSaver(MmapSaver):
         self.sealed_at_once: int | None = None
         self.notes, self._seen = dict[int, dict[str, Any]](), set[int]()
         self._opened_for: int | None = None
+        self._features_of: Mapping[str, Any] = {}
         self._sealed = 0
         self._arrays: dict[Path, tuple[tuple[int, ...], np.ndarray]] = {}
         folder = Path(save_dir).resolve()
@@ -80,6 +81,17 @@ class CheckedSaver(MmapSaver):
                     f"{path} is damaged: it is not what finalize_scores wrote. Delete it, and call that again."
                 )
 
+    def make_features_with(self, settings: Mapping[str, Any]) -> None:
+        """What features depend on beyond the rows they are made of; those finished with something else are refused."""
+        self._features_of = dict(settings)
+        for model_id, kept in self.notes.items():
+            is_finished = self.model_ids[model_id]["is_finalized"]
+            differing = difference(kept.get("features_of", {}), settings) if is_finished else None
+            if differing is not None:
+                raise StoreMismatch(
+                    f"save_dir={str(self.save_dir)!r}, in the features of model id {model_id}, {differing}"
+                )
+
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
         """As TRAK's, with checksums: of new rows, of finished features, and of the record itself."""
         if self.sealed_at_once is not None:
@@ -88,7 +100,7 @@ class CheckedSaver(MmapSaver):
         model_id = self.current_model_id
         record, notes = self.model_ids[model_id], self.notes.setdefault(model_id, {})
         if record["is_finalized"]:
-            notes |= {f"{name}_xxh3": self._hash_of(name) for name in _FINISHED}
+            notes |= {f"{name}_xxh3": self._hash_of(name) for name in _FINISHED} | {"features_of": self._features_of}
         if record["is_featurized"] == 1 or not already_exists:
             _write_records(self.save_dir / f"id_{model_id}.json", {str(model_id): record | notes})
 

@@ -80,7 +80,7 @@ class TRAKer(trak.TRAKer):
         batch_size: points run at once, if fewer than the batches of `featurize` and `score` have.
         memory_budget: bytes for activations, gradient rows, rows that wait for their projection, and its matrix.
         show_progress: whether to show a progress bar for every batch; by default for those that take over 5 seconds.
-        tag: a name for the version of the data and of what else cannot be checked; a `save_dir` with another is refused.
+        tag: a name for the version of the data and of what else cannot be checked; a folder of another is refused.
         **kwargs: as for `trak.TRAKer`.
 
     Attributes:
@@ -126,6 +126,8 @@ class TRAKer(trak.TRAKer):
         with together({"groups": of_groups(self.groups)}):
             check_save_dir(Path(self._save_dir), load=self._load)
             super().__init__(**given)
+            if isinstance(self.saver, CheckedSaver):
+                self.saver.make_features_with({"lambda_reg": ridge, "damping": self._options.damping})
         self.train_set_size = self.groups.n
         if self._grouped:
             ranks.follow_first_rank(self.saver.model_ids)

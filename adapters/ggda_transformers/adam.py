@@ -76,10 +76,7 @@ def live_divisors(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> dic
     found = {}
     for name, parameter in parameters.items():
         if id(parameter) not in groups:
-            raise ValueError(
-                f"preconditioner='adam': parameter {name!r} is not in the optimizer, so it has no second moments: "
-                "choose parameters= that were trained."
-            )
+            raise _not_trained(name)
         found[name] = _divisor(optimizer.state.get(parameter, {}), groups[id(parameter)], parameter, "the optimizer")
     return found
 
@@ -88,21 +85,21 @@ def _saved_divisors(
     saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], trainer: Any, where: str
 ) -> dict[str, Tensor]:
     """√v̂ + ε from a saved optimizer, whose parameters are numbered in the order a Trainer gives them."""
-    model = trainer.model if trainer is not None else None
-    named = dict(model.named_parameters()) if model is not None else dict(parameters)
-    trained = {name: value for name, value in named.items() if value.requires_grad or name in parameters}
     groups = saved["param_groups"]
-    order = _order(trained, groups, trainer)
-    numbers = [number for group in groups for number in group["params"]]
-    if len(numbers) != len(order):
+    order = _order(parameters, len(groups), trainer)
+    sizes, own = [len(group["params"]) for group in groups], [len(names) for names in order]
+    if sizes != own:
         raise ValueError(
-            f"{where} has an optimizer of {len(numbers)} parameters, and the model has {len(order)} that require a "
-            "gradient: pass the Trainer with the model as it was trained."
+            f"{where} has an optimizer of {sum(sizes)} parameters, in groups of {sizes}, and the model has {sum(own)}, "
+            f"in groups of {own}: pass the Trainer that made it, with the model as it was trained."
         )
-    by_name = dict(zip(order, numbers, strict=True))
+    numbers = [number for group in groups for number in group["params"]]
+    by_name = dict(zip((name for names in order for name in names), numbers, strict=True))
     group_of = {number: group for group in groups for number in group["params"]}
     found = {}
     for name, parameter in parameters.items():
+        if name not in by_name:
+            raise _not_trained(name)
         number = by_name[name]
         state = saved["state"].get(number, {})
         moments = state.get("exp_avg_sq")
@@ -115,15 +112,41 @@ def _saved_divisors(
     return found
 
 
-def _order(named: Mapping[str, nn.Parameter], groups: list[Any], trainer: Any) -> list[str]:
-    """Names in the order of the optimizer: first those with weight decay, then those without."""
-    if len(groups) == 1:
-        return list(named)
+def _order(parameters: Mapping[str, nn.Parameter], groups: int, trainer: Any) -> list[list[str | None]]:
+    """Names by group of the optimizer, None for those that do not count.
+
+    They are the groups of the Trainer's own optimizer, else those with weight decay, then those without.
+    """
     if trainer is not None:
-        decays = set(trainer.get_decay_parameter_names(trainer.model))
-    else:
-        decays = {name for name in named if not any(part in name.lower() for part in _NO_WEIGHT_DECAY)}
-    return [name for name in named if name in decays] + [name for name in named if name not in decays]
+        names = {id(value): name for name, value in parameters.items()}
+        found = _optimizer_of(trainer, parameters).param_groups
+        return [[names.get(id(value)) for value in group["params"]] for group in found]
+    if groups == 1:
+        return [list(parameters)]
+    still = [name for name in parameters if any(part in name.lower() for part in _NO_WEIGHT_DECAY)]
+    return [[name for name in parameters if name not in still], list(still)]
+
+
+def _optimizer_of(trainer: Any, parameters: Mapping[str, nn.Parameter]) -> Any:
+    """The Trainer's optimizer; before training one that it would make, which it does not keep."""
+    if trainer.optimizer is not None:
+        return trainer.optimizer
+    frozen = [value for value in parameters.values() if not value.requires_grad]
+    try:
+        for value in frozen:
+            value.requires_grad_(True)
+        return trainer.create_optimizer() or trainer.optimizer
+    finally:
+        trainer.optimizer = None
+        for value in frozen:
+            value.requires_grad_(False)
+
+
+def _not_trained(name: str) -> ValueError:
+    return ValueError(
+        f"preconditioner='adam': parameter {name!r} is not in the optimizer, so it has no second moments: choose "
+        "parameters= that were trained."
+    )
 
 
 def _divisor(state: Mapping[str, Any], group: Mapping[str, Any], parameter: nn.Parameter, where: str) -> Tensor:

@@ -103,7 +103,9 @@ def _objects(values: list[Any]) -> Any:
 
 def _values(dataset: Any, part: Part, n: int) -> list[Any]:
     """One value per row."""
-    values = column_values(dataset, part if isinstance(part, str) else part.column)
+    column = part if isinstance(part, str) else part.column
+    values = column_values(dataset, column)
+    _check_plain(values, column)
     if isinstance(part, Nested):
         if part.depth < 1:
             raise ValueError(f"depth={part.depth} of Nested({part.column!r}): pass at least 1.")
@@ -116,10 +118,27 @@ def _values(dataset: Any, part: Part, n: int) -> list[Any]:
 
         if part.bins is None and part.freq is None:
             raise ValueError(f"Binned({part.column!r}) says no bins: pass bins= for numbers, or freq= for dates.")
+        empty = next((at for at, value in enumerate(values) if value is None or value != value), None)
+        if empty is not None:
+            raise ValueError(
+                f"Binned({part.column!r}) needs a number or a date in every row, and row {empty} has {values[empty]!r}"
+                ": fill it in, or leave the row out."
+            )
         edges = part.bins if part.bins is None or isinstance(part.bins, int) else _dates(part.bins, part.column)
         bins = by_column(_dates(values, part.column), n, bins=edges, freq=part.freq)
         return [bins.name(int(label)) for label in bins.labels]
     return values
+
+
+def _check_plain(values: list[Any], column: str) -> None:
+    """Refuse a column of lists or of columns."""
+    held = next((value for value in values if isinstance(value, list | dict | np.ndarray)), None)
+    if held is None:
+        return
+    instead = (
+        f"name {f'{column}.{next(iter(held))}'!r}" if isinstance(held, dict) and held else "pass one label per row"
+    )
+    raise TypeError(f"groups names the column {column!r}, which holds a {type(held).__name__} in a row: {instead}.")
 
 
 def _dates(values: Sequence[Any], column: str) -> Any:

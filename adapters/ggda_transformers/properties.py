@@ -38,7 +38,7 @@ def property_of(setup: TrainerSetup, property: Any, eval_dataset: Any) -> Proper
         )
     if eval_dataset is None:
         eval_dataset = getattr(setup.trainer, "eval_dataset", None)
-    if eval_dataset is None:
+    if eval_dataset is None or (isinstance(eval_dataset, Mapping) and not eval_dataset):
         raise ValueError(
             f"property={property!r} is of an evaluation set, and there is none: pass eval_dataset=, or a Trainer that "
             "has one."

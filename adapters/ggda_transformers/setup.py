@@ -15,6 +15,7 @@ from transformers.data.data_collator import DataCollatorWithPadding
 
 from ggda_ext.data import IndexedData, batch_length
 from ggda_ext.losses.row_reductions import Tokens
+from ggda_ext.words import check_counts
 from ggda_transformers.columns import column_names, column_values
 from ggda_transformers.losses import TrainerLoss
 from ggda_transformers.peft_models import base_of, check_not_quantized
@@ -64,8 +65,10 @@ class TrainerSetup:
             compute_loss_func: as given to Trainer.
             batch_size: rows per batch; by default the Trainer's for training.
         """
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: pass a positive number, or leave it out.")
+        check_counts(batch_size=batch_size)
+        for name, function in (("data_collator", data_collator), ("compute_loss_func", compute_loss_func)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} is a {type(function).__name__}: pass a function, or leave it out.")
         if isinstance(trainer_or_model, Trainer):
             trainer = trainer_or_model
             check_not_packed(trainer.args)
@@ -181,6 +184,8 @@ def check_rows(dataset: Any, name: str) -> None:
     if isinstance(dataset, Mapping):
         sets = ", ".join(map(repr, list(dataset)[:5]))
         raise TypeError(f"{name} is a {type(dataset).__name__} of {sets}: pass one of its sets, e.g. data['train'].")
+    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+        raise TypeError(f"{name} is a {type(dataset).__name__}: pass the rows as given to Trainer.")
     streamed = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     if streamed or not hasattr(dataset, "__len__"):
         raise TypeError(

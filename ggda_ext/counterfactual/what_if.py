@@ -61,7 +61,8 @@ class WhatIf:
 
     The outputs are linearised along a few parameter directions, and the training problem of what is kept is solved
     there; see `ggda_ext.counterfactual.refit`. Setting up takes about two passes over the training data and 2/3 of a
-    pass for every direction; a question then takes milliseconds.
+    pass for every direction, or a few passes for every output where points use each parameter often (text, images); a
+    question then takes milliseconds.
 
     Args:
         model: the model trained on all the data, in eval mode if it has dropout or BatchNorm.
@@ -84,7 +85,8 @@ class WhatIf:
         parameters: names of parameters or modules that may move; all that require a gradient if left out.
         most_points: training points a refit looks at; more are drawn from evenly.
         batch_size: points per pass; by default those of a DataLoader, else as many as fit the budget.
-        memory_budget: bytes for features and for solving; features that need more go to a file.
+        memory_budget: bytes for features, for solving and for finding directions; features that need more go to a
+            file, and of a large model fewer eigenvectors are taken.
         folder: for such files; a temporary folder if left out.
         seed: of sketches and draws.
         show_progress: whether to show progress bars while it is set up; by default on passes over 5 seconds.

@@ -30,7 +30,9 @@ from ggda_ext.gradients.mixing import check_batch, check_reduction
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.proof import (
+    LEAST_PLACES,
     LITTLE,
+    MOST_PLACES,
     USUAL,
     CapturedLayers,
     Findings,
@@ -45,6 +47,7 @@ from ggda_ext.gradients.truth import (
     Truth,
     captured_scores,
     check_same_losses,
+    descent,
     first_line,
     random_direction,
     tolerance,
@@ -159,6 +162,9 @@ class Probe:
         except ValueError:
             sample.check_repeats()  # what is random may look like anything
             raise
+        if sample.effort is USUAL:  # two examples cannot tell: two divides every other dimension
+            self._found.most_places = max(LEAST_PLACES, min(len(members) // 32, MOST_PLACES))
+            self._found.look_at(descent(space, self._loss, max(self._found.batches, key=batch_length)))
         if self._found.uncovered:
             self._found.work = self._counted_work()
         self._found.unseen = set(self._untouched())

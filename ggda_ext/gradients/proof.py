@@ -8,8 +8,9 @@ What was compared with autograd on a few examples holds for a batch only if the 
 looks at three things. The first batches: are the rows of some examples what they are in a batch without the others?
 (A model may reorder its batch, or cut it.) Every batch: is each layer called as often, with as many rows per example,
 as when it was compared, does the model call the same functions, and does nothing but its layers use a parameter? Where
-a function may move rows, all rows of the batch are looked at. And parameters that no example touched so far: does one
-touch them now? What is new is compared with autograd there and then; what differs raises `Unproven`, never a number.
+a function may move rows, join examples or tell them by their places, all rows of the batch are looked at. And
+parameters that no example touched so far: does one touch them now? What is new is compared with autograd there and
+then; what differs raises `Unproven`, never a number.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from ggda_ext.gradients.truth import (
     Tolerance,
     Truth,
     captured_scores,
+    descent,
     plain_run,
     random_direction,
     truth_of,
     wide,
 )
-from ggda_ext.gradients.watch import Watch
+from ggda_ext.gradients.watch import RANDOM, Descent, Watch
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 
@@ -63,6 +65,9 @@ class Effort:
 
 USUAL = Effort(8, 16, 32, 4)
 LITTLE = Effort(2, 2, 1, 2)  # for a model that takes seconds for eight examples
+
+
+LEAST_PLACES, MOST_PLACES = 32, 1024  # of a batch to be compared where rows may be told by their places
 
 
 @dataclass
@@ -95,11 +100,29 @@ class Findings:
     """Functions that were called when `forward` was compared with autograd."""
     told: set[int] = field(default_factory=set)
     """Functions that were called, and numbers told, in batches which were compared with their examples alone."""
+    joins: str | None = None
+    """A function that may join examples, so that every batch is compared with smaller ones."""
+    placed: bool = False
+    """Whether something is made for the places of a batch, so that rows are compared with the same in other places."""
+    places: int = 1
+    """So many were compared."""
+    most_places: int = LEAST_PLACES
+    """So many are to be compared, if a batch has them."""
     apart: dict[int, int] = field(default_factory=dict)
     """Functions that were called → examples of the largest batch whose losses and gradients those of small ones are."""
     unseen: set[str] = field(default_factory=set)
     rows_compared: int = 0
     effort: Effort = USUAL
+
+    def look_at(self, seen: Descent) -> None:
+        """Keep what may mix examples."""
+        self.joins = seen.joins if seen.joins == RANDOM else self.joins or seen.joins
+        self.placed = self.placed or seen.placed
+
+    def new_places(self, size: int) -> int:
+        """How many places of a batch are to be compared with others; 0 if none, or if that was done."""
+        wanted = min(size, self.most_places) if self.placed else 0
+        return wanted if wanted > self.places else 0
 
     @property
     def hooked(self) -> bool:
@@ -288,8 +311,10 @@ class CapturedLayers:
         """
         size = batch_length(batch)
         recorder = None
-        if size > 1 and self.found.rows_compared < self.found.effort.rows:
-            recorder = _Recorder(self._some(size), size, observer)
+        places = self.found.new_places(size)
+        if size > 1 and (places or self.found.rows_compared < self.found.effort.rows):
+            positions = [*range(1, places), 0] if places else self._some(size)  # each will come in another place
+            recorder = _Recorder(positions, size, observer)
         calls = self._observe(batch, recorder or observer)
         new = bool(calls.touched) or calls.signature not in self.found.proven
         odd = calls.suspicious or self._mixes(calls.watch)
@@ -334,37 +359,38 @@ class CapturedLayers:
             losses: theirs in this batch `[b]`.
             watch: what the model did.
         """
+        places = self.found.new_places(watch.size)
+        if places:
+            few = pick(batch, range(places))
+            check_losses(self.space, self.loss, few, losses[:places].detach(), self.allowed)
+            check_sum(self.space, self.loss, few, self.allowed)
+            self.found.places = places
         if not self._mixes(watch):
             return
-        check_losses(self.space, self.loss, batch, losses.detach(), self.allowed)
-        if watch.size > self.found.apart.get(watch.called, 0):
+        new = watch.size > self.found.apart.get(watch.called, 0)
+        check_losses(self.space, self.loss, batch, losses.detach(), self.allowed, halves=not new)
+        if new:
             check_sum(self.space, self.loss, batch, self.allowed)
             self.found.apart[watch.called] = watch.size
-        self.found.told.add(watch.told)
+        if watch.told not in self.found.told:
+            self.found.look_at(descent(self.space, self.loss, batch))
+            self.found.told.add(watch.told)
 
     def _mixes(self, watch: Watch) -> bool:
         """Whether the model may mix the examples of a batch in a way that was not looked at."""
         if watch.size < 2:
-            return False
-        return watch.moves is not None or watch.told not in self.found.told or self._placed(watch)
-
-    def _placed(self, watch: Watch) -> bool:
-        """Whether the model made something for more places of a batch than were looked at.
-
-        A heavy one only for as many places as the batch has: more of them are often those of tokens.
-        """
-        placed = watch.places == watch.size if self.found.effort is LITTLE else watch.places > 0
-        return placed and watch.size > self.found.apart.get(watch.called, 0)
+            return self.found.joins == RANDOM
+        return watch.moves is not None or self.found.joins is not None or watch.told not in self.found.told
 
     def _closely(self, watch: Watch) -> bool:
         """Whether to look whose rows are whose."""
-        return self.found.alters is not None or watch.moves is not None or self._placed(watch)
+        return self.found.alters is not None or watch.moves is not None
 
     def _check_order(self, batch: Any, calls: Calls) -> None:
         """Raise where rows of a batch are not those of its examples; refuse where examples are mixed."""
         if calls.watch.hooks is not None:
             raise Unproven(dict.fromkeys(self.space.parameters, HOOKED))
-        if calls.losses is not None:
+        if calls.losses is not None and self._mixes(calls.watch):
             self.check_apart(batch, calls.losses, calls.watch)
         if calls.misplaced is not None:
             why = (
@@ -395,6 +421,8 @@ class CapturedLayers:
         if why is not None:
             raise Unproven(dict.fromkeys(self.space.parameters, why))
         self.found.rows_compared += recorder.size
+        if recorder.positions[-1] == 0:  # not in their order
+            self.found.places = max(self.found.places, len(recorder.positions))
 
     def _prove(self, batch: Any, calls: Calls) -> None:
         """Compare examples of the batch with autograd, as the model treats them in a way not seen before."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 _LOOKED_AT = 100_000  # nodes of a graph
 
@@ -30,7 +31,6 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         moves: the name of a function that may have moved rows of the batch or read them together, or None.
-        places: rows of something that was made for the places in the batch, or 0.
         hooks: the name of a function that may have put a hook on a gradient, or None.
         asks: whether the model asks if something requires a gradient, and may do otherwise if not.
     """
@@ -41,7 +41,6 @@ class Watch(TorchFunctionMode):
         self._called: list[Hashable] = []
         self._told: list[Hashable] = []
         self.moves: str | None = None
-        self.places = 0
         self.hooks: str | None = None
         self.asks = False
 
@@ -65,9 +64,7 @@ class Watch(TorchFunctionMode):
             if may_move is not None and may_move(self.size, *args, **kwargs):
                 self.moves = getattr(func, "__name__", str(func))
         found = func(*args, **kwargs)
-        if func in _MAKERS:
-            self._made(found, args)
-        elif func in _TELLERS:
+        if func in _TELLERS:
             (self._called if isinstance(found, bool) else self._told).append(str(found))
         elif func in _HOOKS:
             self.hooks = "register_hook"
@@ -75,13 +72,77 @@ class Watch(TorchFunctionMode):
             self.asks = True
         return found
 
-    def _made(self, found: Any, args: Any) -> None:
-        """Look whether a function made something for the places of the batch out of nothing that has them."""
-        made = found[0] if isinstance(found, tuple) and found else found
-        if self.size < 2 or self.places == self.size or not _batched(self.size, made):
+
+RANDOM = "random numbers"
+
+
+class Descent(Watch):
+    """Watches what descends from the examples: with a row for each, or made of several of them together.
+
+    A number made of a whole batch may be 0 unless an example is rare, so that no small batch shows what it does. Where
+    it meets rows, they are mixed, whatever function made it. So it is with rows that do not descend from the examples
+    and are no constants: they are made for the places of the batch. Rows are told by their number, which should
+    therefore divide no other dimension.
+
+    Args:
+        size: examples of the batch.
+        batch: its tensors.
+
+    Attributes:
+        joins: the name of a function in which rows met something made of several examples, or None; `RANDOM` if
+            numbers were drawn, which may make another loss of the same examples.
+        placed: whether rows met others that were made for their places.
+    """
+
+    def __init__(self, size: int, batch: Sequence[Tensor]) -> None:
+        super().__init__(size)
+        self.joins: str | None = None
+        self.placed = False
+        self._has_rows = WeakIdKeyDictionary()  # of tensors that descend from the batch
+        self._constant = WeakIdKeyDictionary()
+        for tensor in batch:
+            self._has_rows[tensor] = True
+        self._random = torch.get_rng_state()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
+        if self.joins is None:
+            with torch._C.DisableTorchFunction():
+                self._descended(func, _tensors((args, kwargs)), _tensors(args[:1] if found is None else found))
+        return found
+
+    def _descended(self, func: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        """Look what a function made, or (where it gave nothing) what it changed."""
+        rows = [self._has_rows[value] for value in given if value in self._has_rows]
+        others = [value for value in given if value not in self._has_rows and self._rows_in(value)]
+        if not rows:
+            if func in _CONSTANTS and all(value in self._constant for value in others):
+                self._constant.update((tensor, True) for tensor in made)
             return
-        if not any(_batched(self.size, value) for value in args):
-            self.places = len(made)
+        if any(rows) and not all(value in self._constant for value in others):
+            self.placed = True
+        for tensor in made:
+            self._has_rows[tensor] = self._rows_in(tensor)
+            if not all(rows) and (any(rows) or self._has_rows[tensor]):
+                self.joins = getattr(func, "__name__", str(func))
+
+    def _rows_in(self, tensor: Tensor) -> bool:
+        return tensor.is_nested or any(length and length % self.size == 0 for length in tensor.shape)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if not torch.equal(self._random, torch.get_rng_state()):
+            self.joins = RANDOM
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def hidden_hooks(model: nn.Module, parameters: Sequence[nn.Parameter]) -> str | None:
@@ -202,8 +263,10 @@ def _contracted(size: int, equation: Any, *tensors: Any, **_: Any) -> bool:
         return True
     names, result = equation.replace(" ", "").split("->")
     parts = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], tuple | list) else tensors
-    pairs = zip(names.split(","), parts, strict=True)
-    return any(_batched(size, part) and name[:1] != result[:1] for name, part in pairs)
+    pairs = zip(names.split(","), parts, strict=False)  # PyTorch refuses what does not fit
+    return any(
+        _batched(size, part) and not isinstance(part, nn.Parameter) and name[:1] != result[:1] for name, part in pairs
+    )
 
 
 def _over(place: int, default: int | None = None, *, whole: bool = False) -> Callable[..., bool]:
@@ -264,11 +327,18 @@ for _name, _check in _BY_NAME.items():
     for _owner, _own in ((torch, _name), (nn.functional, _name), (Tensor, _name), (Tensor, f"{_name}_")):
         if hasattr(_owner, _own):
             _MOVERS[getattr(_owner, _own)] = _check
-_MAKERS = {
-    torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tensor, torch.as_tensor, torch.rand, torch.randn,
-    torch.randint, torch.randperm, torch.nonzero, torch.argwhere, Tensor.nonzero, Tensor.argwhere, Tensor.new_tensor,
-    torch.narrow, Tensor.narrow, nn.functional.one_hot, nn.functional.pad, Tensor.__getitem__,
+_CONSTANTS = {
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (
+        "zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones",
+        "new_full", "new_empty", "expand", "expand_as", "broadcast_to", "repeat", "tile", "view", "reshape", "flatten",
+        "unsqueeze", "squeeze", "transpose", "permute", "clone", "contiguous", "detach", "to", "type", "type_as",
+        "double", "float", "half", "bfloat16", "long", "int", "bool",
+    )
+    if hasattr(owner, name)
 }  # fmt: skip
+"""Functions whose rows are all alike if those they are given are."""
 _TELLERS = {
     Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__, Tensor.item,
     Tensor.tolist, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose, torch.is_nonzero,
@@ -276,4 +346,4 @@ _TELLERS = {
 _GETTERS: dict[str, Any] = {name: getattr(Tensor, name).__get__ for name in ("grad_fn", "requires_grad")}
 _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, _GETTERS["grad_fn"]}
 _ASKS = {_GETTERS["requires_grad"], torch.is_grad_enabled}
-_LOOKED_AT_CLOSELY = {*_MOVERS, *_MAKERS, *_TELLERS, *_HOOKS, *_ASKS}
+_LOOKED_AT_CLOSELY = {*_MOVERS, *_TELLERS, *_HOOKS, *_ASKS}

@@ -27,7 +27,7 @@ def first_few(indices: np.ndarray, most: int = 5) -> str:
 def read_labels(groups: Any, n: int | None) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
     """Labels `[n]` of whatever `Groups` accepts, and the names in it, if there are any."""
     if isinstance(groups, Mapping):
-        return labels_of_lists(list(groups.values()), n), tuple(groups)
+        return labels_of_lists(list(groups.values()), n), _named(groups)
     if is_list_of_lists(groups):
         return labels_of_lists(groups, n), None
     return labels_of_values(groups)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ggda_ext.groups.partition import Groups
+from ggda_ext.results.table import shown
 
 if TYPE_CHECKING:
     import pandas
@@ -151,7 +152,7 @@ class LabelIssues:
             row += [f"{self.influence[i]:+.2g}"] if self.influence is not None else []
             if self.groups is not None:
                 group = int(self.groups.labels[i])
-                row.append(_one_line(self.groups.name(group)) if group >= 0 else "–")
+                row.append(shown(self.groups.name(group)) if group >= 0 else "–")
             rows.append(row)
         rest = len(self) - len(rows) + 1
         return _aligned(rows) + ([f"… and {rest:,} more: see .indices, .to_frame()"] if rest else [])
@@ -161,7 +162,7 @@ class LabelIssues:
         rows = [["group", "size", "mean suspicion", "in top tenth", "mean loss"]]
         for name, row in list(found.items())[:_SHOWN]:
             cells = [f"{row['size']}", f"{row['mean_suspicion']:.3f}", f"{row['in_top_tenth']:.1%}"]
-            rows.append([_one_line(name), *cells, f"{row['mean_loss']:.3g}"])
+            rows.append([shown(name), *cells, f"{row['mean_loss']:.3g}"])
         rest = len(found) - len(rows) + 1
         return _aligned(rows) + ([f"… and {rest:,} more groups: see .by_group"] if rest else [])
 
@@ -195,10 +196,6 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
 def _aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
-def _one_line(name: Hashable) -> str:
-    return "".join(letter if letter.isprintable() else "�" for letter in str(name))[:40]
 
 
 def _word(name: str) -> str:

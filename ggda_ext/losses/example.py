@@ -30,7 +30,7 @@ class ExampleLoss:
 
     @property
     def anchors(self) -> tuple[Any, ...] | None:
-        """The objects that make this loss what it is, to see whether two losses are the same; None if that cannot be seen."""
+        """The objects that make this loss what it is, to see whether two are the same; None if that cannot be seen."""
         return (self,)
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:

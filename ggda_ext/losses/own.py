@@ -103,6 +103,7 @@ class OwnLoss(ExampleLoss):
         """Whether the losses read off a batch are those of its examples alone."""
         few = pick(batch, range(size)[:: max(1, size // _COMPARED)][:_COMPARED])
         positions = range(batch_length(few))
+        rows: Tensor | None
         with torch.no_grad():
             try:
                 rows, counted = self._rows(model, few, len(positions), "mean", None)

@@ -194,11 +194,12 @@ class _Cards:
         if self.labels is None:
             return []
         names, counts = np.unique(self.labels[points], return_counts=True)
-        first = np.argsort(-counts, kind="stable")[:MOST_LABELS]
+        most = MOST_LABELS if len(names) > MOST_LABELS + 1 else len(names)  # "1 other" takes the room of its name
+        first = np.argsort(-counts, kind="stable")[:most]
         found = [Label(str(names[i]), counts[i] / len(points), float((self.labels == names[i]).mean())) for i in first]
         rest = 1 - sum(label.here for label in found)
-        if len(names) > MOST_LABELS:
-            found.append(Label(f"{len(names) - MOST_LABELS} others", rest, 1 - sum(one.everywhere for one in found)))
+        if len(names) > most:
+            found.append(Label(f"{len(names) - most} others", rest, 1 - sum(one.everywhere for one in found)))
         return found
 
     def _carries(self, points: np.ndarray) -> str:

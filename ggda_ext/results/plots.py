@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _NUMBERS = 240
 """A heat map with more cells than this has signs in them, no numbers."""
+_NARROW_COLUMNS = 3
+"""The same for the columns of a narrow one, whose cells have no room for a number."""
 
 
 class Plots:
@@ -146,12 +148,17 @@ class Plots:
         ax = drawing.new_axes(ax, min(3 + 0.8 * m, 14), 1.6 + 0.27 * count)
         picture = ax.imshow(relative[:, chosen].T, cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
         _write_cells(ax, scores[:, chosen].T, relative[:, chosen].T)
+        narrow = not drawing.is_wide(ax)
         drawing.plain_ticks(ax.yaxis, range(count), [drawing.group_name(result, int(g)) for g in chosen])
-        columns = [shown(name) for name in result.properties]
+        columns = [shown(name, drawing.WIDEST_NAME) for name in result.properties]
         step = max(1, -(-m // 40))
-        drawing.plain_ticks(ax.xaxis, range(0, m, step), columns[::step], rotation=30, ha="right")
-        bar = ax.figure.colorbar(picture, ax=ax, ticks=[-1, 0, 1])
-        bar.set_label("score / largest\nof its property")
+        steep = 60 if narrow and m > 3 else 30
+        drawing.plain_ticks(
+            ax.xaxis, range(0, m, step), columns[::step], rotation=steep, ha="right", rotation_mode="anchor"
+        )
+        bar = ax.figure.colorbar(picture, ax=ax, ticks=[-1, 0, 1], aspect=30 if narrow else 20)
+        if not narrow:
+            bar.set_label("score / largest\nof its property")
         bar.ax.set_yticklabels(["−1: falls\nwithout it", "0", "+1: rises\nwithout it"], fontsize=8)
         if scores.shape[1] > count:
             left = scores.shape[1] - count
@@ -257,7 +264,8 @@ class Plots:
 
 def _write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
     """A number in every cell, or its sign where there are many; white on dark colours."""
-    many, size = scores.size > _NUMBERS, 7 if drawing.is_wide(ax) else 5.5
+    wide, columns = drawing.is_wide(ax), scores.shape[1]
+    many, size = scores.size > _NUMBERS or (not wide and columns > _NARROW_COLUMNS), 7 if wide else 5.5
     if scores.size > 20 * _NUMBERS:
         return
     for (row, column), value in np.ndenumerate(scores):

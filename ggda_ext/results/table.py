@@ -157,15 +157,15 @@ def number(value: float) -> str:
 
 def shown(name: Any, widest: int = WIDEST_NAME) -> str:
     """A name as text on one line, its middle left out if it is long: names often differ at their ends."""
-    text = "".join(letter if letter.isprintable() else "�" for letter in plainly(name))
+    text = "".join(letter if letter.isprintable() else " " if letter.isspace() else "�" for letter in plainly(name))
     end = widest // 3
     return text if len(text) <= widest else f"{text[: widest - end - 1]}…{text[-end:]}"
 
 
 def plainly(name: Any) -> str:
-    """A name as people write it: days without their midnight, and inside of tuples no types."""
+    """A name as people write it: days without their midnight, inside of tuples no types, and an empty one in quotes."""
     if isinstance(name, tuple):
         return f"({', '.join(repr(part) if isinstance(part, str) else plainly(part) for part in name)})"
     if isinstance(name, datetime) and name.time() == time():
         return name.date().isoformat()
-    return str(name)
+    return str(name) if str(name).strip() else repr(str(name))

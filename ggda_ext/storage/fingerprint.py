@@ -29,7 +29,7 @@ from ggda_ext.storage.hashing import bytes_of, joined
 from ggda_ext.storage.network_content import hooks_of_all, network
 
 _NUMBERS = 8
-_WAVES = np.arange(1.0, _NUMBERS + 1)[:, None]
+_SHORT = 4_096
 _SIMPLE = (bool, int, float, str, type(None))
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -51,9 +51,11 @@ def of_training(provider: GroupGradients, tag: str | None) -> dict[str, Any]:
         "strategy": provider.strategy,
         "batch_size": provider._batch_size,
         "memory_budget": provider.memory_budget,
-    } | of_versions()
+        **of_versions(),
+    }
 
 
+@functools.cache
 def of_versions() -> dict[str, str]:
     """The versions that numbers may depend on."""
     from ggda_ext import __version__  # the package imports this module
@@ -147,12 +149,22 @@ def sums_of(rows: Tensor) -> list[list[float]]:
     sums, squares, step = np.zeros((_NUMBERS, m)), np.zeros(m), max(1, 2**21 // m)
     for low in range(0, p, step):
         part = rows[:, low : low + step].detach().to("cpu", torch.float64).numpy()
-        sums += np.cos(_WAVES * (1.1 * np.arange(low, low + part.shape[1]))) @ part.T
+        sums += _cosines(1.1, low, low + part.shape[1]) @ part.T
         squares += [row @ row for row in part]
     squares[~(squares > 0)] = 1.0
-    left = np.cos(_WAVES * (1.7 * np.arange(m) + 1))
+    left = _cosines(1.7, 1, m + 1)
     both = ((left * sums / np.sqrt(squares)).sum(1), left @ np.log(squares) / 2)
     return [[value if math.isfinite(value) else 0.0 for value in numbers.tolist()] for numbers in both]
+
+
+def _cosines(step: float, low: int, high: int) -> np.ndarray:
+    """Waves `[8, high - low]`; short ones are kept."""
+    return (_waves if high - low <= _SHORT else _waves.__wrapped__)(step, low, high)
+
+
+@functools.lru_cache(maxsize=16)
+def _waves(step: float, low: int, high: int) -> np.ndarray:
+    return np.cos(np.arange(1.0, _NUMBERS + 1)[:, None] * (step * np.arange(low, high)))
 
 
 def kind_of(value: Any) -> str:
@@ -198,8 +210,8 @@ def _setting(value: Any) -> str:
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is made of numbers and texts."""
+    if isinstance(value, _SIMPLE):
+        return True
     if isinstance(value, Mapping):
         return all(_is_plain(part) for item in value.items() for part in item)
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, _SIMPLE)
+    return isinstance(value, list | tuple) and all(map(_is_plain, value))

@@ -25,12 +25,12 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
             with request.space.require_gradients(of_chosen=True):
                 with Watch(len(groups)) as watch:
                     losses = request.loss.each(request.space.model, batch)
-                request.captured.check_apart(batch, losses, watch)
                 totals = [losses.sum()] if weights is None else list(weights @ losses.to(weights))
                 found = [
                     request.space.gradients_of(total, keep_graph=number + 1 < len(totals))
                     for number, total in enumerate(totals)
                 ]
+            request.captured.check_apart(batch, losses, watch)
             rows = torch.empty(len(found), request.space.size, dtype=request.space.dtype, device=request.space.device)
             for row, gradients in zip(rows, found, strict=True):
                 request.space.flatten(gradients, row)
