@@ -192,7 +192,7 @@ SCALES: dict[str, Scale] = {
             CheckScale(7_896, 2_048, tests=20, group_size=64, batch=512, curvature_points=512, depth=10),
             CheckScale(2_048, 256, tests=20, group_size=64, batch=512, curvature_points=128, depth=5),
             CheckScale(128, 32, tests=2, group_size=16, batch=48, curvature_points=16, depth=3),
-            CheckScale(16, 12, tests=2, group_size=4, batch=16, curvature_points=4, depth=2, last_parameters=2_000_000),
+            CheckScale(16, 12, tests=2, group_size=4, batch=16, curvature_points=4, depth=2, last_parameters=1_000_000),
         ),
         experiments=dict.fromkeys(_PAPER_EPOCHS, _QUICK)
         | {"heloc-lr": _QUICK_LR, "cifar10-resnet18": _QUICK_CIFAR, "qnli-bert": _QUICK_NOISY, QNLI_SOURCES: _SOURCES},

@@ -83,9 +83,10 @@ class PlaceInGallery:
 
 
 def skip(app: object, kind: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:
-    """Leave out what scikit-learn adds to every estimator for its own routing."""
+    """Leave out what scikit-learn adds to every estimator for its own routing, and the methods of PyTorch's tensors."""
     routing = name == "get_metadata_routing" or (name.startswith("set_") and name.endswith("_request"))
-    return True if routing else None
+    of_tensors = getattr(thing, "__objclass__", type).__module__.startswith("torch")
+    return True if routing or of_tensors else None
 
 
 def setup(app: object) -> None:

@@ -125,9 +125,8 @@ _fast_path_lock = threading.Lock()
 _fast_path_users = 0
 _fast_path = True
 _uncompiled: Any = None
-_FREED = (
-    31 * 2**20
-)  # bytes; never touched, so freeing them costs nothing. Of larger blocks the C library learns nothing
+_FREED = 31 * 2**20
+"""Bytes; never touched, so freeing them costs nothing. Of larger blocks the C library learns nothing."""
 
 
 @contextmanager

@@ -9,7 +9,7 @@ and at the optimum it is the decay's own pull), and the penalty Λ `[r, r]` is t
 the answer where the linearisation holds. Without weight decay a linear model has next to no Λ: there a refit stops
 where outputs have moved by the loss's radius, because with a class left out nothing else bounds them. Newton steps,
 each by conjugate gradients preconditioned with the groups' own curvature at d = 0, for many subsets at once: all
-products with Φ are matrix products shared by a subsets of subsets.
+products with Φ are matrix products shared by a block of subsets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Refit:
         loss: the training loss of these points.
         starts: where every group starts, and where the last one ends `[k + 1]`; later points are in no group and stay.
         point_weights: of every point in the training loss `[n]`.
-        most_bytes: memory for one subsets of subsets, and for the groups' curvature.
+        most_bytes: memory for one block of subsets, and for the groups' curvature.
 
     Attributes:
         radius: how far outputs may move, in the mean square; unbounded at first.

@@ -16,6 +16,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.proof import (
     LEAST_PLACES,
     LITTLE,
+    MOST_PLACES,
     USUAL,
     CapturedLayers,
     Findings,
@@ -106,6 +108,7 @@ class Probe:
         self._bytes_per_point = _BYTES_PER_ACTIVATION * self._found.activation_bytes + copied
         fitting = _batch_size(self._bytes_per_point, max(self._found.work, 1.0), memory_budget)
         self._most_points = batch_size or min(fitting, at_most or fitting)
+        self._even = batch_size is None and at_most is None
         self._points, self._groups = int(groups.sizes.sum()), len(groups)
 
     @cached_property
@@ -117,6 +120,8 @@ class Probe:
     def facts(self) -> Facts:
         """What the choice of a strategy depends on."""
         found, size = self._found, min(self._most_points, self._points)
+        if self._even and size:  # a last batch of a few points is slow for its size
+            size = ceil(self._points / ceil(self._points / size))
         return Facts(
             points=self._points, groups=self._groups, parameters=self._space.size,
             work_per_point=max(found.work, 1.0),
@@ -158,7 +163,7 @@ class Probe:
             sample.check_repeats()  # what is random may look like anything
             raise
         if sample.effort is USUAL:  # two examples cannot tell: two divides every other dimension
-            self._found.most_places = max(LEAST_PLACES, len(members) // LEAST_PLACES)
+            self._found.most_places = max(LEAST_PLACES, min(len(members) // 32, MOST_PLACES))
             self._found.look_at(descent(space, self._loss, max(self._found.batches, key=batch_length)))
         if self._found.uncovered:
             self._found.work = self._counted_work()

@@ -67,7 +67,7 @@ USUAL = Effort(8, 16, 32, 4)
 LITTLE = Effort(2, 2, 1, 2)  # for a model that takes seconds for eight examples
 
 
-LEAST_PLACES = 32  # of a batch to be compared where rows may be told by their places; more if there are many points
+LEAST_PLACES, MOST_PLACES = 32, 1024  # of a batch to be compared where rows may be told by their places
 
 
 @dataclass

@@ -108,8 +108,7 @@ class OwnLoss(ExampleLoss):
             try:
                 rows, counted = self._rows(model, few, len(positions), "mean", None)
             except (_NotByRows, RuntimeError, ValueError, TypeError):
-                rows = counted = None
-            # a model that fails alone, too, says itself what is wrong
+                rows = counted = None  # a model that fails alone, too, says itself what is wrong
             alone = torch.stack([self.value(model, pick(few, [at])).reshape(()) for at in positions])
             if len(alone) > 1 and bool((alone - alone[0]).abs().max() <= 1e-6 * (1e-3 + alone[0].abs())):
                 _refuse_comparisons(alone, self.value(model, few))

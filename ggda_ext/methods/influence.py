@@ -5,6 +5,10 @@ With L = 1/n Σ ℓ_i the mean training loss, H its curvature and λ its damping
 
     τ_G = 1/n ⟨(H + λ)⁻¹ ∇g, Σ_{i∈G} ∇ℓ_i⟩
 
+All other points keep their weight 1/n, as they do for one that stops early after the same number of epochs. A penalised
+mean over the n − |G| points that are left also moves by − |G|/n (H + λ)⁻¹ ḡ with ḡ the mean gradient; measured, that
+part makes models at their optimum under a strong penalty better and others as often worse (docs/limitations.md).
+
 One solve for all components of the property, on a sample of the training data (`ggda_ext.curvature.krylov`), then one
 pass over all of it.
 """

@@ -35,7 +35,7 @@ from ggda_ext.storage.files import (
 )
 from ggda_ext.storage.folder_lock import LOCK, FolderLock
 
-FORMAT = 4
+FORMAT = 5
 CONTENTS = "store.json"
 _LEFTOVERS = (LOCK, CONTENTS + ".part")  # of a process that was killed before its first store.json
 SUMS_TOLERANCE = 1e-6
