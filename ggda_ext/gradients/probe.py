@@ -97,7 +97,7 @@ class Probe:
         settings = batch_size, at_most, data.is_stream
         found = recall(space, loss, data, settings)
         if found is None:
-            self._look(_members(groups), max(2, min(USUAL.examples, batch_size or at_most or USUAL.examples)))
+            self._look(_members(groups), max(2, batch_size or at_most or LARGEST_BATCH))
             remember(self._found, space, loss, data, settings)
         else:
             self._found, self._allowed = found, tolerance(found.precision)
@@ -142,9 +142,15 @@ class Probe:
         self._found.uncovered = self._found.uncovered | error.why
         self._compare("auto")
 
-    def _look(self, members: Members, at_once: int) -> None:
-        """Compare the layers, and what makes up the loss of a batch, with autograd on examples of the data."""
+    def _look(self, members: Members, most: int) -> None:
+        """Compare the layers, and what makes up the loss of a batch, with autograd on examples of the data.
+
+        Args:
+            members: where the examples are drawn from.
+            most: examples that may be run at once.
+        """
         space, nothing = self._space, Truth.of_nothing(len(self._space.parameters))
+        at_once = min(USUAL.examples, most)
         sample = Sample(space, self._loss, self._data, members, at_once)
         space.changing = sample.changing
         self._found = Findings(
@@ -164,7 +170,7 @@ class Probe:
             raise
         if sample.effort is USUAL:  # two examples cannot tell: two divides every other dimension
             self._found.most_places = max(LEAST_PLACES, min(len(members) // 32, MOST_PLACES))
-            self._found.look_at(descent(space, self._loss, max(self._found.batches, key=batch_length)))
+            self._found.look_at(descent(space, self._loss, max(self._found.batches, key=batch_length), most))
         if self._found.uncovered:
             self._found.work = self._counted_work()
         self._found.unseen = set(self._untouched())

@@ -373,7 +373,7 @@ class CapturedLayers:
             check_sum(self.space, self.loss, batch, self.allowed)
             self.found.apart[watch.called] = watch.size
         if watch.told not in self.found.told:
-            self.found.look_at(descent(self.space, self.loss, batch))
+            self.found.look_at(descent(self.space, self.loss, batch, batch_length(batch)))
             self.found.told.add(watch.told)
 
     def _mixes(self, watch: Watch) -> bool:

@@ -155,11 +155,12 @@ def plain_run(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: S
 _TELLING = (7, 5, 3, 11, 13, 17, 19, 23)  # numbers of examples, of which one divides no other dimension
 
 
-def descent(space: ParameterSpace, loss: ExampleLoss, batch: Any) -> Descent:
-    """What a run of a few examples, some of them more than once, shows of what descends from them."""
+def descent(space: ParameterSpace, loss: ExampleLoss, batch: Any, most: int) -> Descent:
+    """What a run of a few examples, some of them more than once, shows of what descends from them; at most so many."""
     lengths = {length for value in space.model.parameters() for length in value.shape}
     lengths |= {length for part in tensors_in(batch) if not part.is_nested for length in part.shape[1:]}
-    size = next((s for s in _TELLING if not any(length % s == 0 for length in lengths)), _TELLING[0])
+    telling = (s for s in _TELLING if s <= most and not any(length % s == 0 for length in lengths))
+    size = next(telling, min(_TELLING[0], most))
     few = pick(batch, [at % batch_length(batch) for at in range(size)])
     with space.require_gradients(of_chosen=True), Descent(size, tensors_in(few)) as watch:
         loss.each(space.model, few)

@@ -167,7 +167,7 @@ def test_groupings_have_the_size_they_are_asked_for(subject: Subject) -> None:
         assert groups.n == 160
         assert set(groups.sizes) == {16} or name not in EQUAL_GROUPINGS
     assert groupings.grouped(subject, "none", 1, seed=0).value.are_singletons
-    with pytest.raises(ValueError, match="grouping 'By-Hand' is not one of none, Random"):
+    with pytest.raises(ValueError, match="grouping 'By-Hand' is not one of none, Sources, Random"):
         groupings.grouped(subject, "By-Hand", 16, seed=0)
 
 
