@@ -60,8 +60,8 @@ def made(toolkit: Any, name: str, model: nn.Module, **options: Any) -> Any:
 
 
 def features(model: nn.Module, test: tuple[Tensor, Tensor]) -> last_layer.Features | None:
-    with torch.no_grad(), last_layer.Watch(model, model[2]) as watch:
-        return last_layer.features(watch, points_of(test))
+    with torch.no_grad(), last_layer.LastLayerInputs(model, model[2]) as seeing:
+        return last_layer.features(seeing, points_of(test))
 
 
 @pytest.mark.parametrize("name", ["TracInCPFast", "NaiveInfluenceFunction"])

@@ -61,9 +61,11 @@ def asked_of(layer: nn.Linear | None, asked: Asked, model: nn.Module) -> Asked |
         return None
     provider, explained, kept = asked
     check_deterministic_modules(model)
-    with only_thread(model), training_kernels(), torch.no_grad(), Watch(model, layer) as watch:
-        known = features(watch, provider.data)
-        tests = features(watch, explained.data) if known is not None and isinstance(explained, PointGradients) else None
+    with only_thread(model), training_kernels(), torch.no_grad(), LastLayerInputs(model, layer) as seeing:
+        known = features(seeing, provider.data)
+        tests = (
+            features(seeing, explained.data) if known is not None and isinstance(explained, PointGradients) else None
+        )
     if known is None:
         return None
     if isinstance(explained, PointGradients):
@@ -95,44 +97,44 @@ def owner_of(parameters: Sequence[nn.Parameter], model: nn.Module) -> nn.Linear 
     return owner if type(owner) is nn.Linear and owner is not model else None
 
 
-def features(watch: Watch, data: IndexedData) -> Features | None:
+def features(seeing: LastLayerInputs, data: IndexedData) -> Features | None:
     """What the last layer sees of every example; None where it cannot stand for the model, or takes too much memory."""
-    layer, device = watch.layer, watch.layer.weight.device
+    layer, device = seeing.layer, seeing.layer.weight.device
     if data.n is None or data.n * layer.in_features * layer.weight.dtype.itemsize > MOST_BYTES:
         return None
     inputs, targets = list[Tensor](), list[Tensor]()
-    for run, batch in _batches(data, watch, device):
-        found = watch.seen(batch)
+    for run, batch in _batches(data, seeing, device):
+        found = seeing.seen(batch)
         if found is None or len(found[0]) != len(run) or len(found[1]) != len(run):
             return None
-        if not watch.proven:
-            if not _alone_as_in_a_batch(watch, data, found[0], device):
+        if not seeing.proven:
+            if not _alone_as_in_a_batch(seeing, data, found[0], device):
                 return None
-            watch.set_size(len(run))
+            seeing.set_size(len(run))
         inputs.append(found[0])
         targets.append(found[1])
     return torch.cat(inputs), torch.cat(targets)
 
 
-def _batches(data: IndexedData, watch: Watch, device: torch.device) -> Iterator[tuple[np.ndarray, Any]]:
-    """A few examples, then as many at once as `watch` says."""
+def _batches(data: IndexedData, seeing: LastLayerInputs, device: torch.device) -> Iterator[tuple[np.ndarray, Any]]:
+    """A few examples, then as many at once as `seeing` says."""
     start, end = 0, data.n or 0
     while start < end:
-        run = np.arange(start, min(start + watch.size, end))
+        run = np.arange(start, min(start + seeing.size, end))
         yield run, to_device(next(iter(data.batches([run]))), device)
         start += len(run)
 
 
-def _alone_as_in_a_batch(watch: Watch, data: IndexedData, rows: Tensor, device: torch.device) -> bool:
+def _alone_as_in_a_batch(seeing: LastLayerInputs, data: IndexedData, rows: Tensor, device: torch.device) -> bool:
     """Whether the first and last example of a batch come out the same when they run alone."""
     for at in {0, len(rows) - 1}:
-        found = watch.seen(to_device(next(iter(data.batches([np.array([at])]))), device))
+        found = seeing.seen(to_device(next(iter(data.batches([np.array([at])]))), device))
         if found is None or float((found[0][0] - rows[at]).abs().max()) > _CLOSE * float(rows.abs().max()):
             return False
     return True
 
 
-class Watch:
+class LastLayerInputs:
     """Runs a model and looks at its last layer, and in the first batch at the largest output of any module.
 
     Attributes:
@@ -145,7 +147,7 @@ class Watch:
         self._largest = 0
         self._calls: list[tuple[Any, Any]] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> LastLayerInputs:
         self._hooks, self._measuring = ExitStack(), ExitStack()
         self._hooks.callback(self.layer.register_forward_hook(self._look).remove)
         for module in self.model.modules():
