@@ -15,24 +15,42 @@ import numpy as np
 
 from ggda_ext.counterfactual.checks import one_number
 from ggda_ext.properties import Property
+from ggda_ext.properties.property import names_of
+from ggda_ext.results.table import aligned_lines, number, shown
 
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.what_if import WhatIf
 
+_SHOWN = 10
+
 
 @dataclass(frozen=True)
 class Interactions:
-    """Interactions of pairs of groups.
+    """Interactions of pairs of groups. Prints the strongest as a table.
 
     Attributes:
+        measured: the name of the property.
         matrix: I `[k, k]`, symmetric, with zeros on the diagonal.
         alone: the change of the property without each group `[k]`.
         names: of the groups.
+        note: what to know about predicted values.
     """
 
+    measured: str
     matrix: np.ndarray
     alone: np.ndarray
     names: tuple[Hashable, ...]
+    note: str = ""
+
+    def __repr__(self) -> str:
+        rows = [["without", "", "first", "second", "both", "beyond the sum"]]
+        for one, other, beyond in self.strongest(_SHOWN):
+            changes = [float(self.alone[self.names.index(name)]) for name in (one, other)]
+            rows.append([shown(one), shown(other), *map(number, (*changes, sum(changes) + beyond, beyond))])
+        pairs = len(self.names) * (len(self.names) - 1) // 2
+        more = f", the strongest {_SHOWN} of {pairs}" if pairs > _SHOWN else ""
+        title = f"Changes of {self.measured} without pairs of groups{more}"
+        return "\n".join([title, "", *aligned_lines(rows, {0, 1}), *(["", self.note] if self.note else [])])
 
     def strongest(self, count: int = 5) -> list[tuple[Hashable, Hashable, float]]:
         """The pairs of largest interaction, of either sign."""
@@ -68,4 +86,6 @@ def found_interactions(what_if: WhatIf, property: Property, ids: list[int] | Non
     matrix = np.zeros((len(chosen), len(chosen)))
     for (a, b), change in zip(pairs, joint, strict=True):
         matrix[a, b] = matrix[b, a] = change - alone[a] - alone[b]
-    return Interactions(matrix, alone, tuple(what_if.names[j] for j in chosen))
+    return Interactions(
+        names_of(property, 1)[0], matrix, alone, tuple(what_if.names[j] for j in chosen), what_if.note(property)
+    )
