@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from ggda_ext.properties.property import names_of
 from ggda_ext.results.table import aligned_lines, number, shown
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from ggda_ext.counterfactual.what_if import WhatIf
 
 _SHOWN = 10
@@ -57,17 +59,28 @@ class Interactions:
         pairs = sorted(combinations(range(len(self.names)), 2), key=lambda pair: -abs(self.matrix[pair]))
         return [(self.names[a], self.names[b], float(self.matrix[a, b])) for a, b in pairs[:count]]
 
-    def plot(self, axes: Any = None) -> Any:
-        """The matrix as a picture, by matplotlib; returns the axes."""
-        from matplotlib import pyplot
+    def plot(self, *, most: int = 20, ax: Axes | None = None) -> Axes:
+        """The matrix as a picture.
 
-        axes = pyplot.subplots()[1] if axes is None else axes
+        Args:
+            most: how many groups to draw, those of the strongest pairs.
+            ax: matplotlib axes to draw into; a new figure by default.
+        """
+        from ggda_ext.results import drawing
+
+        chosen = np.sort(np.argsort(-np.abs(self.matrix).max(1), kind="stable")[:most])
+        matrix, names = self.matrix[np.ix_(chosen, chosen)], [shown(self.names[j], drawing.WIDEST_NAME) for j in chosen]
+        side = 2.5 + 0.5 * len(chosen)
+        ax = drawing.new_axes(ax, side, side)
         limit = float(np.abs(self.matrix).max()) or 1.0
-        image = axes.imshow(self.matrix, cmap="RdBu_r", vmin=-limit, vmax=limit)
-        axes.set_xticks(range(len(self.names)), [str(name) for name in self.names], rotation=90)
-        axes.set_yticks(range(len(self.names)), [str(name) for name in self.names])
-        axes.figure.colorbar(image, ax=axes, label="rise beyond the sum of both")
-        return axes
+        image = ax.imshow(matrix, cmap="PuOr_r", vmin=-limit, vmax=limit)
+        drawing.write_cells(ax, matrix, matrix / limit)
+        drawing.plain_ticks(ax.xaxis, range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor")
+        drawing.plain_ticks(ax.yaxis, range(len(names)), names)
+        ax.figure.colorbar(image, ax=ax, label=f"rise of {self.measured} beyond the sum of both")
+        if len(chosen) < len(self.names):
+            drawing.plain_title(ax, f"not shown: {len(self.names) - len(chosen):,} groups of weaker pairs")
+        return ax
 
 
 def found_interactions(what_if: WhatIf, property: Property, ids: list[int] | None) -> Interactions:
