@@ -16,8 +16,7 @@ from dattri.task import AttributionTask
 from torch import Tensor, nn
 
 from ggda_ext.attribution import as_points
-from ggda_ext.curvature import Hessian
-from ggda_ext.curvature.gauss_newton import GaussNewton
+from ggda_ext.curvature import GaussNewton, Hessian
 from ggda_ext.data import IndexedData
 from ggda_ext.drop_in import DropIn
 from ggda_ext.gradients import GroupGradients, PointGradients

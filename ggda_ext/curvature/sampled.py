@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.curvature.gauss_newton import GaussNewton, NoCurvature
-from ggda_ext.curvature.hessian import Hessian
+from ggda_ext.curvature.hessian import GaussNewton, Hessian, NoCurvature
 from ggda_ext.data import IndexedData, SomePoints, pick, tensors_in, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
