@@ -12,7 +12,7 @@ point, a block at a time. Only single numbers per point are kept.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import LABEL_KEYS
 from ggda_ext.methods.cautions import LARGE, WHOLE_CLASS, class_share
 from ggda_ext.properties import Property
+from ggda_ext.results.table import aligned_lines
 
 _CLASS = "nearly a whole class"
 _SHOWN = 8
@@ -57,16 +58,16 @@ class Summary:
     alignment: np.ndarray | None = None
     curvature: np.ndarray | None = None
     class_share: np.ndarray | None = None
-    columns: dict[str, np.ndarray] = field(init=False, repr=False)
-    """One array `[k]` per column that there is, e.g. for ``pandas.DataFrame(summary.columns)``."""
 
-    def __post_init__(self) -> None:
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """One array `[k]` per column that there is, e.g. for ``pandas.DataFrame(summary.columns)``."""
         found = {"group": np.array([self.groups.name(j) for j in range(len(self.groups))], dtype=object)}
         found["size"] = self.groups.sizes
         for name in ("spread", "scores", "same_sign", "alignment", "curvature", "class_share"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
-        object.__setattr__(self, "columns", found)
+        return found
 
     @property
     def untrustworthy(self) -> dict[str, np.ndarray]:
@@ -110,13 +111,12 @@ class Summary:
         by_score = self.scores is not None
         weight = np.abs(self.scores) if self.scores is not None else self.groups.sizes
         first = np.argsort(-weight, kind="stable")[:_SHOWN]
-        rows = [["score" if name == "scores" else name.replace("_", " ") for name in self.columns]]
-        rows += [[_shown(values[j]) for values in self.columns.values()] for j in first]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        columns = self.columns
+        rows = [["score" if name == "scores" else name.replace("_", " ") for name in columns]]
+        rows += [[_shown(values[j]) for values in columns.values()] for j in first]
         rest = len(self.groups) - len(first)
         order = "by absolute score" if by_score else "by size"
-        return ["", *lines, *([f"… and {rest:,} more, {order}"] if rest else [])]
+        return ["", *aligned_lines(rows), *([f"… and {rest:,} more, {order}"] if rest else [])]
 
     def _warnings(self) -> list[str]:
         if not self.untrustworthy:

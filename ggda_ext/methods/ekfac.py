@@ -11,8 +11,9 @@ from ggda_ext.curvature.damping import SHARE, Training, mean_damping, told_by_po
 from ggda_ext.curvature.kronecker import Kronecker
 from ggda_ext.curvature.sampled import sample_of
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.methods.method import Method, Preconditioned, check_numbers
+from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.results.method import Unit
+from ggda_ext.words import check_counts, check_not_negative
 
 _PASSES = 2.5
 """Passes over the sample: outputs, bases, diagonals."""
@@ -38,7 +39,8 @@ class EKFAC(Method):
     unit: ClassVar[Unit] = "property"
 
     def __post_init__(self) -> None:
-        check_numbers(damping=self.damping, points=self.points)
+        check_not_negative(damping=self.damping)
+        check_counts(points=self.points)
 
     def precondition(self, provider: GroupGradients, directions: Tensor) -> Preconditioned:
         """1/n (H + λ)⁻¹ `directions [m, p]`."""

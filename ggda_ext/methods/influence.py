@@ -25,8 +25,9 @@ from ggda_ext.curvature.damping import Damped, Training, damped
 from ggda_ext.curvature.krylov import Solution, krylov_solve
 from ggda_ext.curvature.sampled import SampledCurvature, checked_kind
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.methods.method import Method, Preconditioned, check_numbers
+from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.results.method import Setting, Unit
+from ggda_ext.words import check_counts, check_not_negative
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Influence(Method):
 
     def __post_init__(self) -> None:
         checked_kind(self.curvature)
-        check_numbers(damping=self.damping, points=self.points, steps=self.steps)
+        check_not_negative(damping=self.damping)
+        check_counts(points=self.points, steps=self.steps)
         if not self.tolerance > 0:
             raise ValueError(f"tolerance={self.tolerance}: pass a positive number.")
 
@@ -69,9 +71,7 @@ class Influence(Method):
         dtype = torch.promote_types(directions.dtype, torch.float32)
         scaled = damped(curvature, self.damping, self.recipe)
         wanted = scaled.inwards(directions.to(dtype))
-        found = krylov_solve(
-            scaled.product, wanted, scaled.choose, max_steps=self.steps, tolerance=self.tolerance
-        )  # fmt: skip
+        found = krylov_solve(scaled.product, wanted, scaled.choose, max_steps=self.steps, tolerance=self.tolerance)
         rows = scaled.outwards(found.rows) / curvature.total
         error = 0.0 if curvature.whole else _error_elsewhere(scaled, found, wanted)
         passes = curvature.passes(found.steps, len(directions)) + scaled.passes

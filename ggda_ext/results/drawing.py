@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ggda_ext.results import ranking
 from ggda_ext.results.table import number, shown
 
 if TYPE_CHECKING:
@@ -201,8 +200,3 @@ def scores_of(result: Attribution, property: str | int) -> tuple[int, np.ndarray
 def group_name(result: Attribution, group: int) -> str:
     """The name of a group, as text on one line that leaves room for the picture."""
     return shown(result.groups.name(group), WIDEST_NAME)
-
-
-def effects_of(result: Attribution, j: int) -> tuple[str, ...]:
-    """The effect of every group on a property."""
-    return ranking.effects(result, j)
