@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ggda_ext.curvature.damping import SHARE, Training, mean_damping, told_by_points
+from ggda_ext.curvature.damping import SHARE, Training, of_recipe, told_by_points
 from ggda_ext.curvature.kronecker import Kronecker
 from ggda_ext.curvature.sampled import sample_of
 from ggda_ext.gradients import GroupGradients
@@ -48,7 +48,8 @@ class EKFAC(Method):
         curvature = Kronecker(provider, sample, self.seed)
         source, damping = "the call", self.damping
         if damping is None and self.recipe is not None:
-            source, damping = mean_damping(provider, sample, total, self.recipe)
+            source, own = of_recipe(provider, sample, total, self.recipe)
+            damping = float(own.mean())
         elif damping is None:
             source, damping = "the curvature's own scale", SHARE * told_by_points(provider.p, total) * curvature.scale()
         points = sample.n or 0
