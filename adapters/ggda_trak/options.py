@@ -10,12 +10,14 @@ import torch
 from ggda_ext.checkpoints import Checkpoints, listed_checkpoints, state_of
 from ggda_ext.curvature.fisher import Damping, FisherKind, check_damping, check_fisher
 from ggda_ext.drop_in import DropIn
+from ggda_ext.gradients.plan import check_strategy
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.model import ParameterChoice, ParameterSpace, inner_name, inner_names, unwrapped
 from ggda_ext.storage.fingerprint import of_state, of_structure, of_value
+from ggda_ext.words import check_counts
 from ggda_trak.savers import CheckedSaver
 
-STRATEGIES = ("auto", "segmented", "backward", "persample")
+STRATEGIES = ("segmented", "backward", "persample")
 MEMORY_BUDGET = 512 * 2**20
 
 
@@ -35,13 +37,9 @@ class GroupOptions:
 
     def __post_init__(self) -> None:
         check_fisher(self.fisher)
-        if self.damping != "auto":
-            object.__setattr__(self, "damping", check_damping(self.damping))
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy={self.strategy!r} is not one of {', '.join(map(repr, STRATEGIES))}.")
-        for name, value in (("memory_budget", self.memory_budget), ("batch_size", self.batch_size)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
+        object.__setattr__(self, "damping", check_damping(self.damping))
+        check_strategy(self.strategy, STRATEGIES)
+        check_counts(memory_budget=self.memory_budget, batch_size=self.batch_size)
         if self.checkpoints is not None:
             object.__setattr__(self, "checkpoints", listed_checkpoints(self.checkpoints))
 

@@ -1,9 +1,10 @@
 """Group sums on disk that survive being killed, beside TRAK's own store of a checkpoint.
 
 TRAK's `grads.mmap` holds the numerators of the groups, one row per group, and `_is_featurized.mmap` whether a group
-is complete. Beside them stand which points are in the sums, a hash of each, and what the Fisher is made of. Sums do not
-bear repeating, so a change is first written to a journal as the new values, and the journal is replayed when a store is
-opened. Every row has a checksum, in a file that is replaced after each change; without that file the store is empty.
+is complete. Beside them stand which points are in the sums, a hash of each, and what the Fisher is made of. No point
+may be added twice, so a change is first written to a journal as the new values, and the journal is replayed when a
+store is opened. Every row has a checksum, in a file that is replaced after each change; without that file the store is
+empty.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ggda_ext.storage.files import DamagedFile, create_array, open_array, read_s
 from ggda_ext.storage.folder import clear_errors
 from ggda_ext.storage.folder_lock import FolderLock
 from ggda_trak.hashes import hash_of, row_hashes
-from ggda_trak.savers import damage_named
+from ggda_trak.save_dir import checked_kind, damage_named
 
 _FILES = {"numerators": "grads.mmap", "fisher_rows": "fisher_rows.mmap"}
 _MEAN = np.dtype([("mean", np.float32), ("check", np.uint32)])
@@ -66,9 +67,7 @@ class GroupStore:
                 self._journal.unlink(missing_ok=True)
                 self._checksums.unlink(missing_ok=True)  # without one of its arrays a store is empty
             else:
-                if found.shape != shape or found.dtype != dtype:
-                    raise DamagedFile(f"{path} is damaged: it holds {found.dtype} {found.shape}, not {dtype} {shape}.")
-                return found
+                return checked_kind(found, path, shape, dtype)
         with clear_errors(self.folder, name):
             return create_array(path, shape, dtype)
 
