@@ -100,8 +100,8 @@ def estimate(
 ) -> Estimate:
     """Estimate one pass of `provider`, by timing a few batches of it.
 
-    Points, ranks and parameters are taken to cost alike: a model with other `p` is one of the same kind, and every rank
-    is a machine like this one. The gradient of the property itself is not included.
+    Every point, rank and parameter is assumed to cost the same: a model with another `p` is one of the same kind, and
+    every rank is a machine like this one. The gradient of the property itself is not included.
 
     Args:
         provider: model, loss, data and groups; any data of the right kind will do.

@@ -1,7 +1,7 @@
 """One language for users: a word of `attribute` means the same at every entry point, or is refused with what to do.
 
 The words are `WORDS`. An entry point that has no use for one of them says so with `without`: who passes it reads
-why, and what to pass instead. What `without` does not name is Python's own error. `check_counts` and
+why, and what to pass instead. A word that `without` does not name gives Python's own error. `check_counts` and
 `check_not_negative` look at numbers.
 """
 

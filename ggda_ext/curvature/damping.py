@@ -8,7 +8,7 @@ parameter has its own
     λ_j = 10 √v_j / Σ η_t,     v_j = 1/B · mean_i (∂ℓ_i/∂θ_j)² + (mean_i ∂ℓ_i/∂θ_j)²
 
 for batches of B points. Weight decay adds to λ. Without a recipe λ is a share of the curvature's own scale, of
-tr H² / tr H, the mean eigenvalue where each counts by its size; a smaller one for p parameters that n > p points tell:
+tr H² / tr H, the mean eigenvalue where each counts by its size; smaller where n points determine p < n parameters:
 
     λ = 0.05 · min(1, p / n) · tr H² / tr H
 """

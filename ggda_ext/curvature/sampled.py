@@ -6,7 +6,7 @@ Three kinds, of which all but the Hessian have no negative eigenvalues:
 * ``"hessian"``       1/N Σ ∇²ℓᵢ;
 * ``"fisher"``        1/N Σ ∇ℓᵢ ∇ℓᵢᵀ, the empirical Fisher, for any loss at all.
 
-A few thousand points tell the curvature well enough; the error this leaves is measured on other points. The
+A few thousand points are enough for the curvature; the error this leaves is measured on other points. The
 Fisher keeps their gradients where they fit into memory, so that its products need no further pass; where nobody asked
 for it by name, it is taken on as many points as that.
 """

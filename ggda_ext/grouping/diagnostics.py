@@ -25,8 +25,7 @@ from ggda_ext.gradients import GroupGradients
 from ggda_ext.grouping.kmeans import means
 from ggda_ext.grouping.whitening import check_features
 from ggda_ext.groups.partition import Groups
-from ggda_ext.losses import LABEL_KEYS
-from ggda_ext.methods.cautions import LARGE, WHOLE_CLASS, class_share
+from ggda_ext.methods.cautions import LARGE, WHOLE_CLASS, class_share, labels_of
 from ggda_ext.properties import Property
 from ggda_ext.results.table import aligned_lines
 
@@ -209,14 +208,10 @@ def _targets(data: IndexedData) -> Tensor | None:
     """Class labels in the data, if its targets are whole numbers, one per point."""
     found = []
     for _, batch in data.sequential(1024):
-        target: Any = None
-        if isinstance(batch, Mapping):
-            target = next((batch[key] for key in LABEL_KEYS if key in batch), None)
-        elif isinstance(batch, tuple | list) and len(batch) > 1:
-            target = batch[-1]
-        if not isinstance(target, Tensor) or target.dim() != 1 or target.is_floating_point():
+        labels = labels_of(batch)
+        if labels is None:
             return None
-        found.append(target.cpu())
+        found.append(labels)
     return torch.cat(found)
 
 

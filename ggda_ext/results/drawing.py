@@ -1,4 +1,4 @@
-"""What all pictures of a result share: matplotlib on demand, colours with hatches, names as plain text, what is shown.
+"""What all pictures of a result share: axes, colours with hatches, names as plain text, which groups are shown.
 
 Effects differ by colour and by hatch or marker, so pictures can be read in black and white.
 """
