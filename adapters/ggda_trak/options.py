@@ -13,7 +13,7 @@ from ggda_ext.drop_in import DropIn
 from ggda_ext.gradients.plan import check_strategy
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.model import ParameterChoice, ParameterSpace, inner_name, inner_names, unwrapped
-from ggda_ext.storage.fingerprint import of_state, of_structure, of_value
+from ggda_ext.storage.fingerprint import of_groups, of_state, of_structure, of_value
 from ggda_ext.words import check_counts
 from ggda_trak.savers import CheckedSaver
 
@@ -70,10 +70,15 @@ class GroupOptions:
         given.setdefault("saver", CheckedSaver)
         return given
 
-    def made_with(self, given: dict[str, Any]) -> dict[str, Any]:
+    def made_with(self, given: dict[str, Any], drop_in: DropIn) -> dict[str, Any]:
         """What a folder is made with, from these options and TRAK's own arguments."""
-        model = given["model"]
+        model, grouped = given["model"], not drop_in.by_toolkit
+        assert drop_in.groups is not None
         return {
+            "groups": of_groups(drop_in.groups),
+            "fisher": self.fisher if grouped else "TRAK's",
+            "checkpoints": self.models if grouped else None,
+            "parameters": sorted(given["grad_wrt"]) if given.get("grad_wrt") else "all",
             "half_precision": given.get("use_half_precision", True),
             "task": of_value(given["task"], "task", None),
             "model": of_structure(model, None),

@@ -96,8 +96,10 @@ def keep_targets(folder: Path, experiment: str, rows: np.ndarray, indices: np.nd
     write_sealed_arrays(path, {"rows": known})
 
 
-def check_targets(folder: Path, experiment: str, rows: np.ndarray) -> None:
-    """Refuse targets that are not those that were scored; targets that were not scored are zero."""
+def check_targets(folder: Path, experiment: str, rows: np.ndarray | None) -> None:
+    """Refuse targets that are not those that were scored, if there are any; those that were not scored are zero."""
+    if rows is None:
+        return
     known = _target_hashes(folder / f"{experiment}_targets.npz", len(rows))
     wrong = np.flatnonzero(row_hashes(np.asarray(rows)) != known)
     if len(wrong):

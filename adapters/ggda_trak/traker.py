@@ -29,7 +29,6 @@ from ggda_ext.groups import GroupsLike
 from ggda_ext.model import ParameterChoice, inner_names
 from ggda_ext.properties import Property
 from ggda_ext.sharing import once, together
-from ggda_ext.storage.fingerprint import of_groups
 from ggda_trak import ranks
 from ggda_trak.batches import check_batch, given_indices, part_of
 from ggda_trak.featurize import GroupSums, group_features, points_between_writes
@@ -116,8 +115,8 @@ class TRAKer(trak.TRAKer):
         ridge = check_ridge(given.get("lambda_reg", 0.0), "lambda_reg")
         given["save_dir"] = self._save_dir = ranks.own_folder(given.get("save_dir", "./trak_results"), self._load)
         given = self._options.for_trak(given, self.groups if self._grouped else None)
-        self._made_with = self._options.made_with(given)
-        with together({"groups": of_groups(self.groups)}):
+        self._made_with = self._options.made_with(given, drop_in)
+        with together({"groups": self._made_with["groups"]}):
             check_save_dir(Path(self._save_dir), load=self._load)
             super().__init__(**given)
             saver = self._checked_saver
@@ -138,13 +137,7 @@ class TRAKer(trak.TRAKer):
         if self.groups is None:
             return
         check_dimension(self.projector, self.num_params_for_grad)
-        settings = {
-            "groups": of_groups(self.groups),
-            "fisher": self._options.fisher if self._grouped else "TRAK's",
-            "checkpoints": self._options.models if self._grouped else None,
-            "parameters": sorted(self.grad_wrt) if self.grad_wrt else "all",
-        }
-        keep_settings(self._folder(), settings | self._made_with | describe(self.projector), load=self._load)
+        keep_settings(self._folder(), self._made_with | describe(self.projector), load=self._load)
 
     def load_checkpoint(self, checkpoint: Any, model_id: int, *args: Any, **kwargs: Any) -> None:
         """As TRAK's."""
@@ -323,7 +316,9 @@ class TRAKer(trak.TRAKer):
 
     def _finalize_scores(self, exp_name: str, model_ids: list[int], finalize: Any) -> np.ndarray:
         """TRAK's scores of targets that are what was written, in group order, with a checksum."""
-        self._check_targets(exp_name, model_ids)
+        for model_id in model_ids if exp_name in self.saver.experiments else ():
+            self.saver.load_current_store(model_id, exp_name, self.saver.experiments[exp_name]["num_targets"])
+            check_targets(self._folder(model_id), exp_name, self.saver.current_store[f"{exp_name}_grads"])
         checked = self._checked_saver
         if checked is not None:
             checked.begin_scores(exp_name)
@@ -335,15 +330,6 @@ class TRAKer(trak.TRAKer):
         if checked is not None:
             checked.end_scores(exp_name)
         return scores
-
-    def _check_targets(self, experiment: str, model_ids: Iterable[int]) -> None:
-        """Refuse targets that are not what was written."""
-        known = self.saver.experiments.get(experiment)
-        for model_id in model_ids if known is not None else ():
-            self.saver.load_current_store(model_id, experiment, known["num_targets"])
-            targets = self.saver.current_store[f"{experiment}_grads"]
-            if targets is not None:
-                check_targets(self._folder(model_id), experiment, targets)
 
     # what the calls share
 
