@@ -193,8 +193,8 @@ class GradKMeansGroups(ReprKMeansGroups):
 
     Args:
         model: any module in eval mode; left as it was.
-        loss_fn: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`; None for a model that returns its own
-            loss.
+        loss_fn: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`; None for a model that returns
+            its own loss.
         layer, batch_size: as in `ReprKMeansGroups`.
         group_size, n_groups, max_size, balanced, whiten, max_iter, tol, random_state: as in `KMeansGroups`.
     """
