@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ggda_ext.data import DataLike
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss, cannot_take
@@ -24,6 +25,7 @@ from ggda_ext.properties.classes import (
 )
 
 LossFn = Callable[..., Tensor] | ExampleLoss | None
+Average = Literal["macro", "binary"]
 
 
 def of_outputs(
@@ -103,22 +105,47 @@ def soft_accuracy(data: DataLike, *, temperature: float = 1.0, batch_size: int |
     return MeanProperty(data, loss, batch_size, name="soft_accuracy", higher_is_better=True)
 
 
+def accuracy(data: DataLike, *, batch_size: int | None = None) -> OutputsProperty:
+    """Share of test points whose most probable class is the right one.
+
+    It has no slope: for `WhatIf`, `leave_group_out` and retraining. `attribute` takes `soft_accuracy`.
+    """
+
+    def share(probabilities: Tensor, labels: Tensor) -> Tensor:
+        return (probabilities.argmax(1) == labels).to(probabilities).mean()
+
+    return _of_probabilities(data, share, batch_size, "accuracy", True)
+
+
+def f1(
+    data: DataLike, *, average: Average = "macro", positive: int = 1, batch_size: int | None = None
+) -> OutputsProperty:
+    """F1 of the most probable classes; it has no slope, like `accuracy`, and the arguments of `soft_f1`."""
+    of = _f1_of(average, positive)
+
+    def hard(probabilities: Tensor, labels: Tensor) -> Tensor:
+        predicted = functional.one_hot(probabilities.argmax(1), probabilities.shape[1])
+        return of(predicted.to(probabilities), labels)
+
+    return _of_probabilities(data, hard, batch_size, "f1", True)
+
+
 def soft_f1(
-    data: DataLike,
-    *,
-    average: Literal["macro", "binary"] = "macro",
-    positive: int = 1,
-    batch_size: int | None = None,
+    data: DataLike, *, average: Average = "macro", positive: int = 1, batch_size: int | None = None
 ) -> OutputsProperty:
     """F1 with probabilities P `[N, C]` for predictions, ``F1_c = 2 Σ_{y=c} P_c / (Σ P_c + #{y=c})``.
 
     Args:
         average: "macro", the mean over all C classes, or "binary", the F1 of class `positive`.
     """
+    return _of_probabilities(data, _f1_of(average, positive), batch_size, "soft_f1", True)
+
+
+def _f1_of(average: Average, positive: int) -> OutputsFn:
     if average not in ("macro", "binary"):
         raise ValueError(f"average={average!r} is not one of 'macro', 'binary'.")
 
-    def f1(probabilities: Tensor, labels: Tensor) -> Tensor:
+    def of(probabilities: Tensor, labels: Tensor) -> Tensor:
         is_class = labels[:, None] == torch.arange(probabilities.shape[1], device=labels.device)
         hits, sizes = (probabilities * is_class).sum(0), is_class.sum(0)
         scores = 2 * hits / (probabilities.sum(0) + sizes).clamp_min(torch.finfo(hits.dtype).tiny)
@@ -128,7 +155,7 @@ def soft_f1(
             raise ValueError(f"data has no point of class positive={positive}: its F1 is 0 for every model.")
         return scores[positive]
 
-    return _of_probabilities(data, f1, batch_size, "soft_f1", True)
+    return of
 
 
 def demographic_parity_gap(

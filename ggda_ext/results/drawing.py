@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 
 WIDEST_NAME = 22
+_NUMBERS = 240
+"""A heat map with more cells than this has signs in them, no numbers."""
+_NARROW_COLUMNS = 3
+"""The same for the columns of a narrow one, whose cells have no room for a number."""
 
 
 @dataclass(frozen=True)
@@ -200,3 +204,15 @@ def scores_of(result: Attribution, property: str | int) -> tuple[int, np.ndarray
 def group_name(result: Attribution, group: int) -> str:
     """The name of a group, as text on one line that leaves room for the picture."""
     return shown(result.groups.name(group), WIDEST_NAME)
+
+
+def write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
+    """A number in every cell, or its sign where there are many; white on dark colours."""
+    wide, columns = is_wide(ax), scores.shape[1]
+    many, size = scores.size > _NUMBERS or (not wide and columns > _NARROW_COLUMNS), 7 if wide else 5.5
+    if scores.size > 20 * _NUMBERS:
+        return
+    for (row, column), value in np.ndenumerate(scores):
+        text = ("+" if value > 0 else "−" if value < 0 else "") if many else number(value)
+        dark = abs(relative[row, column]) > 0.65
+        ax.text(column, row, text, ha="center", va="center", fontsize=size, color="white" if dark else "black")

@@ -14,17 +14,12 @@ import numpy as np
 from ggda_ext.results import drawing, ranking
 from ggda_ext.results.drawing import STYLES
 from ggda_ext.results.members import carried, draw_members, members_of
-from ggda_ext.results.table import number, shown
+from ggda_ext.results.table import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from ggda_ext.results.attribution import Attribution
-
-_NUMBERS = 240
-"""A heat map with more cells than this has signs in them, no numbers."""
-_NARROW_COLUMNS = 3
-"""The same for the columns of a narrow one, whose cells have no room for a number."""
 
 
 class Plots:
@@ -147,7 +142,7 @@ class Plots:
         m, count = len(scores), len(chosen)
         ax = drawing.new_axes(ax, min(3 + 0.8 * m, 14), 1.6 + 0.27 * count)
         picture = ax.imshow(relative[:, chosen].T, cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
-        _write_cells(ax, scores[:, chosen].T, relative[:, chosen].T)
+        drawing.write_cells(ax, scores[:, chosen].T, relative[:, chosen].T)
         narrow = not drawing.is_wide(ax)
         drawing.plain_ticks(ax.yaxis, range(count), [drawing.group_name(result, int(g)) for g in chosen])
         columns = [shown(name, drawing.WIDEST_NAME) for name in result.properties]
@@ -260,18 +255,6 @@ class Plots:
             names[1]: retraining_score(importance, groups, retrain, fractions, seed=seed),
             "random order": retraining_score(random, groups, retrain, fractions, seed=seed),
         }
-
-
-def _write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
-    """A number in every cell, or its sign where there are many; white on dark colours."""
-    wide, columns = drawing.is_wide(ax), scores.shape[1]
-    many, size = scores.size > _NUMBERS or (not wide and columns > _NARROW_COLUMNS), 7 if wide else 5.5
-    if scores.size > 20 * _NUMBERS:
-        return
-    for (row, column), value in np.ndenumerate(scores):
-        text = ("+" if value > 0 else "−" if value < 0 else "") if many else number(value)
-        dark = abs(relative[row, column]) > 0.65
-        ax.text(column, row, text, ha="center", va="center", fontsize=size, color="white" if dark else "black")
 
 
 def _warned(result: Attribution) -> set[int]:
