@@ -236,8 +236,7 @@ class PointMeans:
 
 
 def _checks(indices: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """A checksum for every number and its place, never 0 for a place that was not written."""
-    mixed = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64) << np.uint64(32)
-    mixed = (mixed + indices.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
-    return ((mixed >> np.uint64(32)) | np.uint64(1)).astype(np.uint32)
+    """A checksum for every number and its place, never 0, which stands at a place that was not written."""
+    placed = np.empty(len(indices), [("place", np.int64), ("value", np.float32)])
+    placed["place"], placed["value"] = indices, values
+    return row_hashes(placed).astype(np.uint32) | np.uint32(1)
