@@ -24,6 +24,8 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     """The batch with every tensor changed by `function`; what is no tensor stays as it is."""
     if isinstance(batch, Tensor):
         return function(batch)
+    if type(batch) is tuple:  # nearly always, and for every batch
+        return tuple([map_tensors(function, value) for value in batch])
     if isinstance(batch, Mapping | tuple | list):
         return _rebuilt(batch, lambda value: map_tensors(function, value))
     return batch
