@@ -20,6 +20,7 @@ product per batch. Called as functions they give the value, with a graph over al
 """
 
 from ggda_ext.properties.attacks import fgsm, pgd
+from ggda_ext.properties.class_outputs import class_probabilities
 from ggda_ext.properties.classes import (
     LinearProperty,
     MeanProperty,
@@ -31,7 +32,6 @@ from ggda_ext.properties.classes import (
 from ggda_ext.properties.library import (
     accuracy,
     attacked_loss,
-    class_probabilities,
     contrast,
     correct_logits,
     demographic_parity_gap,

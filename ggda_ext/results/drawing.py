@@ -1,4 +1,4 @@
-"""What all pictures of a result share: matplotlib on demand, colours with hatches, names as plain text, what is shown.
+"""What all pictures of a result share: axes, colours with hatches, names as plain text, which groups are shown.
 
 Effects differ by colour and by hatch or marker, so pictures can be read in black and white.
 """
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ggda_ext.results import ranking
 from ggda_ext.results.table import number, shown
 
 if TYPE_CHECKING:
@@ -205,11 +204,6 @@ def scores_of(result: Attribution, property: str | int) -> tuple[int, np.ndarray
 def group_name(result: Attribution, group: int) -> str:
     """The name of a group, as text on one line that leaves room for the picture."""
     return shown(result.groups.name(group), WIDEST_NAME)
-
-
-def effects_of(result: Attribution, j: int) -> tuple[str, ...]:
-    """The effect of every group on a property."""
-    return ranking.effects(result, j)
 
 
 def write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:

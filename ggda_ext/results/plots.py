@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ggda_ext.results import drawing
+from ggda_ext.results import drawing, ranking
 from ggda_ext.results.drawing import STYLES
 from ggda_ext.results.members import carried, draw_members, members_of
 from ggda_ext.results.table import shown
@@ -45,7 +45,7 @@ class Plots:
         """
         result = self._result
         j, values = drawing.scores_of(result, property)
-        effects = drawing.effects_of(result, j)
+        effects = ranking.effects(result, j)
         chosen = drawing.both_ends(values, most, result.higher_is_better[j])
         ax = drawing.new_axes(ax, 6.4, 1.5 + 0.27 * len(chosen.ids))
         names = []
@@ -105,7 +105,7 @@ class Plots:
         result = self._result
         j, values = drawing.scores_of(result, property)
         each = members_of(result, member_scores)[j]
-        effects, chosen = drawing.effects_of(result, j), drawing.largest(values, most)
+        effects, chosen = ranking.effects(result, j), drawing.largest(values, most)
         ax = drawing.new_axes(ax, 6.4, 1.5 + 0.5 * len(chosen.ids))
         groups = [group for group in chosen.ids if group is not None]
         for row, group in enumerate(groups):
@@ -175,7 +175,7 @@ class Plots:
         j, values = drawing.scores_of(result, property)
         times = as_times(result.names if dates is None else dates, len(values), "dates" if dates is not None else "")
         order = np.argsort(times, kind="stable")
-        times, values, effects = times[order], values[order], [drawing.effects_of(result, j)[g] for g in order]
+        times, values, effects = times[order], values[order], np.array(ranking.effects(result, j))[order]
         ax = drawing.new_axes(ax, 7.2, 3.6)
         low, high = self._ends(j)
         if low is not None and high is not None:
@@ -183,7 +183,7 @@ class Plots:
             ax.fill_between(times, low[order], high[order], color="0.85", label=covers)
         ax.plot(times, values, color="black", lw=1, zorder=2)
         for effect in [e for e in STYLES if e in effects]:
-            at = [i for i, e in enumerate(effects) if e == effect]
+            at = effects == effect
             style, label = STYLES[effect], drawing.MEANINGS.get(effect, effect)
             ax.scatter(
                 times[at], values[at], marker=style.marker, color=style.colour, edgecolor="black", linewidth=0.6,
