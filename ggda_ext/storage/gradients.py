@@ -23,7 +23,17 @@ from ggda_ext.properties import Property
 from ggda_ext.sharing import alone, together
 from ggda_ext.storage import fingerprint
 from ggda_ext.storage.folder import digest, read_array
-from ggda_ext.storage.jobs import Job, Range, finish, group_ranges, opened, part_of, points_per_block, whole_groups
+from ggda_ext.storage.jobs import (
+    Job,
+    Range,
+    finish,
+    group_ranges,
+    opened,
+    part_of,
+    points_in,
+    points_per_block,
+    whole_groups,
+)
 from ggda_ext.storage.scores import gradients_of
 from ggda_ext.words import without
 
@@ -171,7 +181,7 @@ class GradientStore:
             Job(
                 _name(j),
                 (of[1] - of[0], self.dim),
-                int(self.provider.groups.sizes[slice(*of)].sum()),
+                points_in(self.provider.groups, of),
                 lambda of=of: rows(of),  # type: ignore[misc]
             )
             for j, of in enumerate(self._ranges)

@@ -44,9 +44,14 @@ def group_ranges(groups: Groups, points: int, most_groups: int) -> list[Range]:
     return ranges
 
 
+def points_in(groups: Groups, some: Range) -> int:
+    """How many points are in a run of groups."""
+    return int(groups.offsets[some[1]] - groups.offsets[some[0]])
+
+
 def points_per_block(provider: GroupGradients, batch_size: int) -> int:
     """How many points make a block: enough that saving costs little, few enough that a kill costs little."""
-    return max(BATCHES_PER_BLOCK * batch_size, -(-int(provider.groups.sizes.sum()) // MOST_BLOCKS))
+    return max(BATCHES_PER_BLOCK * batch_size, -(-int(provider.groups.offsets[-1]) // MOST_BLOCKS))
 
 
 def part_of(provider: GroupGradients, groups: Range, strategy: str) -> GroupGradients:
@@ -101,8 +106,8 @@ def finish(
     """
     missing = set(once(lambda: [job.name for job in jobs if store is None or job.name not in store]))
     todo = [job for job in jobs if job.name in missing]
-    done = sum(job.points for job in jobs) - sum(job.points for job in todo)
-    total, made = done + sum(job.points for job in todo), list[Tensor]()
+    total, made = sum(job.points for job in jobs), list[Tensor]()
+    done = total - sum(job.points for job in todo)
     rounds = ((range(sum(job.points for job in now)), now) for now in _rounds(todo))
     for _, now in with_progress(rounds, total, title, show_progress, done):
         made = _made(now, torch.float32 if dtype == torch.bfloat16 else dtype)

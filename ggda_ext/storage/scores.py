@@ -33,6 +33,7 @@ from ggda_ext.storage.jobs import (
     group_ranges,
     opened,
     part_of,
+    points_in,
     points_per_block,
     whole_groups,
 )
@@ -63,7 +64,12 @@ class ScoreStore:
         self._stack.close()
 
     def scores(
-        self, provider: GroupGradients, directions: Directions, checkpoint: int = 0, property: Any = None
+        self,
+        provider: GroupGradients,
+        directions: Directions,
+        checkpoint: int = 0,
+        property: Any = None,
+        plan: Plan | None = None,
     ) -> Any:
         """What ``provider.scores(directions)`` gives, at the model's current parameters; missing blocks are made.
 
@@ -72,8 +78,9 @@ class ScoreStore:
             directions: what is asked.
             checkpoint: its number.
             property: where the directions come from, if from a property; another one is another question.
+            plan: ``provider.plan(directions)``, if it is known.
         """
-        plan = provider.plan(directions)
+        plan = plan or provider.plan(directions)
         tests, groups = _grid(provider, directions, plan)
         values = fingerprint.of_checkpoint(provider)
         within = self._checkpoint(provider, checkpoint, values)
@@ -161,13 +168,13 @@ class ScoreStore:
             parts: weights, numbers or one for every group `[k]`, with what `scores` or `stacked` gave.
         """
         listed: list[tuple[Weight, ScoreBlocks | StackedBlocks]] = list(parts)
+        first = listed[0][1]
+        if len(listed) == 1 and listed[0][0] == 1.0 and isinstance(first, ScoreBlocks) and first.is_one_block:
+            return first.whole()
         made_of = [
             (fingerprint.sums_of(weight[None]) if isinstance(weight, Tensor) else weight, blocks.names)
             for weight, blocks in listed
         ]
-        first = listed[0][1]
-        if len(listed) == 1 and listed[0][0] == 1.0 and isinstance(first, ScoreBlocks) and first.is_one_block:
-            return first.whole()
 
         def rows(low: int, high: int) -> Tensor:
             return sum_scores((weight, blocks.rows(low, high)) for weight, blocks in listed)
@@ -234,7 +241,7 @@ def _jobs(
         Job(
             block_name(i, j),
             (at[1] - at[0], of[1] - of[0]),
-            int(provider.groups.sizes[slice(*of)].sum()),
+            points_in(provider.groups, of),
             lambda at=at, of=of: scores(at, of),  # type: ignore[misc]
             shared=provider.data.is_stream,
         )
