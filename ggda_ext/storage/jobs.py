@@ -21,8 +21,9 @@ from torch import Tensor
 from ggda_ext.data import SomePoints, with_progress
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.plan import NonFinite
+from ggda_ext.gradients.proof import Unproven
 from ggda_ext.groups.partition import Groups
-from ggda_ext.sharing import alone, gathered, once, rank, together, world_size
+from ggda_ext.sharing import alone, gathered, of_all, once, rank, together, world_size
 from ggda_ext.storage.folder import Arrays, Store
 
 BATCHES_PER_BLOCK = 32
@@ -75,6 +76,24 @@ def whole_groups(provider: GroupGradients, groups: Range) -> Iterator[None]:
         yield
     except NonFinite as error:
         raise NonFinite([groups[0] + j for j in error.ids], provider.groups, error.what) from None
+
+
+def go_on_without(provider: GroupGradients, error: ValueError) -> None:
+    """After jobs that failed on what the chosen strategy was not proven for: let all ranks know, to choose another.
+
+    Raises:
+        ValueError: the error itself, if it is another one, or the strategy was asked for by name.
+    """
+    if provider.strategy != "auto":
+        raise error
+    cause = error.__cause__
+    found = of_all((cause.why, cause.refused) if isinstance(cause, Unproven) else None)
+    if not any(found):
+        raise error
+    for one in filter(None, found):
+        lesson = Unproven.__new__(Unproven)
+        lesson.why, lesson.refused = one
+        provider._probe.give_up(lesson)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from ggda_ext.storage.jobs import (
     Job,
     Range,
     finish,
+    go_on_without,
     group_ranges,
     opened,
     part_of,
@@ -80,19 +81,27 @@ class ScoreStore:
             property: where the directions come from, if from a property; another one is another question.
             plan: ``provider.plan(directions)``, if it is known.
         """
-        plan = plan or provider.plan(directions)
-        tests, groups = _grid(provider, directions, plan)
         values = fingerprint.of_checkpoint(provider)
         within = self._checkpoint(provider, checkpoint, values)
         asked = (
             {"asked for": "" if property is None else fingerprint.kind_of(property)}  # its directions tell the rest
             | values
             | fingerprint.of_directions(provider, directions, self.tag)
-            | {
-                "strategy": plan.strategy,
-                "blocks": joined(tests, groups).hex()[:16],
-            }
         )
+        while True:
+            plan = plan or provider.plan(directions)
+            try:
+                return self._answer(provider, directions, plan, within, asked)
+            except ValueError as error:
+                go_on_without(provider, error)
+                plan = None
+
+    def _answer(
+        self, provider: GroupGradients, directions: Directions, plan: Plan, within: str, asked: dict[str, Any]
+    ) -> ScoreBlocks:
+        """Finished scores by one strategy; those by another answer another question."""
+        tests, groups = _grid(provider, directions, plan)
+        asked = asked | {"strategy": plan.strategy, "blocks": joined(tests, groups).hex()[:16]}
         question = once(lambda: self._question(within, asked))
         with together():
             part = None if self._store is None else self._store.part(question, asked)
