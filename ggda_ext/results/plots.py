@@ -136,7 +136,7 @@ class Plots:
         """Groups × properties: colour and sign of each score, relative to the largest of its property.
 
         Args:
-            rows: ``"groups"``, the strongest first; or ``"properties"``, as in `scores`, with the groups in their order.
+            rows: ``"groups"``, strongest first; or ``"properties"``, as in `scores`, with the groups in their order.
             most: how many groups to draw, those with the largest relative scores; the rest is summed up in words.
             ax: matplotlib axes to draw into; a new figure by default.
         """
