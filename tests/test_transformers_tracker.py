@@ -234,6 +234,29 @@ def test_a_trainer_may_have_two_trackers(tmp_path):
     assert "training_step" not in vars(trainer)
 
 
+def test_trackers_of_one_trainer_have_logs_and_sums_of_their_own_and_take_up_no_others(tmp_path):
+    rows, tests = sources(examples("bert", N)), [examples("bert", 3, seed=seed) for seed in (1, 2)]
+
+    def trackers(property="eval_loss", **settings):
+        settings = {"show": False, "data_collator": collate} | settings
+        return [GroupTracker(rows, "source", property, eval_dataset=held_out, **settings) for held_out in tests]
+
+    def fitted(callbacks, **resume):
+        trainer = trainer_of(made("bert"), rows, tmp_path, callbacks=callbacks, save_strategy="steps", save_steps=2)
+        trainer.train(**resume)
+        return trainer
+
+    two, again, last = trackers(), trackers(), {"resume_from_checkpoint": str(tmp_path / "checkpoint-2")}
+    log = fitted(two).state.log_history[-2]
+    assert [log["ggda/web"], log["ggda-2/web"]] == pytest.approx([float(one.result["web"]) for one in two])
+    fitted(again, **last)
+    for one, other in zip(again, two, strict=True):
+        assert relative_error(one.result.scores, other.result.scores) <= 1e-6
+    for changed in ({"property": "accuracy"}, {"every": 2}, {"tokens": "sum"}, {"preconditioner": "adam"}):
+        with pytest.raises(ValueError, match=f"ggda_tracker.json is of {next(iter(changed))}="):
+            fitted(trackers(**changed), **last)
+
+
 def test_mixed_precision_is_scored_as_it_is_trained(tmp_path):
     loop, tracker, _ = run(tmp_path, dtype=torch.float32, bf16=True)
     assert relative_error(tracker.result.scores[0], loop.sums) <= 0.1

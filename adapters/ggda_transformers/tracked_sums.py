@@ -13,8 +13,6 @@ from ggda_ext.groups import Groups
 from ggda_ext.sharing import add_up
 from ggda_ext.storage.files import read_sealed_json, write_sealed_json
 
-FILE = "ggda_tracker.json"
-
 
 @dataclass
 class TrackedSums:
@@ -26,6 +24,8 @@ class TrackedSums:
         steps: how many were scored.
         seconds: spent on it.
         history: the step and the scores `[m, k]` of all ranks at every entry of the log.
+        settings: what they are of; sums with other settings are not taken up.
+        number: which of the Trainer's trackers they belong to, from 0.
     """
 
     groups: Groups
@@ -33,6 +33,13 @@ class TrackedSums:
     steps: int = 0
     seconds: float = 0.0
     history: list[tuple[int, list[list[float]]]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
+
+    @property
+    def suffix(self) -> str:
+        """What tells files and logs of a Trainer's second tracker from those of its first."""
+        return f"-{self.number + 1}" if self.number else ""
 
     def add(self, scores: Tensor, rows: list[int]) -> None:
         """Add the scores `[m, b]` of rows by their groups; rows of no group are left out."""
@@ -51,28 +58,37 @@ class TrackedSums:
         scores = self.of_all_ranks()
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
-            known = {"groups": self._names, "scored_steps": self.steps, "seconds": self.seconds,
-                     "scores": None if scores is None else scores.tolist()}  # fmt: skip
-            write_sealed_json(folder / FILE, known)
+            known = {"groups": self._names, "settings": self.settings, "scored_steps": self.steps,
+                     "seconds": self.seconds, "scores": None if scores is None else scores.tolist()}  # fmt: skip
+            write_sealed_json(folder / self._file, known)
 
     def resume(self, args: Any, state: Any) -> None:
         """Take up the sums of the checkpoint that a run goes on from."""
         given = args.resume_from_checkpoint
         places = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
         places += [Path(given)] if isinstance(given, str) else []
-        path = next((place / FILE for place in places if (place / FILE).is_file()), None)
+        path = next((place / self._file for place in places if (place / self._file).is_file()), None)
         if path is None:
             raise FileNotFoundError(
-                f"training goes on from step {state.global_step}, and {places[0] / FILE} is not there: the scores of "
-                "the steps before are lost. Resume from a checkpoint that a GroupTracker was part of, or leave it out."
+                f"training goes on from step {state.global_step}, and {places[0] / self._file} is not there: the "
+                "scores of the steps before are lost. Resume from a checkpoint that a GroupTracker was part of, or "
+                "leave it out."
             )
         kept = read_sealed_json(path)
         if kept["groups"] != self._names:
             raise ValueError(f"{path} is of other groups: {kept['groups'][:5]}. Pass the same groups, or start again.")
+        for name, value in self.settings.items():
+            before = kept["settings"].get(name)
+            if before != value:
+                raise ValueError(f"{path} is of {name}={before!r}, not {value!r}. Pass what it was, or start again.")
         self.steps, self.seconds = kept["scored_steps"], kept["seconds"]
         if kept["scores"] is not None:
             scores = torch.tensor(kept["scores"], dtype=torch.float64)
             self.scores = scores if state.is_world_process_zero else torch.zeros_like(scores)
+
+    @property
+    def _file(self) -> str:
+        return f"ggda_tracker{self.suffix}.json"
 
     @property
     def _names(self) -> list[str]:

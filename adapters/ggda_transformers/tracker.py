@@ -28,6 +28,7 @@ from ggda_ext.data import to_device
 from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups import Groups
 from ggda_ext.losses.row_reductions import Tokens
+from ggda_ext.properties.property import names_of
 from ggda_ext.results import Attribution, MethodFacts
 from ggda_ext.sharing import alone
 from ggda_ext.words import check_counts, without
@@ -49,9 +50,10 @@ _logger = logging.getLogger(__name__)
 class GroupTracker(TrainerCallback):
     """A callback that adds up group scores during training; its state is k numbers for each property.
 
-    Pass it as ``Trainer(callbacks=[tracker])``. Scores are logged with the Trainer's log as ``ggda/<group>``;
-    `attach` puts the tracker before reporters such as TensorBoard, so that they see them too. At the end a table is
-    printed and a picture saved to the output folder; `result` is the `Attribution`. Its unit is ``"rank"``.
+    Pass it as ``Trainer(callbacks=[tracker])``. Scores are logged with the Trainer's log as ``ggda/<group>``, those of
+    a second tracker as ``ggda-2/<group>``; `attach` puts the tracker before reporters such as TensorBoard, so that they
+    see them too. At the end a table is printed and a picture saved to the output folder; `result` is the `Attribution`.
+    Its unit is ``"rank"``.
 
     Args:
         train_dataset: the rows given to the Trainer, with the column that `groups` names.
@@ -133,6 +135,8 @@ class GroupTracker(TrainerCallback):
         trainer = self._calling_trainer()
         self._setup = TrainerSetup.of(trainer, data_collator=self._collator)
         self._goal = property_of(self._setup, self._property, self._eval_dataset)
+        trackers = [one for one in trainer.callback_handler.callbacks if isinstance(one, GroupTracker)]
+        self.sums.number, self.sums.settings = trackers.index(self), self._settings()
         undo, self._compared = number_rows(kwargs["train_dataloader"], self._rows)
         self._undo = [undo, take_at_the_step(trainer, self._pending.append)]
         if state.global_step:
@@ -181,7 +185,7 @@ class GroupTracker(TrainerCallback):
             _logger.warning("GroupTracker scored no step: every=%s, share=%s.", self.every, self.share)
         elif self.show and state.is_world_process_zero:
             print(self.result)
-            _save_picture(self, Path(args.output_dir) / "group_tracker.png")
+            _save_picture(self, Path(args.output_dir) / f"group_tracker{self.sums.suffix}.png")
 
     # ---- what came out
 
@@ -270,12 +274,18 @@ class GroupTracker(TrainerCallback):
         return self._provider
 
     def _logged(self, scores: Tensor) -> dict[str, float]:
-        names = self.result.properties
+        names, top = self.result.properties, f"ggda{self.sums.suffix}"
         return {
-            f"ggda/{name}" if len(scores) == 1 else f"ggda/{names[row]}/{name}": float(scores[row, j])
+            f"{top}/{name}" if len(scores) == 1 else f"{top}/{names[row]}/{name}": float(scores[row, j])
             for row in range(len(scores))
             for j, name in enumerate(self.groups.all_names)
         }
+
+    def _settings(self) -> dict[str, Any]:
+        """What the sums are of."""
+        property = names_of(self._goal, getattr(self._goal, "components", None) or 1)
+        return {"property": property, "every": self.every, "share": self.share, "seed": self.seed,
+                "preconditioner": self.preconditioner, "tokens": self.tokens}  # fmt: skip
 
     def _close(self) -> None:
         for undo in self._undo:
