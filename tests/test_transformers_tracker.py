@@ -210,6 +210,10 @@ def test_a_resumed_run_ends_with_the_sums_of_one_that_was_not_stopped(tmp_path):
     trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
     assert tracker.sums.steps == whole.sums.steps
     assert relative_error(tracker.result.scores, whole.result.scores) <= 1e-6
+    trainer.args.output_dir = str(tmp_path / "three")
+    (tmp_path / "three" / "checkpoint-3").mkdir(parents=True)  # of another run, which does not matter
+    trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
+    assert relative_error(tracker.result.scores, whole.result.scores) <= 1e-6
     kept = json.loads((tmp_path / "two" / "checkpoint-3" / "ggda_tracker.json").read_text())
     assert kept["scored_steps"] == 3
     (tmp_path / "two" / "checkpoint-3" / "ggda_tracker.json").unlink()

@@ -62,17 +62,13 @@ class TrackedSums:
                      "seconds": self.seconds, "scores": None if scores is None else scores.tolist()}  # fmt: skip
             write_sealed_json(folder / self._file, known)
 
-    def resume(self, args: Any, state: Any) -> None:
+    def resume(self, folder: Path, state: Any) -> None:
         """Take up the sums of the checkpoint that a run goes on from."""
-        given = args.resume_from_checkpoint
-        places = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
-        places += [Path(given)] if isinstance(given, str) else []
-        path = next((place / self._file for place in places if (place / self._file).is_file()), None)
-        if path is None:
+        path = folder / self._file
+        if not path.is_file():
             raise FileNotFoundError(
-                f"training goes on from step {state.global_step}, and {places[0] / self._file} is not there: the "
-                "scores of the steps before are lost. Resume from a checkpoint that a GroupTracker was part of, or "
-                "leave it out."
+                f"training goes on from step {state.global_step}, and {path} is not there: the scores of the steps "
+                "before are lost. Resume from a checkpoint that a GroupTracker was part of, or leave it out."
             )
         kept = read_sealed_json(path)
         if kept["groups"] != self._names:

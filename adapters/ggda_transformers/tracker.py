@@ -132,7 +132,7 @@ class GroupTracker(TrainerCallback):
         """Give batches their rows' numbers, and take up sums of a run that is resumed."""
         self._close()
         self._reset()
-        trainer = self._calling_trainer()
+        trainer, resumed = self._calling_trainer()
         self._setup = TrainerSetup.of(trainer, data_collator=self._collator)
         self._goal = property_of(self._setup, self._property, self._eval_dataset)
         trackers = [one for one in trainer.callback_handler.callbacks if isinstance(one, GroupTracker)]
@@ -140,7 +140,7 @@ class GroupTracker(TrainerCallback):
         undo, self._compared = number_rows(kwargs["train_dataloader"], self._rows)
         self._undo = [undo, take_at_the_step(trainer, self._pending.append)]
         if state.global_step:
-            self.sums.resume(args, state)
+            self.sums.resume(Path(resumed or f"{args.output_dir}/checkpoint-{state.global_step}"), state)
         self._started = perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -228,13 +228,16 @@ class GroupTracker(TrainerCallback):
 
     # ---- the work
 
-    def _calling_trainer(self) -> Trainer:
-        """The Trainer that calls. Callbacks are not told which: it is found among those who wait for this call."""
+    def _calling_trainer(self) -> tuple[Trainer, Any]:
+        """The Trainer that calls, and the checkpoint it resumes from; a callback is told of neither.
+
+        They are found among those who wait for this call.
+        """
         frame = sys._getframe(1)
         while frame is not None:
             one = frame.f_locals.get("self")
             if isinstance(one, Trainer) and self in one.callback_handler.callbacks:
-                return one
+                return one, frame.f_locals.get("resume_from_checkpoint")
             frame = frame.f_back  # type: ignore[assignment]
         raise RuntimeError("GroupTracker is called by no transformers.Trainer: pass it to one, in callbacks=[…].")
 
