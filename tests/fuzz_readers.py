@@ -244,8 +244,9 @@ def make_tracker(folder: Path) -> None:
     arguments, state = TRAINER
     arguments.output_dir = folder
     (folder / "checkpoint-3").mkdir()
-    scores = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
-    TrackedSums(Groups(["north", "south", "east"]), scores, steps=2, seconds=0.5).save(arguments, state)
+    sums = TrackedSums(Groups(["north", "south", "east"]), steps=2, seconds=0.5)
+    sums.add(torch.arange(6.0).reshape(2, 3), [0, 1, 2])
+    sums.save(arguments, state)
 
 
 def read_tracker(folder: Path) -> dict[str, Any]:

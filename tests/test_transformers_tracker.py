@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import relative_error
 from ggda_transformers import GroupTracker
+from scipy import stats
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers_cases import collate, exactness, examples, gradients, made, own_loss, sources, trainer_of
@@ -27,7 +28,7 @@ class PlainLoop(TrainerCallback):
     def __init__(self, rows, tests, every=1, adam=False, loss=own_loss):
         self.rows, self.tests, self.every, self.adam, self.loss = rows, tests, every, adam, loss
         self.groups = Groups([row["source"] for row in rows])
-        self.sums = torch.zeros(len(self.groups), dtype=torch.float64)
+        self.each = []  # of every batch, by group
         self.collated, self.batches = [], []
 
     def collate(self, rows):
@@ -54,8 +55,13 @@ class PlainLoop(TrainerCallback):
             numbers = self.collated[batch]
             rows = gradients(model, self.loss, plain_rows([self.rows[i] for i in numbers])).double()
             scores = optimizer.param_groups[0]["lr"] * rows @ goal
-            self.sums.index_add_(0, torch.from_numpy(self.groups.labels[numbers]).long(), scores)
+            labels = torch.from_numpy(self.groups.labels[numbers]).long()
+            self.each.append(torch.zeros(len(self.groups), dtype=torch.float64).index_add_(0, labels, scores))
         model.train()
+
+    @property
+    def sums(self):
+        return torch.stack(self.each).sum(0)
 
     @staticmethod
     def _divisors(model, optimizer):
@@ -100,6 +106,10 @@ def test_the_sums_are_those_of_a_plain_loop(name, accumulation, tmp_path):
     assert relative_error(tracker.result.scores[0], loop.sums) <= 1e-10
     assert tracker.result.method.unit == "rank"
     assert tracker.overhead > 0
+    n = len(loop.each)
+    half = stats.t.ppf(0.975, n - 1) * n**0.5 * torch.stack(loop.each).std(0)
+    assert relative_error(tracker.result.low[0], loop.sums - half) <= 1e-10
+    assert relative_error(tracker.result.high[0], loop.sums + half) <= 1e-10
 
 
 @pytest.mark.parametrize(("settings", "bound"), [
@@ -209,7 +219,8 @@ def test_a_resumed_run_ends_with_the_sums_of_one_that_was_not_stopped(tmp_path):
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
     assert tracker.sums.steps == whole.sums.steps
-    assert relative_error(tracker.result.scores, whole.result.scores) <= 1e-6
+    for name in ("scores", "low", "high"):
+        assert relative_error(getattr(tracker.result, name), getattr(whole.result, name)) <= 1e-6
     trainer.args.output_dir = str(tmp_path / "three")
     (tmp_path / "three" / "checkpoint-3").mkdir(parents=True)  # of another run, which does not matter
     trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))

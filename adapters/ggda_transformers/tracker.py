@@ -44,6 +44,7 @@ from ggda_transformers.tracked_sums import TrackedSums
 UNKNOWN_ORDER = (
     "The Trainer's rows have no column in common with train_dataset: that they are in the same order was not checked."
 )
+INTERVAL = "95 %, over the draw of batches"
 _logger = logging.getLogger(__name__)
 
 
@@ -163,11 +164,11 @@ class GroupTracker(TrainerCallback):
         """Add the scores so far to the Trainer's log."""
         if logs is None or "loss" not in logs:
             return
-        scores = self.sums.of_all_ranks()
-        if scores is None:
+        totals = self.sums.of_all_ranks()
+        if totals is None:
             return
-        self.sums.history.append((int(state.global_step), scores.tolist()))
-        logged = self._logged(scores)
+        self.sums.history.append((int(state.global_step), totals[0].tolist()))
+        logged = self._logged(totals[0])
         logs.update(logged)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(logged)
@@ -180,7 +181,7 @@ class GroupTracker(TrainerCallback):
         """Leave Trainer and loader as they were; print the table, save the picture."""
         self.training_seconds = perf_counter() - self._started
         self._close()
-        self.sums.scores = self.sums.of_all_ranks()
+        self.sums.totals = self.sums.of_all_ranks()
         if self.sums.scores is None:
             _logger.warning("GroupTracker scored no step: every=%s, share=%s.", self.every, self.share)
         elif self.show and state.is_world_process_zero:
@@ -205,8 +206,10 @@ class GroupTracker(TrainerCallback):
             notes.append(UNKNOWN_ORDER)
         if self.training_seconds:
             notes.append(f"It took {self.overhead:.0%} on top of the training.")
+        ends = self.sums.interval()
+        around = {} if ends is None else {"low": ends[0], "high": ends[1], "interval": INTERVAL}
         return Attribution.of(self.sums.scores.clone(), self.groups, self._goal, method=method, test_axis=0,
-                              notes=notes)  # fmt: skip
+                              notes=notes, **around)  # fmt: skip
 
     @property
     def overhead(self) -> float:
