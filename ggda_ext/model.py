@@ -200,9 +200,17 @@ class SavedState:
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
         self.model = model
         self._modes = [(module, module.training) for module in model.modules()]
-        self._required = {name: value.requires_grad for name, value in _named_values(model, "_parameters").items()}
-        now = _named_values(model)
-        self._values = {name: now[name].detach().clone() for name in (now if names is None else names)}
+        self._values: dict[str, Tensor] = {}
+        now = self.copy_values(names)
+        self._required = {name: value.requires_grad for name, value in now.items() if isinstance(value, nn.Parameter)}
+
+    def copy_values(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Copy more values, as they are now; the parameters and buffers, by name."""
+        now = _named_values(self.model)
+        for name in now if names is None else names:
+            if name not in self._values:
+                self._values[name] = now[name].detach().clone()
+        return now
 
     def changed(self) -> list[str]:
         """Names of the copied values that are not as they were."""
@@ -228,16 +236,11 @@ def _same(now: Tensor, before: Tensor) -> bool:
     return torch.equal(now, before) or torch.equal(now.nan_to_num(), before.nan_to_num())
 
 
-def _named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once; several times as fast as `named_parameters`, and asked for often.
-
-    Args:
-        model: the model.
-        kinds: ``"_parameters"`` or ``"_buffers"``; both by default.
-    """
+def _named_values(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once; several times as fast as `named_parameters`, and asked for often."""
     found, seen = dict[str, Tensor](), set[int]()
     for prefix, module in model.named_modules():
-        for kind in kinds or ("_parameters", "_buffers"):
+        for kind in ("_parameters", "_buffers"):
             for name, value in (vars(module).get(kind) or getattr(module, kind)).items():  # a traced module hides them
                 if value is not None and id(value) not in seen:
                     seen.add(id(value))
@@ -248,7 +251,7 @@ def _named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
 @contextmanager
 def left_as_it_was(
     model: nn.Module, names: Iterable[str] | None = None, *, only_on_failure: bool = False
-) -> Iterator[None]:
+) -> Iterator[SavedState]:
     """Hold the model's lock, and restore its `SavedState` at the end, or only after an exception.
 
     Args:
@@ -259,7 +262,7 @@ def left_as_it_was(
     with only_thread(model):
         saved, restore = SavedState(model, names), True
         try:
-            yield
+            yield saved
             restore = not only_on_failure
         finally:
             if restore:
