@@ -7,10 +7,10 @@ them. Where points are left, its time for all of them is extrapolated along a li
     seconds(N) = seconds(n) + slope · (N − n),
 
 with the slope between the first and the last of the last three sizes: that between two neighbours is mostly noise where
-a batch costs little beside what is fixed. `Original.linearity` says how well the line through the two before it foretells
-what was measured at n; 1 is perfect. Where it does not, the smallest size is timed once more, as the first call of an
-original may warm something up. The group version gets all points. Both take turns, and the best of several turns counts; where
-they come out about as fast as each other, both get more turns.
+a batch costs little beside what is fixed. `Original.linearity` says how well the line through the two sizes before n
+foretells what was measured at n; 1 is perfect. Where it misses, the smallest size is timed once more, as the first call
+of an original may warm something up. The group version gets all points. Both take turns, and the best of several turns
+counts; where they come out about as fast as each other, both get more turns.
 
 What the group version finds out about a model is kept for the next call. Turns are made with that; where the time of a
 first call is asked for, up to two are made before, without it, and the better of them counts.
