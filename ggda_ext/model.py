@@ -204,9 +204,16 @@ class SavedState:
         self._held = [(held, dict(held)) for module in model.modules() for held in _held_by(module)]
         self._now = _named_values(model)
         self._required = {name: value.requires_grad for name, value in self._now.items()}
-        names = self._now if names is None else names
-        self._values = {name: self._now[name].detach().clone() for name in names}
-        self._versions = {name: _version(self._now[name]) for name in names}
+        self._values: dict[str, Tensor] = {}
+        self._versions: dict[str, Any] = {}
+        self.copy_values(names)
+
+    def copy_values(self, names: Iterable[str] | None = None) -> None:
+        """Copy more values, as they are now."""
+        for name in self._now if names is None else names:
+            if name not in self._values:
+                self._values[name] = self._now[name].detach().clone()
+                self._versions[name] = _version(self._now[name])
 
     def changed(self) -> list[str]:
         """Names of the copied values that are not as they were, or were written to."""
@@ -263,16 +270,11 @@ def _same(now: Tensor, before: Tensor) -> bool:
     return torch.equal(now, before) or torch.equal(now.nan_to_num(), before.nan_to_num())
 
 
-def _named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once; several times as fast as `named_parameters`, and asked for often.
-
-    Args:
-        model: the model.
-        kinds: ``"_parameters"`` or ``"_buffers"``; both by default.
-    """
+def _named_values(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once; several times as fast as `named_parameters`, and asked for often."""
     found, seen = dict[str, Tensor](), set[int]()
     for prefix, module in model.named_modules():
-        for kind in kinds or ("_parameters", "_buffers"):
+        for kind in ("_parameters", "_buffers"):
             for name, value in (vars(module).get(kind) or getattr(module, kind)).items():  # a traced module hides them
                 if value is not None and id(value) not in seen:
                     seen.add(id(value))
@@ -283,7 +285,7 @@ def _named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
 @contextmanager
 def left_as_it_was(
     model: nn.Module, names: Iterable[str] | None = None, *, only_on_failure: bool = False
-) -> Iterator[None]:
+) -> Iterator[SavedState]:
     """Hold the model's lock, and restore its `SavedState` at the end, or only after an exception.
 
     Args:
@@ -294,7 +296,7 @@ def left_as_it_was(
     with only_thread(model):
         saved, restore = SavedState(model, names), True
         try:
-            yield
+            yield saved
             restore = not only_on_failure
         finally:
             if restore:
