@@ -270,11 +270,16 @@ def _same(now: Tensor, before: Tensor) -> bool:
     return torch.equal(now, before) or torch.equal(now.nan_to_num(), before.nan_to_num())
 
 
-def _named_values(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once; several times as fast as `named_parameters`, and asked for often."""
+def _named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once; several times as fast as `named_parameters`, and asked for often.
+
+    Args:
+        model: the model.
+        kinds: ``"_parameters"`` or ``"_buffers"``; both by default.
+    """
     found, seen = dict[str, Tensor](), set[int]()
     for prefix, module in model.named_modules():
-        for kind in ("_parameters", "_buffers"):
+        for kind in kinds or ("_parameters", "_buffers"):
             for name, value in (vars(module).get(kind) or getattr(module, kind)).items():  # a traced module hides them
                 if value is not None and id(value) not in seen:
                     seen.add(id(value))
