@@ -33,7 +33,7 @@ from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribu
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import probe
 from ggda_ext.gradients.watch import Watch
-from ggda_ext.losses import BatchLoss, OutputLoss, as_example_loss
+from ggda_ext.losses import BatchLoss, FunctionalLoss, OutputLoss, as_example_loss
 
 CE = nn.CrossEntropyLoss()
 BATCH_SIZES = (1, 5, None)
@@ -692,6 +692,29 @@ def test_findings_are_kept_for_an_equal_loss_and_a_new_loader_of_the_same_data()
     assert other > again
     assert calls_of(weight=torch.ones(3).double(), reduction="sum") > again
     assert calls_of(label_smoothing=0.1) < other
+
+
+def test_findings_are_kept_for_the_same_function_of_parameters_and_an_example():
+    """A toolkit wraps it anew for every call, and a bound method is another object each time it is named."""
+    calls: list[int] = []
+
+    class Task:
+        def loss(self, parameters, example):
+            calls.append(1)
+            x, y = example
+            return CE(torch.func.functional_call(model, parameters, (x.reshape(1, -1),)), y.reshape(1))
+
+    def calls_of(task: Task, **settings) -> int:
+        calls.clear()
+        GroupGradients(model, FunctionalLoss(task.loss, **settings), points, GROUPS).scores(torch.ones(1, 21))
+        return len(calls)
+
+    model, points = nn.Sequential(nn.Linear(WIDTH, 3)).double(), data("features", 0)
+    one, other = Task(), Task()
+    first, again = calls_of(one), calls_of(one)
+    assert again < first / 3
+    assert calls_of(other) == first
+    assert calls_of(one, batch_of_one=True) > again
 
 
 def test_findings_of_other_parameters_are_not_the_truth_of_these():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import cache
-from inspect import signature
+from inspect import ismethod, signature
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class BatchLoss(ExampleLoss):
     @property
     def anchors(self) -> tuple[Any, ...] | None:
         """The function."""
-        return type(self), self.fn
+        return type(self), *_held_by(self.fn)
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         losses = self.fn(model, batch)
@@ -111,6 +111,11 @@ class FunctionalLoss(ExampleLoss):
 
     def __init__(self, fn: Callable[[dict[str, Tensor], Any], Tensor], *, batch_of_one: bool = False) -> None:
         self.fn, self.batch_of_one = fn, batch_of_one
+
+    @property
+    def anchors(self) -> tuple[Any, ...] | None:
+        """The function, and what it expects."""
+        return _with((type(self), self.batch_of_one)), *_held_by(self.fn)
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         parameters: dict[str, Tensor] = dict(model.named_parameters())
@@ -223,6 +228,11 @@ class _Alike:
 @cache
 def _with(kind_and_settings: tuple[Any, ...]) -> _Alike:
     return _Alike()
+
+
+def _held_by(function: Any) -> tuple[Any, ...]:
+    """What makes a function what it is: itself; of a bound method, which is made anew each time, its two parts."""
+    return (function.__self__, function.__func__) if ismethod(function) else (function,)
 
 
 def _standing_for(loss_fn: Any) -> Any:
