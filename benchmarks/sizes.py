@@ -153,7 +153,7 @@ class DattriScale:
     subsets: int = 50
     seeds: int = 2
     epochs: Mapping[str, int] = field(default_factory=lambda: {"dattri-mnist-lr": 20, "dattri-mnist-mlp": 50})
-    margin_models: tuple[int, ...] = (3, 5, 10)
+    margin_models: tuple[int, ...] = (3, 5)
     tracin_models: int = 10
     trak_models: tuple[int, ...] = (10, 50)
     trak_dimensions: int = 512
