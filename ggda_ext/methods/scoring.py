@@ -117,38 +117,25 @@ def scores_by(
         checkpoint: its number.
         property: where the directions come from.
     """
-    kept = ScoresInMemory() if kept is None else kept
+    store = ScoresInMemory() if kept is None else kept
+
+    def of_rows(rows: Tensor) -> Any:
+        try:
+            done = store.solve(method, provider, rows, checkpoint) if method.needs_rows else Preconditioned(rows)
+        except (ValueError, RuntimeError):
+            finite_losses(provider)  # curvature that cannot be solved with may come from a single point, which is named
+            raise
+        plan = provider.plan(done.directions)
+        account.add(done, plan.passes)
+        return store.scores(provider, done.directions, checkpoint, property, plan)
+
     if isinstance(directions, Tensor):
-        return _scored(method, provider, directions, account, kept, checkpoint, property)
+        return of_rows(directions)
     if not method.needs_rows:
         plan = provider.plan(directions)
         account.add(Preconditioned(torch.empty(0)), plan.passes)
-        return kept.scores(provider, directions, checkpoint, property, plan)
-    return kept.stacked(
-        [
-            (ids, _scored(method, provider, rows, account, kept, checkpoint, property))
-            for ids, rows in provider.tests(directions).all_blocks()
-        ]
-    )
-
-
-def _scored(
-    method: Method,
-    provider: GroupGradients,
-    rows: Tensor,
-    account: Account,
-    kept: KeptScores,
-    checkpoint: int,
-    property: Any,
-) -> Any:
-    try:
-        done = kept.solve(method, provider, rows, checkpoint) if method.needs_rows else Preconditioned(rows)
-    except (ValueError, RuntimeError):
-        finite_losses(provider)  # curvature that cannot be solved with may come from a single point, which is named
-        raise
-    plan = provider.plan(done.directions)
-    account.add(done, plan.passes)
-    return kept.scores(provider, done.directions, checkpoint, property, plan)
+        return store.scores(provider, directions, checkpoint, property, plan)
+    return store.stacked([(ids, of_rows(rows)) for ids, rows in provider.tests(directions).all_blocks()])
 
 
 def finite_losses(points: GroupGradients, batch_size: int | None = None) -> Tensor:
