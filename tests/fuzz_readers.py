@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -54,11 +55,13 @@ STRANGE = (
 
 
 def mutate(folder: Path, draw: random.Random, outside: Path) -> None:
-    """Change one file of a folder, or put a link in its place."""
+    """Change one file of a folder, or put something else in its place, or in the way of its next version."""
     path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
-    if draw.random() < 0.05:
-        path.unlink()
-        path.symlink_to(outside)
+    if draw.random() < 0.08:
+        if draw.random() < 0.3:
+            path = path.with_name(f"{path.name}.part")
+        path.unlink(missing_ok=True)
+        draw.choice([lambda: path.symlink_to(outside), lambda: os.mkfifo(path), path.mkdir])()
         return
     content = bytearray(path.read_bytes())
     for _ in range(draw.randint(1, 3)):
