@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import relative_error
 from ggda_transformers import Binned, Nested, TrainerSetup, attribute_trainer
+from ggda_transformers.attribution import training_steps
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -181,6 +182,18 @@ def test_saved_moments_are_in_the_order_of_the_trainers_own_optimizer(tmp_path):
     usual = trainer_of(made("bert", torch.float32), rows, tmp_path, eval_dataset=trainer.eval_dataset)
     with pytest.raises(ValueError, match=r"in groups of \[2, .*pass the Trainer that made it"):
         attribute_trainer(usual, rows, "source", **last)
+
+
+def test_a_best_checkpoint_that_was_loaded_has_its_own_steps_and_moments(tmp_path):
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+    trainer, rows = trained(tmp_path, "bert", learning_rate=1e-20, **best)  # nothing gets better after the first
+    assert trainer.state.best_global_step == 2
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert training_steps(trainer).learning_rates == pytest.approx(sum(rates[:2]))
+    folder = trainer.state.best_model_checkpoint
+    with pytest.raises(ValueError, match=r"optimizer is that of step 4: pass checkpoints=\['.*checkpoint-2'\]"):
+        attribute_trainer(trainer, rows, "source", preconditioner="adam")
+    attribute_trainer(trainer, rows, "source", checkpoints=[folder], weights=[1.0], preconditioner="adam")
 
 
 def test_shards_are_read(tmp_path):

@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 class GroupTracker(TrainerCallback):
-    """A callback that adds up group scores during training; its state is k numbers for each property.
+    """A callback that adds up group scores during training; its state is three numbers for each group and property.
 
     Pass it as ``Trainer(callbacks=[tracker])``. Scores are logged with the Trainer's log as ``ggda/<group>``, those of
     a second tracker as ``ggda-2/<group>``; `attach` puts the tracker before reporters such as TensorBoard, so that they
