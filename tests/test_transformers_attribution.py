@@ -435,6 +435,8 @@ def test_mistakes_are_named_with_the_fix(tmp_path):
     refused(TypeError, "data_collator is a int: pass a function", data_collator=5)
     refused(TypeError, "compute_loss_func is a str: pass a function", compute_loss_func="mean")
     refused(ValueError, "made a batch of 1 rows from", data_collator=lambda rows: collate(rows[:1]))
+    masking = type("Masking", (), {"mlm": True, "__call__": lambda self, rows: collate(rows)})()
+    refused(ValueError, r"masks tokens at random \(mlm=True\).*mask the rows once", data_collator=masking)
     refused(ValueError, "checkpoints='output_dir' stands for", checkpoints="output_dir")
     refused(FileNotFoundError, "holds no checkpoint-", checkpoints=tmp_path)
     refused(FileNotFoundError, "which is no folder", checkpoints=[tmp_path / "nothing"])

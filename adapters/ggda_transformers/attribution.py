@@ -93,6 +93,11 @@ def attribute_trainer(
         trainer_or_model, data_collator=data_collator, processing_class=processing_class,
         compute_loss_func=compute_loss_func, batch_size=batch_size,
     )  # fmt: skip
+    if getattr(setup.collator, "mlm", False):
+        raise ValueError(
+            "the data collator masks tokens at random (mlm=True), so that a row has another loss each time: mask the "
+            "rows once, before, and pass data_collator= one that only pads, such as DataCollatorForTokenClassification."
+        )
     check_rows(train_dataset, "train_dataset")
     partition = groups_of(train_dataset, groups, len(train_dataset))
     goal = property_of(setup, property, eval_dataset)
