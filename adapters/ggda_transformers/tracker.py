@@ -207,7 +207,7 @@ class GroupTracker(TrainerCallback):
         if self.training_seconds:
             notes.append(f"It took {self.overhead:.0%} on top of the training.")
         ends = self.sums.interval()
-        around = {} if ends is None else {"low": ends[0], "high": ends[1], "interval": INTERVAL}
+        around: dict[str, Any] = {} if ends is None else {"low": ends[0], "high": ends[1], "interval": INTERVAL}
         return Attribution.of(self.sums.scores.clone(), self.groups, self._goal, method=method, test_axis=0,
                               notes=notes, **around)  # fmt: skip
 
