@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from cases import relative_error
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
-from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, N, data, make, mlp, point_gradients
+from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, N, WritesToItself, data, make, mlp, point_gradients
 from unusual_rare import (
     JOINED,
+    MIXED,
     PLACES,
     DropsGradients,
     FullExperts,
     JoinsExamples,
     KeepsTheLargest,
+    MixesExamples,
     MixesLargeBatches,
     Switches,
     TellsPlaces,
@@ -154,12 +156,17 @@ def test_examples_that_are_mixed_in_large_batches_only_are_refused_there(mixes, 
 
 @pytest.mark.parametrize("strategy", ["auto", *DENSE])
 @pytest.mark.parametrize(
-    ("build", "how"), [*[(TellsPlaces, how) for how in PLACES], *[(JoinsExamples, how) for how in JOINED]]
+    ("build", "how"),
+    [
+        *[(TellsPlaces, how) for how in PLACES],
+        *[(JoinsExamples, how) for how in JOINED],
+        *[(MixesExamples, how) for how in MIXED],
+    ],
 )
 def test_rows_told_by_their_place_or_by_the_batch_are_right_or_refused(build, how, strategy):
-    """A model may compare the number of a row with 13, or multiply all rows by something made of the batch."""
+    """A model may compare the number of a row with 13, or add something made of the batch to all rows."""
     torch.manual_seed(0)
-    model, points = build(how).double(), data("one rare", 0)
+    model, points = build(how).double(), data("two rare" if build is MixesExamples else "one rare", 0)
     rows = []
     for x, y in zip(*points, strict=True):
         found = torch.autograd.grad(CE(model(x[None]), y[None]), list(model.parameters()))
@@ -177,7 +184,15 @@ def test_rows_told_by_their_place_or_by_the_batch_are_right_or_refused(build, ho
         assert found is None or relative_error(found, Groups(labels).sum(v @ truth.T)) <= 1e-10
         assert not told or "mixes the examples" in told or (strategy != "auto" and "cannot be used here" in told)
     assert how == "swapped" or strategy == "persample" or None in refused
-    assert build is JoinsExamples or 5 not in refused
+    assert build is not TellsPlaces or 5 not in refused
+
+
+@pytest.mark.parametrize("strategy", ["auto", *DENSE])
+def test_a_parameter_that_is_written_to_for_rare_examples_only_is_named(strategy):
+    torch.manual_seed(0)
+    model, points = WritesToItself("rarely").double(), data("one rare", 0)
+    with pytest.raises(ValueError, match=r"wrote to 'head.weight'|cannot be used here"):
+        GroupGradients(model, CE, points, GROUPS, strategy=strategy, batch_size=5).scores(torch.ones(1, 53).double())
 
 
 @pytest.mark.parametrize("name", ["label smoothing", "an encoder", "class token", "attention", "scales"])
