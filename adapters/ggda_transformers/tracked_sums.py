@@ -1,4 +1,4 @@
-"""What a `GroupTracker` has added up: k numbers for each property, kept in checkpoint folders and shared by ranks."""
+"""What a `GroupTracker` has added up, three numbers for each group and property; kept in checkpoints and shared."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 class GroupTracker(TrainerCallback):
-    """A callback that adds up group scores during training; its state is k numbers for each property.
+    """A callback that adds up group scores during training; its state is three numbers for each group and property.
 
     Pass it as ``Trainer(callbacks=[tracker])``. Scores are logged with the Trainer's log as ``ggda/<group>``, those of
     a second tracker as ``ggda-2/<group>``; `attach` puts the tracker before reporters such as TensorBoard, so that they
@@ -207,7 +207,7 @@ class GroupTracker(TrainerCallback):
         if self.training_seconds:
             notes.append(f"It took {self.overhead:.0%} on top of the training.")
         ends = self.sums.interval()
-        around = {} if ends is None else {"low": ends[0], "high": ends[1], "interval": INTERVAL}
+        around: dict[str, Any] = {} if ends is None else {"low": ends[0], "high": ends[1], "interval": INTERVAL}
         return Attribution.of(self.sums.scores.clone(), self.groups, self._goal, method=method, test_axis=0,
                               notes=notes, **around)  # fmt: skip
 

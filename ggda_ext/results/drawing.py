@@ -206,6 +206,14 @@ def group_name(result: Attribution, group: int) -> str:
     return shown(result.groups.name(group), WIDEST_NAME)
 
 
+def name_sides(ax: Axes, rows: list[str], columns: list[str], steep: int) -> None:
+    """Names of rows and columns; of many columns only some."""
+    plain_ticks(ax.yaxis, range(len(rows)), rows)
+    step = max(1, -(-len(columns) // 40))
+    slanted = {"rotation": steep, "ha": "right", "rotation_mode": "anchor"}
+    plain_ticks(ax.xaxis, range(0, len(columns), step), columns[::step], **slanted)
+
+
 def write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
     """A number in every cell, or its sign where there are many; white on dark colours."""
     wide, columns = is_wide(ax), scores.shape[1]
