@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import UninitializedTensorMixin
 
 T = TypeVar("T")
 ParameterChoice = Iterable[str | nn.Module | nn.Parameter] | None
@@ -230,10 +231,10 @@ class SavedState:
 
     def restore(self) -> None:
         """Give the model everything back."""
-        for held, before in self._held:
-            if any(held.get(key) is not value for key, value in before.items()) or len(held) != len(before):
+        for held, own in self._held:
+            if len(held) != len(own) or any(held.get(key) is not value for key, value in own.items()):
                 held.clear()
-                held.update(before)
+                held.update(own)
         with torch.no_grad():
             for name, before in self._values.items():
                 if not _same(self._now[name], before):
@@ -253,9 +254,9 @@ def _held_by(module: nn.Module) -> list[dict[str, Any]]:
     return [module._parameters, module._buffers]
 
 
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was written to, as far as autograd knows."""
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """How often a tensor was written to, as far as autograd knows, and where its numbers are."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _same(now: Tensor, before: Tensor) -> bool:
@@ -406,7 +407,7 @@ class ParameterSpace:
         if self.changing is not None and versions != [_version(value) for value in self._written]:
             self._refuse_changes(versions, self.changing)
 
-    def _refuse_changes(self, versions: list[int], known: list[str]) -> None:
+    def _refuse_changes(self, versions: list[tuple[int, int]], known: list[str]) -> None:
         """Refuse a model that wrote to something, though it did not when it was looked at."""
         names = {id(value): name for name, value in _named_values(self.model).items()}
         written = [names.get(id(v), "") for v, old in zip(self._written, versions, strict=True) if _version(v) != old]
@@ -437,6 +438,10 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
         if not parameters:
             raise ValueError("parameters= chooses no parameter of the model.")
     for name, value in parameters.items():
+        if isinstance(value, UninitializedTensorMixin):
+            raise ValueError(
+                f"parameter {name!r} of a lazy module has no shape yet: run the model once on a batch first."
+            )
         if value.is_complex():
             raise TypeError(
                 f"parameter {name!r} is complex ({value.dtype}), so an inner product of gradients has no order: leave "
@@ -449,6 +454,9 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
                 f"parameter {name!r} was made in torch.inference_mode and cannot have a gradient: make the model "
                 "outside of it."
             )
+    parameters = {name: value for name, value in parameters.items() if value.numel()}
+    if not parameters:
+        raise ValueError("the chosen parameters hold no numbers.")
     kinds = {(value.dtype, value.device): name for name, value in parameters.items()}
     if len(kinds) > 1:
         said = ", ".join(f"{name!r} is {dtype} on {device}" for (dtype, device), name in kinds.items())

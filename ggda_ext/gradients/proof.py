@@ -373,7 +373,7 @@ class CapturedLayers:
         if self.found.joins is not None:
             check_losses(self.space, self.loss, batch, losses.detach(), self.allowed, splits(watch.size))
         if watch.told not in self.found.told:
-            self.found.look_at(descent(self.space, self.loss, batch, batch_length(batch)))
+            self.found.look_at(descent(self.space, self.loss, batch, watch.size, watch.called))
             self.found.told.add(watch.told)
 
     def _check_parts(self, batch: Any, losses: Tensor) -> None:

@@ -62,7 +62,7 @@ class Watch(TorchFunctionMode):
             if may_move is not None and may_move(self.size, *args, **kwargs):
                 self.moves = getattr(func, "__name__", str(func))
         found = func(*args, **kwargs)
-        if func in _TELLERS:
+        if func in TELLERS:
             (self._called if isinstance(found, bool) else self._told).append(str(found))
         elif func in _HOOKS:
             self.hooks = "register_hook"
@@ -207,11 +207,11 @@ for _name, _check in _BY_NAME.items():
     for _owner, _own in ((torch, _name), (nn.functional, _name), (Tensor, _name), (Tensor, f"{_name}_")):
         if hasattr(_owner, _own):
             _MOVERS[getattr(_owner, _own)] = _check
-_TELLERS = {
+TELLERS = {
     Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__, Tensor.item,
     Tensor.tolist, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose, torch.is_nonzero,
 }  # fmt: skip
 _GETTERS: dict[str, Any] = {name: getattr(Tensor, name).__get__ for name in ("grad_fn", "requires_grad")}
 _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, _GETTERS["grad_fn"]}
 _ASKS = {_GETTERS["requires_grad"], torch.is_grad_enabled}
-_LOOKED_AT_CLOSELY = {*_MOVERS, *_TELLERS, *_HOOKS, *_ASKS}
+_LOOKED_AT_CLOSELY = {*_MOVERS, *TELLERS, *_HOOKS, *_ASKS}
