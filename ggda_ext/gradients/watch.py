@@ -173,9 +173,12 @@ def _rolled(size: int, values: Any, shifts: Any = 0, dims: Any = None) -> bool:
 
 
 def _joined(size: int, tensors: Any, dim: int = 0, **named: Any) -> bool:
-    parts, dim = [part for part in tensors if part.dim()], named.get("dim", dim)
+    parts = [part for part in tensors if part.dim() > 1 or part.numel()]
+    if len(parts) < 2:
+        return False
+    dim = named.get("dim", dim) % parts[0].dim()
     whole = sum(part.shape[dim] for part in parts) % size == 0
-    return len(parts) > 1 and whole and (dim == 0 or all(_row_dim(size, part) != 0 for part in parts))
+    return whole and (dim == 0 or all(_row_dim(size, part) != 0 for part in parts))
 
 
 def _stacked(size: int, tensors: Any, dim: int = 0, **named: Any) -> bool:
