@@ -112,36 +112,23 @@ def scores_by(
         checkpoint: its number.
         property: where the directions come from.
     """
-    kept = ScoresInMemory() if kept is None else kept
+    store = ScoresInMemory() if kept is None else kept
+
+    def of_rows(rows: Tensor) -> Any:
+        try:
+            done = store.solve(method, provider, rows, checkpoint) if method.needs_rows else Preconditioned(rows)
+        except (ValueError, RuntimeError):
+            finite_losses(provider)  # curvature that cannot be solved with may come from a single point, which is named
+            raise
+        account.add(done, provider.plan(done.directions).passes)
+        return store.scores(provider, done.directions, checkpoint, property)
+
     if isinstance(directions, Tensor):
-        return _scored(method, provider, directions, account, kept, checkpoint, property)
+        return of_rows(directions)
     if not method.needs_rows:
         account.add(Preconditioned(torch.empty(0)), provider.plan(directions).passes)
-        return kept.scores(provider, directions, checkpoint, property)
-    return kept.stacked(
-        [
-            (ids, _scored(method, provider, rows, account, kept, checkpoint, property))
-            for ids, rows in provider.tests(directions).all_blocks()
-        ]
-    )
-
-
-def _scored(
-    method: Method,
-    provider: GroupGradients,
-    rows: Tensor,
-    account: Account,
-    kept: KeptScores,
-    checkpoint: int,
-    property: Any,
-) -> Any:
-    try:
-        done = kept.solve(method, provider, rows, checkpoint) if method.needs_rows else Preconditioned(rows)
-    except (ValueError, RuntimeError):
-        finite_losses(provider)  # curvature that cannot be solved with may come from a single point, which is named
-        raise
-    account.add(done, provider.plan(done.directions).passes)
-    return kept.scores(provider, done.directions, checkpoint, property)
+        return store.scores(provider, directions, checkpoint, property)
+    return store.stacked([(ids, of_rows(rows)) for ids, rows in provider.tests(directions).all_blocks()])
 
 
 def finite_losses(points: GroupGradients, batch_size: int | None = None) -> Tensor:

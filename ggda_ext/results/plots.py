@@ -11,20 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ggda_ext.results import drawing
+from ggda_ext.results import drawing, ranking
 from ggda_ext.results.drawing import STYLES
 from ggda_ext.results.members import carried, draw_members, members_of
-from ggda_ext.results.table import number, shown
+from ggda_ext.results.table import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from ggda_ext.results.attribution import Attribution
-
-_NUMBERS = 240
-"""A heat map with more cells than this has signs in them, no numbers."""
-_NARROW_COLUMNS = 3
-"""The same for the columns of a narrow one, whose cells have no room for a number."""
 
 
 class Plots:
@@ -50,7 +45,7 @@ class Plots:
         """
         result = self._result
         j, values = drawing.scores_of(result, property)
-        effects = drawing.effects_of(result, j)
+        effects = ranking.effects(result, j)
         chosen = drawing.both_ends(values, most, result.higher_is_better[j])
         ax = drawing.new_axes(ax, 6.4, 1.5 + 0.27 * len(chosen.ids))
         names = []
@@ -110,7 +105,7 @@ class Plots:
         result = self._result
         j, values = drawing.scores_of(result, property)
         each = members_of(result, member_scores)[j]
-        effects, chosen = drawing.effects_of(result, j), drawing.largest(values, most)
+        effects, chosen = ranking.effects(result, j), drawing.largest(values, most)
         ax = drawing.new_axes(ax, 6.4, 1.5 + 0.5 * len(chosen.ids))
         groups = [group for group in chosen.ids if group is not None]
         for row, group in enumerate(groups):
@@ -147,7 +142,7 @@ class Plots:
         m, count = len(scores), len(chosen)
         ax = drawing.new_axes(ax, min(3 + 0.8 * m, 14), 1.6 + 0.27 * count)
         picture = ax.imshow(relative[:, chosen].T, cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
-        _write_cells(ax, scores[:, chosen].T, relative[:, chosen].T)
+        drawing.write_cells(ax, scores[:, chosen].T, relative[:, chosen].T)
         narrow = not drawing.is_wide(ax)
         drawing.plain_ticks(ax.yaxis, range(count), [drawing.group_name(result, int(g)) for g in chosen])
         columns = [shown(name, drawing.WIDEST_NAME) for name in result.properties]
@@ -180,7 +175,7 @@ class Plots:
         j, values = drawing.scores_of(result, property)
         times = as_times(result.names if dates is None else dates, len(values), "dates" if dates is not None else "")
         order = np.argsort(times, kind="stable")
-        times, values, effects = times[order], values[order], [drawing.effects_of(result, j)[g] for g in order]
+        times, values, effects = times[order], values[order], np.array(ranking.effects(result, j))[order]
         ax = drawing.new_axes(ax, 7.2, 3.6)
         low, high = self._ends(j)
         if low is not None and high is not None:
@@ -188,7 +183,7 @@ class Plots:
             ax.fill_between(times, low[order], high[order], color="0.85", label=covers)
         ax.plot(times, values, color="black", lw=1, zorder=2)
         for effect in [e for e in STYLES if e in effects]:
-            at = [i for i, e in enumerate(effects) if e == effect]
+            at = effects == effect
             style, label = STYLES[effect], drawing.MEANINGS.get(effect, effect)
             ax.scatter(
                 times[at], values[at], marker=style.marker, color=style.colour, edgecolor="black", linewidth=0.6,
@@ -260,18 +255,6 @@ class Plots:
             names[1]: retraining_score(importance, groups, retrain, fractions, seed=seed),
             "random order": retraining_score(random, groups, retrain, fractions, seed=seed),
         }
-
-
-def _write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
-    """A number in every cell, or its sign where there are many; white on dark colours."""
-    wide, columns = drawing.is_wide(ax), scores.shape[1]
-    many, size = scores.size > _NUMBERS or (not wide and columns > _NARROW_COLUMNS), 7 if wide else 5.5
-    if scores.size > 20 * _NUMBERS:
-        return
-    for (row, column), value in np.ndenumerate(scores):
-        text = ("+" if value > 0 else "−" if value < 0 else "") if many else number(value)
-        dark = abs(relative[row, column]) > 0.65
-        ax.text(column, row, text, ha="center", va="center", fontsize=size, color="white" if dark else "black")
 
 
 def _warned(result: Attribution) -> set[int]:

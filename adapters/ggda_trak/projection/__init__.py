@@ -93,7 +93,7 @@ class Projection:
         return self.projector.project(rows, model_id=model_id)
 
     def lent(self) -> AbstractContextManager[None]:
-        """Inside, TRAK's own code finds its projector's matrix drawn, if that is kept: same numbers, sooner."""
+        """Inside, TRAK's own code finds the matrix drawn, if that is kept: the same numbers in less time."""
         return nullcontext() if self._kept is None else self._kept.lent()
 
 
