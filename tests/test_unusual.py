@@ -32,7 +32,7 @@ from unusual_rare import (
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import probe
-from ggda_ext.gradients.watch import Watch
+from ggda_ext.gradients.observation import Watch
 from ggda_ext.losses import BatchLoss, OutputLoss, as_example_loss
 
 CE = nn.CrossEntropyLoss()

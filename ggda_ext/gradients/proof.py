@@ -29,7 +29,7 @@ from ggda_ext.data import IndexedData, batch_length, pick
 from ggda_ext.gradients.descent import RANDOM, Descent, descent
 from ggda_ext.gradients.layers import Layer, UnknownLayer, copied_layer, known_layers
 from ggda_ext.gradients.mixing import check_losses, check_sum, cuts, halves, splits
-from ggda_ext.gradients.observation import Calls, Observation, Observer, Signature, observe
+from ggda_ext.gradients.observation import Calls, Observation, Observer, Signature, Watch, observe
 from ggda_ext.gradients.truth import (
     Tolerance,
     Truth,
@@ -39,7 +39,6 @@ from ggda_ext.gradients.truth import (
     truth_of,
     wide,
 )
-from ggda_ext.gradients.watch import Watch
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 
