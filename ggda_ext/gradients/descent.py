@@ -299,11 +299,13 @@ def _fitting(mask: Tensor, tensor: Tensor) -> Tensor:
 
 def _small(mask: Tensor) -> Tensor:
     """A mask of length 1 along dimensions where all is alike."""
-    for dim in range(mask.dim()):
-        if mask.shape[dim] != 1:
-            all_of, any_of = mask.all(dim, keepdim=True), mask.any(dim, keepdim=True)
-            if mask.stride(dim) == 0 or torch.equal(all_of, any_of):
-                mask = any_of
+    for dim, stride in enumerate(mask.stride()):
+        if stride == 0:
+            mask = mask.narrow(dim, 0, 1)
+    for dim, length in enumerate(mask.shape):
+        if length != 1:
+            any_of = mask.any(dim, keepdim=True)
+            mask = any_of if torch.equal(any_of, mask.all(dim, keepdim=True)) else mask
     return mask
 
 
@@ -373,6 +375,10 @@ def _product(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor])
     if left.dim() < 2 or right.dim() < 2:
         return None
     return [_read(get(left), [-1]) | _read(get(right), [-2])]
+
+
+def _added_product(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Found:
+    return None if _any(get, args[:1]) else _product(get, func, args[1:], kwargs, made)
 
 
 def _classified(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Found:
@@ -447,6 +453,7 @@ _BY_NAME: dict[str, Callable[..., Found]] = {
     "batch_norm": _normalised,
     "scaled_dot_product_attention": _attended,
     "matmul mm bmm": _product,
+    "addmm": _added_product,
     "cross_entropy nll_loss": _classified,
     "sum mean amax amin any all max min var std prod logsumexp argmax argmin count_nonzero": _reduced,
     "softmax log_softmax": _along,
