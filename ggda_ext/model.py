@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 T = TypeVar("T")
 ParameterChoice = Iterable[str | nn.Module | nn.Parameter] | None
@@ -438,7 +438,7 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
         if not parameters:
             raise ValueError("parameters= chooses no parameter of the model.")
     for name, value in parameters.items():
-        if isinstance(value, UninitializedTensorMixin):
+        if is_lazy(value):
             raise ValueError(
                 f"parameter {name!r} of a lazy module has no shape yet: run the model once on a batch first."
             )
