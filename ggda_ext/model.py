@@ -205,9 +205,16 @@ class SavedState:
         self._held = [(held, dict(held)) for module in model.modules() for held in _held_by(module)]
         self._now = _named_values(model)
         self._required = {name: value.requires_grad for name, value in self._now.items()}
-        names = self._now if names is None else names
-        self._values = {name: self._now[name].detach().clone() for name in names}
-        self._versions = {name: _version(self._now[name]) for name in names}
+        self._values: dict[str, Tensor] = {}
+        self._versions: dict[str, Any] = {}
+        self.copy_values(names)
+
+    def copy_values(self, names: Iterable[str] | None = None) -> None:
+        """Copy more values, as they are now."""
+        for name in self._now if names is None else names:
+            if name not in self._values:
+                self._values[name] = self._now[name].detach().clone()
+                self._versions[name] = _version(self._now[name])
 
     def changed(self) -> list[str]:
         """Names of the copied values that are not as they were, or were written to."""
@@ -231,10 +238,10 @@ class SavedState:
 
     def restore(self) -> None:
         """Give the model everything back."""
-        for held, own in self._held:
-            if len(held) != len(own) or any(held.get(key) is not value for key, value in own.items()):
+        for held, entries in self._held:
+            if any(held.get(key) is not value for key, value in entries.items()) or len(held) != len(entries):
                 held.clear()
-                held.update(own)
+                held.update(entries)
         with torch.no_grad():
             for name, before in self._values.items():
                 if not _same(self._now[name], before):
@@ -284,7 +291,7 @@ def _named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
 @contextmanager
 def left_as_it_was(
     model: nn.Module, names: Iterable[str] | None = None, *, only_on_failure: bool = False
-) -> Iterator[None]:
+) -> Iterator[SavedState]:
     """Hold the model's lock, and restore its `SavedState` at the end, or only after an exception.
 
     Args:
@@ -295,7 +302,7 @@ def left_as_it_was(
     with only_thread(model):
         saved, restore = SavedState(model, names), True
         try:
-            yield
+            yield saved
             restore = not only_on_failure
         finally:
             if restore:

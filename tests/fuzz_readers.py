@@ -237,22 +237,21 @@ def forge_checkpoint(folder: Path, draw: random.Random) -> None:
     mutate(folder, draw, folder.parent / "outside.txt")
 
 
-TRAINER = SimpleNamespace(resume_from_checkpoint=None), SimpleNamespace(global_step=3, is_world_process_zero=True)
+TRAINER = SimpleNamespace(), SimpleNamespace(global_step=3, is_world_process_zero=True)
 
 
 def make_tracker(folder: Path) -> None:
     arguments, state = TRAINER
     arguments.output_dir = folder
     (folder / "checkpoint-3").mkdir()
-    scores = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
-    TrackedSums(Groups(["north", "south", "east"]), scores, steps=2, seconds=0.5).save(arguments, state)
+    sums = TrackedSums(Groups(["north", "south", "east"]), steps=2, seconds=0.5)
+    sums.add(torch.arange(6.0).reshape(2, 3), [0, 1, 2])
+    sums.save(arguments, state)
 
 
 def read_tracker(folder: Path) -> dict[str, Any]:
-    arguments, state = TRAINER
-    arguments.output_dir = folder
     sums = TrackedSums(Groups(["north", "south", "east"]))
-    sums.resume(arguments, state)
+    sums.resume(folder / "checkpoint-3", TRAINER[1])
     return {"scores": sums.scores.numpy(), "steps": sums.steps, "seconds": sums.seconds}
 
 

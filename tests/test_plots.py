@@ -147,9 +147,14 @@ def test_a_heat_map_has_a_number_for_every_group_and_property():
     ax = found.plot.heatmap()
     assert sorted(texts(ax)) == sorted(["+3", "-2", "+1", "+0.1", "+0.2", "-0.4"])
     assert ticks(ax.xaxis) == ["property 0", "property 1"]
+    turned = found.plot.heatmap(rows="properties")
+    assert ticks(turned.yaxis) == ["property 0", "property 1"]
+    assert ticks(turned.xaxis) == [str(name) for name in found.names]
+    assert texts(turned) == ["+3", "-2", "+1", "+0.1", "+0.2", "-0.4"]  # row by row, as the scores
     many = result(300, 12).plot.heatmap()
     assert set(texts(many)) <= {"+", "−"}
-    assert "not shown: 270 groups" in many.get_title(loc="left")
+    for ax in (many, result(300, 12).plot.heatmap(rows="properties")):
+        assert "not shown: 270 groups" in ax.get_title(loc="left")
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,16 @@ def test_properties_by_name_have_the_gradient_of_their_value(property):
     assert result.properties == (property,)
 
 
+def test_a_list_of_properties_gives_a_row_each():
+    model, rows, tests = made("bert"), sources(examples("bert", N)), examples("bert", 5, seed=1)
+    options = {"eval_dataset": tests, "data_collator": collate, "method": "tracin"}
+    both = attribute_trainer(model, rows, "source", ["eval_loss", "accuracy"], **options)
+    assert both.properties == ("eval_loss", "accuracy")
+    assert both.higher_is_better == (False, True)
+    for row, name in zip(both.scores, both.properties, strict=True):
+        torch.testing.assert_close(row, attribute_trainer(model, rows, "source", name, **options).scores[0])
+
+
 def test_sets_by_name_give_a_row_each_and_their_difference():
     model, rows = made("gpt2"), sources(examples("gpt2", N))
     sets = {"a": examples("gpt2", 3, seed=1), "b": examples("gpt2", 4, seed=2)}
@@ -323,6 +333,8 @@ def test_factored_curvature_without_bases_is_the_mean_square_of_every_gradient(n
     (Binned("day", freq="Y"), {"2000", "2001"}),
     (Binned("day", bins=["2000-01-01", "2001-01-01", "2002-01-01"]), None),
     ([0] * 6 + [1] * 6, {0, 1}),
+    ({"early": range(6), "late": list(range(6, 12))}, {"early", "late"}),
+    ([range(6), torch.arange(6, 12)], {0, 1}),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["list", "datasets"])
 def test_groups_come_from_columns(groups, names, kind):
@@ -364,10 +376,13 @@ def test_mistakes_are_named_with_the_fix(tmp_path):
 
     refused(ValueError, "'sources'.*its columns are 'input_ids', 'labels', 'source'", groups="sources")
     refused(ValueError, "its columns are 'input_ids', 'labels'. If a map or a Trainer", data=without_source(rows))
-    refused(ValueError, "groups has 3 labels for 6 rows", groups=["a", "b", "a"])
+    refused(ValueError, "groups has 3 labels for 6 rows.*its columns: 'input_ids'", groups=["a", "b", "a"])
     refused(TypeError, "train_dataset is a generator, which is streamed", data=(row for row in rows))
     refused(TypeError, "train_dataset is a DataLoader: pass its data set", data=DataLoader(rows))
     refused(TypeError, r"train_dataset is a dict of 'train'.*data\['train'\]", data={"train": rows})
+    table = pytest.importorskip("pandas").DataFrame(rows)
+    refused(TypeError, r"train_dataset is a table of pandas: pass its rows.*from_pandas", data=table)
+    refused(ValueError, "of different lengths, pass processing_class= the tokenizer", data_collator=None)
     texts = [{"text": "a b", "labels": 0, "source": "x"}]
     refused(ValueError, "no column of the data is an argument of the model: it has 'text'", data=texts)
     bare = [{"input_ids": row["input_ids"], "source": "x"} for row in rows]

@@ -64,7 +64,7 @@ def attribute_trainer(
             combinations of their values, or one label per row.
         property: a callable ``g(model)``, one of `ggda_ext.properties`, or a name: ``"eval_loss"``, ``"accuracy"``
             (mean probability of the right label), ``"f1"``, ``"probability"`` (of the whole answer), ``"perplexity"``,
-            or ``"difference"`` (loss of the first of two sets minus that of the second).
+            or ``"difference"`` (loss of the first of two sets minus that of the second); or a list of these.
         checkpoints: None for the current parameters; ``"output_dir"`` for all ``checkpoint-*`` of the Trainer's output
             folder; a folder; or a list of folders.
         preconditioner: ``"adam"`` divides as Adam does (TracIn only), with the second moments of each checkpoint's

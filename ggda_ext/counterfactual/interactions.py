@@ -75,8 +75,7 @@ class Interactions:
         limit = float(np.abs(self.matrix).max()) or 1.0
         image = ax.imshow(matrix, cmap="PuOr_r", vmin=-limit, vmax=limit)
         drawing.write_cells(ax, matrix, matrix / limit)
-        drawing.plain_ticks(ax.xaxis, range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor")
-        drawing.plain_ticks(ax.yaxis, range(len(names)), names)
+        drawing.name_sides(ax, names, names, steep=60)
         ax.figure.colorbar(image, ax=ax, label=f"rise of {self.measured} beyond the sum of both")
         if len(chosen) < len(self.names):
             drawing.plain_title(ax, f"not shown: {len(self.names) - len(chosen):,} groups of weaker pairs")

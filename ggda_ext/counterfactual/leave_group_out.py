@@ -210,13 +210,14 @@ def leave_group_out(
     def made_with() -> dict[str, Any]:
         return {
             "tag": tag,
-            "data": digest(x.cpu().numpy(), y.cpu().numpy()),
+            "data": fingerprint.of_state({"x": x, "y": y}),
             "groups": digest(groups.labels.astype(np.int64), ids),
             "property": fingerprint.of_value(property, "property", tag),
             "loss": fingerprint.of_value(loss_fn, "loss_fn", tag),
             "recipe": asdict(recipe),
             "seeds": [int(seed) for seed in seeds],
             "model": fingerprint.of_structure(first, tag),
+            "parameters": [name for name, value in first.named_parameters() if value.requires_grad],  # that are trained
             "values of the parameters": fingerprint.of_parameters(first),
             "models at once": [len(chunk) for chunk in chunks],
         } | fingerprint.of_versions()

@@ -7,7 +7,7 @@ the rest is summed up in words. matplotlib is imported when the first picture is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -125,13 +125,18 @@ class Plots:
         drawing.tidy(ax)
         return ax
 
-    def heatmap(self, *, most: int = 30, ax: Axes | None = None) -> Axes:
+    def heatmap(
+        self, *, rows: Literal["groups", "properties"] = "groups", most: int = 30, ax: Axes | None = None
+    ) -> Axes:
         """Groups × properties: colour and sign of each score, relative to the largest of its property.
 
         Args:
+            rows: ``"groups"``, strongest first; or ``"properties"``, as in `scores`, with the groups in their order.
             most: how many groups to draw, those with the largest relative scores; the rest is summed up in words.
             ax: matplotlib axes to draw into; a new figure by default.
         """
+        if rows not in ("groups", "properties"):
+            raise ValueError(f"rows={rows!r} is not one of 'groups', 'properties'.")
         result = self._result
         drawing.refuse_empty(result)
         scores = result.scores.detach().cpu().double().numpy()
@@ -139,24 +144,25 @@ class Plots:
         relative = np.divide(scores, top, out=np.zeros_like(scores), where=top > 0)
         strongest = np.nan_to_num(np.abs(relative)).max(0)
         chosen = np.argsort(-strongest, kind="stable")[:most]
-        m, count = len(scores), len(chosen)
-        ax = drawing.new_axes(ax, min(3 + 0.8 * m, 14), 1.6 + 0.27 * count)
-        picture = ax.imshow(relative[:, chosen].T, cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
-        drawing.write_cells(ax, scores[:, chosen].T, relative[:, chosen].T)
+        names = [shown(name, drawing.WIDEST_NAME) for name in result.properties]
+        if rows == "groups":
+            groups = [drawing.group_name(result, int(g)) for g in chosen]
+            cells, colours, sides = scores[:, chosen].T, relative[:, chosen].T, (groups, names)
+        else:
+            chosen = np.sort(chosen)
+            groups = [drawing.group_name(result, int(g)) for g in chosen]
+            cells, colours, sides = scores[:, chosen], relative[:, chosen], (names, groups)
+        ax = drawing.new_axes(ax, min(3 + 0.8 * cells.shape[1], 14), 1.6 + 0.27 * len(cells))
+        picture = ax.imshow(colours, cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
+        drawing.write_cells(ax, cells, colours)
         narrow = not drawing.is_wide(ax)
-        drawing.plain_ticks(ax.yaxis, range(count), [drawing.group_name(result, int(g)) for g in chosen])
-        columns = [shown(name, drawing.WIDEST_NAME) for name in result.properties]
-        step = max(1, -(-m // 40))
-        steep = 60 if narrow and m > 3 else 30
-        drawing.plain_ticks(
-            ax.xaxis, range(0, m, step), columns[::step], rotation=steep, ha="right", rotation_mode="anchor"
-        )
+        drawing.name_sides(ax, *sides, steep=60 if narrow and cells.shape[1] > 3 else 30)
         bar = ax.figure.colorbar(picture, ax=ax, ticks=[-1, 0, 1], aspect=30 if narrow else 20)
         if not narrow:
             bar.set_label("score / largest\nof its property")
         bar.ax.set_yticklabels(["−1: falls\nwithout it", "0", "+1: rises\nwithout it"], fontsize=8)
-        if scores.shape[1] > count:
-            left = scores.shape[1] - count
+        left = scores.shape[1] - len(chosen)
+        if left:
             weakest = float(np.delete(strongest, chosen).max())
             drawing.plain_title(ax, f"not shown: {left:,} groups,\neach below {weakest:.0%} of the largest")
         return ax

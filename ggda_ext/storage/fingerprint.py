@@ -150,10 +150,11 @@ def sums_of(rows: Tensor) -> list[list[float]]:
     for low in range(0, p, step):
         part = rows[:, low : low + step].detach().to("cpu", torch.float64).numpy()
         sums += _cosines(1.1, low, low + part.shape[1]) @ part.T
-        squares += [row @ row for row in part]
-    squares[~(squares > 0)] = 1.0
+        squares += np.einsum("ij,ij->i", part, part)
+    lengths = np.sqrt(squares)
+    lengths[~(lengths > 0)] = 1.0
     left = _cosines(1.7, 1, m + 1)
-    both = ((left * sums / np.sqrt(squares)).sum(1), left @ np.log(squares) / 2)
+    both = np.einsum("ij,ij->i", left / lengths, sums), left @ np.log(lengths)
     return [[value if math.isfinite(value) else 0.0 for value in numbers.tolist()] for numbers in both]
 
 
