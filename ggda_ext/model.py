@@ -181,10 +181,10 @@ def sums_on(device: torch.device) -> torch.device:
 
 def may_change(model: nn.Module) -> list[str]:
     """Names of what a forward pass may change: buffers and parameters, but for frozen ones too large to be copied."""
-    parameters = _named_values(model, "_parameters")
-    frozen = sum(value.nbytes for value in parameters.values() if not value.requires_grad)
-    copied = {name for name, value in parameters.items() if value.requires_grad or frozen <= _COPIED}
-    return [*copied, *_named_values(model, "_buffers")]
+    values = _named_values(model)
+    frozen = {name for name, value in values.items() if isinstance(value, nn.Parameter) and not value.requires_grad}
+    large = sum(values[name].nbytes for name in frozen) > _COPIED
+    return [name for name in values if not (large and name in frozen)]
 
 
 _COPIED = 2**30
@@ -225,8 +225,18 @@ class SavedState:
             if _version(self._now[name]) != self._versions[name] or not _same(now[name], before)
         ]
 
+    def _moved(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Where modules hold other parameters and buffers than they did, and what they held."""
+        return [
+            (held, own)
+            for held, own in self._held
+            if len(held) != len(own) or any(held.get(key) is not value for key, value in own.items())
+        ]
+
     def check_held(self) -> None:
         """Refuse a model that has parameters which it did not have before."""
+        if not self._moved():
+            return
         before, now = self._now, _named_values(self.model, "_parameters")
         for name, value in now.items():
             if before.get(name) is not value:
@@ -238,10 +248,9 @@ class SavedState:
 
     def restore(self) -> None:
         """Give the model everything back."""
-        for held, entries in self._held:
-            if any(held.get(key) is not value for key, value in entries.items()) or len(held) != len(entries):
-                held.clear()
-                held.update(entries)
+        for held, entries in self._moved():
+            held.clear()
+            held.update(entries)
         with torch.no_grad():
             for name, before in self._values.items():
                 if not _same(self._now[name], before):
