@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
 T = TypeVar("T")
 ParameterChoice = Iterable[str | nn.Module | nn.Parameter] | None
@@ -180,10 +181,10 @@ def sums_on(device: torch.device) -> torch.device:
 
 def may_change(model: nn.Module) -> list[str]:
     """Names of what a forward pass may change: buffers and parameters, but for frozen ones too large to be copied."""
-    parameters = _named_values(model, "_parameters")
-    frozen = sum(value.nbytes for value in parameters.values() if not value.requires_grad)
-    copied = {name for name, value in parameters.items() if value.requires_grad or frozen <= _COPIED}
-    return [*copied, *_named_values(model, "_buffers")]
+    values = _named_values(model)
+    frozen = {name for name, value in values.items() if isinstance(value, nn.Parameter) and not value.requires_grad}
+    large = sum(values[name].nbytes for name in frozen) > _COPIED
+    return [name for name in values if not (large and name in frozen)]
 
 
 _COPIED = 2**30
@@ -224,8 +225,18 @@ class SavedState:
             if _version(self._now[name]) != self._versions[name] or not _same(now[name], before)
         ]
 
+    def _moved(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Where modules hold other parameters and buffers than they did, and what they held."""
+        return [
+            (held, own)
+            for held, own in self._held
+            if len(held) != len(own) or any(held.get(key) is not value for key, value in own.items())
+        ]
+
     def check_held(self) -> None:
         """Refuse a model that has parameters which it did not have before."""
+        if not self._moved():
+            return
         before, now = self._now, _named_values(self.model, "_parameters")
         for name, value in now.items():
             if before.get(name) is not value:
@@ -237,10 +248,9 @@ class SavedState:
 
     def restore(self) -> None:
         """Give the model everything back."""
-        for held, entries in self._held:
-            if any(held.get(key) is not value for key, value in entries.items()) or len(held) != len(entries):
-                held.clear()
-                held.update(entries)
+        for held, entries in self._moved():
+            held.clear()
+            held.update(entries)
         with torch.no_grad():
             for name, before in self._values.items():
                 if not _same(self._now[name], before):
@@ -260,9 +270,9 @@ def _held_by(module: nn.Module) -> list[dict[str, Any]]:
     return [module._parameters, module._buffers]
 
 
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was written to, as far as autograd knows."""
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """How often a tensor was written to, as far as autograd knows, and where its numbers are."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _same(now: Tensor, before: Tensor) -> bool:
@@ -413,7 +423,7 @@ class ParameterSpace:
         if self.changing is not None and versions != [_version(value) for value in self._written]:
             self._refuse_changes(versions, self.changing)
 
-    def _refuse_changes(self, versions: list[int], known: list[str]) -> None:
+    def _refuse_changes(self, versions: list[tuple[int, int]], known: list[str]) -> None:
         """Refuse a model that wrote to something, though it did not when it was looked at."""
         names = {id(value): name for name, value in _named_values(self.model).items()}
         written = [names.get(id(v), "") for v, old in zip(self._written, versions, strict=True) if _version(v) != old]
@@ -444,6 +454,10 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
         if not parameters:
             raise ValueError("parameters= chooses no parameter of the model.")
     for name, value in parameters.items():
+        if is_lazy(value):
+            raise ValueError(
+                f"parameter {name!r} of a lazy module has no shape yet: run the model once on a batch first."
+            )
         if value.is_complex():
             raise TypeError(
                 f"parameter {name!r} is complex ({value.dtype}), so an inner product of gradients has no order: leave "
@@ -456,6 +470,9 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
                 f"parameter {name!r} was made in torch.inference_mode and cannot have a gradient: make the model "
                 "outside of it."
             )
+    parameters = {name: value for name, value in parameters.items() if value.numel()}
+    if not parameters:
+        raise ValueError("the chosen parameters hold no numbers.")
     kinds = {(value.dtype, value.device): name for name, value in parameters.items()}
     if len(kinds) > 1:
         said = ", ".join(f"{name!r} is {dtype} on {device}" for (dtype, device), name in kinds.items())

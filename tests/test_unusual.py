@@ -32,7 +32,7 @@ from unusual_rare import (
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import probe
-from ggda_ext.gradients.watch import Watch
+from ggda_ext.gradients.observation import Watch
 from ggda_ext.losses import BatchLoss, FunctionalLoss, OutputLoss, as_example_loss
 
 CE = nn.CrossEntropyLoss()
@@ -185,6 +185,25 @@ def test_rows_told_by_their_place_or_by_the_batch_are_right_or_refused(build, ho
         assert not told or "mixes the examples" in told or (strategy != "auto" and "cannot be used here" in told)
     assert how == "swapped" or strategy == "persample" or None in refused
     assert build is not TellsPlaces or 5 not in refused
+
+
+@pytest.mark.parametrize("strategy", ["auto", "directional", "forward", "segmented", "backward"])
+@pytest.mark.parametrize("how", ["sums so far", "normalised"])
+def test_what_only_large_batches_do_is_followed_there(how, strategy):
+    """The first of them holds no rare example, and two that are mixed later are next to each other."""
+    torch.manual_seed(0)
+    model, n = MixesExamples(how, 15).double(), 60
+    x, y = torch.randn(n, WIDTH, dtype=torch.float64), torch.arange(n) % 3
+    x[:, 0] = x[:, 0].clamp(max=1.5)
+    x[45:47, 0] = 2.5
+    provider = GroupGradients(model, CE, (x, y), torch.arange(n) // 20, strategy=strategy, batch_size=20)
+    with pytest.raises(ValueError, match=r"mixes the examples|cannot be used here"):
+        provider.scores(torch.ones(1, provider.p, dtype=torch.float64))
+
+
+def test_a_parameter_of_a_lazy_module_is_named():
+    with pytest.raises(ValueError, match=r"'weight' of a lazy module has no shape yet: run the model once"):
+        GroupGradients(nn.LazyLinear(3).double(), CE, data("features", 0), GROUPS)
 
 
 @pytest.mark.parametrize("strategy", ["auto", *DENSE])

@@ -367,6 +367,17 @@ class Unused(nn.Module):
         return self.body(x)
 
 
+class WithoutNumbers(nn.Module):
+    """Has a parameter of size 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.none = mlp(), nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.none.sum()
+
+
 class _UnitGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -615,6 +626,7 @@ CASES: dict[str, Unusual] = {
     ),
     "normalised gradients": Unusual(NormalisesGradients, refused="mixes the examples"),
     "unused parameters": Unusual(Unused),
+    "a parameter without numbers": Unusual(WithoutNumbers),
     "a module with two names": Unusual(TwoNames),
     "nested tensors": Unusual(Nested, inputs="tokens"),
     "recurrent": Unusual(Recurrent, inputs="tokens"),

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ggda_ext.data import batch_length, pick, tensors_in
+from ggda_ext.gradients.observation import TELLERS, Watch
 from ggda_ext.gradients.truth import FAILS
-from ggda_ext.gradients.watch import Watch
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 
@@ -30,16 +30,31 @@ Masks = tuple[Tensor, Tensor]
 """Which numbers of a tensor depend on the marked example, and which on others; of length 1 where all do alike."""
 
 
-def descent(space: ParameterSpace, loss: ExampleLoss, batch: Any, most: int) -> Descent:
-    """What a run of a few examples, some of them more than once, shows of what descends from them; at most so many."""
+def descent(space: ParameterSpace, loss: ExampleLoss, batch: Any, most: int, called: int | None = None) -> Descent:
+    """What a run of a few examples, some of them more than once, shows of what descends from them.
+
+    Args:
+        space: model and chosen parameters.
+        loss: of the examples.
+        batch: the examples.
+        most: to be run at once.
+        called: what the model does with the whole batch, which is run if the few are treated otherwise.
+    """
     lengths = {length for value in space.model.parameters() for length in value.shape}
     lengths |= {length for part in tensors_in(batch) if not part.is_nested for length in part.shape[1:]}
     telling = (s for s in _TELLING if s <= most and not any(length % s == 0 for length in lengths))
     size = next(telling, min(_TELLING[0], most))
     few = pick(batch, [at % batch_length(batch) for at in range(size)])
-    watch = Descent(size, few, [*space.model.parameters(), *space.model.buffers()])
+    found = _followed(space, loss, few, size)
+    if called not in (None, found.called):
+        found = _followed(space, loss, batch, batch_length(batch))
+    return found
+
+
+def _followed(space: ParameterSpace, loss: ExampleLoss, batch: Any, size: int) -> Descent:
+    watch = Descent(size, batch, [*space.model.parameters(), *space.model.buffers()])
     with space.require_gradients(of_chosen=True), watch:
-        losses = loss.each(space.model, few)
+        losses = loss.each(space.model, batch)
     watch.judge(losses)
     return watch
 
@@ -67,6 +82,7 @@ class Descent(Watch):
         self.joins: str | None = None
         self.placed = False
         self._mixed: str | None = None
+        self._told_of: str | None = None  # a function that told Python a number made of several examples
         self._of: dict[int, Masks] = {}  # by id of what descends from the batch
         self._constant: set[int] = set()
         self._seen = {id(tensor): tensor for tensor in held}  # so that ids stay theirs
@@ -96,6 +112,10 @@ class Descent(Watch):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = super().__torch_function__(func, types, args, kwargs)
+        if func in TELLERS and not isinstance(found, bool):
+            given = [masks for tensor in _tensors(args) for masks in (self._of.get(id(tensor)),) if masks is not None]
+            if all(any(bool(masks[which].any()) for masks in given) for which in (0, 1)):
+                self._told_of = func.__name__
         made = _tensors(args[:1] if found is None else found)
         if made and not any(tensor.is_meta for tensor in (*made, *_tensors((args, kwargs)))):
             with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -120,10 +140,18 @@ class Descent(Watch):
                     self._constant.add(id(tensor))
                 continue
             self._of[id(tensor)] = masks
-            if tensor is given[0] and tensor._base is not None:  # changed in place
-                self._keep(tensor._base, _masks(tensor._base, *(bool(mask.any()) for mask in masks)))
+            if tensor is given[0]:
+                self._changed(tensor, masks)
             if self._mixed is None and self._rows_in(tensor) and bool((masks[0] & masks[1]).any()):
                 self._mixed = getattr(func, "__name__", str(func))
+
+    def _changed(self, tensor: Tensor, masks: Masks) -> None:
+        """Keep what others descend from that share their numbers with a tensor which was changed in place."""
+        where, both = tensor.untyped_storage().data_ptr(), [bool(mask.any()) for mask in masks]
+        for other in self._seen.values():
+            strided = other.layout is torch.strided and not other.is_nested
+            if other is not tensor and strided and other.untyped_storage().data_ptr() == where:
+                self._of[id(other)] = _masks(other, *both)
 
     def judge(self, losses: Tensor) -> None:
         """Say whether the losses of the examples `[b]` descend from their own examples alone."""
@@ -132,7 +160,8 @@ class Descent(Watch):
             own = self._own(losses)
             apart = not bool((mine & ~own).any() or (others & own).any())
             self._mixed = None if apart else self._mixed or "the loss"
-        self.joins = self._mixed if torch.equal(self._random, torch.get_rng_state()) else RANDOM
+        self.joins = self._mixed or self._told_of
+        self.joins = self.joins if torch.equal(self._random, torch.get_rng_state()) else RANDOM
 
     def _rows_in(self, tensor: Tensor) -> bool:
         """Whether a tensor has a row for each example; two of them cannot tell, as two divides other dimensions."""
@@ -183,9 +212,10 @@ class Descent(Watch):
             numbers = {id(value): [self._made_up(value, draw, again) for again in (0, 1)] for value in known}
             first = self._run(func, args, kwargs, {key: pair[0] for key, pair in numbers.items()})
             for which in (0, 1):
-                other = {
-                    id(value): torch.where(self._of[id(value)][which], *numbers[id(value)][::-1]) for value in known
-                }
+                other = {}
+                for value in known:
+                    one, another = numbers[id(value)]
+                    other[id(value)] = torch.where(self._of[id(value)][which], another, one)
                 again = self._run(func, args, kwargs, other)
                 if [value.shape for value in (*first, *again)] != 2 * [value.shape for value in made]:
                     raise ValueError("another shape")
@@ -227,7 +257,8 @@ class Descent(Watch):
         if value.is_floating_point() or value.is_complex():
             kind = value.dtype.to_real() if value.is_complex() else value.dtype
             drawn = torch.rand(shape, generator=self._numbers) * 0.8 + 0.1
-            drawn = 6 * drawn - 3 if draw else drawn
+            if draw:  # a threshold may be anywhere
+                drawn = (drawn - 0.5) * 10 ** (6 * torch.rand(shape, generator=self._numbers) - 2)
             return drawn.to(value.device, kind).to(value.dtype)
         entries = torch.cat([value.flatten(), value.new_tensor([0, 1])])
         at = torch.randint(len(entries), shape, generator=self._numbers).to(value.device)
@@ -268,11 +299,13 @@ def _fitting(mask: Tensor, tensor: Tensor) -> Tensor:
 
 def _small(mask: Tensor) -> Tensor:
     """A mask of length 1 along dimensions where all is alike."""
-    for dim in range(mask.dim()):
-        if mask.shape[dim] != 1:
-            all_of, any_of = mask.all(dim, keepdim=True), mask.any(dim, keepdim=True)
-            if mask.stride(dim) == 0 or torch.equal(all_of, any_of):
-                mask = any_of
+    for dim, stride in enumerate(mask.stride()):
+        if stride == 0:
+            mask = mask.narrow(dim, 0, 1)
+    for dim, length in enumerate(mask.shape):
+        if length != 1:
+            any_of = mask.any(dim, keepdim=True)
+            mask = any_of if torch.equal(any_of, mask.all(dim, keepdim=True)) else mask
     return mask
 
 
@@ -342,6 +375,10 @@ def _product(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor])
     if left.dim() < 2 or right.dim() < 2:
         return None
     return [_read(get(left), [-1]) | _read(get(right), [-2])]
+
+
+def _added_product(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Found:
+    return None if _any(get, args[:1]) else _product(get, func, args[1:], kwargs, made)
 
 
 def _classified(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Found:
@@ -416,6 +453,7 @@ _BY_NAME: dict[str, Callable[..., Found]] = {
     "batch_norm": _normalised,
     "scaled_dot_product_attention": _attended,
     "matmul mm bmm": _product,
+    "addmm": _added_product,
     "cross_entropy nll_loss": _classified,
     "sum mean amax amin any all max min var std prod logsumexp argmax argmin count_nonzero": _reduced,
     "softmax log_softmax": _along,

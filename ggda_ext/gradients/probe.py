@@ -28,7 +28,7 @@ from ggda_ext.data import IndexedData, batch_length, pick, tensors_in, to_device
 from ggda_ext.gradients.descent import descent
 from ggda_ext.gradients.layers import Layer, copied_parameter, known_layers
 from ggda_ext.gradients.mixing import check_batch, check_reduction
-from ggda_ext.gradients.observation import Observer
+from ggda_ext.gradients.observation import Observer, hidden_hooks
 from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.proof import (
     LEAST_PLACES,
@@ -54,7 +54,6 @@ from ggda_ext.gradients.truth import (
     total_scores,
     truth_alone,
 )
-from ggda_ext.gradients.watch import hidden_hooks
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, SavedState, may_change

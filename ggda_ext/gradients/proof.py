@@ -29,7 +29,7 @@ from ggda_ext.data import IndexedData, batch_length, pick
 from ggda_ext.gradients.descent import RANDOM, Descent, descent
 from ggda_ext.gradients.layers import Layer, UnknownLayer, copied_layer, known_layers
 from ggda_ext.gradients.mixing import check_losses, check_sum, cuts, halves, splits
-from ggda_ext.gradients.observation import Calls, Observation, Observer, Signature, observe
+from ggda_ext.gradients.observation import Calls, Observation, Observer, Signature, Watch, observe
 from ggda_ext.gradients.truth import (
     Tolerance,
     Truth,
@@ -39,7 +39,6 @@ from ggda_ext.gradients.truth import (
     truth_of,
     wide,
 )
-from ggda_ext.gradients.watch import Watch
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 
@@ -373,7 +372,7 @@ class CapturedLayers:
         if self.found.joins is not None:
             check_losses(self.space, self.loss, batch, losses.detach(), self.allowed, splits(watch.size))
         if watch.told not in self.found.told:
-            self.found.look_at(descent(self.space, self.loss, batch, batch_length(batch)))
+            self.found.look_at(descent(self.space, self.loss, batch, watch.size, watch.called))
             self.found.told.add(watch.told)
 
     def _check_parts(self, batch: Any, losses: Tensor) -> None:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ggda_ext.data import batch_length
 from ggda_ext.gradients.layers import Layer
-from ggda_ext.gradients.observation import Calls, Observer, observe
-from ggda_ext.gradients.watch import Watch, altered_gradients
+from ggda_ext.gradients.observation import Calls, Observer, Watch, altered_gradients, observe
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 
