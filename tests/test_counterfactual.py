@@ -567,14 +567,60 @@ def test_a_recipe_gives_the_ridge_in_the_metric_of_its_optimizer():
         WhatIf(model, LOSS, data, SOURCES, directions="all", recipe=replace(recipe, epochs=epochs)).models[0]
         for epochs in (3, 30)
     )
-    decay = DECAY * torch.eye(len(with_recipe.metric), dtype=torch.float64)
     assert with_recipe.ridge / longer.ridge == pytest.approx(10, rel=0.05)
-    parts = (with_recipe.penalty() - decay).diagonal()
+    parts = with_recipe.penalty().ridge.diagonal()
     assert float((parts - parts.mean()).abs().max()) > 0  # Adam's steps differ from parameter to parameter
     assert "Adam" in with_recipe.explain()
     rates = TrainingSteps([0.1] * 20, weight_decay=DECAY)
     plain = WhatIf(model, LOSS, data, SOURCES, directions="all", recipe=rates).models[0]
-    assert torch.allclose(plain.penalty(), (1 / 2 + DECAY) * torch.eye(len(plain.metric), dtype=torch.float64))
+    assert torch.allclose(plain.penalty().ridge, torch.eye(len(plain.metric), dtype=torch.float64) / 2)
+    assert with_recipe.penalty().decay == plain.penalty().decay == DECAY
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers"])
+def test_with_a_start_the_ridge_pulls_there_and_answers_are_what_is_lost_since(kind):
+    """d_S − d_all, each the optimum of the linearised kept loss with the ridge around the start, by plain autograd."""
+    (x, y), model, before = points(), network(), network()
+    loss_fn: Any = LOSS if kind == "classes" else nn.MSELoss()
+    y = y if kind == "classes" else x[:, :3].sin()
+    for value in before.parameters():
+        value.data.mul_(-0.3).add_(0.1)
+    recipe = TrainingSteps([0.1] * 100, weight_decay=DECAY)
+    what_if = WhatIf(model, loss_fn, (x, y), SOURCES, directions="all", recipe=recipe, start=before)
+    now, then = (
+        torch.cat([value.detach().reshape(-1) for value in one.parameters()]) for one in (model, before)
+    )  # fmt: skip
+    jacobian = torch.func.jacrev(lambda values: torch.func.functional_call(model, values, (x,)))(
+        dict(model.named_parameters())
+    )
+    dense = torch.cat([part.flatten(2) for part in jacobian.values()], 2).detach()
+
+    def moved(kept: Tensor) -> Tensor:
+        d = torch.zeros_like(now, requires_grad=True)
+        optimizer = torch.optim.LBFGS(
+            [d], max_iter=2000, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe"
+        )
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_fn((model(x).detach() + dense @ d)[kept], y[kept])
+            harder = N / int(kept.sum()) / 10  # 1 / Σ η_t, of fewer steps
+            loss = loss + harder / 2 * (now + d - then).square().sum() + DECAY / 2 * (now + d).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return d.detach()
+
+    kept = torch.tensor([source in ("web", "forum") for source in SOURCES])
+    expected = dense @ (moved(kept) - moved(torch.ones_like(kept)))
+    found = what_if.only(["web", "forum"]).outputs((x, y)) - model(x)
+    assert relative_error(found, expected) < 1e-5
+    assert torch.equal(what_if.with_weights({}).outputs((x, y)), model(x)), "nothing changed"
+    measure = properties.mean_loss((x, y), loss_fn)
+    alone = torch.stack([what_if.subsets(row[None], measure)[0] for row in kept_rows()])
+    assert torch.allclose(what_if.subsets(kept_rows(), measure), alone, rtol=1e-9)
+    assert "where the training started" in what_if.explain()
 
 
 def test_directions_hold_what_learned_groups_have_taught():
@@ -779,6 +825,8 @@ def test_bad_questions_are_named(asked, name):
         ({"ridge": float("inf")}, "ridge=inf"),
         ({"folder": "no/such/folder"}, "folder='no/such/folder' is no folder"),
         ({"recipe": {"lr": 0.1}}, "recipe is a dict"),
+        ({"start": network()}, "start is given without a recipe"),
+        ({"start": nn.Linear(5, 3), "recipe": Recipe(1, 0.1, 8)}, "start has no parameter 0.weight"),
         ({"models": network()}, "models is a Sequential: pass a list"),
         ({"models": [nn.Linear(5, 4).double()]}, r"models\[0\] gives outputs \[4\] for a point, the model \[3\]"),
     ],

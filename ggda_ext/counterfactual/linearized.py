@@ -23,7 +23,7 @@ from ggda_ext.counterfactual.features import (
     check_forward_mode,
 )
 from ggda_ext.counterfactual.recognized import convex_loss
-from ggda_ext.counterfactual.refit import Refit
+from ggda_ext.counterfactual.refit import Penalty, Refit
 from ggda_ext.counterfactual.trust import kept_share, moved_outputs, trusted_ridge
 from ggda_ext.curvature.damping import ADAM as STATED_ADAM
 from ggda_ext.curvature.damping import Training, of_recipe
@@ -53,6 +53,7 @@ class Settings:
     rank: int
     ridge: float | None
     recipe: Training | None
+    start: nn.Module | None
     weight_decay: float
     most_points: int
     memory_budget: int
@@ -104,6 +105,7 @@ class LinearizedModel:
         self.is_linear = self._linear()
         self.refit = self._refit(provider.groups)
         self.metric = torch.eye(self.refit.r, dtype=torch.float64, device=self.space.device)
+        self.start, self.zero = (None, None) if settings.start is None else self._started(settings.start)
         self.ridge, self._ridge_from = self._default_ridge() if settings.ridge is None else (settings.ridge, "given")
 
     def _refit(self, groups: Groups) -> Refit:
@@ -132,11 +134,28 @@ class LinearizedModel:
         """The model as a map from a batch to outputs."""
         return self._linearizer.module
 
-    def penalty(self, ridge: float | None = None) -> Tensor:
-        """Weight decay and ridge in the directions `[r, r]`."""
-        found = (self.ridge if ridge is None else ridge) * self.metric
-        found.diagonal().add_(self.settings.weight_decay)
-        return found
+    def penalty(self, ridge: float | None = None) -> Penalty:
+        """Weight decay and ridge in the directions, and where they pull."""
+        size = self.ridge if ridge is None else ridge
+        return Penalty(size * self.metric, self.settings.weight_decay, self.start, self.zero)
+
+    def _started(self, before: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        """Where in the directions the training started, and where parameters are zero; None for linear models."""
+        if self.is_linear:
+            return None, None
+        first = dict(before.named_parameters())
+        for name, value in self.space.parameters.items():
+            if name not in first or first[name].shape != value.shape:
+                raise ValueError(f"start has no parameter {name} of shape {list(value.shape)}: pass a model alike.")
+        rows = self.directions.rows
+        now, then = (
+            self.space.flatten(list(values), rows.new_zeros(self.space.size)).double()
+            for values in (
+                [value.detach() for value in self.space.parameters.values()],
+                [first[name].detach().to(rows) for name in self.space.parameters],
+            )
+        )
+        return rows.double() @ (then - now), rows.double() @ -now
 
     def regrouped(self, groups: Groups) -> Refit:
         """The small problem of other groups of the same points, with the same features."""
@@ -205,6 +224,8 @@ class LinearizedModel:
             f"{self.directions.why}; {of} training points; the model is {kind}; weight decay "
             f"{self.settings.weight_decay:.3g}, ridge {self.ridge:.3g} (from: {self._ridge_from})"
         )
+        if self.start is not None:
+            return f"{told}, towards where the training started"
         if self.is_linear or len(self.provider.groups) < 2:
             return told
         share = kept_share(self, self.ridge)

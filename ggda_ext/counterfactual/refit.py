@@ -7,14 +7,24 @@ With outputs f_i + Φ_i d and weights w of the groups, the refit is
 where ḡ, the gradient of all training points at d = 0, makes d = 0 the answer if nothing changes (with weight decay
 and at the optimum it is the decay's own pull), and the penalty Λ `[r, r]` is the weight decay and a ridge that keeps
 the answer where the linearisation holds. Without weight decay a linear model has next to no Λ: there a refit stops
-where outputs have moved by the loss's radius, because with a class left out nothing else bounds them. Newton steps,
-each by conjugate gradients preconditioned with the groups' own curvature at d = 0, for many subsets at once: all
-products with Φ are matrix products shared by a block of subsets.
+where outputs have moved by the loss's radius, because with a class left out nothing else bounds them.
+
+A training that stopped early has another reason to be where it is: what its points did not teach is as it was at the
+start. There gradients tell little, those of points that are learned are nearly zero, and nothing above would forget
+them. So, if the start a is known, the ridge R pulls there, the harder the fewer points (and so steps) there are,
+
+    d_S = argmin_d  Σ_i w_i ℓ_i(f_i + Φ_i d) / Σ_i w_i  +  n/2n_S (d − a)ᵀ R (d − a)  +  λ/2 |d − o|²
+
+with the weight decay λ towards parameters of zero, o, and the answer is d_S − d_all: nothing, if nothing changes.
+
+All this by Newton steps, each by conjugate gradients preconditioned with the groups' own curvature at d = 0, for many
+subsets at once: all products with Φ are matrix products shared by a block of subsets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -30,6 +40,23 @@ _FORCING = 1e-2  # how far conjugate gradients reduce the squared residual in on
 _ARMIJO = 1e-4
 _HALVINGS = 30
 _CHUNK_BYTES = 4 * 2**20  # columns of all subsets worked on at once, so that they stay near the cache
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """What keeps a refit from going anywhere.
+
+    Attributes:
+        ridge: R `[r, r]`.
+        decay: λ.
+        start: a `[r]`, where the training started; None if that is not known, and the ridge pulls to d = 0.
+        zero: o `[r]`, where parameters would be zero; only with a start.
+    """
+
+    ridge: Tensor
+    decay: float = 0.0
+    start: Tensor | None = None
+    zero: Tensor | None = None
 
 
 class Refit:
@@ -67,12 +94,12 @@ class Refit:
         self.masses = torch.zeros(self.k + 1, dtype=torch.float64, device=tangents.device)
         self.masses.index_add_(0, self._labels, point_weights.double())
         ones = torch.ones(1, self.k + 1, dtype=torch.float64, device=tangents.device)
-        nothing = torch.zeros(self.r, self.r, dtype=torch.float64, device=tangents.device)
-        subsets = _Subsets(self, ones, nothing, pull=torch.zeros(self.r, dtype=torch.float64, device=tangents.device))
-        self.pull = subsets.gradient()[0]
+        nothing = Penalty(torch.zeros(self.r, self.r, dtype=torch.float64, device=tangents.device))
+        self.pull = torch.zeros(self.r, dtype=torch.float64, device=tangents.device)
+        self.pull = _Subsets(self, ones, nothing).gradient()[0]
         self._curvature = self._group_curvature()
 
-    def solve(self, weights: Tensor, penalty: Tensor) -> Tensor:
+    def solve(self, weights: Tensor, penalty: Penalty) -> Tensor:
         """The answers d `[s, r]` of weights of groups `[s, k]`; exactly zero where all groups weigh the same."""
         weights = weights.to(self.flat.device, torch.float64)
         stay = torch.ones(len(weights), 1, dtype=torch.float64, device=weights.device)
@@ -80,17 +107,23 @@ class Refit:
         found = torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
         whole = weights if self.masses[-1] > 0 else weights[:, :-1]  # nothing is fixed by points in no group
         changed = (whole != whole[:, :1]).any(1).nonzero()[:, 0]
-        for rows in changed.split(self._at_once()) if len(changed) else ():
-            found[rows] = self._solved(weights[rows], penalty)
+        if not len(changed):
+            return found
+        everything = torch.zeros_like(found[:1])
+        if penalty.start is not None:
+            everything = self._solved(torch.ones_like(weights[:1]), penalty, everything)
+        for rows in changed.split(self._at_once()):
+            found[rows] = self._solved(weights[rows], penalty, everything) - everything
         return found
 
     def _at_once(self) -> int:
         return int(max(1, min(64, self.most_bytes // (4 * self.n * self.c * self.flat.element_size()))))
 
-    def _solved(self, weights: Tensor, penalty: Tensor) -> Tensor:
+    def _solved(self, weights: Tensor, penalty: Penalty, first: Tensor) -> Tensor:
+        """The optima `[s, r]` themselves, from a first guess `[1, r]`."""
         answers = torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
         going = torch.arange(len(weights), device=weights.device)
-        subsets = _Subsets(self, weights, penalty)
+        subsets = _Subsets(self, weights, penalty, first)
         tolerance = 1e-6 if self.dtype == torch.float32 else 1e-17  # what is left after such a step is far less
         for step in range(MOST_STEPS):
             if step and step % _REFRESH == 0:
@@ -104,21 +137,16 @@ class Refit:
                 going, subsets = going[open_], subsets.only(open_)
         raise singular(len(going))
 
-    def preconditioner(self, weights: Tensor, penalty: Tensor) -> Tensor:
-        """Cholesky factors `[s, r, r]` or `[1, r, r]` of the curvature at d = 0."""
+    def curvature(self, weights: Tensor) -> Tensor:
+        """At d = 0, of every subset `[s, r, r]`, or of all points `[1, r, r]`."""
         if self._curvature.shape[0] == 1:
-            matrix = self._curvature.double() / self.masses.sum()
-        else:
-            flat = weights.to(self._curvature) @ self._curvature.flatten(1)
-            matrix = flat.double().view(-1, self.r, self.r) / (weights @ self.masses)[:, None, None]
-        return self.factored(matrix, penalty)
+            return self._curvature.double() / self.masses.sum()
+        flat = weights.to(self._curvature) @ self._curvature.flatten(1)
+        return flat.double().view(-1, self.r, self.r) / (weights @ self.masses)[:, None, None]
 
-    def factored(self, matrix: Tensor, penalty: Tensor) -> Tensor:
-        """Cholesky factors of curvatures `[s, r, r]` with the penalty, and a little more against rounding."""
-        scale = matrix.diagonal(dim1=1, dim2=2).mean(1)
-        floor = 1e-7 if self.dtype == torch.float32 else 1e-12
-        matrix.diagonal(dim1=1, dim2=2).add_((floor * scale + 1e-30)[:, None])
-        return torch.linalg.cholesky(matrix + penalty)
+    def steps(self, weights: Tensor) -> Tensor:
+        """Steps of a training `[s]`, as a share of those on all points: a point that counts twice is seen once."""
+        return weights.clamp(max=1) @ self.masses / self.masses.sum()
 
     def _group_curvature(self) -> Tensor:
         """Σ_{i∈G} Φᵀ A Φ of every group at d = 0 `[k + 1, r, r]`; only their sum `[1, r, r]` if they are too many."""
@@ -155,19 +183,26 @@ class Refit:
 class _Subsets:
     """Subsets that are solved together, at their current d `[s, r]`."""
 
-    def __init__(self, problem: Refit, weights: Tensor, penalty: Tensor, pull: Tensor | None = None) -> None:
+    def __init__(self, problem: Refit, weights: Tensor, penalty: Penalty, first: Tensor | None = None) -> None:
         self.problem, self.weights, self.penalty = problem, weights, penalty
+        self.pull, self.harder = problem.pull.expand(len(weights), -1), torch.ones_like(weights[:, :1])
+        if penalty.start is not None and penalty.zero is not None:
+            self.harder = 1 / problem.steps(weights)[:, None]
+            self.pull = (penalty.start @ penalty.ridge) * self.harder + penalty.decay * penalty.zero
         self.share = problem.weights_of_points(weights)
         self.d = torch.zeros(len(weights), problem.r, dtype=torch.float64, device=weights.device)
         self.columns = problem.outputs[:, :, None].expand(-1, -1, len(weights)).contiguous()
-        self.pull = problem.pull if pull is None else pull
+        if first is not None and bool(first.any()):
+            self.d += first
+            self.columns = self.columns + self._forth(first)  # of one subset, columns are the problem's own
         self.factors: Tensor | None = None
         self.objective = self._objective(self.columns, self.d)
 
     def only(self, rows: Tensor) -> _Subsets:
         """The same for some of the subsets."""
         other = object.__new__(_Subsets)
-        other.problem, other.penalty, other.pull = self.problem, self.penalty, self.pull
+        other.problem, other.penalty = self.problem, self.penalty
+        other.pull, other.harder = self.pull[rows], self.harder[rows]
         other.weights, other.d, other.objective = self.weights[rows], self.d[rows], self.objective[rows]
         other.share, other.columns = self.share[:, rows], self.columns[:, :, rows]
         factors = self.factors
@@ -182,7 +217,22 @@ class _Subsets:
                 roots = loss.root(loss.state(self.columns[low:high, :, j : j + 1]))
                 rows = torch.bmm(roots * self.share[low:high, j, None, None].sqrt(), self.problem.tangents(low, high))
                 matrix[j] += (rows.flatten(0, 1).T @ rows.flatten(0, 1)).double()
-        self.factors = self.problem.factored(matrix, self.penalty)
+        self.factors = self._factored(matrix)
+
+    def _factored(self, matrix: Tensor) -> Tensor:
+        """Cholesky factors of curvatures `[s, r, r]` with the penalty, and a little more against rounding."""
+        floor = 1e-7 if self.problem.dtype == torch.float32 else 1e-12
+        scale = matrix.diagonal(dim1=1, dim2=2).mean(1)
+        found = (
+            matrix
+            + self.penalty.ridge * self.harder[: None if self.penalty.start is not None else len(matrix), :, None]
+        )
+        found.diagonal(dim1=1, dim2=2).add_((floor * scale + 1e-30)[:, None] + self.penalty.decay)
+        return torch.linalg.cholesky(found)
+
+    def _penalised(self, rows: Tensor) -> Tensor:
+        """The penalty's curvature times rows `[s, r]`."""
+        return (rows @ self.penalty.ridge) * self.harder + self.penalty.decay * rows
 
     def gradient(self) -> Tensor:
         """Of the objective at d `[s, r]`."""
@@ -190,12 +240,12 @@ class _Subsets:
         for low, high, loss in self.problem.chunks(len(self.d)):
             slope = loss.slope(loss.state(self.columns[low:high])).mul_(self.share[low:high, None])
             total += self._back(slope, low, high)
-        return total - self.pull + self.d @ self.penalty
+        return total - self.pull + self._penalised(self.d)
 
     def step(self) -> Tensor:
         """One Newton step with a line search; by how much the objective fell `[s]`."""
         if self.factors is None:
-            self.factors = self.problem.preconditioner(self.weights, self.penalty)
+            self.factors = self._factored(self.problem.curvature(self.weights))
         gradient = self.gradient()
         move = self._newton(gradient)
         columns = self._forth(move)
@@ -260,7 +310,7 @@ class _Subsets:
 
     def _bend(self, states: Tensor, directions: Tensor) -> Tensor:
         """H times directions `[s, r]`."""
-        total = directions @ self.penalty
+        total = self._penalised(directions)
         moves = directions.T.to(self.problem.dtype).contiguous()
         for low, high, loss in self.problem.chunks(len(directions)):
             forth = self.problem.flat[low * self.problem.c : high * self.problem.c] @ moves
@@ -288,7 +338,7 @@ class _Subsets:
         total = torch.zeros(len(d), dtype=torch.float64, device=d.device)
         for low, high, loss in self.problem.chunks(len(d)):
             total += (loss.value(columns[low:high]) * self.share[low:high]).double().sum(0)
-        return total - d @ self.pull + ((d @ self.penalty) * d).sum(1) / 2
+        return total - (d * self.pull).sum(1) + (self._penalised(d) * d).sum(1) / 2
 
 
 class SingularRefit(ValueError):

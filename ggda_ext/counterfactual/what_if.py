@@ -74,6 +74,9 @@ class WhatIf:
         weight_decay: the L2 penalty of the training, λ in λ/2 ‖θ‖²; or pass its `recipe`.
         recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: for its weight decay and for
             the ridge of a training that stopped before its optimum. For one that has converged pass `weight_decay`.
+        start: the model before that training, e.g. the pre-trained one; of a model trained from scratch any fresh one,
+            ``make_model()``. The ridge then pulls there, so that what only the groups left out have taught is
+            forgotten, also where it was learned so well that its gradients are nearly zero.
         models: more models trained the same way with other seeds; values are averaged over all of them.
         directions: ``"all"`` parameters, the leading ``"eigen"`` vectors of the Gauss-Newton matrix, what the
             ``"groups"`` teach, ``"both"``; ``"auto"`` takes all parameters if there are at most `rank` of them, else
@@ -107,6 +110,7 @@ class WhatIf:
         *,
         weight_decay: float | None = None,
         recipe: Training | None = None,
+        start: nn.Module | None = None,
         models: Sequence[nn.Module] = (),
         directions: Kind = "auto",
         rank: int = 200,
@@ -130,10 +134,12 @@ class WhatIf:
         check_folder(folder)
         if weight_decay is not None and recipe is not None:
             raise ValueError("weight_decay and recipe are both given: pass one of them.")
+        if start is not None and recipe is None:
+            raise ValueError("start is given without a recipe, which says how far a training gets: pass both.")
         if recipe is not None:
             weight_decay = TrainingSteps.of(recipe, 1).weight_decay
         settings = Settings(
-            directions, rank, ridge, recipe, weight_decay or 0.0, most_points, memory_budget,
+            directions, rank, ridge, recipe, start, weight_decay or 0.0, most_points, memory_budget,
             Path(folder) if folder else None, seed,
         )  # fmt: skip
         inside = IndexedData(data, "the training data")
