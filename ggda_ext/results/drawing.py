@@ -224,11 +224,3 @@ def write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
         text = ("+" if value > 0 else "−" if value < 0 else "") if many else number(value)
         dark = abs(relative[row, column]) > 0.65
         ax.text(column, row, text, ha="center", va="center", fontsize=size, color="white" if dark else "black")
-
-
-def name_sides(ax: Axes, rows: list[str], columns: list[str], steep: int) -> None:
-    """Names of rows and columns; of many columns only some."""
-    plain_ticks(ax.yaxis, range(len(rows)), rows)
-    step = max(1, -(-len(columns) // 40))
-    slanted = {"rotation": steep, "ha": "right", "rotation_mode": "anchor"}
-    plain_ticks(ax.xaxis, range(0, len(columns), step), columns[::step], **slanted)
