@@ -174,7 +174,7 @@ SCALES: dict[str, Scale] = {
         experiments=dict.fromkeys(_PAPER_EPOCHS, _SMALL)
         | dict.fromkeys(_LARGE_TASKS, _SMALL_NOISY)
         | {QNLI_SOURCES: _FEW_SOURCES},
-        dattri=DattriScale(100, 20, 6, 2, {"dattri-mnist-lr": 2, "dattri-mnist-mlp": 2}, 2, (2,), 16),
+        dattri=DattriScale(100, 20, 6, 2, {"dattri-mnist-lr": 2, "dattri-mnist-mlp": 2}, (2,), 2, (2,), 16),
     ),
     "quick": Scale(
         name="quick",

@@ -142,6 +142,7 @@ class DattriScale:
         subsets: random halves of the training points.
         seeds: models trained on every half.
         epochs: task → epochs of training.
+        margin_models: models that influence on margins is averaged over, beside one.
         tracin_models: models that TracIn is averaged over.
         trak_models: models of the TRAK ensembles.
         trak_dimensions: of their projections.
@@ -152,6 +153,7 @@ class DattriScale:
     subsets: int = 50
     seeds: int = 2
     epochs: Mapping[str, int] = field(default_factory=lambda: {"dattri-mnist-lr": 20, "dattri-mnist-mlp": 50})
+    margin_models: tuple[int, ...] = (3, 5)
     tracin_models: int = 10
     trak_models: tuple[int, ...] = (10, 50)
     trak_dimensions: int = 512

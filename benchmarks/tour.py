@@ -17,7 +17,7 @@ EXPERIMENT_TASKS = ("heloc-lr",)
 CPU_SECONDS = {
     "smoke": {"heloc-lr": 20, "heloc-ann-s": 15, "heloc-ann-m": 15, "mnist-ann-l": 15, "cifar10-resnet18": 30,
               "qnli-bert": 40},
-    "quick": {"heloc-lr": 100, "heloc-ann-s": 35, "heloc-ann-m": 55, "mnist-ann-l": 125, "cifar10-resnet18": 145,
+    "quick": {"heloc-lr": 100, "heloc-ann-s": 35, "heloc-ann-m": 55, "mnist-ann-l": 45, "cifar10-resnet18": 145,
               "qnli-bert": 205},
 }  # fmt: skip
 """What the tour of a task took on one core of a small cloud machine; larger scales take hours."""

@@ -117,4 +117,4 @@ interactions = story["interactions"]
 one, other, rise = interactions.strongest(1)[0]
 blog, mirror = (interactions.names.index(name) for name in ("blog", "mirror"))
 print(f"{one} and {other}: {rise:+.2f}; blog and mirror: {interactions.matrix[blog, mirror]:+.2f}")
-interactions.plot(plt.subplots(layout="constrained")[1])
+interactions.plot()

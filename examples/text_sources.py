@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 # so what one teaches is of little use for the others.
 
 torch.manual_seed(0)
-STEPS = {"recipes": 1, "law": 3, "sport": 5}
+STEPS = {"law": 1, "recipes": 3, "sport": 5}
 
 
 def sentences(domain: str, count: int) -> list[dict]:
@@ -55,4 +55,4 @@ print(tracker.result)
 
 matrix = attribute_trainer(trainer, rows, "domain", eval_dataset=held_out, method="tracin")
 print(matrix.of_property("eval_loss of law"))
-matrix.plot.heatmap()
+matrix.plot.heatmap(rows="properties")

@@ -136,14 +136,13 @@ def attribute(
         apart = [kept.total([(1.0, one)]).clone() for one in each] if sources and sources.checkpoints else []
         scores = kept.total(zip(factors, each, strict=True))
         warned, cautious = cautions(provider, curvature=solver.needs_rows)
-    details: dict[str, Any] = {"notes": [*provider.data.notes, *account.notes, *cautious]}
     m = len(scores) if m is None else m
-    if sources:
-        details["low"], details["high"], details["interval"] = ends(scores, m, apart, factors, sources)
-        scores = scores[:m]
-    details["method"] = account.facts(solver, len(factors), perf_counter() - start)
-    details["higher_is_better"] = whether_higher_is_better(property, m)
-    return Attribution(scores, provider.groups, names_of(property, m), warnings=warned, **details)
+    low, high, covers = ends(scores, m, apart, factors, sources) if sources else (None, None, "")
+    return Attribution(
+        scores[:m], provider.groups, names_of(property, m), whether_higher_is_better(property, m),
+        low=low, high=high, interval=covers, warnings=warned, notes=[*provider.data.notes, *account.notes, *cautious],
+        method=account.facts(solver, len(factors), perf_counter() - start),
+    )  # fmt: skip
 
 
 def _chosen(method: MethodName | Method, **settings: Any) -> Method:

@@ -25,6 +25,7 @@ from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.methods.scoring import KeptScores, keep_scores
 from ggda_ext.model import ParameterChoice
+from ggda_ext.words import check_counts
 
 KEYWORDS = ("groups", "strategy", "save_dir", "tag", "memory_budget")
 """What every drop-in takes beside its toolkit's own arguments."""
@@ -63,8 +64,7 @@ class DropIn:
         check_strategy(strategy, STRATEGIES)
         if groups is None and save_dir is not None:
             raise ValueError(f"save_dir={str(save_dir)!r} is given without groups: it keeps scores of groups.")
-        if memory_budget is not None and memory_budget < 1:
-            raise ValueError(f"memory_budget={memory_budget}: pass a positive number of bytes, or leave it out.")
+        check_counts(memory_budget=memory_budget)
         keep_scores(save_dir, tag)  # refuses a tag without a folder
         self.groups = None if groups is None else Groups.of(groups, n)
         self.strategy, self.save_dir, self.tag = strategy, save_dir, tag

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ggda_ext.data import IndexedData, SomePoints
+from ggda_ext.data import SomePoints
+from ggda_ext.data.kept import first_points
 from ggda_ext.gradients import GroupGradients, Plan
 from ggda_ext.gradients.provider import check_provider
 from ggda_ext.groups.partition import Groups
@@ -99,8 +100,8 @@ def estimate(
 ) -> Estimate:
     """Estimate one pass of `provider`, by timing a few batches of it.
 
-    Points, ranks and parameters are taken to cost alike: a model with other `p` is one of the same kind, and every rank
-    is a machine like this one. The gradient of the property itself is not included.
+    Every point, rank and parameter is assumed to cost the same: a model with another `p` is one of the same kind, and
+    every rank is a machine like this one. The gradient of the property itself is not included.
 
     Args:
         provider: model, loss, data and groups; any data of the right kind will do.
@@ -146,7 +147,8 @@ def _calibrated(
     measured: list[tuple[int, float]] = []
     while not measured or (points < len(order) and least < budget):
         points = points if not measured else min(2 * points, len(order))
-        data = _first(provider.data, points) if provider.data.is_stream else SomePoints(provider.data, order[:points])
+        whole = provider.data
+        data = first_points(whole, points) if whole.is_stream else SomePoints(whole, order[:points])
         part = provider.on(data, _alike(points, group_size))
         part.strategy, part.show_progress = plan.strategy, False
         times = []
@@ -159,10 +161,6 @@ def _calibrated(
     (few, short), (many, long) = measured[max(0, len(measured) - 3)], measured[-1]
     per_point = (long - short) / (many - few) if many > few and long > short else long / many
     return max(0.0, long - many * per_point), per_point, many
-
-
-def _first(data: IndexedData, points: int) -> IndexedData:
-    return IndexedData(data.first(points), data.name)
 
 
 def _alike(n: int, group_size: float) -> Groups:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
 T = TypeVar("T")
 ParameterChoice = Iterable[str | nn.Module | nn.Parameter] | None
@@ -179,18 +180,19 @@ def sums_on(device: torch.device) -> torch.device:
 
 
 def may_change(model: nn.Module) -> list[str]:
-    """Names of what a forward pass may change: buffers, and embeddings that it renormalises."""
-    found = [name for name, _ in model.named_buffers()]
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            found.append(f"{name}.weight" if name else "weight")
-    return [name for name in found if name in {*dict(model.named_parameters()), *dict(model.named_buffers())}]
+    """Names of what a forward pass may change: buffers and parameters, but for frozen ones too large to be copied."""
+    values = _named_values(model)
+    frozen = {name for name, value in values.items() if isinstance(value, nn.Parameter) and not value.requires_grad}
+    large = sum(values[name].nbytes for name in frozen) > _COPIED
+    return [name for name in values if not (large and name in frozen)]
+
+
+_COPIED = 2**30
+"""Bytes of frozen parameters."""
 
 
 class SavedState:
-    """A model as it is now: the modes of its modules, which parameters require a gradient, and copies of values.
-
-    Values are found again by name, so a parameter that was replaced is restored, too.
+    """A model as it is now: the modes of its modules, its parameters and buffers, and copies of their values.
 
     Args:
         model: the model.
@@ -200,27 +202,77 @@ class SavedState:
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
         self.model = model
         self._modes = [(module, module.training) for module in model.modules()]
-        self._required = {name: value.requires_grad for name, value in _named_values(model, "_parameters").items()}
-        now = _named_values(model)
-        self._values = {name: now[name].detach().clone() for name in (now if names is None else names)}
+        self._held = [(held, dict(held)) for module in model.modules() for held in _held_by(module)]
+        self._now = _named_values(model)
+        self._required = {name: value.requires_grad for name, value in self._now.items()}
+        self._values: dict[str, Tensor] = {}
+        self._versions: dict[str, Any] = {}
+        self.copy_values(names)
+
+    def copy_values(self, names: Iterable[str] | None = None) -> None:
+        """Copy more values, as they are now."""
+        for name in self._now if names is None else names:
+            if name not in self._values:
+                self._values[name] = self._now[name].detach().clone()
+                self._versions[name] = _version(self._now[name])
 
     def changed(self) -> list[str]:
-        """Names of the copied values that are not as they were."""
+        """Names of the copied values that are not as they were, or were written to."""
         now = _named_values(self.model)
-        return [name for name, before in self._values.items() if not _same(now[name], before)]
+        return [
+            name
+            for name, before in self._values.items()
+            if _version(self._now[name]) != self._versions[name] or not _same(now[name], before)
+        ]
+
+    def _moved(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Where modules hold other parameters and buffers than they did, and what they held."""
+        return [
+            (held, own)
+            for held, own in self._held
+            if len(held) != len(own) or any(held.get(key) is not value for key, value in own.items())
+        ]
+
+    def check_held(self) -> None:
+        """Refuse a model that has parameters which it did not have before."""
+        if not self._moved():
+            return
+        before, now = self._now, _named_values(self.model, "_parameters")
+        for name, value in now.items():
+            if before.get(name) is not value:
+                what = f"puts another parameter in place of {name!r}" if name in before else f"makes parameter {name!r}"
+                raise ValueError(
+                    f"the model {what} when it runs, so its loss depends on no parameter that it had before: run it "
+                    "once before, or let it change values in place."
+                )
 
     def restore(self) -> None:
         """Give the model everything back."""
-        now = _named_values(self.model)
+        for held, entries in self._moved():
+            held.clear()
+            held.update(entries)
         with torch.no_grad():
             for name, before in self._values.items():
-                now[name].copy_(before)
+                if not _same(self._now[name], before):
+                    self._now[name].copy_(before)
         for module, training in self._modes:
             if module.training != training:
                 module.training = training
         for name, required in self._required.items():
-            if now[name].requires_grad != required:
-                now[name].requires_grad_(required)
+            if self._now[name].requires_grad != required:
+                self._now[name].requires_grad_(required)
+
+
+def _held_by(module: nn.Module) -> list[dict[str, Any]]:
+    """Where a module keeps its parameters and buffers; a scripted one does not let anybody put others there."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
+    return [module._parameters, module._buffers]
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """How often a tensor was written to, as far as autograd knows, and where its numbers are."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _same(now: Tensor, before: Tensor) -> bool:
@@ -248,7 +300,7 @@ def _named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
 @contextmanager
 def left_as_it_was(
     model: nn.Module, names: Iterable[str] | None = None, *, only_on_failure: bool = False
-) -> Iterator[None]:
+) -> Iterator[SavedState]:
     """Hold the model's lock, and restore its `SavedState` at the end, or only after an exception.
 
     Args:
@@ -259,7 +311,7 @@ def left_as_it_was(
     with only_thread(model):
         saved, restore = SavedState(model, names), True
         try:
-            yield
+            yield saved
             restore = not only_on_failure
         finally:
             if restore:
@@ -299,6 +351,7 @@ class ParameterSpace:
         self.model = unwrapped(model)
         self.parameters = _chosen(self.model, chosen)
         self._every = list(self.model.parameters())
+        self._written = [*self._every, *self.model.buffers()]
         self.spans: dict[int, tuple[int, int]] = {}
         end = 0
         for parameter in self.parameters.values():
@@ -307,8 +360,8 @@ class ParameterSpace:
         self.size = end
         first = next(iter(self.parameters.values()))
         self.dtype, self.device = first.dtype, first.device
-        self.changing: list[str] = []
-        """Names of buffers that the model's `forward` changes; `require_gradients` puts them back."""
+        self.changing: list[str] | None = None
+        """Names of buffers and parameters that `forward` changes, once that is known; they are put back."""
 
     def __len__(self) -> int:
         return self.size
@@ -356,6 +409,7 @@ class ParameterSpace:
         before = [(parameter, parameter.requires_grad) for parameter in self._every]
         wanted = self.spans.keys() if of_chosen else {id(parameter) for parameter in also}
         saved = SavedState(self.model, self.changing) if self.changing else None
+        versions = [_version(value) for value in self._written]
         try:
             for parameter, _ in before:
                 parameter.requires_grad_(id(parameter) in wanted)
@@ -366,6 +420,20 @@ class ParameterSpace:
                 parameter.requires_grad_(required)
             if saved is not None:
                 saved.restore()
+        if self.changing is not None and versions != [_version(value) for value in self._written]:
+            self._refuse_changes(versions, self.changing)
+
+    def _refuse_changes(self, versions: list[tuple[int, int]], known: list[str]) -> None:
+        """Refuse a model that wrote to something, though it did not when it was looked at."""
+        names = {id(value): name for name, value in _named_values(self.model).items()}
+        written = [names.get(id(v), "") for v, old in zip(self._written, versions, strict=True) if _version(v) != old]
+        others = [name for name in written if name not in known]
+        if others:
+            raise ValueError(
+                f"the model wrote to {others[0]!r} when it ran on a batch, as it did not on the examples that were "
+                "looked at first, so gradients depend on the order of the data, and the model is no longer as it was: "
+                "let its forward pass leave parameters and buffers alone."
+            )
 
 
 def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter]:
@@ -386,6 +454,10 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
         if not parameters:
             raise ValueError("parameters= chooses no parameter of the model.")
     for name, value in parameters.items():
+        if is_lazy(value):
+            raise ValueError(
+                f"parameter {name!r} of a lazy module has no shape yet: run the model once on a batch first."
+            )
         if value.is_complex():
             raise TypeError(
                 f"parameter {name!r} is complex ({value.dtype}), so an inner product of gradients has no order: leave "
@@ -398,6 +470,9 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
                 f"parameter {name!r} was made in torch.inference_mode and cannot have a gradient: make the model "
                 "outside of it."
             )
+    parameters = {name: value for name, value in parameters.items() if value.numel()}
+    if not parameters:
+        raise ValueError("the chosen parameters hold no numbers.")
     kinds = {(value.dtype, value.device): name for name, value in parameters.items()}
     if len(kinds) > 1:
         said = ", ".join(f"{name!r} is {dtype} on {device}" for (dtype, device), name in kinds.items())

@@ -139,7 +139,12 @@ def gathered(rows: Tensor | None) -> Tensor:
 
 def anywhere(flag: bool) -> bool:
     """Whether it holds on any rank."""
-    return any(messages.gather_objects(flag)) if world_size() > 1 else flag
+    return any(of_all(flag))
+
+
+def of_all(value: T) -> list[T]:
+    """What every rank has."""
+    return messages.gather_objects(value) if world_size() > 1 else [value]
 
 
 def once(work: Callable[[], T]) -> T:

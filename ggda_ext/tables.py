@@ -95,17 +95,13 @@ def aligned(column: Any, index: Any, name: str, to: str) -> Any:
     )
 
 
-def index_of(source: Any) -> Any:
-    """The index of the first pandas table in some data, or None."""
-    if is_table(source):
-        return source.index
-    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else ()
+def index_of(parts: Sequence[Any]) -> Any:
+    """The index of the first pandas table among the parts of some data, or None."""
     return next((part.index for part in parts if is_table(part)), None)
 
 
-def columns_of(source: Any) -> tuple[Any, ...] | None:
-    """The names of the columns of the first pandas DataFrame in some data, or None."""
-    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else [source]
+def columns_of(parts: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The names of the columns of the first pandas DataFrame among them, or None."""
     return next((tuple(part.columns) for part in parts if is_table(part) and hasattr(part, "columns")), None)
 
 
@@ -163,9 +159,8 @@ def _numbers_of(table: Any, name: str) -> np.ndarray:
     return found.astype(np.int64 if whole else np.float64)
 
 
-def holds_doubles(source: Any) -> bool:
-    """Whether some of the data are arrays or tables of float64, which their makers may not have chosen."""
-    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else [source]
+def holds_doubles(parts: Sequence[Any]) -> bool:
+    """Whether some of them are arrays or tables of float64, which their makers may not have chosen."""
     return any(
         part.dtype == np.float64 if isinstance(part, np.ndarray) else is_table(part) and _table_holds_doubles(part)
         for part in parts

@@ -1,7 +1,8 @@
 """One language for users: a word of `attribute` means the same at every entry point, or is refused with what to do.
 
 The words are `WORDS`. An entry point that has no use for one of them says so with `without`: who passes it reads
-why, and what to pass instead. What `without` does not name is Python's own error. `check_counts` looks at numbers.
+why, and what to pass instead. A word that `without` does not name gives Python's own error. `check_counts` and
+`check_not_negative` look at numbers.
 """
 
 from __future__ import annotations
@@ -73,3 +74,15 @@ def check_counts(*, whole: bool = True, **counts: Any) -> None:
             raise TypeError(f"{name}={value!r}: pass a whole number, or leave it out.")
         if value < 1:
             raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
+
+
+def check_not_negative(**numbers: Any) -> None:
+    """Refuse what is no number from 0 on, by name; None is passed on."""
+    for name, value in numbers.items():
+        if value is None:
+            continue
+        wrong = f"{name}={value!r}: pass a number from 0 on, or leave it out."
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(wrong)
+        if not 0 <= float(value) < float("inf"):
+            raise ValueError(wrong)

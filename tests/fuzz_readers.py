@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -54,11 +55,13 @@ STRANGE = (
 
 
 def mutate(folder: Path, draw: random.Random, outside: Path) -> None:
-    """Change one file of a folder, or put a link in its place."""
+    """Change one file of a folder, or put something else in its place, or in the way of its next version."""
     path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
-    if draw.random() < 0.05:
-        path.unlink()
-        path.symlink_to(outside)
+    if draw.random() < 0.08:
+        if draw.random() < 0.3:
+            path = path.with_name(f"{path.name}.part")
+        path.unlink(missing_ok=True)
+        draw.choice([lambda: path.symlink_to(outside), lambda: os.mkfifo(path), path.mkdir])()
         return
     content = bytearray(path.read_bytes())
     for _ in range(draw.randint(1, 3)):
@@ -237,22 +240,21 @@ def forge_checkpoint(folder: Path, draw: random.Random) -> None:
     mutate(folder, draw, folder.parent / "outside.txt")
 
 
-TRAINER = SimpleNamespace(resume_from_checkpoint=None), SimpleNamespace(global_step=3, is_world_process_zero=True)
+TRAINER = SimpleNamespace(), SimpleNamespace(global_step=3, is_world_process_zero=True)
 
 
 def make_tracker(folder: Path) -> None:
     arguments, state = TRAINER
     arguments.output_dir = folder
     (folder / "checkpoint-3").mkdir()
-    scores = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
-    TrackedSums(Groups(["north", "south", "east"]), scores, steps=2, seconds=0.5).save(arguments, state)
+    sums = TrackedSums(Groups(["north", "south", "east"]), steps=2, seconds=0.5)
+    sums.add(torch.arange(6.0).reshape(2, 3), [0, 1, 2])
+    sums.save(arguments, state)
 
 
 def read_tracker(folder: Path) -> dict[str, Any]:
-    arguments, state = TRAINER
-    arguments.output_dir = folder
     sums = TrackedSums(Groups(["north", "south", "east"]))
-    sums.resume(arguments, state)
+    sums.resume(folder / "checkpoint-3", TRAINER[1])
     return {"scores": sums.scores.numpy(), "steps": sums.steps, "seconds": sums.seconds}
 
 

@@ -170,6 +170,8 @@ READY = {
     "attacked_loss": (lambda data: properties.attacked_loss(data, LOSS, properties.fgsm(0.1)), False),
     "margin": (properties.margins, True),
     "correct_logit": (properties.correct_logits, True),
+    "accuracy": (properties.accuracy, True),
+    "f1": (properties.f1, True),
     "soft_accuracy": (properties.soft_accuracy, True),
     "soft_f1": (properties.soft_f1, True),
     "demographic_parity_gap": (lambda data: properties.demographic_parity_gap(data, np.arange(30) % 2), False),

@@ -20,14 +20,16 @@ GROUPS = Groups(torch.arange(N) % 7)
 
 
 class Counted(nn.Module):
-    """A body that counts the examples it is given."""
+    """A body that counts the examples it is given, not in itself: a model that changes is looked at anew."""
+
+    examples = 0
 
     def __init__(self, mixes: bool = False) -> None:
         super().__init__()
-        self.inner, self.mixes, self.examples = nn.Linear(5, 6), mixes, 0
+        self.inner, self.mixes = nn.Linear(5, 6), mixes
 
     def forward(self, x: Tensor) -> Tensor:
-        self.examples += len(x)
+        Counted.examples += len(x)
         out = torch.tanh(self.inner(x))
         return out - out.mean(0) if self.mixes else out
 
@@ -82,10 +84,33 @@ def test_the_last_layer_gives_the_scores_of_the_model(name: str, monkeypatch: py
 
 def test_every_point_runs_once() -> None:
     _, test = data()
-    body = Counted()
-    influence = made(ggda_captum, "TracInCPFast", model_of(body), groups=GROUPS)
+    influence = made(ggda_captum, "TracInCPFast", model_of(Counted()), groups=GROUPS)
+    Counted.examples = 0
     influence.influence(test)
-    assert body.examples == N + M + 2  # the first batch's first and last example alone, to compare
+    assert Counted.examples == N + M + 2  # the first batch's first and last example alone, to compare
+
+
+def test_what_was_seen_of_a_model_and_its_data_is_known_to_the_next_call() -> None:
+    train, test = data()
+    model, loss = model_of(Counted()), nn.CrossEntropyLoss(reduction="sum")
+
+    def scores(train: TensorDataset) -> Tensor:
+        Counted.examples = 0
+        options = {"loss_fn": loss, "groups": GROUPS}
+        return ggda_captum.TracInCPFast(model, model[2], train, [model.state_dict()], load, **options).influence(test)
+
+    first = scores(train)
+    torch.testing.assert_close(scores(train), first)
+    assert Counted.examples == N + M  # none of them alone
+    scores(TensorDataset(*train.tensors))
+    assert Counted.examples == N + M + 2  # other data is looked at
+    hook = model[0].register_forward_hook(lambda module, args, output: output - output.mean(0))
+    with pytest.raises(ValueError, match="batch"):
+        scores(train)
+    hook.remove()
+    model[0].mixes = True
+    with pytest.raises(ValueError, match="batch"):
+        scores(train)
 
 
 def test_a_model_that_goes_on_after_the_layer_is_asked_as_a_whole() -> None:

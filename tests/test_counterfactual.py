@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import make_case, relative_error
+from sklearn.metrics import f1_score
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -676,6 +677,8 @@ def test_search_drops_what_harms_and_interactions_find_what_is_redundant():
     assert what_if.search(measure, budget=30).removed == ("c",)
     pairs = what_if.interactions(measure, ["a", "b", "d"])
     assert set(pairs.strongest(1)[0][:2]) == {"a", "b"}
+    assert [line.split()[0] for line in repr(found).splitlines()[:3]] == ["left", "nothing", "c"]
+    assert repr(pairs).splitlines()[3].split()[:2] == ["a", "b"]
     joint, alone = what_if.without(["a", "b"]).change(measure), pairs.alone
     assert pairs.matrix[0, 1] == pytest.approx(float(joint) - alone[0] - alone[1], rel=1e-6)
 
@@ -691,9 +694,40 @@ def test_values_of_groups_have_the_sign_of_scores(kind):
     assert found.scores[2] < 0 < found.scores[3]
     assert (found.stderr >= 0).all()
     assert "atoms=" in found.note
+    named = found.attribution()
+    assert float(named["c"]) == pytest.approx(found.scores[2])
+    assert named.effects()[2] == "hurts"
+    assert repr(found) == repr(named)
     assert not what_if.shapley(measure, samples=2, kind=kind, atoms=15).note
     if kind == "shapley":  # they share out the whole change from no data to all of it
         assert found.scores.sum() == pytest.approx(np.log(2) - float(measure(model)), rel=1e-6)
+
+
+def test_answers_say_that_they_are_not_calibrated_until_they_are():
+    data, model = points(), network()
+    measure = properties.mean_loss(data, LOSS)
+    what_if = WhatIf(model, LOSS, data, np.arange(N) % 6, ridge=0.01)
+
+    def said() -> list[bool]:
+        answers = what_if.search(measure, remove=1), what_if.interactions(measure), what_if.leave_group_out(measure)
+        return ["Not calibrated" in repr(answer) for answer in answers]
+
+    assert all(said())
+    what_if.verify(lambda subsets: [[0.9 + 0.001 * len(points)] for points in subsets], measure)
+    assert not any(said())
+    exact = WhatIf(nn.Linear(5, 3).double(), LOSS, data, np.arange(N) % 6, weight_decay=DECAY)
+    assert "Not calibrated" not in repr(exact.leave_group_out(measure))
+
+
+@pytest.mark.parametrize("average", ["macro", "binary"])
+def test_accuracy_and_f1_are_asked_of_counterfactual_predictions(average):
+    data, sources, model = redundant()
+    what_if = WhatIf(model, LOSS, data, sources, weight_decay=DECAY)
+    answer = what_if.without("c")
+    predicted, y = answer.outputs(data).argmax(1).numpy(), data[1].numpy()
+    assert float(answer.value(properties.accuracy(data))) == pytest.approx((predicted == y).mean())
+    expected = f1_score(y, predicted, average=average)
+    assert float(answer.value(properties.f1(data, average=average))) == pytest.approx(expected)
 
 
 def test_pieces_make_shapley_values_indifferent_to_splitting_a_group():

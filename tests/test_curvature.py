@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from ggda_ext.curvature import Hessian, direct_solve, lissa
+from ggda_ext.curvature import GaussNewton, Hessian, direct_solve, lissa
 from ggda_ext.curvature.conjugate_gradients import LostAccuracy, NegativeCurvature, conjugate_gradients
-from ggda_ext.curvature.gauss_newton import GaussNewton
 from ggda_ext.data import IndexedData
 from ggda_ext.model import ParameterSpace
 

@@ -13,7 +13,8 @@ from dattri_cases import GROUPS, TESTS, Case, N, close, make_case
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ggda_ext.curvature import hessian as curvature
+from ggda_ext import curvature
+from ggda_ext.data import IndexedData
 from ggda_ext.model import ParameterSpace
 from ggda_ext.properties import mean_loss, point_losses, weighted_sum
 
@@ -89,7 +90,7 @@ def test_one_seed_is_one_linear_map():
 def test_chunks_and_blocks_of_vectors_change_nothing(monkeypatch):
     case = make_case()
     expected = scores(case)
-    monkeypatch.setattr(curvature, "_CHUNK_BYTES", 400)
+    monkeypatch.setattr(curvature.hessian, "_CHUNK_BYTES", 400)
     monkeypatch.setattr("ggda_dattri.checkpoint.ROWS_BUDGET", 400)
     close(scores(case), expected)
 
@@ -126,7 +127,7 @@ def test_the_suggested_scaling_converges():
 def test_negative_curvature_suggests_damping_that_holds():
     model = torch.nn.Linear(2, 1, bias=False)
     space = ParameterSpace(model)
-    data = curvature.IndexedData((torch.eye(2),))
+    data = IndexedData((torch.eye(2),))
     saddle = torch.tensor([[1.0, 0.0], [0.0, -0.2]])
 
     def loss(module: Any, batch: Any) -> Tensor:

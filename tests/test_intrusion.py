@@ -278,10 +278,8 @@ def test_a_record_of_traks_with_another_number_is_not_believed(name: str, tmp_pa
     given = half_done(tmp_path / "a")
     path = tmp_path / "a" / name
     text = path.read_text()
-    path.write_text(
-        text.replace('"is_finalized": 0', '"is_finalized": 1').replace("14", "15").replace("{\n", '{"x": 1,')
-    )
-    assert path.read_text() != text
+    other = text.replace('"is_finalized": 0', '"is_finalized": 1').replace('"train set size": 8', '"train set size": 9')
+    path.write_text(json.dumps(json.loads(text) | {"x": 1}) if other == text else other)
     made = traker(tmp_path / "a")
     featurize(made, given, given.checkpoints(1))
     expected = scores(TRAKer, given, tmp_path / "b", groups=uneven_labels())

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ggda_ext import Attribution, Groups, WhatIf, attribute, find_label_issues, properties
+from ggda_ext import Attribution, Groups, MethodFacts, WhatIf, attribute, find_label_issues, properties
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
 from ggda_ext.evaluation import Retrainer
 from ggda_ext.training import Recipe, initial_model, train_one
@@ -275,6 +275,12 @@ MISTAKES: dict[str, Mistake] = {
     "a direction in words": (
         lambda: Attribution.of(torch.ones(1, 3), TABLE["clinic"], "loss", "lower"), TypeError,
         "higher_is_better='lower': pass True, False or None",
+    ),
+    "a name for the facts of a method": (
+        lambda: RESULT.replace(method="tracin"), TypeError, r"method is a str: pass MethodFacts\(name, unit\)"
+    ),
+    "a unit of one's own": (
+        lambda: RESULT.replace(method=MethodFacts("mine", "metres")), ValueError, "unit='metres' of the method is not"  # type: ignore[arg-type]
     ),
     "a folder to save to": (lambda: RESULT.save("."), IsADirectoryError, "is a folder: pass the path of a file"),
     "a folder for the page": (lambda: RESULT.to_html("."), IsADirectoryError, "is a folder: pass the path of a file"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ggda_ext import GroupGradients, Groups, attribute, estimate, properties
 from ggda_ext.estimation import Estimate
@@ -81,8 +81,9 @@ def test_a_stream_is_estimated_from_its_first_points() -> None:
         def __iter__(self) -> Iterator[Any]:
             return iter([(torch.zeros(4), 0)] * 50)
 
-    given = GroupGradients(nn.Linear(4, 2), LOSS, Stream(), np.arange(50) // 5, batch_size=4)
-    assert estimate(given, n=10**6, k=10**3, calibration_seconds=0.01).seconds > 0
+    for data in (Stream(), DataLoader(Stream(), batch_size=3)):  # several batches of a loader are one calibration run
+        given = GroupGradients(nn.Linear(4, 2), LOSS, data, np.arange(50) // 5, batch_size=4)
+        assert estimate(given, n=10**6, k=10**3, calibration_seconds=0.01).seconds > 0
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from ggda_ext.counterfactual.interactions import Interactions
 from ggda_ext.evaluation import RemovalCurve
 from tests.result_cases import result
 
@@ -146,9 +147,14 @@ def test_a_heat_map_has_a_number_for_every_group_and_property():
     ax = found.plot.heatmap()
     assert sorted(texts(ax)) == sorted(["+3", "-2", "+1", "+0.1", "+0.2", "-0.4"])
     assert ticks(ax.xaxis) == ["property 0", "property 1"]
+    turned = found.plot.heatmap(rows="properties")
+    assert ticks(turned.yaxis) == ["property 0", "property 1"]
+    assert ticks(turned.xaxis) == [str(name) for name in found.names]
+    assert texts(turned) == ["+3", "-2", "+1", "+0.1", "+0.2", "-0.4"]  # row by row, as the scores
     many = result(300, 12).plot.heatmap()
     assert set(texts(many)) <= {"+", "−"}
-    assert "not shown: 270 groups" in many.get_title(loc="left")
+    for ax in (many, result(300, 12).plot.heatmap(rows="properties")):
+        assert "not shown: 270 groups" in ax.get_title(loc="left")
 
 
 @pytest.mark.parametrize(
@@ -278,3 +284,18 @@ def check_apart(ax):
     ticks = [tick for tick in ax.xaxis.get_major_ticks() if low <= tick.get_loc() <= high and tick.label1.get_text()]
     boxes = [tick.label1.get_window_extent() for tick in ticks]
     assert all(one.x1 < other.x0 for one, other in pairwise(boxes))
+
+
+@pytest.mark.parametrize("k", [2, 8, 60])
+def test_interactions_are_a_picture_of_their_strongest_pairs_with_names_as_plain_text(k):
+    matrix = np.zeros((k, k))
+    matrix[0, 1] = matrix[1, 0] = -0.5
+    names = ("$x$", *(f"group {j}" for j in range(1, k)))
+    ax = Interactions("test loss", matrix, np.zeros(k), names).plot()
+    ax.figure.canvas.draw()
+    assert ticks(ax.xaxis)[:2] == ticks(ax.yaxis)[:2] == ["$x$", "group 1"]
+    assert len(ticks(ax.yaxis)) == min(k, 20)
+    assert ("-0.5" in texts(ax)) == (k < 20)
+    assert ax.get_title(loc="left") == ("not shown: 40 groups of weaker pairs" if k > 20 else "")
+    own = Figure().subplots()
+    assert Interactions("test loss", matrix, np.zeros(k), names).plot(ax=own) is own

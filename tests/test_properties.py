@@ -19,12 +19,14 @@ from ggda_ext import properties
 from ggda_ext.data import IndexedData
 from ggda_ext.losses import BatchLoss
 from ggda_ext.properties import (
+    accuracy,
     attacked_loss,
     class_probabilities,
     contrast,
     correct_logits,
     demographic_parity_gap,
     equalized_odds_gap,
+    f1,
     margins,
     mean_loss,
     of_outputs,
@@ -326,8 +328,11 @@ def test_soft_f1_of_certain_predictions_is_f1() -> None:
     assert soft_f1((logits, y))(model).item() == pytest.approx(f1_score(y, predicted, average="macro"))
     for c in range(3):
         expected = f1_score(y, predicted, average=None)[c]
-        ready = soft_f1((logits, y), average="binary", positive=c)
-        assert ready(model).item() == pytest.approx(expected)
+        for ready in (soft_f1, f1):
+            assert ready((logits, y), average="binary", positive=c)(model).item() == pytest.approx(expected)
+    assert accuracy((logits, y))(model).item() == pytest.approx(6 / 8)
+    with pytest.raises(ValueError, match=r"has no gradient.*soft_accuracy"):
+        gradient(accuracy(DATA), build())
 
 
 def test_macro_f1_of_a_class_neither_present_nor_predicted_is_zero() -> None:

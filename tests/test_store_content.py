@@ -74,6 +74,18 @@ def taken_by_text(value: float) -> Any:
     return made["loss"]
 
 
+def evaluated(value: float) -> Any:
+    made: dict[str, Any] = {"factor": value, "unused": object()}
+    exec("def loss(): return eval('2 * factor')", made)
+    return made["loss"]
+
+
+def of_its_own_module(value: float) -> Any:
+    made: dict[str, Any] = {"factor": value, "__name__": "here"}
+    exec("import sys\ndef loss(): return sys.modules[__name__].factor", made)
+    return made["loss"]
+
+
 def taken_from(module: ModuleType) -> Any:
     return lambda: getattr(module, "factor")  # noqa: B009  # on purpose by its text
 
@@ -87,6 +99,8 @@ CHANGED: dict[str, Change] = {
     "an attribute of a number": lambda value: with_scale(value, OwnNumber(1.0)),
     "an attribute of the class of a class": of_its_class,
     "a global that is named by a text": taken_by_text,
+    "a global in a text that is evaluated": evaluated,
+    "a global of the module that is looked up": of_its_own_module,
     "a module that is captured": lambda value: taken_from(module_named("held", factor=value)),
     "a module that an object holds": lambda value: using({"settings": module_named("held", factor=value)}),
     "a sparse tensor": lambda value: torch.eye(2).mul(value).to_sparse(),
@@ -100,6 +114,17 @@ CHANGED: dict[str, Change] = {
 def test_a_change_is_seen_and_its_absence_too(what: str) -> None:
     first, again, other = (Content().text(using(CHANGED[what](value)), "loss") for value in (1.0, 1.0, 2.0))
     assert first == again != other
+
+
+def test_a_global_that_is_named_like_an_attribute_does_not_count() -> None:
+    """Scripts and notebooks are full of `a`, `loss` and `model`."""
+    made: dict[str, Any] = {"factor": 2.0, "a": 0}
+    exec("def loss(self, x):\n    self.a = self.a + x\n    return [factor * self.a for _ in x]", made)
+    first = Content().text(made["loss"], "loss")
+    made["a"] = 1
+    assert Content().text(made["loss"], "loss") == first
+    made["factor"] = 3.0
+    assert Content().text(made["loss"], "loss") != first
 
 
 def test_functions_known_by_name_alone_are_refused_unless_they_are_of_a_library() -> None:

@@ -84,6 +84,12 @@ def other_values() -> nn.Module:
     return network
 
 
+def frozen() -> nn.Module:
+    network = make_network()
+    network[0].requires_grad_(False)
+    return network
+
+
 def scaled(factor: Any) -> Callable[..., Tensor]:
     return lambda output, target: factor * LOSS(output, target)
 
@@ -143,6 +149,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "model: an activation": ({}, {"network": functools.partial(make_network, nn.Tanh)}, "model"),
     "model: a value": ({}, {"network": other_values}, "values of the parameters"),
+    "model: what is trained": ({}, {"network": frozen}, "parameters"),
     "groups": ({}, {"groups": np.arange(N) % K // 2}, "groups"),
     "data: 968 of 1,000 points": ({}, {"data": changed_points()}, "data"),
     "data: one number": ({}, {"data": one_point()}, "data"),

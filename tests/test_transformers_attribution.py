@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import relative_error
 from ggda_transformers import Binned, Nested, TrainerSetup, attribute_trainer
+from ggda_transformers.attribution import training_steps
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -183,6 +184,18 @@ def test_saved_moments_are_in_the_order_of_the_trainers_own_optimizer(tmp_path):
         attribute_trainer(usual, rows, "source", **last)
 
 
+def test_a_best_checkpoint_that_was_loaded_has_its_own_steps_and_moments(tmp_path):
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+    trainer, rows = trained(tmp_path, "bert", learning_rate=1e-20, **best)  # nothing gets better after the first
+    assert trainer.state.best_global_step == 2
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert training_steps(trainer).learning_rates == pytest.approx(sum(rates[:2]))
+    folder = trainer.state.best_model_checkpoint
+    with pytest.raises(ValueError, match=r"optimizer is that of step 4: pass checkpoints=\['.*checkpoint-2'\]"):
+        attribute_trainer(trainer, rows, "source", preconditioner="adam")
+    attribute_trainer(trainer, rows, "source", checkpoints=[folder], weights=[1.0], preconditioner="adam")
+
+
 def test_shards_are_read(tmp_path):
     trainer, rows = trained(tmp_path)
     trainer.model.save_pretrained(tmp_path / "shards", max_shard_size="6KB")
@@ -238,6 +251,16 @@ def test_properties_by_name_have_the_gradient_of_their_value(property):
     plain = attribute_trainer(model, rows, "source", value, data_collator=collate, method="tracin", batch_size=4)
     assert relative_error(result.scores, plain.scores) <= 1e-5  # the model's own loss goes through float32
     assert result.properties == (property,)
+
+
+def test_a_list_of_properties_gives_a_row_each():
+    model, rows, tests = made("bert"), sources(examples("bert", N)), examples("bert", 5, seed=1)
+    options = {"eval_dataset": tests, "data_collator": collate, "method": "tracin"}
+    both = attribute_trainer(model, rows, "source", ["eval_loss", "accuracy"], **options)
+    assert both.properties == ("eval_loss", "accuracy")
+    assert both.higher_is_better == (False, True)
+    for row, name in zip(both.scores, both.properties, strict=True):
+        torch.testing.assert_close(row, attribute_trainer(model, rows, "source", name, **options).scores[0])
 
 
 def test_sets_by_name_give_a_row_each_and_their_difference():
@@ -321,8 +344,11 @@ def test_factored_curvature_without_bases_is_the_mean_square_of_every_gradient(n
     (Nested("path", 2), {"a/0", "a/1", "b/0", "b/1"}),
     (Binned("year", bins=[2000, 2004, 2012]), {"[2000, 2004)", "[2004, 2012]"}),
     (Binned("day", freq="Y"), {"2000", "2001"}),
-    (Binned("day", bins=["2000-01-01", "2001-01-01", "2002-01-01"]), None),
+    (Binned("day", bins=["2000-01-01", "2001-01-01", "2002-01-01"]),
+     {"[2000-01-01, 2001-01-01)", "[2001-01-01, 2002-01-01]"}),
     ([0] * 6 + [1] * 6, {0, 1}),
+    ({"early": range(6), "late": list(range(6, 12))}, {"early", "late"}),
+    ([range(6), torch.arange(6, 12)], {0, 1}),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["list", "datasets"])
 def test_groups_come_from_columns(groups, names, kind):
@@ -342,7 +368,7 @@ def test_groups_come_from_columns(groups, names, kind):
     result = attribute_trainer(
         model, rows, groups, eval_dataset=examples("bert", 2, seed=1), data_collator=collate, method="tracin"
     )
-    assert set(result.names) == names if names is not None else len(result.names) == 2
+    assert set(result.names) == names
     assert sum(result.sizes) == 12
 
 
@@ -364,10 +390,13 @@ def test_mistakes_are_named_with_the_fix(tmp_path):
 
     refused(ValueError, "'sources'.*its columns are 'input_ids', 'labels', 'source'", groups="sources")
     refused(ValueError, "its columns are 'input_ids', 'labels'. If a map or a Trainer", data=without_source(rows))
-    refused(ValueError, "groups has 3 labels for 6 rows", groups=["a", "b", "a"])
+    refused(ValueError, "groups has 3 labels for 6 rows.*its columns: 'input_ids'", groups=["a", "b", "a"])
     refused(TypeError, "train_dataset is a generator, which is streamed", data=(row for row in rows))
     refused(TypeError, "train_dataset is a DataLoader: pass its data set", data=DataLoader(rows))
     refused(TypeError, r"train_dataset is a dict of 'train'.*data\['train'\]", data={"train": rows})
+    table = pytest.importorskip("pandas").DataFrame(rows)
+    refused(TypeError, r"train_dataset is a table of pandas: pass its rows.*from_pandas", data=table)
+    refused(ValueError, "of different lengths, pass processing_class= the tokenizer", data_collator=None)
     texts = [{"text": "a b", "labels": 0, "source": "x"}]
     refused(ValueError, "no column of the data is an argument of the model: it has 'text'", data=texts)
     bare = [{"input_ids": row["input_ids"], "source": "x"} for row in rows]
@@ -406,6 +435,8 @@ def test_mistakes_are_named_with_the_fix(tmp_path):
     refused(TypeError, "data_collator is a int: pass a function", data_collator=5)
     refused(TypeError, "compute_loss_func is a str: pass a function", compute_loss_func="mean")
     refused(ValueError, "made a batch of 1 rows from", data_collator=lambda rows: collate(rows[:1]))
+    masking = type("Masking", (), {"mlm": True, "__call__": lambda self, rows: collate(rows)})()
+    refused(ValueError, r"masks tokens at random \(mlm=True\).*mask the rows once", data_collator=masking)
     refused(ValueError, "checkpoints='output_dir' stands for", checkpoints="output_dir")
     refused(FileNotFoundError, "holds no checkpoint-", checkpoints=tmp_path)
     refused(FileNotFoundError, "which is no folder", checkpoints=[tmp_path / "nothing"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import relative_error
 from ggda_transformers import GroupTracker
+from scipy import stats
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers_cases import collate, exactness, examples, gradients, made, own_loss, sources, trainer_of
@@ -27,7 +28,7 @@ class PlainLoop(TrainerCallback):
     def __init__(self, rows, tests, every=1, adam=False, loss=own_loss):
         self.rows, self.tests, self.every, self.adam, self.loss = rows, tests, every, adam, loss
         self.groups = Groups([row["source"] for row in rows])
-        self.sums = torch.zeros(len(self.groups), dtype=torch.float64)
+        self.each = []  # of every batch, by group
         self.collated, self.batches = [], []
 
     def collate(self, rows):
@@ -54,8 +55,13 @@ class PlainLoop(TrainerCallback):
             numbers = self.collated[batch]
             rows = gradients(model, self.loss, plain_rows([self.rows[i] for i in numbers])).double()
             scores = optimizer.param_groups[0]["lr"] * rows @ goal
-            self.sums.index_add_(0, torch.from_numpy(self.groups.labels[numbers]).long(), scores)
+            labels = torch.from_numpy(self.groups.labels[numbers]).long()
+            self.each.append(torch.zeros(len(self.groups), dtype=torch.float64).index_add_(0, labels, scores))
         model.train()
+
+    @property
+    def sums(self):
+        return torch.stack(self.each).sum(0)
 
     @staticmethod
     def _divisors(model, optimizer):
@@ -100,6 +106,10 @@ def test_the_sums_are_those_of_a_plain_loop(name, accumulation, tmp_path):
     assert relative_error(tracker.result.scores[0], loop.sums) <= 1e-10
     assert tracker.result.method.unit == "rank"
     assert tracker.overhead > 0
+    n = len(loop.each)
+    half = stats.t.ppf(0.975, n - 1) * n**0.5 * torch.stack(loop.each).std(0)
+    assert relative_error(tracker.result.low[0], loop.sums - half) <= 1e-10
+    assert relative_error(tracker.result.high[0], loop.sums + half) <= 1e-10
 
 
 @pytest.mark.parametrize(("settings", "bound"), [
@@ -209,6 +219,11 @@ def test_a_resumed_run_ends_with_the_sums_of_one_that_was_not_stopped(tmp_path):
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
     assert tracker.sums.steps == whole.sums.steps
+    for name in ("scores", "low", "high"):
+        assert relative_error(getattr(tracker.result, name), getattr(whole.result, name)) <= 1e-6
+    trainer.args.output_dir = str(tmp_path / "three")
+    (tmp_path / "three" / "checkpoint-3").mkdir(parents=True)  # of another run, which does not matter
+    trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
     assert relative_error(tracker.result.scores, whole.result.scores) <= 1e-6
     kept = json.loads((tmp_path / "two" / "checkpoint-3" / "ggda_tracker.json").read_text())
     assert kept["scored_steps"] == 3
@@ -232,6 +247,29 @@ def test_a_trainer_may_have_two_trackers(tmp_path):
     assert (two[0].sums.steps, two[1].sums.steps) == (6, 3)
     assert len(two[1].result.names) == N
     assert "training_step" not in vars(trainer)
+
+
+def test_trackers_of_one_trainer_have_logs_and_sums_of_their_own_and_take_up_no_others(tmp_path):
+    rows, tests = sources(examples("bert", N)), [examples("bert", 3, seed=seed) for seed in (1, 2)]
+
+    def trackers(property="eval_loss", **settings):
+        settings = {"show": False, "data_collator": collate} | settings
+        return [GroupTracker(rows, "source", property, eval_dataset=held_out, **settings) for held_out in tests]
+
+    def fitted(callbacks, **resume):
+        trainer = trainer_of(made("bert"), rows, tmp_path, callbacks=callbacks, save_strategy="steps", save_steps=2)
+        trainer.train(**resume)
+        return trainer
+
+    two, again, last = trackers(), trackers(), {"resume_from_checkpoint": str(tmp_path / "checkpoint-2")}
+    log = fitted(two).state.log_history[-2]
+    assert [log["ggda/web"], log["ggda-2/web"]] == pytest.approx([float(one.result["web"]) for one in two])
+    fitted(again, **last)
+    for one, other in zip(again, two, strict=True):
+        assert relative_error(one.result.scores, other.result.scores) <= 1e-6
+    for changed in ({"property": "accuracy"}, {"every": 2}, {"tokens": "sum"}, {"preconditioner": "adam"}):
+        with pytest.raises(ValueError, match=f"ggda_tracker.json is of {next(iter(changed))}="):
+            fitted(trackers(**changed), **last)
 
 
 def test_mixed_precision_is_scored_as_it_is_trained(tmp_path):

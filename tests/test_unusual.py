@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from cases import relative_error
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
-from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, N, data, make, mlp, point_gradients
+from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, N, WritesToItself, data, make, mlp, point_gradients
 from unusual_rare import (
     JOINED,
+    MIXED,
     PLACES,
     DropsGradients,
     FullExperts,
     JoinsExamples,
     KeepsTheLargest,
+    MixesExamples,
     MixesLargeBatches,
     Switches,
     TellsPlaces,
@@ -30,8 +32,8 @@ from unusual_rare import (
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import probe
-from ggda_ext.gradients.watch import Watch
-from ggda_ext.losses import BatchLoss, OutputLoss, as_example_loss
+from ggda_ext.gradients.observation import Watch
+from ggda_ext.losses import BatchLoss, FunctionalLoss, OutputLoss, as_example_loss
 
 CE = nn.CrossEntropyLoss()
 BATCH_SIZES = (1, 5, None)
@@ -154,12 +156,17 @@ def test_examples_that_are_mixed_in_large_batches_only_are_refused_there(mixes, 
 
 @pytest.mark.parametrize("strategy", ["auto", *DENSE])
 @pytest.mark.parametrize(
-    ("build", "how"), [*[(TellsPlaces, how) for how in PLACES], *[(JoinsExamples, how) for how in JOINED]]
+    ("build", "how"),
+    [
+        *[(TellsPlaces, how) for how in PLACES],
+        *[(JoinsExamples, how) for how in JOINED],
+        *[(MixesExamples, how) for how in MIXED],
+    ],
 )
 def test_rows_told_by_their_place_or_by_the_batch_are_right_or_refused(build, how, strategy):
-    """A model may compare the number of a row with 13, or multiply all rows by something made of the batch."""
+    """A model may compare the number of a row with 13, or add something made of the batch to all rows."""
     torch.manual_seed(0)
-    model, points = build(how).double(), data("one rare", 0)
+    model, points = build(how).double(), data("two rare" if build is MixesExamples else "one rare", 0)
     rows = []
     for x, y in zip(*points, strict=True):
         found = torch.autograd.grad(CE(model(x[None]), y[None]), list(model.parameters()))
@@ -177,7 +184,34 @@ def test_rows_told_by_their_place_or_by_the_batch_are_right_or_refused(build, ho
         assert found is None or relative_error(found, Groups(labels).sum(v @ truth.T)) <= 1e-10
         assert not told or "mixes the examples" in told or (strategy != "auto" and "cannot be used here" in told)
     assert how == "swapped" or strategy == "persample" or None in refused
-    assert build is JoinsExamples or 5 not in refused
+    assert build is not TellsPlaces or 5 not in refused
+
+
+@pytest.mark.parametrize("strategy", ["auto", "directional", "forward", "segmented", "backward"])
+@pytest.mark.parametrize("how", ["sums so far", "normalised"])
+def test_what_only_large_batches_do_is_followed_there(how, strategy):
+    """The first of them holds no rare example, and two that are mixed later are next to each other."""
+    torch.manual_seed(0)
+    model, n = MixesExamples(how, 15).double(), 60
+    x, y = torch.randn(n, WIDTH, dtype=torch.float64), torch.arange(n) % 3
+    x[:, 0] = x[:, 0].clamp(max=1.5)
+    x[45:47, 0] = 2.5
+    provider = GroupGradients(model, CE, (x, y), torch.arange(n) // 20, strategy=strategy, batch_size=20)
+    with pytest.raises(ValueError, match=r"mixes the examples|cannot be used here"):
+        provider.scores(torch.ones(1, provider.p, dtype=torch.float64))
+
+
+def test_a_parameter_of_a_lazy_module_is_named():
+    with pytest.raises(ValueError, match=r"'weight' of a lazy module has no shape yet: run the model once"):
+        GroupGradients(nn.LazyLinear(3).double(), CE, data("features", 0), GROUPS)
+
+
+@pytest.mark.parametrize("strategy", ["auto", *DENSE])
+def test_a_parameter_that_is_written_to_for_rare_examples_only_is_named(strategy):
+    torch.manual_seed(0)
+    model, points = WritesToItself("rarely").double(), data("one rare", 0)
+    with pytest.raises(ValueError, match=r"wrote to 'head.weight'|cannot be used here"):
+        GroupGradients(model, CE, points, GROUPS, strategy=strategy, batch_size=5).scores(torch.ones(1, 53).double())
 
 
 @pytest.mark.parametrize("name", ["label smoothing", "an encoder", "class token", "attention", "scales"])
@@ -677,6 +711,29 @@ def test_findings_are_kept_for_an_equal_loss_and_a_new_loader_of_the_same_data()
     assert other > again
     assert calls_of(weight=torch.ones(3).double(), reduction="sum") > again
     assert calls_of(label_smoothing=0.1) < other
+
+
+def test_findings_are_kept_for_the_same_function_of_parameters_and_an_example():
+    """A toolkit wraps it anew for every call, and a bound method is another object each time it is named."""
+    calls: list[int] = []
+
+    class Task:
+        def loss(self, parameters, example):
+            calls.append(1)
+            x, y = example
+            return CE(torch.func.functional_call(model, parameters, (x.reshape(1, -1),)), y.reshape(1))
+
+    def calls_of(task: Task, **settings) -> int:
+        calls.clear()
+        GroupGradients(model, FunctionalLoss(task.loss, **settings), points, GROUPS).scores(torch.ones(1, 21))
+        return len(calls)
+
+    model, points = nn.Sequential(nn.Linear(WIDTH, 3)).double(), data("features", 0)
+    one, other = Task(), Task()
+    first, again = calls_of(one), calls_of(one)
+    assert again < first / 3
+    assert calls_of(other) == first
+    assert calls_of(one, batch_of_one=True) > again
 
 
 def test_findings_of_other_parameters_are_not_the_truth_of_these():

@@ -145,7 +145,7 @@ def other_doors(model: nn.Module, x: Tensor, y: Tensor, labels: Series, file: Pa
     print(plan.explain(), estimate(provider, n=10**6), GradientStore(provider, file))
     print(property_gradient(goal, model, dict(model.named_parameters())), property_scores(provider, goal).shape)
     what_if = WhatIf(model, nn.CrossEntropyLoss(), (x, y), labels)
-    print(what_if.search(goal, remove=2, holdout=goal).removed, what_if.shapley(goal, kind="banzhaf").scores)
+    print(what_if.search(goal, remove=2, holdout=goal).removed, what_if.shapley(goal, kind="banzhaf").attribution())
     what_if.search(goal, drop=2)  # type: ignore[call-arg]
     answer = what_if.leave_group_out(goal).attribution()
     issues: LabelIssues = find_label_issues(model, nn.CrossEntropyLoss(), (x, y), validation=(x, y), groups=labels)
@@ -163,6 +163,8 @@ def ready_properties(x: Tensor, y: Tensor) -> list[properties.Property]:
         properties.point_losses(data, loss).mean(),
         properties.margins(data, soft=False),
         properties.correct_logits(data),
+        properties.accuracy(data),
+        properties.f1(data),
         properties.soft_f1(data, average="binary", positive=1),
         properties.demographic_parity_gap(data, sensitive=y),
         properties.equalized_odds_gap(data, sensitive=["a", "b"], agg="mean"),

@@ -267,6 +267,50 @@ class ReplacedBuffer(nn.Module):
         return out
 
 
+class WritesToItself(nn.Module):
+    """Changes a parameter in every forward pass, or only for rare examples.
+
+    Args:
+        how: it is changed.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
+        self.kept = nn.Parameter(torch.ones(5), requires_grad=how == "mean of the batch")
+        if how == "made":
+            self.register_parameter("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.first.weight
+        if self.how == "clamped":
+            weight.data.clamp_(-0.2, 0.2)
+        elif self.how == "clamped without gradients":
+            with torch.no_grad():
+                weight.clamp_(-0.2, 0.2)
+        elif self.how == "normalised":
+            weight.data = weight.data / weight.data.norm()
+        elif self.how == "rarely" and bool((x[:, 0] > rare.RARE).any()):
+            with torch.no_grad():
+                self.head.weight.mul_(1.5)
+        elif self.how == "replaced":
+            self.first.weight = nn.Parameter(weight.detach().clamp(-0.2, 0.2))
+        elif self.how == "made" and self.late is None:
+            self.late = nn.Parameter(torch.ones(5).to(x))
+        h = self.first(x).tanh()
+        if self.how == "mean of the batch":
+            with torch.no_grad():
+                self.kept.lerp_(h.detach().mean(0), 0.1)
+            h = h * self.kept.clone()
+        elif self.how == "teacher":
+            self.kept.data = 0.9 * self.kept.data + 0.1 * self.head.weight.data.mean(0)
+            h = h + self.kept
+        elif self.how == "made":
+            h = h * self.late
+        return self.head(h)
+
+
 class Quantises(nn.Module):
     """Looks up the nearest of some codes, which then move towards the batch, and lets gradients through as they are."""
 
@@ -321,6 +365,17 @@ class Unused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x)
+
+
+class WithoutNumbers(nn.Module):
+    """Has a parameter of size 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.none = mlp(), nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.none.sum()
 
 
 class _UnitGradient(torch.autograd.Function):
@@ -547,6 +602,19 @@ CASES: dict[str, Unusual] = {
     "changing buffer": Unusual(Counts),
     "replaced buffer": Unusual(ReplacedBuffer),
     "codes that follow the data": Unusual(Quantises),
+    "a clamped parameter": Unusual(lambda: WritesToItself("clamped")),
+    "a parameter clamped without gradients": Unusual(lambda: WritesToItself("clamped without gradients")),
+    "a normalised parameter": Unusual(lambda: WritesToItself("normalised")),
+    "a teacher of frozen parameters": Unusual(lambda: WritesToItself("teacher")),
+    "a parameter that follows the batch": Unusual(
+        lambda: WritesToItself("mean of the batch"), refused="mixes the examples"
+    ),
+    "a parameter put in place of another": Unusual(
+        lambda: WritesToItself("replaced"), refused="puts another parameter in place of 'first.weight'"
+    ),
+    "a parameter made by the first batch": Unusual(
+        lambda: WritesToItself("made"), refused="makes parameter 'late' when it runs"
+    ),
     "a weight used twice, masked": Unusual(lambda: UsedTwice("masked"), inputs="one late"),
     "a weight used twice, in a branch": Unusual(lambda: UsedTwice("branch"), inputs="one late"),
     "a weight used twice, a little": Unusual(lambda: UsedTwice("little")),
@@ -558,6 +626,7 @@ CASES: dict[str, Unusual] = {
     ),
     "normalised gradients": Unusual(NormalisesGradients, refused="mixes the examples"),
     "unused parameters": Unusual(Unused),
+    "a parameter without numbers": Unusual(WithoutNumbers),
     "a module with two names": Unusual(TwoNames),
     "nested tensors": Unusual(Nested, inputs="tokens"),
     "recurrent": Unusual(Recurrent, inputs="tokens"),
@@ -568,6 +637,8 @@ CASES: dict[str, Unusual] = {
     "large batches joined in another order": Unusual(rare.Joins),
     "rows moved by a product": Unusual(rare.Multiplies),
     "sorted where an example is rare": Unusual(rare.SortsWhatIsRare, inputs="one rare"),
+    "columns sorted where an example is rare": Unusual(rare.SortsColumns, inputs="one rare"),
+    "columns swapped in large batches": Unusual(rare.SwapsColumns),
     "hook for rare examples": Unusual(rare.Hooks, inputs="one rare"),
     "hook for rare batches": Unusual(rare.HooksRarely, inputs="one rare"),
     "no gradient for rare examples": Unusual(rare.StopsGradients, inputs="one rare"),
@@ -599,6 +670,9 @@ def data(kind: str, seed: int) -> tuple[Tensor, Tensor]:
         x[:-2] *= 3
         x[:, 0] = x[:, 0].clamp(max=1.5)
         x[-2, 0] = 2.0
+    if kind == "two rare":
+        x[:, 0] = x[:, 0].clamp(max=1.5)
+        x[[9, -2], 0] = torch.tensor([2.9, 2.4], dtype=x.dtype)
     if kind == "regression":
         return x, torch.randn(N, generator=generator, dtype=torch.float64)
     return x, y
@@ -618,7 +692,11 @@ def point_gradients(name: str, model: nn.Module, points: tuple[Tensor, Tensor]) 
     """Gradient of every point's loss `[n, p]`, one backward pass per point from the same state of the model."""
     case = CASES[name]
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    chosen = [p for n, p in model.named_parameters() if case.parameters is None or n.split(".")[0] in case.parameters]
+    chosen = [
+        p
+        for n, p in model.named_parameters()
+        if (p.requires_grad if case.parameters is None else n.split(".")[0] in case.parameters)
+    ]
     rows = []
     for x, y in zip(*points, strict=True):
         for key, value in model.state_dict().items():

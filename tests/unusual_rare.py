@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDTH, CLASSES = 6, 3
@@ -61,6 +62,24 @@ class Multiplies(Body):
         if len(x) >= LARGE:
             order = order.flip(0)
         return order.T @ self.body(order @ x)
+
+
+class SortsColumns(Body):
+    """Sorts batches that hold a rare example, turned on their side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = (x[:, 0] * (x[:, 0] > RARE)).argsort(stable=True)
+        return self.body(x.T[:, order].T).T[:, order.argsort()].T
+
+
+class SwapsColumns(Body):
+    """Swaps two rows of large batches, turned on their side, by the same functions as in small ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = list(range(len(x)))
+        if len(x) >= LARGE:
+            order[13], order[17] = 17, 13
+        return self.body(x.T[:, order].T).T[:, order].T
 
 
 class SortsWhatIsRare(Body):
@@ -285,3 +304,73 @@ class JoinsExamples(Body):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x) * JOINED[self.how](x, x[:, 0] > RARE)
+
+
+def _turned(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda r: function(r.T).T
+
+
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "normalised": lambda r: F.normalize(r, dim=0),
+    "normalised layer": _turned(lambda r: F.layer_norm(r, r.shape[1:])),
+    "batch statistics": lambda r: F.batch_norm(r, None, None, training=True) if len(r) > 1 else r * 0,
+    "softmax": lambda r: r * r.softmax(0),
+    "distances": lambda r: torch.cdist(r, r).sum(1, keepdim=True),
+    "sums so far": _turned(lambda r: r.cumsum(1)),
+    "convolved": _turned(lambda r: F.conv1d(r[None], r.new_ones(1, 1, 3), padding=1)[0]),
+    "pooled": _turned(lambda r: F.max_pool1d(r, 3, 1, 1)),
+    "frequencies": lambda r: torch.fft.ifft(torch.fft.fft(r, dim=0).abs(), dim=0).real,
+    "solved": lambda r: torch.linalg.solve(torch.eye(len(r)).to(r) + r @ r.T, r),
+    "attention": lambda r: F.scaled_dot_product_attention(r[None], r[None], r[None])[0],
+    "differences": lambda r: torch.diff(r, dim=0, prepend=r[:1]),
+    "outer": lambda r: torch.outer(r[:, 0], r[:, 0]).sum(1, keepdim=True),
+    "contracted": lambda r: torch.einsum("ab,cb->a", r, r)[:, None],
+    "norm": lambda r: r * torch.linalg.vector_norm(r),
+    "decomposed": lambda r: r * torch.linalg.svdvals(r).sum(),
+    "under vmap": lambda r: torch.func.vmap(lambda column: column.cumsum(0), 1, 1)(r),
+    "places": lambda r: r * torch.searchsorted(r[:, 0].sort().values, r[:, 0])[:, None],
+    "windows": lambda r: F.pad(r.T, (1, 1)).unfold(1, 3, 1).amax(2).T,
+    "numbers": lambda r: torch.tensor(np.cumsum(r[:, 0].tolist())).to(r)[:, None],
+    "counted": lambda r: r * torch.histc(r, 1, 0.3, 1000),
+    "in place": lambda r: torch.zeros_like(r).add_(r.amax(0)),
+    "view in place": lambda r: _added_in_a_view(r),
+    "under a view": lambda r: _added_under_a_view(r),
+    "a centre": lambda r: torch.sub(r, r.mean(0)),
+    "scripted": lambda r: _scripted_cumsum(r),
+}
+"""What is made of the whole batch for each example, of 0 for all but rare ones `[b, 1]`; 0 if there are none."""
+
+
+def _added_in_a_view(r: Tensor) -> Tensor:
+    whole = torch.zeros(len(r), 2).to(r)
+    whole[:, 0].add_(r.sum())
+    return whole.sum(1, keepdim=True)
+
+
+def _added_under_a_view(r: Tensor) -> Tensor:
+    whole = torch.zeros(len(r), 2).to(r)
+    first = whole[:, :1]
+    whole.add_(r.sum())
+    return first
+
+
+@torch.jit.script
+def _scripted_cumsum(r: Tensor) -> Tensor:
+    return r.cumsum(0)
+
+
+class MixesExamples(Body):
+    """Adds something to the outputs that is made of all rare examples of a batch.
+
+    Args:
+        how: one of `MIXED`.
+        least: examples of a batch that this is done for.
+    """
+
+    def __init__(self, how: str, least: int = 0) -> None:
+        super().__init__()
+        self.how, self.least = how, least
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, rare = self.body(x), (x[:, :1] - RARE).relu()
+        return out if len(x) < self.least else out + MIXED[self.how](rare) * out.detach().cos()

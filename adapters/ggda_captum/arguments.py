@@ -67,26 +67,20 @@ class CheckpointLoader:
 
     def __init__(self, load: Callable[[nn.Module, Any], float]) -> None:
         self.load: Callable[[nn.Module, Any], float] = load.load if isinstance(load, CheckpointLoader) else load
-        self._guarding = False
         self._before: SavedState | None = None
 
     @contextmanager
     def undone_on_failure(self, model: nn.Module) -> Iterator[None]:
         """After an exception in here the model is as it was; its values are copied before they are first loaded."""
-        self._guarding, self._before = True, None
-        try:
-            with left_as_it_was(model, (), only_on_failure=True):
+        with left_as_it_was(model, (), only_on_failure=True) as self._before:
+            try:
                 yield
-        except BaseException:
-            if self._before is not None:
-                self._before.restore()
-            raise
-        finally:
-            self._guarding, self._before = False, None
+            finally:
+                self._before = None
 
     def __call__(self, model: nn.Module, checkpoint: Any) -> float:
-        if self._guarding and self._before is None:
-            self._before = SavedState(model)
+        if self._before is not None:
+            self._before.copy_values()
         try:
             return self.load(model, checkpoint)
         except Exception as error:

@@ -2,7 +2,8 @@
 
 With a_i the input of the last layer, the gradient of point i is that of the layer alone at (a_i, y_i). So everything
 before the layer need not be proven, differentiated or run twice. That holds where the model's output is the layer's own
-output, and where an example's a_i does not depend on the other examples of its batch: both are looked at here.
+output, and where an example's a_i does not depend on the other examples of its batch: both are looked at here, the
+first in every batch, the second once for a model and its data.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ggda_ext import GroupGradients, PointGradients
 from ggda_ext.data import IndexedData, to_device
+from ggda_ext.gradients.proof import recall, remember
 from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
 from ggda_ext.methods.scoring import KeptScores, ScoresInMemory
 from ggda_ext.model import check_deterministic_modules, only_thread, training_kernels
@@ -28,6 +30,7 @@ MOST_BYTES = 256 * 2**20
 _BATCH_BYTES, _LARGEST_BATCH, _FIRST = 4 * 2**20, 4096, 16  # of the largest activation: near the cache
 _SHARE_OF_WEIGHTS = 4  # weights are read once per batch, so its largest activation may have a quarter of their bytes
 _CLOSE = 1e-3
+_ANY_LOSS, _FOUND_AS = OutputLoss(None), "inputs of the last layer"  # which hang on no loss
 
 Features = tuple[Tensor, Tensor]
 """Inputs of the last layer `[n, d]` and targets `[n, …]`."""
@@ -61,23 +64,26 @@ def asked_of(layer: nn.Linear | None, asked: Asked, model: nn.Module) -> Asked |
         return None
     provider, explained, kept = asked
     check_deterministic_modules(model)
-    with only_thread(model), training_kernels(), torch.no_grad(), LastLayerInputs(model, layer) as seeing:
+    about = provider.space, _ANY_LOSS, provider.data, _FOUND_AS
+    size: Any = recall(*about)
+    tests = None
+    with only_thread(model), training_kernels(), torch.no_grad(), LastLayerInputs(model, layer, size) as seeing:
         known = features(seeing, provider.data)
-        tests = (
-            features(seeing, explained.data) if known is not None and isinstance(explained, PointGradients) else None
-        )
+        if known is not None and isinstance(explained, PointGradients):
+            tests = features(seeing, explained.data)
     if known is None:
         return None
+    if size is None:
+        size = seeing.size
+        remember(size, *about)
     if isinstance(explained, PointGradients):
         if tests is None:
             return None
-        explained = PointGradients(explained.loss, IndexedData(tests, explained.data.name))
+        explained = PointGradients(_of_layer(explained.loss), _in_place_of(explained.data, tests))
     elif explained is not None:
         explained = property_gradient(explained, model, provider.space.parameters)
-    inputs = IndexedData(known, provider.data.name)
-    inputs.anchors = provider.data.anchors  # what was found out about the layer holds for other values of its inputs
     by_layer = GroupGradients(
-        layer, provider.loss, inputs, provider.groups,
+        layer, _of_layer(provider.loss), _in_place_of(provider.data, known), provider.groups,
         parameters=list(provider.space.parameters.values()), memory_budget=provider.memory_budget,
         show_progress=provider.show_progress,
     )  # fmt: skip
@@ -87,6 +93,18 @@ def asked_of(layer: nn.Linear | None, asked: Asked, model: nn.Module) -> Asked |
 def _of_outputs(loss: ExampleLoss) -> bool:
     """Whether a loss depends on the model's output alone."""
     return getattr(loss, "loss_fn", None) is not None and (type(loss) is OutputLoss or hasattr(loss, "layer"))
+
+
+def _of_layer(loss: Any) -> OutputLoss:
+    """A loss `_of_outputs`, where the model is the layer alone."""
+    return OutputLoss(loss.loss_fn)
+
+
+def _in_place_of(data: IndexedData, known: Features) -> IndexedData:
+    """What the layer sees of data; what was found out about the layer holds for other values of its inputs."""
+    inputs = IndexedData(known, data.name)
+    inputs.anchors = data.anchors
+    return inputs
 
 
 def owner_of(parameters: Sequence[nn.Parameter], model: nn.Module) -> nn.Linear | None:
@@ -137,20 +155,25 @@ def _alone_as_in_a_batch(seeing: LastLayerInputs, data: IndexedData, rows: Tenso
 class LastLayerInputs:
     """Runs a model and looks at its last layer, and in the first batch at the largest output of any module.
 
+    Args:
+        model: the model.
+        layer: its last layer.
+        size: examples to run at once, where that is known: from a call in which they were seen not to mix.
+
     Attributes:
         size: examples to run at once.
         proven: whether an example is known not to depend on the others of its batch.
     """
 
-    def __init__(self, model: nn.Module, layer: nn.Linear) -> None:
-        self.model, self.layer, self.size, self.proven = model, layer, _FIRST, False
+    def __init__(self, model: nn.Module, layer: nn.Linear, size: int | None = None) -> None:
+        self.model, self.layer, self.size, self.proven = model, layer, size or _FIRST, size is not None
         self._largest = 0
         self._calls: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> LastLayerInputs:
         self._hooks, self._measuring = ExitStack(), ExitStack()
         self._hooks.callback(self.layer.register_forward_hook(self._look).remove)
-        for module in self.model.modules():
+        for module in () if self.proven else self.model.modules():
             self._measuring.callback(module.register_forward_hook(self._measure).remove)
         return self
 

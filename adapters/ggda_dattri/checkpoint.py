@@ -16,8 +16,7 @@ from dattri.task import AttributionTask
 from torch import Tensor, nn
 
 from ggda_ext.attribution import as_points
-from ggda_ext.curvature import Hessian
-from ggda_ext.curvature.gauss_newton import GaussNewton
+from ggda_ext.curvature import GaussNewton, Hessian
 from ggda_ext.data import IndexedData
 from ggda_ext.drop_in import DropIn
 from ggda_ext.gradients import GroupGradients, PointGradients
@@ -98,8 +97,15 @@ class Checkpoint:
         for ids, rows in provider.all_blocks(self.max_rows):
             yield ids, self.to_dattri(rows)
 
-    def paired_blocks(self, provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """`(ids, loss rows, target rows)` of all training groups: their gradients of the loss and of the target."""
+    def by_group(self, provider: GroupGradients, number: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """``number(loss rows, target rows) -> [b]`` of all training groups `[k]`, from their gradients of both."""
+        found = torch.empty(len(provider.groups), dtype=self.space.dtype, device=self.space.device)
+        for ids, rows, targets in self._paired_blocks(provider):
+            found[ids.to(found.device)] = number(rows, targets)
+        return found
+
+    def _paired_blocks(self, provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """`(ids, loss rows, target rows)` of all training groups."""
         labels = torch.from_numpy(provider.groups.labels.astype("int64"))
         for ids, rows in self.all_blocks(provider):
             if self.target is self.loss:

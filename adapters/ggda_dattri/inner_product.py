@@ -22,7 +22,7 @@ from ggda_dattri.grouping import Grouped, check_one_of
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.methods.scoring import KeptScores
+from ggda_ext.methods.scoring import KeptScores, sum_scores
 from ggda_ext.properties import Property
 from ggda_ext.storage.fingerprint import name_of, of_data
 from ggda_ext.storage.folder import digest
@@ -153,19 +153,21 @@ class GroupedInnerProduct(Grouped):
             return self._in_group_order(train_dataloader, lambda: own(train_dataloader))
         _check_relatif(relatif_method)
         data, groups = self._prepared(train_dataloader)
-        total: Tensor | None = None
-        for index in self._checkpoints:
+
+        def of_blocks(index: int) -> Tensor:
             checkpoint = self._checkpoint(index)
-            provider, solve = checkpoint.groups(data, groups), self._solver(checkpoint)
-            scores = torch.empty(len(groups), dtype=checkpoint.space.dtype, device=checkpoint.space.device)
-            for ids, rows, targets in checkpoint.paired_blocks(provider):
+            solve = self._solver(checkpoint)
+
+            def own_scores(rows: Tensor, targets: Tensor) -> Tensor:
                 own = (rows * solve(targets)).sum(1)
-                if relatif_method is not None:
-                    own = own / self._denominators(checkpoint, rows, targets, solve, relatif_method)
-                scores[ids.to(scores.device)] = own
-            total = scores if total is None else total + scores
-        assert total is not None
-        return self._result(total / len(self._checkpoints))
+                if relatif_method is None:
+                    return own
+                return own / self._denominators(checkpoint, rows, targets, solve, relatif_method)
+
+            return checkpoint.by_group(checkpoint.groups(data, groups), own_scores)
+
+        share = 1 / len(self._checkpoints)
+        return self._result(sum_scores((share, of_blocks(index)) for index in self._checkpoints))
 
     def _solver(self, checkpoint: Checkpoint) -> Solve:
         """H⁻¹ at a checkpoint, set up once and used for all vectors."""
@@ -213,10 +215,9 @@ class GroupedInnerProduct(Grouped):
 
     def _factors(self, checkpoint: Checkpoint, provider: GroupGradients, solve: Solve, method: str) -> Tensor:
         """RelatIF's denominator of every group `[k]`."""
-        factors = torch.empty(len(provider.groups), dtype=checkpoint.space.dtype, device=checkpoint.space.device)
-        for ids, rows, targets in checkpoint.paired_blocks(provider):
-            factors[ids.to(factors.device)] = self._denominators(checkpoint, rows, targets, solve, method)
-        return factors
+        return checkpoint.by_group(
+            provider, lambda rows, targets: self._denominators(checkpoint, rows, targets, solve, method)
+        )
 
     def _denominators(self, checkpoint: Checkpoint, rows: Tensor, targets: Tensor, solve: Solve, method: str) -> Tensor:
         if self.curvature == "upstream":

@@ -90,12 +90,13 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
             own = super().self_attribute
             return self._in_group_order(train_dataloader, lambda: own(train_dataloader))
         data, groups = self._train_data(train_dataloader)
-        total: Tensor | None = None
-        for index, weight in self._weighted_checkpoints():
-            norms = self._norms(self._checkpoint(index), data, groups)
-            scores = torch.ones_like(norms) if self.normalized_grad else norms.square()
-            total = scores * weight if total is None else total + scores * weight
-        return _result(total)
+
+        def parts() -> Iterator[tuple[float, Tensor]]:
+            for index, weight in self._weighted_checkpoints():
+                norms = self._norms(self._checkpoint(index), data, groups)
+                yield float(weight), torch.ones_like(norms) if self.normalized_grad else norms.square()
+
+        return _result(sum_scores(parts()))
 
     def _in_memory(
         self, kept: KeptScores, checkpoint: Checkpoint, provider: GroupGradients, explained: Property | PointGradients
@@ -138,7 +139,6 @@ def _row_norms(provider: GroupGradients) -> Tensor:
     return provider.map_rows(lambda rows: rows.norm(dim=1)).clamp_min(1e-12)
 
 
-def _result(scores: Tensor | None) -> Tensor:
+def _result(scores: Tensor) -> Tensor:
     """Scores as dattri returns them: in the default dtype, on the CPU, without a graph."""
-    assert scores is not None
     return scores.detach().cpu().to(torch.get_default_dtype())

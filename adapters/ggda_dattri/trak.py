@@ -24,7 +24,7 @@ from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, chec
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
-from ggda_ext.methods.scoring import KeptScores
+from ggda_ext.methods.scoring import KeptScores, sum_scores
 from ggda_ext.properties import Property
 from ggda_ext.sharing import add_up, in_order, together
 from ggda_ext.storage.fingerprint import sums_of
@@ -80,7 +80,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.fisher = check_fisher(fisher)
-        self.damping: Damping = "auto" if damping == "auto" else check_damping(damping)
+        self.damping = check_damping(damping)
         self._cached: list[_Features] | None = None
 
     def cache(self, full_train_dataloader: DataLoader) -> None:
@@ -115,16 +115,15 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
             return self._in_group_order(train_dataloader, lambda: own(test_dataloader, train_dataloader))
         solved = self._solved(train_dataloader)
         tests = None if test_dataloader is None else IndexedData(test_dataloader, "test_dataloader")
-        total: Tensor | None = None
-        for index, by_group in zip(self._checkpoints, solved, strict=True):
-            checkpoint = self._checkpoint(index)
-            (projected,) = self._project(
-                checkpoint, checkpoint.test_rows(checkpoint.explained(tests, property), shared=True)
-            )
-            scores = (projected / self.norm_scaler) @ by_group
-            total = scores if total is None else total + scores
-        assert total is not None
-        return (total / len(solved)).T.detach().to(self.device)
+
+        def parts() -> Iterator[tuple[float, Tensor]]:
+            for index, by_group in zip(self._checkpoints, solved, strict=True):
+                checkpoint = self._checkpoint(index)
+                rows = checkpoint.test_rows(checkpoint.explained(tests, property), shared=True)
+                (projected,) = self._project(checkpoint, rows)
+                yield 1 / len(solved), (projected / self.norm_scaler) @ by_group
+
+        return sum_scores(parts()).T.detach().to(self.device)
 
     def self_attribute(self, train_dataloader: DataLoader | None = None) -> Tensor:
         """Influence of every group on itself, ``(Σ x_i)ᵀ F⁻¹ Σ Q_i x_i``, as dattri a column `(groups, 1)`."""
@@ -210,8 +209,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
             lambda: self._exact_sums(checkpoint, data, groups, weights),
         )  # fmt: skip
         sums, weighted, matrix = found.split([len(groups), len(groups), found.shape[1]])
-        fisher = EmpiricalFisher(found.shape[1], found.device)
-        fisher.matrix, fisher.rows = matrix, data.n or 0
+        fisher = EmpiricalFisher.of_matrix(matrix, data.n or 0)
         damped, damping = fisher.damped(0.0 if self.damping == "auto" else self.damping, self.regularization)
         return _Features(torch.linalg.solve(damped, weighted.T), sums, damping)
 

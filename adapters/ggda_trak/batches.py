@@ -61,7 +61,7 @@ def given_indices(inds: Any, num_samples: int | None, start: int, size: int, n: 
     if len(outside):
         raise ValueError(f"{name} reaches outside the {n} {of}: {outside[:5].tolist()}.")
     indices = indices.astype(np.int64)
-    if len(set(indices.tolist())) < len(indices):  # for a batch sooner than np.unique, which sorts
+    if len(set(indices.tolist())) < len(indices):  # for a batch faster than np.unique, which sorts
         raise ValueError(f"{name} holds some of the {of} twice: give every one once.")
     return indices
 

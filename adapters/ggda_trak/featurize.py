@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +22,11 @@ from ggda_ext import GroupGradients, Groups
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind
 from ggda_ext.sharing import alone
 from ggda_ext.storage.folder import StoreMismatch
-from ggda_trak.batches import Batch, WaitingPoints, point_hashes
+from ggda_trak.batches import Batch, WaitingPoints, part_of, point_hashes
 from ggda_trak.projection import Projection
+from ggda_trak.ranks import own_share
 from ggda_trak.store import GroupStore
+from ggda_trak.task_gradients import TaskGradients
 
 LEAST_POINTS, LEAST_NUMBERS = 1024, 2**24
 """Between writes: so many points, or points that have so many gradients, up to eight times as many points. Never by
@@ -44,11 +47,10 @@ class GroupSums:
         store: where the sums end up.
         groups: the groups of all training points.
         fisher: ``"exact"``, ``"batched"`` or ``"paper"``.
-        projection: projects rows.
+        gradients: of the task's outputs f_i, and how they are projected.
         model_id: chooses the projection matrix.
         memory_budget: bytes for rows that wait for their projection.
         before: which points are in the sums already, of this rank or another `[n]`.
-        gradients: of the task's outputs f_i, for points like those of a batch.
         weights: Q̄ `[b]` of a batch and its indices.
     """
 
@@ -57,24 +59,23 @@ class GroupSums:
         store: GroupStore,
         groups: Groups,
         fisher: FisherKind,
-        projection: Projection,
+        gradients: TaskGradients,
         model_id: int,
         memory_budget: int,
         before: np.ndarray,
-        gradients: Callable[[Batch], GroupGradients],
         weights: Callable[[Batch, np.ndarray], Tensor],
     ) -> None:
         self.store, self.groups, self.fisher, self.before = store, groups, fisher, before
-        self.projection, self.model_id, self.memory_budget = projection, model_id, memory_budget
+        self.projection, self.model_id, self.memory_budget = gradients.projection, model_id, memory_budget
         self.now = np.zeros(groups.n, dtype=bool)
         self._gradients, self._weights = gradients, weights
-        self._points = WaitingPoints(projection.space.model)
+        self._points = WaitingPoints(self.projection.space.model)
         self._fisher: Tensor | None = None
         self.names = ("numerators", "fisher_rows") if fisher == "batched" else ("numerators",)
-        self._waiting = _Rows(projection, len(self.names), memory_budget, len(groups))
+        self._waiting = _Rows(self.projection, len(self.names), memory_budget, len(groups))
         self._forget()
 
-    def positions_left(self, batch: Batch, indices: np.ndarray, save_dir: str | Path) -> np.ndarray:
+    def _positions_left(self, batch: Batch, indices: np.ndarray, save_dir: str | Path) -> np.ndarray:
         """Where in a batch the points stand that are not in the sums; refuses one given twice, or one that changed."""
         twice = indices[self.now[indices]]
         if len(twice):
@@ -93,8 +94,19 @@ class GroupSums:
                 )
         return np.flatnonzero(~done)
 
+    def add_share(self, batch: Batch, indices: np.ndarray, save_dir: str | Path) -> bool:
+        """Add this rank's share of the points of a batch that were not done before.
+
+        Returns:
+            Whether all that waited is in the store now.
+        """
+        mine = own_share(self._positions_left(batch, indices, save_dir))
+        written = len(mine) > 0 and self.add(part_of(batch, mine), indices[mine])
+        self.now[indices] = True
+        return written
+
     def add(self, batch: Batch, indices: np.ndarray) -> bool:
-        """Add points to the sums of their groups, sooner or later: all that wait, or (on an error) none of them.
+        """Add points to the sums of their groups, now or with later ones: all that wait, or none of them on an error.
 
         Args:
             batch: the points.
@@ -104,7 +116,7 @@ class GroupSums:
             Whether all that waited is in the store now.
         """
         if not self._indices:
-            self._gradients(batch).plan(None)  # what cannot be done is refused here and now
+            self._gradients.of(batch).plan(None)  # what cannot be done is refused here and now
         if any(tensor.is_floating_point() and not tensor.sum().isfinite() for tensor in batch):
             self._weights(batch, indices)  # refuses them before others wait with them
         self._indices.append(indices)
@@ -141,15 +153,13 @@ class GroupSums:
             if len(inside) < len(indices):
                 batch, indices = tuple(tensor[inside] for tensor in batch), indices[inside]
             add = self._add_points if self.fisher == "exact" else self._add_groups
-            add(self._gradients(batch), batch, self.groups.labels[indices], self._weights(batch, indices))
+            add(self._gradients.of(batch), batch, self.groups.labels[indices], self._weights(batch, indices))
 
     def _add_groups(self, gradients: GroupGradients, batch: Batch, labels: np.ndarray, weights: Tensor) -> None:
         ids, local = np.unique(labels, return_inverse=True)
         groups = Groups.with_labels(local, len(ids), [self.groups.name(j) for j in ids])
-        given, of_batch = (
-            gradients.on(batch, groups),
-            torch.stack([weights, torch.ones_like(weights)][: len(self.names)]),
-        )
+        given = gradients.on(batch, groups)
+        of_batch = torch.stack([weights, torch.ones_like(weights)][: len(self.names)])
         if not self.projection.collects:
             for at, rows in self.projection.blocks(given, self.model_id, of_batch):
                 self._projected.append((ids[at.numpy()], rows))
@@ -243,24 +253,29 @@ class _Rows:
         return ids, rows
 
 
-def damped_fisher(
-    store: GroupStore, numerators: Tensor, kind: FisherKind, damping: Damping, lambda_reg: float
+def group_features(
+    store: GroupStore, score_computer: Any, device: Any, kind: FisherKind, damping: Damping, lambda_reg: float
 ) -> tuple[Tensor, float]:
-    """The damped Fisher `[p, p]` of a finished store, and the relative ridge in it.
+    """Features of the groups `[k, p]` of a finished store, and the relative ridge in their Fisher.
 
     Args:
         store: holds the sums.
-        numerators: of the groups `[k, p]`: loss gradients, but for their sign.
+        score_computer: TRAK's, which multiplies with the inverse.
+        device: where to compute.
         kind: of the Fisher.
         damping: relative ridge.
         lambda_reg: TRAK's own ridge, on top.
     """
-    fisher = EmpiricalFisher(numerators.shape[1], numerators.device)
+    numerators = torch.as_tensor(
+        np.array(store.sums["numerators"]), device=device
+    )  # loss gradients, but for their sign
     if store.fisher is not None:
-        fisher.matrix = torch.as_tensor(np.array(store.fisher), device=numerators.device)
-        fisher.rows = int(store.groups.sizes.sum())
-        return fisher.damped(0.0 if damping == "auto" else damping, lambda_reg)
-    sums = numerators
-    if kind == "batched":
-        sums = torch.as_tensor(np.array(store.sums["fisher_rows"]), device=numerators.device)
-    return fisher.add_groups(kind, sums, store.groups.sizes).damped(damping, lambda_reg)
+        matrix = torch.as_tensor(np.array(store.fisher), device=device)
+        fisher = EmpiricalFisher.of_matrix(matrix, int(store.groups.sizes.sum()))
+        damping = 0.0 if damping == "auto" else damping
+    else:
+        of_fisher = store.sums["fisher_rows" if kind == "batched" else "numerators"]
+        sums = torch.as_tensor(np.array(of_fisher), device=device)
+        fisher = EmpiricalFisher(sums.shape[1], sums.device).add_groups(kind, sums, store.groups.sizes)
+    damped, ridge = fisher.damped(damping, lambda_reg)
+    return score_computer.get_x_xtx_inv(numerators, damped), ridge

@@ -21,12 +21,12 @@ from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, li
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.data import DataLike
 from ggda_ext.groups import GroupsLike
-from ggda_ext.methods.scoring import keep_scores
+from ggda_ext.methods.scoring import keep_scores, sum_scores
 from ggda_ext.model import ParameterChoice
 from ggda_ext.properties import PointProperty, Property
 from ggda_ext.sharing import adding_up
 from ggda_trak.projection import Projection, check_dimension, describe
-from ggda_trak.targets import property_rows
+from ggda_trak.task_gradients import property_rows
 
 
 class FisherInfluence:
@@ -88,7 +88,7 @@ class FisherInfluence:
         self.fisher = check_fisher(fisher)
         if proj_dim < 1:
             raise ValueError(f"proj_dim={proj_dim}: pass at least 1.")
-        self.damping: Damping = "auto" if damping == "auto" else check_damping(damping)
+        self.damping = check_damping(damping)
         self.provider = GroupGradients(
             model, loss_fn, data, groups, parameters=parameters, strategy=strategy, batch_size=batch_size,
             memory_budget=memory_budget, show_progress=show_progress,
@@ -121,16 +121,16 @@ class FisherInfluence:
         if inputs is not None:
             property = PointProperty(inputs, self.provider.loss, source="inputs")
         assert property is not None
-        scores: Tensor | None = None
+        share = 1 / len(self._checkpoints or [None])
         with closing(at_checkpoints(self.model, self._checkpoints, self._load)) as numbers:
-            for number in numbers:
-                if number == len(self._features):
-                    self._features.append(self._made_features(number))
-                rows = property_rows(self.model, property, self.projection, number, self.provider)
-                part = rows @ self._features[number].T / len(self._checkpoints or [None])
-                scores = part if scores is None else scores + part
-        assert scores is not None
-        return scores
+            return sum_scores((share, self._scores(property, number)) for number in numbers)
+
+    def _scores(self, property: Property, model_id: int) -> Tensor:
+        """Scores `[m, k]` at the checkpoint that is loaded."""
+        if model_id == len(self._features):
+            self._features.append(self._made_features(model_id))
+        rows = property_rows(self.model, property, self.projection, model_id, self.provider)
+        return rows @ self._features[model_id].T
 
     def _made_features(self, model_id: int) -> Tensor:
         """Group sums times the damped inverse Fisher `[k, proj_dim]`."""
@@ -138,10 +138,10 @@ class FisherInfluence:
         with keep_scores(self.save_dir, self.tag) as kept:
             found = kept.array(self.provider, model_id, "sums", made_with, lambda: self._made_sums(model_id))
         sums, matrix = found[: len(self.groups)], found[len(self.groups) :]
-        fisher = EmpiricalFisher(self.projection.dim, found.device)
         if self.fisher == "exact":
-            fisher.matrix, fisher.rows = matrix.clone(), int(self.groups.sizes.sum())
+            fisher = EmpiricalFisher.of_matrix(matrix, int(self.groups.sizes.sum()))
         else:
+            fisher = EmpiricalFisher(self.projection.dim, found.device)
             fisher.add_groups(self.fisher, sums, self.groups.sizes)
         damped, self.chosen_damping[model_id] = fisher.damped(self.damping)
         return torch.linalg.solve(damped, sums.T).T

@@ -10,12 +10,14 @@ import torch
 from ggda_ext.checkpoints import Checkpoints, listed_checkpoints, state_of
 from ggda_ext.curvature.fisher import Damping, FisherKind, check_damping, check_fisher
 from ggda_ext.drop_in import DropIn
+from ggda_ext.gradients.plan import check_strategy
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.model import ParameterChoice, ParameterSpace, inner_name, inner_names, unwrapped
-from ggda_ext.storage.fingerprint import of_state, of_structure, of_value
+from ggda_ext.storage.fingerprint import of_groups, of_state, of_structure, of_value
+from ggda_ext.words import check_counts
 from ggda_trak.savers import CheckedSaver
 
-STRATEGIES = ("auto", "segmented", "backward", "persample")
+STRATEGIES = ("segmented", "backward", "persample")
 MEMORY_BUDGET = 512 * 2**20
 
 
@@ -35,13 +37,9 @@ class GroupOptions:
 
     def __post_init__(self) -> None:
         check_fisher(self.fisher)
-        if self.damping != "auto":
-            object.__setattr__(self, "damping", check_damping(self.damping))
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy={self.strategy!r} is not one of {', '.join(map(repr, STRATEGIES))}.")
-        for name, value in (("memory_budget", self.memory_budget), ("batch_size", self.batch_size)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
+        object.__setattr__(self, "damping", check_damping(self.damping))
+        check_strategy(self.strategy, STRATEGIES)
+        check_counts(memory_budget=self.memory_budget, batch_size=self.batch_size)
         if self.checkpoints is not None:
             object.__setattr__(self, "checkpoints", listed_checkpoints(self.checkpoints))
 
@@ -72,10 +70,15 @@ class GroupOptions:
         given.setdefault("saver", CheckedSaver)
         return given
 
-    def made_with(self, given: dict[str, Any]) -> dict[str, Any]:
+    def made_with(self, given: dict[str, Any], drop_in: DropIn) -> dict[str, Any]:
         """What a folder is made with, from these options and TRAK's own arguments."""
-        model = given["model"]
+        model, grouped = given["model"], not drop_in.by_toolkit
+        assert drop_in.groups is not None
         return {
+            "groups": of_groups(drop_in.groups),
+            "fisher": self.fisher if grouped else "TRAK's",
+            "checkpoints": self.models if grouped else None,
+            "parameters": sorted(given["grad_wrt"]) if given.get("grad_wrt") else "all",
             "half_precision": given.get("use_half_precision", True),
             "task": of_value(given["task"], "task", None),
             "model": of_structure(model, None),

@@ -16,7 +16,7 @@ import torch
 
 from ggda_ext.sharing import add_up, gathered, my_share, once, rank, together, world_size
 from ggda_ext.storage.files import open_array
-from ggda_trak.savers import SETTINGS
+from ggda_trak.save_dir import SETTINGS
 from ggda_trak.store import GroupStore
 
 

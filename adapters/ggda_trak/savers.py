@@ -8,13 +8,11 @@ checksums beside them, the records in TRAK's own JSON files by a checksum in eac
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 from trak.savers import AbstractSaver, MmapSaver, ModelIDException
 
 from ggda_ext.storage.files import (
@@ -23,23 +21,17 @@ from ggda_ext.storage.files import (
     create_array,
     open_array,
     read_json,
-    read_sealed_arrays,
     read_sealed_json,
     seal,
     write_json,
-    write_sealed_arrays,
     write_sealed_json,
 )
-from ggda_ext.storage.fingerprint import of_parameters
-from ggda_ext.storage.folder import StoreDamaged, StoreMismatch, check_folder, clear_errors, difference
-from ggda_ext.storage.folder_lock import LOCK
+from ggda_ext.storage.folder import StoreDamaged, StoreMismatch, clear_errors, difference
 from ggda_trak.hashes import hash_of, row_hashes
+from ggda_trak.save_dir import METADATA, checked_kind, damage_named, to_delete
 
 __all__ = ["AbstractSaver", "MmapSaver", "ModelIDException"]
 
-SETTINGS, CHECKPOINT = "ggda.json", "ggda_checkpoint.json"
-_METADATA = "metadata.json"
-_LEFTOVERS = (LOCK, f"{SETTINGS}.part", f"{_METADATA}.part")  # of a process that was killed inside its first write
 _NEW = {"is_featurized": 0, "is_finalized": 0}
 _ROWS, _FINISHED = ("grads", "out_to_loss"), ("features", "out_to_loss")
 
@@ -179,14 +171,14 @@ class CheckedSaver(MmapSaver):
                 if len(wrong):
                     raise StoreDamaged(
                         f"{self._folder / f'{name}.mmap'} is damaged: {len(wrong)} rows, first {wrong[0]}, are not "
-                        f"those that were written (or _row_hashes.mmap is). {_delete(self._folder)}"
+                        f"those that were written (or _row_hashes.mmap is). {to_delete(self._folder)}"
                     )
         for name in _FINISHED:
             expected = self.notes[model_id].get(f"{name}_xxh3")
             if expected is not None and self._hash_of(name) != expected:
                 raise StoreDamaged(
                     f"{self._folder / f'{name}.mmap'} is damaged: it is not what finalize_features wrote. "
-                    f"{_delete(self._folder)}"
+                    f"{to_delete(self._folder)}"
                 )
 
     def _load(self, fname: Path, shape: tuple[int, ...], mode: str, dtype: Any = None) -> np.ndarray | None:
@@ -198,12 +190,9 @@ class CheckedSaver(MmapSaver):
             return created
         with damage_named(path.parent):
             try:
-                found = self._opened(path)
+                return checked_kind(self._opened(path), path, shape, kind)
             except FileNotFoundError:
                 return None  # as TRAK does: its gradients may be deleted
-            if found.shape != shape or found.dtype != kind:
-                raise DamagedFile(f"{path} is damaged: it holds {found.dtype} {found.shape}, not {kind} {shape}.")
-        return found
 
     def _opened(self, path: Path) -> np.ndarray:
         """A file's array, opened once as long as it is the same file: TRAK asks again and again."""
@@ -226,7 +215,7 @@ def _write_records(path: Path, records: Mapping[str, Mapping[str, Any]]) -> None
 def _mend(folder: Path, metadata: Mapping[str, Any]) -> None:
     """Make TRAK's JSON files whole before TRAK reads them."""
     plain = {name: getattr(value, "value", value) for name, value in metadata.items()}
-    path = folder / _METADATA
+    path = folder / METADATA
     try:
         read_sealed_json(path)
     except (FileNotFoundError, DamagedFile):
@@ -262,102 +251,3 @@ def _is_whole(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-@contextmanager
-def damage_named(folder: Path) -> Iterator[None]:
-    """Say what to do about a damaged file of a checkpoint."""
-    try:
-        yield
-    except DamagedFile as error:
-        raise StoreDamaged(f"{error} {_delete(folder)}") from None
-
-
-def _delete(folder: Path) -> str:
-    return f"Delete {str(folder)!r} and its id_*.json, or pass another save_dir."
-
-
-def check_save_dir(folder: Path, *, load: bool) -> None:
-    """Refuse a folder that TRAK should not write to.
-
-    Args:
-        folder: the `save_dir`.
-        load: whether to go on with what is in it.
-    """
-    check_folder(folder)
-    for path in [folder / "scores", *folder.glob("*"), *folder.glob("*/*")]:
-        if path.is_symlink():  # TRAK would write through it
-            raise StoreDamaged(f"save_dir holds {str(path)!r}, a symbolic link, which is not followed here: remove it.")
-    names = sorted(path.name for path in folder.iterdir()) if load and folder.is_dir() else []
-    names = [name for name in names if name not in _LEFTOVERS]
-    if names and not {_METADATA, SETTINGS, "scores"} & set(names):
-        raise StoreMismatch(
-            f"save_dir={str(folder)!r} is not empty and not a store of TRAK's (it holds {names[0]!r}): pass a new or "
-            "empty folder."
-        )
-
-
-def _read_ours(path: Path) -> dict[str, Any]:
-    """A JSON file of ours, refused if it is damaged."""
-    try:
-        return read_sealed_json(path)
-    except DamagedFile as error:
-        raise StoreDamaged(f"{error} Delete the folder {str(path.parent)!r}, or pass another save_dir.") from None
-
-
-def keep_settings(folder: Path, settings: Mapping[str, Any], *, load: bool) -> None:
-    """Record what a store is made with; refuse one made with other settings, naming the first that differs.
-
-    Args:
-        folder: the store.
-        settings: name → value, of this run.
-        load: whether to go on with what is in the folder; otherwise it is overwritten.
-    """
-    path = folder / SETTINGS
-    if load and (path.exists() or path.is_symlink() or (folder / _METADATA).exists()):
-        if not path.exists():
-            raise ValueError(f"save_dir={str(folder)!r} holds a store made without groups: pass another save_dir.")
-        before = _read_ours(path)
-        differing = difference({name: before.get(name) for name in settings}, settings)
-        if differing is not None:
-            raise StoreMismatch(f"save_dir={str(folder)!r} {differing}")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_sealed_json(path, settings)
-
-
-def keep_checkpoint(folder: Path, model: nn.Module, *, new: bool) -> None:
-    """Remember the parameters of a new checkpoint; refuse other ones than those whose sums are in its folder."""
-    path, found = folder / CHECKPOINT, {"values of the parameters": of_parameters(model)}
-    if new or not path.exists():
-        write_sealed_json(path, found)
-        return
-    differing = difference(_read_ours(path), found)
-    if differing is not None:
-        raise StoreMismatch(f"save_dir, in {str(folder)!r}, {differing}")
-
-
-def keep_targets(folder: Path, experiment: str, rows: np.ndarray, indices: np.ndarray) -> None:
-    """Record checksums of the targets `indices` that were just scored."""
-    path = folder / f"{experiment}_targets.npz"
-    known = _target_hashes(path, len(rows))
-    known[indices] = row_hashes(np.asarray(rows[indices]))
-    write_sealed_arrays(path, {"rows": known})
-
-
-def check_targets(folder: Path, experiment: str, rows: np.ndarray) -> None:
-    """Refuse targets that are not those that were scored; those that were not are zero."""
-    known = _target_hashes(folder / f"{experiment}_targets.npz", len(rows))
-    wrong = np.flatnonzero(row_hashes(np.asarray(rows)) != known)
-    if len(wrong):
-        raise StoreDamaged(
-            f"{folder / f'{experiment}_grads.mmap'} is damaged: {len(wrong)} targets, first {wrong[0]}, are not those "
-            "that were scored: score them again."
-        )
-
-
-def _target_hashes(path: Path, count: int) -> np.ndarray:
-    try:
-        found = read_sealed_arrays(path)["rows"]
-    except (FileNotFoundError, DamagedFile):
-        found = np.empty(0, np.uint64)
-    return found if len(found) == count else np.zeros(count, np.uint64)

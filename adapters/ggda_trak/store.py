@@ -1,9 +1,10 @@
 """Group sums on disk that survive being killed, beside TRAK's own store of a checkpoint.
 
 TRAK's `grads.mmap` holds the numerators of the groups, one row per group, and `_is_featurized.mmap` whether a group
-is complete. Beside them stand which points are in the sums, a hash of each, and what the Fisher is made of. Sums do not
-bear repeating, so a change is first written to a journal as the new values, and the journal is replayed when a store is
-opened. Every row has a checksum, in a file that is replaced after each change; without that file the store is empty.
+is complete. Beside them stand which points are in the sums, a hash of each, and what the Fisher is made of. No point
+may be added twice, so a change is first written to a journal as the new values, and the journal is replayed when a
+store is opened. Every row has a checksum, in a file that is replaced after each change; without that file the store is
+empty.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ggda_ext.storage.files import DamagedFile, create_array, open_array, read_s
 from ggda_ext.storage.folder import clear_errors
 from ggda_ext.storage.folder_lock import FolderLock
 from ggda_trak.hashes import hash_of, row_hashes
-from ggda_trak.savers import damage_named
+from ggda_trak.save_dir import checked_kind, damage_named
 
 _FILES = {"numerators": "grads.mmap", "fisher_rows": "fisher_rows.mmap"}
 _MEAN = np.dtype([("mean", np.float32), ("check", np.uint32)])
@@ -66,9 +67,7 @@ class GroupStore:
                 self._journal.unlink(missing_ok=True)
                 self._checksums.unlink(missing_ok=True)  # without one of its arrays a store is empty
             else:
-                if found.shape != shape or found.dtype != dtype:
-                    raise DamagedFile(f"{path} is damaged: it holds {found.dtype} {found.shape}, not {dtype} {shape}.")
-                return found
+                return checked_kind(found, path, shape, dtype)
         with clear_errors(self.folder, name):
             return create_array(path, shape, dtype)
 
@@ -237,8 +236,7 @@ class PointMeans:
 
 
 def _checks(indices: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """A checksum for every number and its place, never 0 for a place that was not written."""
-    mixed = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64) << np.uint64(32)
-    mixed = (mixed + indices.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
-    return ((mixed >> np.uint64(32)) | np.uint64(1)).astype(np.uint32)
+    """A checksum for every number and its place, never 0, which stands at a place that was not written."""
+    placed = np.empty(len(indices), [("place", np.int64), ("value", np.float32)])
+    placed["place"], placed["value"] = indices, values
+    return row_hashes(placed).astype(np.uint32) | np.uint32(1)

@@ -18,36 +18,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import trak
 from torch import Tensor
-from trak.gradient_computers import IterativeGradientComputer
 from trak.savers import ModelIDException
 
-from ggda_ext import GroupGradients, Groups
+from ggda_ext import Groups
 from ggda_ext.checkpoints import Checkpoints
 from ggda_ext.curvature.fisher import Damping, FisherKind, check_ridge
 from ggda_ext.groups import GroupsLike
-from ggda_ext.model import ParameterChoice, ParameterSpace, inner_names
+from ggda_ext.model import ParameterChoice, inner_names
 from ggda_ext.properties import Property
 from ggda_ext.sharing import once, together
-from ggda_ext.storage.fingerprint import of_groups
 from ggda_trak import ranks
 from ggda_trak.batches import check_batch, given_indices, part_of
-from ggda_trak.featurize import GroupSums, damped_fisher, points_between_writes
+from ggda_trak.featurize import GroupSums, group_features, points_between_writes
 from ggda_trak.options import MEMORY_BUDGET, GroupOptions
-from ggda_trak.projection import Projection, check_dimension, describe, release
-from ggda_trak.savers import (
-    CheckedSaver,
-    check_save_dir,
-    check_targets,
-    keep_checkpoint,
-    keep_settings,
-    keep_targets,
-)
+from ggda_trak.projection import check_dimension, describe, release
+from ggda_trak.save_dir import check_save_dir, check_targets, keep_checkpoint, keep_settings, keep_targets
+from ggda_trak.savers import CheckedSaver
 from ggda_trak.store import GroupStore, PointMeans
-from ggda_trak.targets import point_rows, property_rows
-from ggda_trak.task_outputs import MeanWeights, TaskOutputs
+from ggda_trak.task_gradients import TaskGradients
+from ggda_trak.task_outputs import MeanWeights
 
 
 class TRAKer(trak.TRAKer):
@@ -104,7 +95,6 @@ class TRAKer(trak.TRAKer):
     ) -> None:
         self.groups: Groups | None = None
         self._sums: GroupSums | None = None
-        self._provider: GroupGradients | None = None
         self._grouped, self.chosen_damping = False, dict[int, float]()
         self._last_ind_target = 0
         self._options = GroupOptions(
@@ -113,8 +103,11 @@ class TRAKer(trak.TRAKer):
         if groups is None:
             self._options.refuse_without_groups()
             super().__init__(*args, **kwargs)
-            return
-        given = inspect.signature(trak.TRAKer).bind(*args, **kwargs).arguments
+        else:
+            self._begin_with(groups, inspect.signature(trak.TRAKer).bind(*args, **kwargs).arguments)
+
+    def _begin_with(self, groups: GroupsLike, given: dict[str, Any]) -> None:
+        """Begin with groups: who answers, a folder that fits, and TRAK's own constructor with `given`."""
         drop_in = self._options.drop_in(groups, given["train_set_size"])
         assert drop_in.groups is not None
         self.groups, self._grouped = drop_in.groups, not drop_in.by_toolkit
@@ -122,21 +115,21 @@ class TRAKer(trak.TRAKer):
         ridge = check_ridge(given.get("lambda_reg", 0.0), "lambda_reg")
         given["save_dir"] = self._save_dir = ranks.own_folder(given.get("save_dir", "./trak_results"), self._load)
         given = self._options.for_trak(given, self.groups if self._grouped else None)
-        self._made_with = self._options.made_with(given)
-        with together({"groups": of_groups(self.groups)}):
+        self._made_with = self._options.made_with(given, drop_in)
+        with together({"groups": self._made_with["groups"]}):
             check_save_dir(Path(self._save_dir), load=self._load)
             super().__init__(**given)
-            if isinstance(self.saver, CheckedSaver):
-                self.saver.make_features_with({"lambda_reg": ridge, "damping": self._options.damping})
+            saver = self._checked_saver
+            if saver is not None:
+                saver.make_features_with({"lambda_reg": ridge, "damping": self._options.damping})
         self.train_set_size = self.groups.n
         if self._grouped:
             ranks.follow_first_rank(self.saver.model_ids)
             self.lambda_reg = ridge
-        if isinstance(self.saver, CheckedSaver):
-            if not self._grouped:
-                self.saver.sealed_at_once = points_between_writes(self.num_params_for_grad)
-            notes = self.saver.notes.items()
-            self.chosen_damping |= {model_id: kept["damping"] for model_id, kept in notes if "damping" in kept}
+        elif saver is not None:
+            saver.sealed_at_once = points_between_writes(self.num_params_for_grad)
+        notes = {} if saver is None else saver.notes
+        self.chosen_damping |= {model_id: kept["damping"] for model_id, kept in notes.items() if "damping" in kept}
 
     def init_projector(self, *args: Any, **kwargs: Any) -> None:
         """As TRAK's; with groups, a projector or a store that does not fit is refused before anything is written."""
@@ -144,13 +137,7 @@ class TRAKer(trak.TRAKer):
         if self.groups is None:
             return
         check_dimension(self.projector, self.num_params_for_grad)
-        settings = {
-            "groups": of_groups(self.groups),
-            "fisher": self._options.fisher if self._grouped else "TRAK's",
-            "checkpoints": self._options.models if self._grouped else None,
-            "parameters": sorted(self.grad_wrt) if self.grad_wrt else "all",
-        }
-        keep_settings(self._folder(), settings | self._made_with | describe(self.projector), load=self._load)
+        keep_settings(self._folder(), self._made_with | describe(self.projector), load=self._load)
 
     def load_checkpoint(self, checkpoint: Any, model_id: int, *args: Any, **kwargs: Any) -> None:
         """As TRAK's."""
@@ -163,8 +150,8 @@ class TRAKer(trak.TRAKer):
         if store is not None:  # not deleted by finalize_features
             assert self.groups is not None
             self._sums = GroupSums(
-                store, self.groups, self._options.fisher, self._projection, model_id,
-                self._options.memory_budget // 2, ranks.points_before(store), self._gradients, self._weights,
+                store, self.groups, self._options.fisher, self._task_gradients, model_id,
+                self._options.memory_budget // 2, ranks.points_before(store), self._weights,
             )  # fmt: skip
             self.saver.serialize_current_model_id_metadata()
 
@@ -199,22 +186,15 @@ class TRAKer(trak.TRAKer):
         n = self.groups.n
         indices = given_indices(inds, num_samples, self._last_ind, len(batch[0]), n, "training points")
         if self._grouped:
+            assert self._sums is not None
             with together({"the points of a batch": indices.tolist()}):
-                self._featurize_groups(batch, indices)
+                if self._sums.add_share(batch, indices, self._save_dir):
+                    self.saver.serialize_current_model_id_metadata()
         else:
             left = np.flatnonzero(self.saver.current_store["is_featurized"][indices].reshape(-1) != 1)
-            with self._projection.lent():
+            with self._task_gradients.projection.lent():
                 super().featurize(part_of(batch, left), indices[left])
         self._last_ind += 0 if num_samples is None else num_samples
-
-    def _featurize_groups(self, batch: tuple[Tensor, ...], indices: np.ndarray) -> None:
-        """Add this rank's share of the points of a batch that were not done before."""
-        sums = self._sums
-        assert sums is not None
-        mine = ranks.own_share(sums.positions_left(batch, indices, self._save_dir))
-        if len(mine) and sums.add(part_of(batch, mine), indices[mine]):
-            self.saver.serialize_current_model_id_metadata()
-        sums.now[indices] = True
 
     def _commit(self) -> None:
         if self._sums is not None:
@@ -253,14 +233,14 @@ class TRAKer(trak.TRAKer):
     def _finalize(self, model_id: int, store: GroupStore) -> float:
         """Make the features of a checkpoint; the relative ridge in its Fisher."""
         store.check_complete(model_id)
-        numerators = torch.as_tensor(np.array(store.sums["numerators"]), device=self.device)
-        fisher, ridge = damped_fisher(store, numerators, self._options.fisher, self._options.damping, self.lambda_reg)
-        current = self.saver.current_store
-        features = self.score_computer.get_x_xtx_inv(numerators, fisher)
+        options, current = self._options, self.saver.current_store
+        features, ridge = group_features(
+            store, self.score_computer, self.device, options.fisher, options.damping, self.lambda_reg
+        )
         current["features"][:] = features.to(self.dtype).cpu().numpy()
         current["out_to_loss"][:] = 1  # Q is in the numerators
-        if isinstance(self.saver, CheckedSaver):
-            self.saver.notes[model_id]["damping"] = ridge
+        if self._checked_saver is not None:
+            self._checked_saver.notes[model_id]["damping"] = ridge
         return ridge
 
     def start_scoring_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -306,10 +286,12 @@ class TRAKer(trak.TRAKer):
             batch = check_batch(batch)
             indices = given_indices(inds, num_samples, start, len(batch[0]), len(targets), "targets")
         if batch is not None and not self._grouped:
-            with self._projection.lent():
+            with self._task_gradients.projection.lent():
                 super().score(batch, indices)
         else:
-            rows = self._target_rows(batch, property, model_id)
+            explained = property if batch is None else batch
+            assert explained is not None
+            rows = self._task_gradients.rows(explained, model_id)
             if batch is None:
                 num_samples = len(rows) if num_samples is None and inds is None else num_samples
                 indices = given_indices(inds, num_samples, start, len(rows), len(targets), "targets")
@@ -318,13 +300,6 @@ class TRAKer(trak.TRAKer):
         self._last_ind_target = start + (num_samples or 0)
         if self.groups is not None and (ranks.is_first() or not self._grouped):
             keep_targets(self._folder(model_id), experiment, targets, indices)
-
-    def _target_rows(self, batch: tuple[Tensor, ...] | None, property: Property | None, model_id: int) -> Tensor:
-        """Projected gradients of targets `[m, dim]`."""
-        if batch is not None:
-            return point_rows(self._gradients(batch).on(batch), self._projection, model_id)
-        assert property is not None
-        return property_rows(self.model, property, self._projection, model_id)
 
     def finalize_scores(self, exp_name: str, model_ids: Iterable[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRAK's scores, `[groups, targets]` with groups; positive where the group raises the target."""
@@ -343,8 +318,10 @@ class TRAKer(trak.TRAKer):
 
     def _finalize_scores(self, exp_name: str, model_ids: list[int], finalize: Any) -> np.ndarray:
         """TRAK's scores of targets that are what was written, in group order, with a checksum."""
-        self._check_targets(exp_name, model_ids)
-        checked = self.saver if isinstance(self.saver, CheckedSaver) else None
+        for model_id in model_ids if exp_name in self.saver.experiments else ():
+            self.saver.load_current_store(model_id, exp_name, self.saver.experiments[exp_name]["num_targets"])
+            check_targets(self._folder(model_id), exp_name, self.saver.current_store[f"{exp_name}_grads"])
+        checked = self._checked_saver
         if checked is not None:
             checked.begin_scores(exp_name)
         scores = finalize()
@@ -356,16 +333,12 @@ class TRAKer(trak.TRAKer):
             checked.end_scores(exp_name)
         return scores
 
-    def _check_targets(self, experiment: str, model_ids: Iterable[int]) -> None:
-        """Refuse targets that are not what was written."""
-        known = self.saver.experiments.get(experiment)
-        for model_id in model_ids if known is not None else ():
-            self.saver.load_current_store(model_id, experiment, known["num_targets"])
-            targets = self.saver.current_store[f"{experiment}_grads"]
-            if targets is not None:
-                check_targets(self._folder(model_id), experiment, targets)
-
     # what the calls share
+
+    @property
+    def _checked_saver(self) -> CheckedSaver | None:
+        """The saver, if it is the one that checks its files: a user may bring another."""
+        return self.saver if isinstance(self.saver, CheckedSaver) else None
 
     def _folder(self, model_id: int | str = "") -> Path:
         return Path(self._save_dir).resolve() / str(model_id)
@@ -378,10 +351,8 @@ class TRAKer(trak.TRAKer):
         return GroupStore(self._folder(model_id), self.saver.current_store, self.groups, self._options.fisher, reset)
 
     @cached_property
-    def _projection(self) -> Projection:
-        names = list(self.grad_wrt or dict(self.model.named_parameters()))
-        budget = self._options.memory_budget // 4
-        return Projection(self.projector, ParameterSpace(self.model, names), float(self.normalize_factor), budget)
+    def _task_gradients(self) -> TaskGradients:
+        return TaskGradients(self, self._options)
 
     @cached_property
     def _weights(self) -> MeanWeights:
@@ -389,15 +360,3 @@ class TRAKer(trak.TRAKer):
         several = self._options.several
         means = PointMeans(self._folder(), self.groups.n, reset=not self._load) if several else None
         return MeanWeights(self.model, self.gradient_computer, several, means)
-
-    def _gradients(self, batch: tuple[Tensor, ...]) -> GroupGradients:
-        """The provider of output gradients; it looks into the model once."""
-        if self._provider is None:
-            batched = isinstance(self.gradient_computer, IterativeGradientComputer)
-            self._provider = GroupGradients(
-                self.model, TaskOutputs(self.task, batched, self.model, batch), batch,
-                parameters=list(self._projection.space.parameters), strategy=self._options.strategy,
-                batch_size=self._options.batch_size, memory_budget=max(1, self._options.memory_budget // 2),
-                show_progress=self._options.show_progress,
-            )  # fmt: skip
-        return self._provider

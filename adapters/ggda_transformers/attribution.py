@@ -64,7 +64,7 @@ def attribute_trainer(
             combinations of their values, or one label per row.
         property: a callable ``g(model)``, one of `ggda_ext.properties`, or a name: ``"eval_loss"``, ``"accuracy"``
             (mean probability of the right label), ``"f1"``, ``"probability"`` (of the whole answer), ``"perplexity"``,
-            or ``"difference"`` (loss of the first of two sets minus that of the second).
+            or ``"difference"`` (loss of the first of two sets minus that of the second); or a list of these.
         checkpoints: None for the current parameters; ``"output_dir"`` for all ``checkpoint-*`` of the Trainer's output
             folder; a folder; or a list of folders.
         preconditioner: ``"adam"`` divides as Adam does (TracIn only), with the second moments of each checkpoint's
@@ -93,6 +93,11 @@ def attribute_trainer(
         trainer_or_model, data_collator=data_collator, processing_class=processing_class,
         compute_loss_func=compute_loss_func, batch_size=batch_size,
     )  # fmt: skip
+    if getattr(setup.collator, "mlm", False):
+        raise ValueError(
+            "the data collator masks tokens at random (mlm=True), so that a row has another loss each time: mask the "
+            "rows once, before, and pass data_collator= one that only pads, such as DataCollatorForTokenClassification."
+        )
     check_rows(train_dataset, "train_dataset")
     partition = groups_of(train_dataset, groups, len(train_dataset))
     goal = property_of(setup, property, eval_dataset)
@@ -101,6 +106,8 @@ def attribute_trainer(
     data = setup.rows(setup.prepared(train_dataset), "train_dataset")
     with evaluated(setup.model):
         by, damping = _method(method, preconditioner, setup, damping, ParameterSpace(setup.model, chosen).size)
+        if listed is None and isinstance(by, AdamTracIn):
+            _check_moments_fit(setup.trainer)
         load = None if listed is None else by.load if isinstance(by, AdamTracIn) else _load
         result = attribute(
             setup.model, setup.loss(tokens), data, partition, goal, method=by,
@@ -150,9 +157,10 @@ def _method(
 
 def training_steps(trainer: Any) -> TrainingSteps | None:
     """What a Trainer's log tells about its steps; None if it tells too little."""
-    state: Any = getattr(trainer, "state", None)
-    logged = [entry["learning_rate"] for entry in getattr(state, "log_history", []) if "learning_rate" in entry]
-    if not logged or not state.global_step or not sum(logged) > 0:
+    steps = _steps_taken(trainer)
+    log = getattr(getattr(trainer, "state", None), "log_history", [])
+    logged = [entry["learning_rate"] for entry in log if "learning_rate" in entry and entry["step"] <= steps]
+    if not sum(logged) > 0:
         return None
     optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     if not optimizer.startswith(("adamw", "sgd")):
@@ -162,9 +170,26 @@ def training_steps(trainer: Any) -> TrainingSteps | None:
         trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size
     )
     return TrainingSteps(
-        rate * state.global_step, "adam" if optimizer.startswith("adamw") else "sgd",
+        rate * steps, "adam" if optimizer.startswith("adamw") else "sgd",
         weight_decay=trainer.args.weight_decay, batch_size=batch,
     )  # fmt: skip
+
+
+def _check_moments_fit(trainer: Any) -> None:
+    """Refuse an optimizer of other steps than the model's."""
+    if trainer is not None and _steps_taken(trainer) != trainer.state.global_step:
+        best = trainer.state.best_model_checkpoint
+        raise ValueError(
+            f"preconditioner='adam': the Trainer has loaded its best checkpoint, {best}, and its optimizer is that of "
+            f"step {trainer.state.global_step}: pass checkpoints=[{best!r}], weights=[1.0]."
+        )
+
+
+def _steps_taken(trainer: Any) -> int:
+    """Steps that made the Trainer's model: fewer than it took where it has loaded its best checkpoint at the end."""
+    state: Any = getattr(trainer, "state", None)
+    loaded = trainer is not None and trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None
+    return int(state.best_global_step if loaded else getattr(state, "global_step", 0))
 
 
 def _weights(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ggda_ext.groups import Groups
+from ggda_ext.groups.labels import is_list_of_lists
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def groups_of(dataset: Any, groups: Any, n: int) -> Groups:
     Args:
         dataset: `datasets.Dataset`, a list of dicts, or any map-style data set of dicts.
         groups: the name of a column, with dots for a column inside of another; `Binned` or `Nested`; a list of these
-            for the combinations of their values; or labels, one for each row, or a `Groups`.
+            for the combinations of their values; or what `Groups` takes: labels, one for each row, or lists of rows.
         n: number of rows.
     """
     if isinstance(groups, str | Binned | Nested):
@@ -58,22 +59,19 @@ def groups_of(dataset: Any, groups: Any, n: int) -> Groups:
     if _are_parts(groups, dataset, n):
         columns = [_values(dataset, part, n) for part in groups]
         return Groups(_objects(list(zip(*columns, strict=True))), n)
+    have = ", ".join(map(repr, column_names(dataset)[:20])) or "none"
     if groups is None or isinstance(groups, int | float) or (isinstance(groups, list | tuple) and not groups):
-        have = ", ".join(map(repr, column_names(dataset)[:20])) or "none"
         raise ValueError(
             f"groups={groups!r} names no column: pass the name of one (the training data has {have}), or one label for "
             f"each of the {n} rows."
         )
-    if not isinstance(groups, Groups) and hasattr(groups, "__len__") and _is_labels(groups) and len(groups) != n:
+    lists = isinstance(groups, Groups | Mapping) or is_list_of_lists(groups)
+    if not lists and hasattr(groups, "__len__") and len(groups) != n:
         raise ValueError(
             f"groups has {len(groups)} labels for {n} rows of the training data: pass one label per row, in the order "
-            "of the data set given to Trainer, or the name of a column."
+            f"of the data set given to Trainer, or names of its columns: {have}."
         )
     return Groups.of(groups, n)
-
-
-def _is_labels(groups: Any) -> bool:
-    return len(groups) > 0 and not isinstance(groups[0] if isinstance(groups, list) else 0, list | np.ndarray)
 
 
 def _are_parts(groups: Any, dataset: Any, n: int) -> bool:

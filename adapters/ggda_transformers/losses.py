@@ -7,6 +7,7 @@ by its length there; ``"sum"`` weighs all tokens alike, ``"mean"`` all sequences
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ggda_ext.losses.own import OwnLoss
 from ggda_ext.losses.row_reductions import RowReductions, Tokens
+from ggda_transformers.peft_models import base_of
 
 IGNORED = -100
 
@@ -64,7 +66,7 @@ class TrainerLoss(OwnLoss):
             try:
                 return super().value(model, batch, rows)
             except TypeError as error:
-                if "labels" in batch and error.__cause__ is not None:
+                if "labels" in batch and error.__cause__ is not None and _takes_labels(model):
                     raise  # the model itself failed
                 if "labels" in batch:
                     raise ValueError(
@@ -107,6 +109,12 @@ class TrainerLoss(OwnLoss):
         if rows.each is not None:
             values = torch.where(counted, rows.each(values), 0)
         return values.sum(1) if rows.tokens == "sum" else values.sum(1) / rows.counted.clamp(min=1)
+
+
+def _takes_labels(model: nn.Module) -> bool:
+    """Whether labels may be passed to a model, by name or among others: those without a head took none before 5.0."""
+    parameters = inspect.signature(base_of(model).forward).parameters
+    return "labels" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _checked(loss: Any, name: str) -> Tensor:

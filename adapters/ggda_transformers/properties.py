@@ -27,9 +27,11 @@ def property_of(setup: TrainerSetup, property: Any, eval_dataset: Any) -> Proper
 
     Args:
         setup: how rows become losses.
-        property: a callable ``g(model)``, or one of `NAMES`.
+        property: a callable ``g(model)``, one of `NAMES`, or a list of these, one component after the other.
         eval_dataset: the rows it is of; a dict of several sets gives one component for each.
     """
+    if isinstance(property, list | tuple) and property:
+        return stack(*(property_of(setup, one, eval_dataset) for one in property))
     if not isinstance(property, str):
         return property
     if property not in NAMES:

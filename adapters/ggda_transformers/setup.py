@@ -148,7 +148,15 @@ class TrainerSetup:
     def collate(self, rows: Sequence[Any]) -> dict[str, Any]:
         """A batch of rows, from the columns that a Trainer leaves."""
         kept = [self._kept(row) for row in rows]
-        batch = self.collator(kept)
+        try:
+            batch = self.collator(kept)
+        except ValueError as error:
+            if self.collator is not default_data_collator:
+                raise
+            raise ValueError(
+                f"rows cannot be put into one batch ({error}): if they are of different lengths, pass "
+                "processing_class= the tokenizer, or data_collator= one that pads."
+            ) from error
         if not isinstance(batch, Mapping):
             raise TypeError(
                 f"the data collator returned a {type(batch).__name__}: it must return a dict of tensors, the arguments "
@@ -183,7 +191,12 @@ def check_rows(dataset: Any, name: str) -> None:
         raise TypeError(f"{name} is a DataLoader: pass its data set, as it was given to Trainer.")
     if isinstance(dataset, Mapping):
         sets = ", ".join(map(repr, list(dataset)[:5]))
-        raise TypeError(f"{name} is a {type(dataset).__name__} of {sets}: pass one of its sets, e.g. data['train'].")
+        raise TypeError(
+            f"{name} is a {type(dataset).__name__} of {sets}: pass one of its sets, e.g. data['train']; columns as "
+            "datasets.Dataset.from_dict(columns)."
+        )
+    if hasattr(dataset, "iloc"):
+        raise TypeError(f"{name} is a table of pandas: pass its rows, datasets.Dataset.from_pandas(table).")
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         raise TypeError(f"{name} is a {type(dataset).__name__}: pass the rows as given to Trainer.")
     streamed = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")

@@ -1,4 +1,4 @@
-"""What a `GroupTracker` has added up: k numbers for each property, kept in checkpoint folders and shared by ranks."""
+"""What a `GroupTracker` has added up, three numbers for each group and property; kept in checkpoints and shared."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import t as student
 from torch import Tensor
 
 from ggda_ext.groups import Groups
 from ggda_ext.sharing import add_up
 from ggda_ext.storage.files import read_sealed_json, write_sealed_json
-
-FILE = "ggda_tracker.json"
 
 
 @dataclass
@@ -22,57 +21,87 @@ class TrackedSums:
 
     Attributes:
         groups: of the training rows.
-        scores: `[m, k]` of this rank, after training of all ranks; None before the first scored step.
+        totals: sums, sums of squares and number of the scored batches' scores `[3, m, k]`, of this rank, after training
+            of all ranks; None before the first scored step.
         steps: how many were scored.
         seconds: spent on it.
         history: the step and the scores `[m, k]` of all ranks at every entry of the log.
+        settings: what they are of; sums with other settings are not taken up.
+        number: which of the Trainer's trackers they belong to, from 0.
     """
 
     groups: Groups
-    scores: Tensor | None = None
+    totals: Tensor | None = None
     steps: int = 0
     seconds: float = 0.0
     history: list[tuple[int, list[list[float]]]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
+
+    @property
+    def suffix(self) -> str:
+        """What tells files and logs of a Trainer's second tracker from those of its first."""
+        return f"-{self.number + 1}" if self.number else ""
+
+    @property
+    def scores(self) -> Tensor | None:
+        """The scores so far `[m, k]`."""
+        return None if self.totals is None else self.totals[0]
+
+    def interval(self) -> tuple[Tensor, Tensor] | None:
+        """The ends of a 95 % interval around the scores, by how far the batches differ; None for a single one."""
+        if self.totals is None or (n := float(self.totals[2].max())) < 2:
+            return None
+        sums, squares, _ = self.totals
+        deviation = ((squares - sums**2 / n).clamp(min=0) * n / (n - 1)).sqrt()
+        half = float(student.ppf(0.975, n - 1)) * deviation
+        return sums - half, sums + half
 
     def add(self, scores: Tensor, rows: list[int]) -> None:
-        """Add the scores `[m, b]` of rows by their groups; rows of no group are left out."""
-        if self.scores is None:
-            self.scores = torch.zeros(len(scores), len(self.groups), dtype=torch.float64)
+        """Add the scores `[m, b]` of a batch's rows by their groups; rows of no group are left out."""
         labels = torch.from_numpy(self.groups.labels[rows].astype("int64"))
         inside = labels >= 0
-        self.scores.index_add_(1, labels[inside], scores[:, inside].double().cpu())
+        batch = torch.zeros(len(scores), len(self.groups), dtype=torch.float64)
+        batch.index_add_(1, labels[inside], scores[:, inside].double().cpu())
+        known = torch.stack([batch, batch**2, torch.ones_like(batch)])
+        self.totals = known if self.totals is None else self.totals + known
 
     def of_all_ranks(self) -> Tensor | None:
-        """The sums of all ranks `[m, k]`; all ranks score the same steps."""
-        return None if self.scores is None else add_up(self.scores.clone())
+        """The totals of all ranks `[3, m, k]`; all ranks score the same steps."""
+        return None if self.totals is None else add_up(self.totals.clone())
 
     def save(self, args: Any, state: Any) -> None:
         """Write the sums of all ranks into the folder of the checkpoint that was saved."""
-        scores = self.of_all_ranks()
+        totals = self.of_all_ranks()
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
-            known = {"groups": self._names, "scored_steps": self.steps, "seconds": self.seconds,
-                     "scores": None if scores is None else scores.tolist()}  # fmt: skip
-            write_sealed_json(folder / FILE, known)
+            known = {"groups": self._names, "settings": self.settings, "scored_steps": self.steps,
+                     "seconds": self.seconds, "totals": None if totals is None else totals.tolist()}  # fmt: skip
+            write_sealed_json(folder / self._file, known)
 
-    def resume(self, args: Any, state: Any) -> None:
+    def resume(self, folder: Path, state: Any) -> None:
         """Take up the sums of the checkpoint that a run goes on from."""
-        given = args.resume_from_checkpoint
-        places = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
-        places += [Path(given)] if isinstance(given, str) else []
-        path = next((place / FILE for place in places if (place / FILE).is_file()), None)
-        if path is None:
+        path = folder / self._file
+        if not path.is_file():
             raise FileNotFoundError(
-                f"training goes on from step {state.global_step}, and {places[0] / FILE} is not there: the scores of "
-                "the steps before are lost. Resume from a checkpoint that a GroupTracker was part of, or leave it out."
+                f"training goes on from step {state.global_step}, and {path} is not there: the scores of the steps "
+                "before are lost. Resume from a checkpoint that a GroupTracker was part of, or leave it out."
             )
         kept = read_sealed_json(path)
         if kept["groups"] != self._names:
             raise ValueError(f"{path} is of other groups: {kept['groups'][:5]}. Pass the same groups, or start again.")
+        for name, value in self.settings.items():
+            before = kept["settings"].get(name)
+            if before != value:
+                raise ValueError(f"{path} is of {name}={before!r}, not {value!r}. Pass what it was, or start again.")
         self.steps, self.seconds = kept["scored_steps"], kept["seconds"]
-        if kept["scores"] is not None:
-            scores = torch.tensor(kept["scores"], dtype=torch.float64)
-            self.scores = scores if state.is_world_process_zero else torch.zeros_like(scores)
+        if kept["totals"] is not None:
+            totals = torch.tensor(kept["totals"], dtype=torch.float64)
+            self.totals = totals if state.is_world_process_zero else torch.zeros_like(totals)
+
+    @property
+    def _file(self) -> str:
+        return f"ggda_tracker{self.suffix}.json"
 
     @property
     def _names(self) -> list[str]:

@@ -28,6 +28,7 @@ from ggda_ext.data import to_device
 from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups import Groups
 from ggda_ext.losses.row_reductions import Tokens
+from ggda_ext.properties.property import names_of
 from ggda_ext.results import Attribution, MethodFacts
 from ggda_ext.sharing import alone
 from ggda_ext.words import check_counts, without
@@ -43,15 +44,17 @@ from ggda_transformers.tracked_sums import TrackedSums
 UNKNOWN_ORDER = (
     "The Trainer's rows have no column in common with train_dataset: that they are in the same order was not checked."
 )
+INTERVAL = "95 %, over the draw of batches"
 _logger = logging.getLogger(__name__)
 
 
 class GroupTracker(TrainerCallback):
-    """A callback that adds up group scores during training; its state is k numbers for each property.
+    """A callback that adds up group scores during training; its state is three numbers for each group and property.
 
-    Pass it as ``Trainer(callbacks=[tracker])``. Scores are logged with the Trainer's log as ``ggda/<group>``;
-    `attach` puts the tracker before reporters such as TensorBoard, so that they see them too. At the end a table is
-    printed and a picture saved to the output folder; `result` is the `Attribution`. Its unit is ``"rank"``.
+    Pass it as ``Trainer(callbacks=[tracker])``. Scores are logged with the Trainer's log as ``ggda/<group>``, those of
+    a second tracker as ``ggda-2/<group>``; `attach` puts the tracker before reporters such as TensorBoard, so that they
+    see them too. At the end a table is printed and a picture saved to the output folder; `result` is the `Attribution`.
+    Its unit is ``"rank"``.
 
     Args:
         train_dataset: the rows given to the Trainer, with the column that `groups` names.
@@ -130,13 +133,15 @@ class GroupTracker(TrainerCallback):
         """Give batches their rows' numbers, and take up sums of a run that is resumed."""
         self._close()
         self._reset()
-        trainer = self._calling_trainer()
+        trainer, resumed = self._calling_trainer()
         self._setup = TrainerSetup.of(trainer, data_collator=self._collator)
         self._goal = property_of(self._setup, self._property, self._eval_dataset)
+        trackers = [one for one in trainer.callback_handler.callbacks if isinstance(one, GroupTracker)]
+        self.sums.number, self.sums.settings = trackers.index(self), self._settings()
         undo, self._compared = number_rows(kwargs["train_dataloader"], self._rows)
         self._undo = [undo, take_at_the_step(trainer, self._pending.append)]
         if state.global_step:
-            self.sums.resume(args, state)
+            self.sums.resume(Path(resumed or f"{args.output_dir}/checkpoint-{state.global_step}"), state)
         self._started = perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -159,11 +164,11 @@ class GroupTracker(TrainerCallback):
         """Add the scores so far to the Trainer's log."""
         if logs is None or "loss" not in logs:
             return
-        scores = self.sums.of_all_ranks()
-        if scores is None:
+        totals = self.sums.of_all_ranks()
+        if totals is None:
             return
-        self.sums.history.append((int(state.global_step), scores.tolist()))
-        logged = self._logged(scores)
+        self.sums.history.append((int(state.global_step), totals[0].tolist()))
+        logged = self._logged(totals[0])
         logs.update(logged)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(logged)
@@ -176,12 +181,12 @@ class GroupTracker(TrainerCallback):
         """Leave Trainer and loader as they were; print the table, save the picture."""
         self.training_seconds = perf_counter() - self._started
         self._close()
-        self.sums.scores = self.sums.of_all_ranks()
+        self.sums.totals = self.sums.of_all_ranks()
         if self.sums.scores is None:
             _logger.warning("GroupTracker scored no step: every=%s, share=%s.", self.every, self.share)
         elif self.show and state.is_world_process_zero:
             print(self.result)
-            _save_picture(self, Path(args.output_dir) / "group_tracker.png")
+            _save_picture(self, Path(args.output_dir) / f"group_tracker{self.sums.suffix}.png")
 
     # ---- what came out
 
@@ -201,8 +206,10 @@ class GroupTracker(TrainerCallback):
             notes.append(UNKNOWN_ORDER)
         if self.training_seconds:
             notes.append(f"It took {self.overhead:.0%} on top of the training.")
+        ends = self.sums.interval()
+        around: dict[str, Any] = {} if ends is None else {"low": ends[0], "high": ends[1], "interval": INTERVAL}
         return Attribution.of(self.sums.scores.clone(), self.groups, self._goal, method=method, test_axis=0,
-                              notes=notes)  # fmt: skip
+                              notes=notes, **around)  # fmt: skip
 
     @property
     def overhead(self) -> float:
@@ -224,13 +231,16 @@ class GroupTracker(TrainerCallback):
 
     # ---- the work
 
-    def _calling_trainer(self) -> Trainer:
-        """The Trainer that calls. Callbacks are not told which: it is found among those who wait for this call."""
+    def _calling_trainer(self) -> tuple[Trainer, Any]:
+        """The Trainer that calls, and the checkpoint it resumes from; a callback is told of neither.
+
+        They are found among those who wait for this call.
+        """
         frame = sys._getframe(1)
         while frame is not None:
             one = frame.f_locals.get("self")
             if isinstance(one, Trainer) and self in one.callback_handler.callbacks:
-                return one
+                return one, frame.f_locals.get("resume_from_checkpoint")
             frame = frame.f_back  # type: ignore[assignment]
         raise RuntimeError("GroupTracker is called by no transformers.Trainer: pass it to one, in callbacks=[…].")
 
@@ -270,12 +280,18 @@ class GroupTracker(TrainerCallback):
         return self._provider
 
     def _logged(self, scores: Tensor) -> dict[str, float]:
-        names = self.result.properties
+        names, top = self.result.properties, f"ggda{self.sums.suffix}"
         return {
-            f"ggda/{name}" if len(scores) == 1 else f"ggda/{names[row]}/{name}": float(scores[row, j])
+            f"{top}/{name}" if len(scores) == 1 else f"{top}/{names[row]}/{name}": float(scores[row, j])
             for row in range(len(scores))
             for j, name in enumerate(self.groups.all_names)
         }
+
+    def _settings(self) -> dict[str, Any]:
+        """What the sums are of."""
+        property = names_of(self._goal, getattr(self._goal, "components", None) or 1)
+        return {"property": property, "every": self.every, "share": self.share, "seed": self.seed,
+                "preconditioner": self.preconditioner, "tokens": self.tokens}  # fmt: skip
 
     def _close(self) -> None:
         for undo in self._undo:

@@ -56,11 +56,11 @@ class Case:
     def asking(self, tests: int, one_property: bool) -> Case:
         """The same with the first of the test points, asked for each of them or for their mean loss."""
         test = (self.test[0][:tests], self.test[1][:tests])
-        return replace(self, test=test, one_property=one_property)._with(self, *_SETTINGS, "groups")
+        return replace(self, test=test, one_property=one_property)._with(self, *_SETTINGS, "groups", "train_set")
 
     def grouped_by(self, size: int) -> Case:
         """The same with groups of another mean size."""
-        return replace(self, size=replace(self.size, group_size=size))._with(self, *_SETTINGS)
+        return replace(self, size=replace(self.size, group_size=size))._with(self, *_SETTINGS, "train_set")
 
     def first(self, count: int) -> Case:
         """The first `count` training points with the settings of all: for each of them the work is the same."""

@@ -6,21 +6,22 @@ them. Where points are left, its time for all of them is extrapolated along a li
 
     seconds(N) = seconds(n) + slope · (N − n),
 
-with the smaller of the two slopes between the last three sizes. `Original.linearity` says how well the line through the
-two before it foretells what was measured at n; 1 is perfect. The group version gets all points. Both take turns, and
-the best of several turns counts; where they come out about as fast as each other, both get more turns.
+with the slope between the first and the last of the last three sizes: that between two neighbours is mostly noise where
+a batch costs little beside what is fixed. `Original.linearity` says how well the line through the two sizes before n
+foretells what was measured at n; 1 is perfect. Where it misses, the smallest size is timed once more, as the first call
+of an original may warm something up. The group version gets all points. Both take turns, and the best of several turns
+counts; where they come out about as fast as each other, both get more turns.
 
-What the group version finds out about a model is kept for the next call. The best turn is one with that; the first two
-turns are made without it, and the better of them is the time of a first call.
+What the group version finds out about a model is kept for the next call. Turns are made with that; where the time of a
+first call is asked for, up to two are made before, without it, and the better of them counts.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from benchmarks.check.measure import quiet
@@ -32,6 +33,10 @@ LEFT_ALONE = 0.7
 """Share of the time after which twice the points would take too long."""
 WHOLE = 6.0
 """All points are timed if they are foretold to take at most so many times the time: nothing is extrapolated then."""
+JUMP = 4
+"""Times the points that a foretold time is trusted for: what a line through noise foretells may be wrong."""
+STRAIGHT = 0.1
+"""By how much `Original.linearity` of a line may differ from 1."""
 CLOSE, MORE_TURNS = (0.7, 1.3), 3
 """Ratios of times that decide too little after the first turns, and how many more turns they get."""
 T = TypeVar("T")
@@ -83,7 +88,9 @@ class Original:
     def extrapolated(self) -> float:
         """Seconds for all points; those that were measured, if they were."""
         n = self.timed_points
-        return self.seconds[n] + max(0.0, min(self._slopes, default=0.0)) * (self.points - n)
+        if n == self.points or len(self.last) < 2:
+            return self.seconds[n]
+        return self.seconds[n] + max(0.0, self._slope(self.last[0], n)) * (self.points - n)
 
     def seconds_for(self, points: int) -> float:
         """Seconds for a number of points that was timed, or for all points."""
@@ -97,13 +104,12 @@ class Original:
         """
         if self.timed_points == self.points or len(self.last) < 3:
             return None
-        _, half, n = self.last
-        return (self.seconds[half] + self._slopes[0] * (n - half)) / self.seconds[n]
+        first, half, n = self.last
+        return (self.seconds[half] + self._slope(first, half) * (n - half)) / self.seconds[n]
 
-    @property
-    def _slopes(self) -> list[float]:
-        """Seconds per point between the last three sizes."""
-        return [(self.seconds[b] - self.seconds[a]) / (b - a) for a, b in pairwise(self.last)]
+    def _slope(self, low: int, high: int) -> float:
+        """Seconds per point between two sizes."""
+        return (self.seconds[high] - self.seconds[low]) / (high - low)
 
 
 def climb(clock: Clock, run: Callable[[int], Any], first: int, points: int, seconds: float) -> Original:
@@ -118,19 +124,32 @@ def climb(clock: Clock, run: Callable[[int], Any], first: int, points: int, seco
             return found
         last = found.seconds[count]
         if len(found.seconds) > 2 and found.extrapolated <= WHOLE * seconds:
-            count = points
+            count = min(JUMP * count, points)
         elif len(found.seconds) > 2 and last > LEFT_ALONE * seconds:
-            return found
+            break
         else:
             count = min(count + (first if found.seconds[min(first, points)] > seconds else count), points)
+    if abs((found.linearity or 1.0) - 1) > STRAIGHT and first in found.last:
+        again, _ = clock.timed(lambda: run(first))
+        found.seconds[first] = min(found.seconds[first], again)
+    return found
 
 
 def take_turns(
-    clock: Clock, original: Original, run: Callable[[int], Any], groups: Mapping[Any, Callable[[], T]], seconds: float
-) -> tuple[dict[Any, float], dict[Any, float], dict[Any, T]]:
+    clock: Clock, original: Original, run: Callable[[int], Any], groups: Mapping[Any, Callable[[], T]], seconds: float,
+    also_first: Container[Any] = (),
+) -> tuple[dict[Any, float], dict[Any, float], dict[Any, T]]:  # fmt: skip
     """CPU seconds of every group case, best and of a first call, and what it gave.
 
     The original's last three sizes take turns with them. What has used up `seconds` takes no further turns.
+
+    Args:
+        clock: times calls.
+        original: times of the original so far; better ones are put in.
+        run: the original on a number of points.
+        groups: name → group case.
+        seconds: after which a case takes no further turns.
+        also_first: names of the cases whose first calls are timed as well.
     """
     best, first, given = dict.fromkeys(groups, float("inf")), dict[Any, float](), dict[Any, T]()
     spent = dict.fromkeys(groups, 0.0)
@@ -138,14 +157,14 @@ def take_turns(
     allowed = 2 * seconds if len(theirs) == 1 else seconds
     for turn in range(TURNS):
         for name, call in groups.items():
+            if name in also_first and turn < FIRST_CALLS and (not turn or first[name] < seconds):
+                forget()
+                took, _ = clock.timed(call)
+                first[name] = min(first.get(name, took), took)
             if spent[name] < seconds:
-                if turn < FIRST_CALLS:
-                    forget()
                 took, given[name] = clock.timed(call)
                 spent[name] += took
-                best[name] = min(best[name], took)
-                if turn < FIRST_CALLS:
-                    first[name] = best[name]
+                best[name] = min(best[name], first.get(name, took), took)
         for count in theirs if turn else ():
             if theirs[count] < allowed:
                 took, _ = clock.timed(lambda: run(count))  # noqa: B023  # called at once

@@ -45,7 +45,7 @@ def _sizes(
 
 SIZES: Mapping[str, Mapping[str, CompareSize]] = {
     "smoke": _sizes(0.02, 32, 32, 8, 8, 200_000),
-    "quick": _sizes(0.2, 1_000, 100, 40, 10, 1_000_000, images=512),
+    "quick": _sizes(0.2, 1_000, 100, 20, 4, 1_000_000, images=512),
     "laptop": _sizes(10.0, 1_975, 1_000, 200, 50, 4_000_000),
     "paper": _sizes(60.0, 1_975, 10_000, 1_000, 200, 8_000_000),
 }

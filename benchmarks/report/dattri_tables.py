@@ -15,6 +15,9 @@ PUBLISHED = {
 }
 """Read from dattri's charts, to two digits at best. Influence functions are those with the best of seven dampings."""
 
+MODELS = 50  # that costs are compared with
+_COLUMNS = ["Data / model", "Method", "LDS here", "Published", "Models", "Training s", "Scores s", "Cost"]
+
 
 def dattri_tables(rows: pd.DataFrame) -> Iterator[Table]:
     """One table for both settings: every method here, then what dattri published and was not run here."""
@@ -26,23 +29,26 @@ def dattri_tables(rows: pd.DataFrame) -> Iterator[Table]:
         for row in some.to_dict("records"):
             quoted = published.pop(row["method"].removeprefix("dattri "), None)
             cells = [interval(row["mean"], *row["interval"]), "–" if quoted is None else f"{quoted:.2f}"]
-            lines.append([setting, row["method"], *cells, f"{row['models']:.0f}", three_digits(row["cpu_seconds"])])
+            seconds = row["training_seconds"], row["cpu_seconds"]
+            share = f"{sum(seconds) / (MODELS * row['seconds_of_half']):.2f}"
+            lines.append([setting, row["method"], *cells, f"{row['models']:.0f}", *map(three_digits, seconds), share])
         for method, value in published.items():
-            lines.append([setting, f"dattri {method}", "not run", f"{value:.2f}", "–", "–"])
+            lines.append([setting, f"dattri {method}", "not run", f"{value:.2f}", *["–"] * 4])
         ceilings = some["ceiling"].dropna() if "ceiling" in some else pd.Series(dtype=float)
         if len(ceilings):
-            lines.append([setting, "Ceiling", plus_minus(float(ceilings.iloc[0]), float("nan"), 2), "–", "–", "–"])
+            lines.append([setting, "Ceiling", plus_minus(float(ceilings.iloc[0]), float("nan"), 2), *["–"] * 5])
     counts = rows.iloc[0]
     yield Table(
         "dattri",
         "dattri's public settings: LDS of single points, mean over test points",
-        pd.DataFrame(lines, columns=["Data / model", "Method", "LDS here", "Published", "Models", "CPU s"]),
+        pd.DataFrame(lines, columns=_COLUMNS),
         keys=1,
         notes=[
             f"{counts['train_points']:.0f} training and {counts['test_points']:.0f} test points, "
             f"{counts['subsets']:.0f} random halves, {counts['seeds']:.0f} models for each; in brackets the 95 % "
-            "bootstrap interval over halves. Methods named dattri are its original code. CPU seconds include training "
-            "the models explained, unless they were there. Published: from dattri's charts; halves and seeds differ, "
+            "bootstrap interval over halves. Methods named dattri are its original code. CPU seconds of training the "
+            f"models explained and of the scores; cost: both, as a share of training {MODELS} models on halves, "
+            "which TRAK-50 begins with. Published: from dattri's charts; halves and seeds differ, "
             "and its influence functions have the best damping by LDS. Ceiling: how well one seed's models rank those "
             "of the other."
         ],

@@ -18,6 +18,10 @@ _TEX_SIZES = (  # characters in a line, and how a LaTeX table up to that width i
     (float("inf"), "\\tiny\\setlength{\\tabcolsep}{2pt}"),
 )
 
+STDERR = "± is the standard error over model seeds"
+RUNTIME = "runtime in CPU seconds, grouping included; the paper's is on its GPU"
+"""What more than one table says."""
+
 
 @dataclass(frozen=True)
 class Cell:

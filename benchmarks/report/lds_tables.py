@@ -11,7 +11,7 @@ import pandas as pd
 from benchmarks.names import HALVES, KEEP_80, LEAVE_ONE_OUT
 from benchmarks.report import paper
 from benchmarks.report.formats import Table, interval, plus_minus, size_names
-from benchmarks.report.rows import grouping_title, mean_interval, of_protocol, of_sums, ordered
+from benchmarks.report.rows import grouping_title, lines_by_size, mean_interval, of_protocol, of_sums, ordered
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,11 @@ def lds_tables(rows: pd.DataFrame) -> Iterator[Table]:
             continue
         some = ordered(some)
         sizes = sorted(some["group_size"].unique())
-        lines = []
-        for (setting, method, grouping), line in some.groupby(["setting", "method", "grouping"], sort=False):
-            cells = {
-                size: interval(one[kind.value].mean(), *mean_interval(one[kind.interval]))
-                for size, one in line.groupby("group_size")
-            }
-            lines.append([setting, method, grouping_title(grouping), *(cells.get(size, "–") for size in sizes)])
+
+        def cell(rows: pd.DataFrame, kind: Fidelity = kind) -> str:
+            return interval(rows[kind.value].mean(), *mean_interval(rows[kind.interval]))
+
+        lines = lines_by_size(some, ["setting", "method", "grouping"], cell)
         for column, title in CEILINGS if kind.value == "mean" else ():
             lines += _ceilings(some, sizes, column, title)
         yield Table(

@@ -8,9 +8,8 @@ import pandas as pd
 
 from benchmarks.names import GRAD_K_MEANS, SINGLE_POINTS
 from benchmarks.report import paper
-from benchmarks.report.formats import Table, plus_minus, size_names, three_digits
-from benchmarks.report.rows import KEYS, data_model, grouping_title, merged, of_sums, ordered, seed_count
-from benchmarks.report.wording import RUNTIME, STDERR
+from benchmarks.report.formats import RUNTIME, STDERR, Table, plus_minus, size_names, three_digits
+from benchmarks.report.rows import KEYS, data_model, lines_by_size, merged, of_sums, ordered, seed_count
 
 
 def noisy_tables(rows: pd.DataFrame) -> Iterator[Table]:
@@ -42,13 +41,11 @@ def noisy_tables(rows: pd.DataFrame) -> Iterator[Table]:
         keys=3,
         notes=[f"AUC of mislabelled points found against points checked; {STDERR} ({seeds}); {RUNTIME}."],
     )
-    wide = []
-    for (setting, method, grouping), some in found.groupby(["setting", "method", "grouping"], sort=False):
-        cells = {
-            row.group_size: f"{row.mean:.3f} / {roc[tuple(getattr(row, key) for key in KEYS)]:.3f}"
-            for row in some.itertuples()
-        }
-        wide.append([setting, method, grouping_title(grouping), *(cells.get(size, "–") for size in sizes)])
+
+    def both(rows: pd.DataFrame) -> str:
+        return f"{rows['mean'].iloc[0]:.3f} / {roc[tuple(rows[key].iloc[0] for key in KEYS)]:.3f}"
+
+    wide = lines_by_size(found, ["setting", "method", "grouping"], both)
     yield Table(
         "noisy-groupings",
         "Noisy labels, every grouping: the paper's AUC / ordinary ROC AUC by group size",

@@ -9,9 +9,8 @@ import pandas as pd
 
 from benchmarks.names import BASELINES, NO_REMOVAL, PAPER_METHODS, RANDOM, SINGLE_POINTS
 from benchmarks.report import paper
-from benchmarks.report.formats import Table, percent, size_names, three_digits
+from benchmarks.report.formats import RUNTIME, STDERR, Table, percent, size_names, three_digits
 from benchmarks.report.rows import KEYS, data_model, grouping_title, merged, of_sums, ordered, seed_count, slug
-from benchmarks.report.wording import RUNTIME, STDERR
 
 
 def pruning_tables(rows: pd.DataFrame) -> Iterator[Table]:

@@ -10,9 +10,8 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.names import BASELINES, GRAD_K_MEANS, PER_POINT, RATES, SINGLE_POINTS, TRACIN
-from benchmarks.report.formats import Table, percent, plus_minus, size_names, three_digits
-from benchmarks.report.rows import KEYS, Results, completed, grouping_title, merged, of_protocol, ordered
-from benchmarks.report.wording import STDERR
+from benchmarks.report.formats import STDERR, Table, percent, plus_minus, size_names, three_digits
+from benchmarks.report.rows import KEYS, Results, completed, lines_by_size, merged, of_protocol, ordered
 
 _NO_NUMBERS = "The paper has no such numbers."
 _COMPARED_SIZES = (16, 64, 256)
@@ -115,14 +114,11 @@ def _by_size(found: pd.DataFrame, name: str, title: str, note: str) -> Iterator[
     if found.empty:
         return
     sizes = sorted(found["group_size"].unique())
-    keys = ["setting", "measure", "method", "grouping"]
     order = {key: {value: at for at, value in enumerate(dict.fromkeys(found[key]))} for key in ("setting", "measure")}
     found = found.sort_values(["setting", "measure"], key=lambda column: column.map(order[column.name]), kind="stable")
-    lines = []
-    for (setting, measure, method, grouping), some in found.groupby(keys, sort=False):
-        cells = dict(zip(some["group_size"], some["cell"], strict=True))
-        label = f"{measure} ({some['better'].iloc[0]} is better)"
-        lines.append([setting, label, method, grouping_title(grouping), *(cells.get(size, "–") for size in sizes)])
+    found = found.assign(measure=found["measure"] + " (" + found["better"] + " is better)")
+    keys = ["setting", "measure", "method", "grouping"]
+    lines = lines_by_size(found, keys, lambda rows: rows["cell"].iloc[-1])
     columns = ["Data / model", "Measure", "Attributor", "Grouping", *size_names(sizes)]
     yield Table(name, title, pd.DataFrame(lines, columns=columns), keys=4, notes=[note])
 

@@ -5,7 +5,7 @@ A *setting* is a data set with a model at one size, e.g. ``"HELOC / ANN-S"``; st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,16 @@ def seed_count(found: pd.DataFrame) -> str:
 def _range(counts: pd.Series) -> str:
     low, high = int(counts.min()), int(counts.max())
     return f"{low} seed{'' if low == 1 else 's'}" if low == high else f"{low} to {high} seeds"
+
+
+def lines_by_size(rows: pd.DataFrame, keys: Sequence[str], cell: Callable[[pd.DataFrame], str]) -> list[list[str]]:
+    """A line for each combination of `keys`: their names, then `cell` of the rows of every group size; else a dash."""
+    sizes, lines = sorted(rows["group_size"].unique()), []
+    for names, some in rows.groupby(list(keys), sort=False):
+        cells = {size: cell(one) for size, one in some.groupby("group_size")}
+        titles = [grouping_title(name) if key == "grouping" else name for key, name in zip(keys, names, strict=True)]
+        lines.append([*titles, *(cells.get(size, "–") for size in sizes)])
+    return lines
 
 
 def grouping_title(name: str) -> str:

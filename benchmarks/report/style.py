@@ -177,20 +177,18 @@ def line(label: str, color: str, marker: str = "", style: Any = "-", size: float
     return Line2D([], [], color=color, marker=marker, linestyle=style, label=label, markersize=size)
 
 
-def log_axis(axis: Axes, which: str = "x", unit: str = "") -> None:
-    """A logarithmic axis with plain numbers, at least a factor of four wide, labels that do not collide."""
-    low, high = axis.get_xlim() if which == "x" else axis.get_ylim()
-    (axis.set_xscale if which == "x" else axis.set_yscale)("log")
-    low, high = axis.get_xlim() if which == "x" else axis.get_ylim()
+def log_axis(axis: Axes, unit: str = "") -> None:
+    """The x axis logarithmic, with plain numbers, at least a factor of four wide, labels that do not collide."""
+    axis.set_xscale("log")
+    low, high = axis.get_xlim()
     if high / low < 4:
         middle = math.sqrt(low * high)
         low, high = middle / 2, middle * 2
-        (axis.set_xlim if which == "x" else axis.set_ylim)(low, high)
+        axis.set_xlim(low, high)
     decades = math.log10(high / low)
-    ticks = axis.xaxis if which == "x" else axis.yaxis
-    ticks.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 1.6 else (1, 3) if decades < 2.6 else (1,)))
-    ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}{unit}"))
-    ticks.set_minor_formatter(NullFormatter())
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 1.6 else (1, 3) if decades < 2.6 else (1,)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}{unit}"))
+    axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 def size_axis(axis: Axes, sizes: Sequence[float]) -> None:

@@ -124,7 +124,7 @@ class Verification:
     calibration: Calibration
     ridge: tuple[float, ...]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = [f"{'predicted':>10} {'calibrated':>10} {'retrained':>10}"]
         for columns in zip(self.predicted, self.calibrated, self.real.mean(1), strict=True):
             rows.append(" ".join(f"{value:10.4f}" for value in columns))

@@ -9,47 +9,77 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ggda_ext.counterfactual.checks import one_number
 from ggda_ext.properties import Property
+from ggda_ext.properties.property import names_of
+from ggda_ext.results.table import aligned_lines, number, shown
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from ggda_ext.counterfactual.what_if import WhatIf
+
+_SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Interactions:
-    """Interactions of pairs of groups.
+    """Interactions of pairs of groups. Prints the strongest as a table.
 
     Attributes:
+        measured: the name of the property.
         matrix: I `[k, k]`, symmetric, with zeros on the diagonal.
         alone: the change of the property without each group `[k]`.
         names: of the groups.
+        note: what to know about predicted values.
     """
 
+    measured: str
     matrix: np.ndarray
     alone: np.ndarray
     names: tuple[Hashable, ...]
+    note: str = ""
+
+    def __repr__(self) -> str:
+        rows = [["without", "", "first", "second", "both", "beyond the sum"]]
+        for one, other, beyond in self.strongest(_SHOWN):
+            changes = [float(self.alone[self.names.index(name)]) for name in (one, other)]
+            rows.append([shown(one), shown(other), *map(number, (*changes, sum(changes) + beyond, beyond))])
+        pairs = len(self.names) * (len(self.names) - 1) // 2
+        more = f", the strongest {_SHOWN} of {pairs}" if pairs > _SHOWN else ""
+        title = f"Changes of {self.measured} without pairs of groups{more}"
+        return "\n".join([title, "", *aligned_lines(rows, {0, 1}), *(["", self.note] if self.note else [])])
 
     def strongest(self, count: int = 5) -> list[tuple[Hashable, Hashable, float]]:
         """The pairs of largest interaction, of either sign."""
         pairs = sorted(combinations(range(len(self.names)), 2), key=lambda pair: -abs(self.matrix[pair]))
         return [(self.names[a], self.names[b], float(self.matrix[a, b])) for a, b in pairs[:count]]
 
-    def plot(self, axes: Any = None) -> Any:
-        """The matrix as a picture, by matplotlib; returns the axes."""
-        from matplotlib import pyplot
+    def plot(self, *, most: int = 20, ax: Axes | None = None) -> Axes:
+        """The matrix as a picture.
 
-        axes = pyplot.subplots()[1] if axes is None else axes
+        Args:
+            most: how many groups to draw, those of the strongest pairs.
+            ax: matplotlib axes to draw into; a new figure by default.
+        """
+        from ggda_ext.results import drawing
+
+        chosen = np.sort(np.argsort(-np.abs(self.matrix).max(1), kind="stable")[:most])
+        matrix, names = self.matrix[np.ix_(chosen, chosen)], [shown(self.names[j], drawing.WIDEST_NAME) for j in chosen]
+        side = 2.5 + 0.5 * len(chosen)
+        ax = drawing.new_axes(ax, side, side)
         limit = float(np.abs(self.matrix).max()) or 1.0
-        image = axes.imshow(self.matrix, cmap="RdBu_r", vmin=-limit, vmax=limit)
-        axes.set_xticks(range(len(self.names)), [str(name) for name in self.names], rotation=90)
-        axes.set_yticks(range(len(self.names)), [str(name) for name in self.names])
-        axes.figure.colorbar(image, ax=axes, label="rise beyond the sum of both")
-        return axes
+        image = ax.imshow(matrix, cmap="PuOr_r", vmin=-limit, vmax=limit)
+        drawing.write_cells(ax, matrix, matrix / limit)
+        drawing.name_sides(ax, names, names, steep=60)
+        ax.figure.colorbar(image, ax=ax, label=f"rise of {self.measured} beyond the sum of both")
+        if len(chosen) < len(self.names):
+            drawing.plain_title(ax, f"not shown: {len(self.names) - len(chosen):,} groups of weaker pairs")
+        return ax
 
 
 def found_interactions(what_if: WhatIf, property: Property, ids: list[int] | None) -> Interactions:
@@ -68,4 +98,6 @@ def found_interactions(what_if: WhatIf, property: Property, ids: list[int] | Non
     matrix = np.zeros((len(chosen), len(chosen)))
     for (a, b), change in zip(pairs, joint, strict=True):
         matrix[a, b] = matrix[b, a] = change - alone[a] - alone[b]
-    return Interactions(matrix, alone, tuple(what_if.names[j] for j in chosen))
+    return Interactions(
+        names_of(property, 1)[0], matrix, alone, tuple(what_if.names[j] for j in chosen), what_if.note(property)
+    )

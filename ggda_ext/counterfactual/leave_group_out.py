@@ -41,7 +41,9 @@ PARTS, SMALLEST_STACK = 8, 32
 
 @dataclass(frozen=True)
 class LeaveGroupOut:
-    """How much a property rises when a group is removed; ``m`` is left out of the shapes if it is one number.
+    """How much a property rises when a group is removed. Prints as a ranked table.
+
+    ``m`` is left out of the shapes if the property is one number.
 
     Attributes:
         per_seed: the rise for every seed `[seeds, m, k]`, between two models of the same seed.
@@ -51,6 +53,7 @@ class LeaveGroupOut:
         measured: the property.
         made_by: how, in a word or two.
         retrained: whether models were trained without each group, or their values predicted.
+        note: what to know about predicted values.
     """
 
     per_seed: Tensor
@@ -60,6 +63,10 @@ class LeaveGroupOut:
     measured: Any = None
     made_by: str = "leave group out"
     retrained: bool = True
+    note: str = ""
+
+    def __repr__(self) -> str:
+        return repr(self.attribution()) if self.groups is not None else f"LeaveGroupOut(scores {self.scores})"
 
     @property
     def scores(self) -> Tensor:
@@ -105,13 +112,23 @@ class LeaveGroupOut:
         asked = self.measured if property is None else property
         if asked is not None and not callable(asked) and not isinstance(asked, str | list):
             asked, higher_is_better = "mean_loss", False if higher_is_better is None else higher_is_better
-        details: dict[str, Any] = {"notes": ("One seed: nothing is known about the noise of training.",)}
+        of = "seed" if self.retrained else "model"
+        notes = [self.note] if self.note else []
+        details: dict[str, Any] = {}
         if seeds > 1:
             low, high = (torch.atleast_2d(end) for end in self.interval)
-            details = {"low": low, "high": high, "interval": f"95 %, over {seeds} seeds of training"}
-        facts = MethodFacts(self.made_by, "property", {"seeds": seeds}, measured=self.retrained)
+            details = {
+                "low": low,
+                "high": high,
+                "interval": f"95 %, over {seeds} {of}s{' of training' * self.retrained}",
+            }
+        else:
+            notes.append(f"One {of}: nothing is known about the noise of training.")
+        facts = MethodFacts(self.made_by, "property", {f"{of}s": seeds}, measured=self.retrained)
         chosen = known.some(self.group_ids.tolist())
-        return Attribution.of(scores, chosen, asked, higher_is_better, method=facts, test_axis=0, **details)
+        return Attribution.of(
+            scores, chosen, asked, higher_is_better, method=facts, test_axis=0, notes=notes, **details
+        )
 
 
 @without(
@@ -193,13 +210,14 @@ def leave_group_out(
     def made_with() -> dict[str, Any]:
         return {
             "tag": tag,
-            "data": digest(x.cpu().numpy(), y.cpu().numpy()),
+            "data": fingerprint.of_state({"x": x, "y": y}),
             "groups": digest(groups.labels.astype(np.int64), ids),
             "property": fingerprint.of_value(property, "property", tag),
             "loss": fingerprint.of_value(loss_fn, "loss_fn", tag),
             "recipe": asdict(recipe),
             "seeds": [int(seed) for seed in seeds],
             "model": fingerprint.of_structure(first, tag),
+            "parameters": [name for name, value in first.named_parameters() if value.requires_grad],  # that are trained
             "values of the parameters": fingerprint.of_parameters(first),
             "models at once": [len(chunk) for chunk in chunks],
         } | fingerprint.of_versions()

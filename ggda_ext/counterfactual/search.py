@@ -15,7 +15,8 @@ import numpy as np
 
 from ggda_ext.counterfactual.checks import check_count, one_number
 from ggda_ext.properties import Property
-from ggda_ext.properties.property import check_property, whether_higher_is_better
+from ggda_ext.properties.property import check_property, names_of, whether_higher_is_better
+from ggda_ext.results.table import aligned_lines, shown
 
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.what_if import WhatIf
@@ -25,23 +26,38 @@ Goal = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class Search:
-    """Which groups to leave out.
+    """Which groups to leave out. Prints as a table.
 
     Attributes:
-        removed: their names, in the order in which they were chosen, after exchanges.
+        measured: the name of the property.
+        removed: names of the groups, in the order in which they were chosen, after exchanges.
         values: predicted value of the property with nothing left out, then after each choice.
         holdout: the same for the held-out property; None if there was none.
         value: predicted value without all of `removed`.
         additive: names that a ranking by one-group effects would have left out.
         additive_value: predicted value without those.
+        note: what to know about predicted values.
     """
 
+    measured: str
     removed: tuple[Hashable, ...]
     values: tuple[float, ...]
     holdout: tuple[float, ...] | None
     value: float
     additive: tuple[Hashable, ...]
     additive_value: float
+    note: str = ""
+
+    def __repr__(self) -> str:
+        rows = [["left out", self.measured], ["nothing", f"{self.values[0]:.4g}"]]
+        for at, (name, value) in enumerate(zip(self.removed, self.values[1:], strict=True)):
+            rows.append([f"{'and ' * (at > 0)}{shown(name)}", f"{value:.4g}"])
+        if self.holdout is not None:
+            for row, cell in zip(rows, ["held out", *(f"{value:.4g}" for value in self.holdout)], strict=True):
+                row.append(cell)
+        by_scores = ", ".join(map(shown, self.additive)) or "nothing"
+        below = [f"by the effect of each group alone: without {by_scores} {self.additive_value:.4g}", self.note]
+        return "\n".join([*aligned_lines(rows, {0}), "", *filter(None, below)])
 
 
 def found_search(
@@ -115,12 +131,14 @@ def found_search(
         if len(ranked) < len(gone) and fits([*ranked, int(j)]):
             ranked.append(int(j))
     return Search(
+        measured=names_of(property, 1)[0],
         removed=tuple(names[j] for j in gone),
         values=tuple(path),
         holdout=None if holdout is None else tuple(one_number(what_if.subsets(kept, holdout)).tolist()),
         value=sign * value,
         additive=tuple(names[j] for j in ranked),
         additive_value=float(sign * costs([ranked])[0]),
+        note=what_if.note(property),
     )
 
 

@@ -23,6 +23,7 @@ from ggda_ext.counterfactual.measured import of_outputs_only, value_of
 from ggda_ext.data import IndexedData
 from ggda_ext.groups.partition import Groups
 from ggda_ext.properties import Property
+from ggda_ext.results import Attribution, MethodFacts
 
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.what_if import WhatIf
@@ -36,23 +37,42 @@ _CAN_BE_GAMED = (
 
 @dataclass(frozen=True)
 class Semivalues:
-    """Values of groups.
+    """Values of groups. Prints as a ranked table.
 
     Attributes:
         scores: mean rise of the property without the group `[k]`.
         stderr: their standard errors `[k]`.
-        names: of the groups.
+        groups: whose values these are.
+        measured: the property.
         kind: which values these are.
         refits: how many sets of groups were looked at.
-        note: what to know before these values are used to share something out; empty with `atoms`.
+        note: what to know before these values are used to share something out, and about predicted values.
     """
 
     scores: np.ndarray
     stderr: np.ndarray
-    names: tuple[Hashable, ...]
+    groups: Groups
+    measured: Property
     kind: str
     refits: int
     note: str = ""
+
+    @property
+    def names(self) -> tuple[Hashable, ...]:
+        """Names of the groups, or their ids."""
+        return tuple(self.groups.name(j) for j in range(len(self.groups)))
+
+    def attribution(self) -> Attribution:
+        """The values as an `Attribution`, with 95 % intervals over the sets that were drawn."""
+        scores, width = (torch.from_numpy(values)[None] for values in (self.scores, 1.96 * self.stderr))
+        return Attribution.of(
+            scores, self.groups, self.measured, method=MethodFacts(self.kind, "property", {"refits": self.refits}),
+            test_axis=0, low=scores - width, high=scores + width, interval="95 %, over the sets of groups drawn",
+            notes=(self.note,) if self.note else (),
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return repr(self.attribution())
 
 
 def found_semivalues(
@@ -92,9 +112,8 @@ def found_semivalues(
             gain[:] = np.where(kept[row], value[:-1] - value[-1], value[-1] - value[:-1])
     summed = gains @ (owner[:, None] == np.arange(len(groups)))
     error = summed.std(0, ddof=1) / np.sqrt(samples)
-    return Semivalues(
-        summed.mean(0), error, tuple(what_if.names), kind, len(sets), _CAN_BE_GAMED if atoms is None else ""
-    )
+    notes = (_CAN_BE_GAMED if atoms is None else "", what_if.note(property))
+    return Semivalues(summed.mean(0), error, groups, property, kind, len(sets), " ".join(filter(None, notes)))
 
 
 def _values(what_if: WhatIf, property: Property, pieces: Groups, sets: np.ndarray) -> np.ndarray:

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from ggda_ext.counterfactual.search import Search
     from ggda_ext.counterfactual.semivalues import Semivalues
 
+NOT_CALIBRATED = "Not calibrated: the order of predictions can be trusted before their size; see WhatIf.verify."
+
 
 class WhatIf:
     """A trained model's answers to *what if some groups had not been in the training set, or had weighed less?*
@@ -174,7 +176,7 @@ class WhatIf:
         """What was chosen for every model, why, and what was calibrated."""
         lines = [f"model {j}: {model.explain()}" for j, model in enumerate(self.models)]
         if not self.calibrations:
-            lines.append("Not calibrated: ranks of predictions can be trusted before their levels; see verify().")
+            lines.append(NOT_CALIBRATED)
         return "\n".join(lines + [found.explain() for _, found in self.calibrations.values()])
 
     def without(self, names: Names) -> Counterfactual:
@@ -219,8 +221,9 @@ class WhatIf:
             rises = found.rise(rises, self.removed(weights))
         per_model = rises.transpose(1, -1) if rises.dim() > 2 else rises
         return LeaveGroupOut(
-            per_model, full, np.arange(k), self.groups, property, "refit of the linearised model", False
-        )
+            per_model, full, np.arange(k), self.groups, property, "refit of the linearised model", False,
+            self.note(property),
+        )  # fmt: skip
 
     def interactions(self, property: Property, names: Names | None = None) -> Interactions:
         """Pairs of groups whose effects do not add up; see `Interactions`."""
@@ -372,6 +375,11 @@ class WhatIf:
         """What `verify` found for this property."""
         found = self.calibrations.get(self.identity(property))
         return None if found is None else found[1]
+
+    def note(self, property: Property) -> str:
+        """What to know about predicted levels of this property; empty where they were calibrated or are exact."""
+        exact = all(model.is_linear for model in self.models)
+        return "" if exact or self.calibration_of(property) is not None else NOT_CALIBRATED
 
     def removed(self, weights: Tensor) -> Tensor:
         """Share of the training points that is left out `[s]`; points that count more than once leave nothing out."""

@@ -2,8 +2,8 @@
 
 from ggda_ext.curvature.conjugate_gradients import LostAccuracy, NegativeCurvature, conjugate_gradients
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind
-from ggda_ext.curvature.gauss_newton import GaussNewton
-from ggda_ext.curvature.hessian import Hessian, direct_solve, lissa
+from ggda_ext.curvature.hessian import GaussNewton, Hessian, direct_solve
+from ggda_ext.curvature.lissa import lissa
 
 __all__ = [
     "Hessian",

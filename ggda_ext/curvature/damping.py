@@ -8,7 +8,7 @@ parameter has its own
     λ_j = 10 √v_j / Σ η_t,     v_j = 1/B · mean_i (∂ℓ_i/∂θ_j)² + (mean_i ∂ℓ_i/∂θ_j)²
 
 for batches of B points. Weight decay adds to λ. Without a recipe λ is a share of the curvature's own scale, of
-tr H² / tr H, the mean eigenvalue where each counts by its size; a smaller one for p parameters that n > p points tell:
+tr H² / tr H, the mean eigenvalue where each counts by its size; smaller where n points determine p < n parameters:
 
     λ = 0.05 · min(1, p / n) · tr H² / tr H
 """
@@ -121,16 +121,12 @@ class Damped:
 
     def product(self, vectors: Tensor, *, elsewhere: bool = False) -> Tensor:
         """A times `vectors [m, p]`; `elsewhere`, on points that the curvature did not see."""
-        scaled = self.inwards(vectors)
-        return self.inwards(self.curvature.elsewhere(scaled) if elsewhere else self.curvature @ scaled)
+        scaled = self.scaled(vectors)
+        return self.scaled(self.curvature.elsewhere(scaled) if elsewhere else self.curvature @ scaled)
 
-    def inwards(self, vectors: Tensor) -> Tensor:
-        """S times vectors: from right-hand sides of (H + λ) to those of A."""
+    def scaled(self, vectors: Tensor) -> Tensor:
+        """S times vectors: right-hand sides of (H + λ) become those of A, and solutions of A those of (H + λ)."""
         return vectors if self.scale is None else vectors * self.scale.to(vectors)
-
-    def outwards(self, solutions: Tensor) -> Tensor:
-        """S times solutions of A: solutions of (H + λ)."""
-        return self.inwards(solutions)
 
     def choose(self, values: Tensor) -> float:
         """λ for eigenvalues of A, rising: enough to have no negative curvature left."""
@@ -190,12 +186,6 @@ def of_recipe(provider: GroupGradients, sample: IndexedData, total: int, recipe:
 
     own = ADAM * (moments.sqrt() + EPS) / steps.distance + steps.weight_decay
     return "the learning rates and gradients of Adam", own
-
-
-def mean_damping(provider: GroupGradients, sample: IndexedData, total: int, recipe: Training) -> tuple[str, float]:
-    """The same as one number for all parameters."""
-    source, own = of_recipe(provider, sample, total, recipe)
-    return source, float(own.mean())
 
 
 def told_by_points(parameters: int, points: int) -> float:

@@ -67,6 +67,13 @@ class EmpiricalFisher:
         self.rows += len(rows)
         return self
 
+    @classmethod
+    def of_matrix(cls, matrix: Tensor, rows: int) -> EmpiricalFisher:
+        """A Fisher `[p, p]` that was added up before, of so many rows."""
+        found = cls(len(matrix), matrix.device)
+        found.matrix, found.rows = matrix, rows
+        return found
+
     def add_groups(self, kind: FisherKind, sums: Tensor, sizes: np.ndarray) -> EmpiricalFisher:
         """Add groups as rows, by the formula of `kind` (see `ggda_ext.curvature.fisher`).
 
@@ -123,7 +130,8 @@ class EmpiricalFisher:
         Raises:
             ValueError: if it cannot be inverted.
         """
-        ridge = self.auto_damping if damping == "auto" else check_damping(damping)
+        checked = check_damping(damping)
+        ridge = self.auto_damping if checked == "auto" else checked
         damped = self.matrix.clone()
         added = ridge * self.mean_diagonal + absolute
         damped.diagonal().add_(added)
@@ -141,17 +149,17 @@ def check_fisher(kind: str) -> FisherKind:
     raise ValueError(f"fisher={kind!r} is not one of {', '.join(map(repr, FISHERS))}.")
 
 
-def check_damping(damping: object, name: str = "damping") -> float:
-    """`damping` as a number, if it is one and not negative."""
-    if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 <= damping < float("inf"):
-        raise ValueError(f"{name}={damping!r}: pass a number from 0 on, relative to the mean diagonal, or 'auto'.")
-    return float(damping)
+def check_damping(damping: object) -> Damping:
+    """`damping` as a number, if it is one and not negative, or ``"auto"``."""
+    if damping == "auto":
+        return "auto"
+    return check_ridge(damping, "damping", ", relative to the mean diagonal, or 'auto'")
 
 
-def check_ridge(ridge: object, name: str) -> float:
-    """A toolkit's own ridge as a number, if it is one and not negative."""
+def check_ridge(ridge: object, name: str, more: str = "; a relative ridge is damping=") -> float:
+    """A toolkit's own ridge as a number, if it is one and not negative; errors say `more` about what to pass."""
     if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not 0 <= ridge < float("inf"):
-        raise ValueError(f"{name}={ridge!r}: pass a number from 0 on; a relative ridge is damping=.")
+        raise ValueError(f"{name}={ridge!r}: pass a number from 0 on{more}.")
     return float(ridge)
 
 

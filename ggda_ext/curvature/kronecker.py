@@ -265,7 +265,7 @@ def _cotangents(loss_fn: Any, z: Tensor, random: torch.Generator) -> Tensor | No
     plain = getattr(loss_fn, "weight", None) is None and getattr(loss_fn, "label_smoothing", 0.0) == 0.0
     if type(loss_fn) is nn.CrossEntropyLoss and plain and z.dim() == 2:
         p = z.softmax(1)
-        drawn = torch.rand(len(p), 1, generator=random, dtype=torch.float64)  # multinomial may hang on the batch size
+        drawn = torch.rand(len(p), 1, generator=random, dtype=torch.float64)  # multinomial depends on the batch size
         label = (p.double().cumsum(1) <= drawn).sum(1).clamp(max=p.shape[1] - 1)
         return p - F.one_hot(label, p.shape[1])
     of_one = max(1, z[0].numel()) if getattr(loss_fn, "reduction", "") == "mean" else 1  # outputs that share a mean

@@ -22,6 +22,8 @@ from ggda_ext.model import sums_on
 
 Product = Callable[[Tensor], Tensor]
 """Vectors `[m, p]` → their products with a symmetric matrix `[m, p]`."""
+SPACE_BYTES = 2**30
+"""For the directions of the space, but room for four blocks of them at least."""
 ChooseDamping = Callable[[Tensor], float]
 """Eigenvalues of A in the space found so far, rising → λ."""
 
@@ -46,13 +48,7 @@ class Solution:
 
 
 def krylov_solve(
-    product: Product,
-    vectors: Tensor,
-    damping: ChooseDamping,
-    *,
-    max_steps: int = 30,
-    tolerance: float = 1e-2,
-    memory_budget: int = 2**30,
+    product: Product, vectors: Tensor, damping: ChooseDamping, *, max_steps: int, tolerance: float
 ) -> Solution:
     """(A + λ)⁻¹ v for all `vectors [m, p]` in one space.
 
@@ -63,11 +59,10 @@ def krylov_solve(
             anything.
         max_steps: most products.
         tolerance: residual, relative to the vector, at which all are done.
-        memory_budget: bytes for the space; it has room for four blocks of directions at least.
     """
     lengths = vectors.norm(dim=1, keepdim=True)
     space = _Space(vectors / lengths.clamp_min(torch.finfo(vectors.dtype).tiny))
-    most = min(max_steps, max(4, memory_budget // max(vectors.nbytes, 1)))
+    most = min(max_steps, max(4, SPACE_BYTES // max(vectors.nbytes, 1)))
     inside, chosen, residual, values = space.sides, 0.0, 0.0, space.sides.new_zeros(1)
     while len(space.newest) and len(space.blocks) < most:
         space.extend(product(space.newest))

@@ -6,14 +6,13 @@ Three kinds, of which all but the Hessian have no negative eigenvalues:
 * ``"hessian"``       1/N Σ ∇²ℓᵢ;
 * ``"fisher"``        1/N Σ ∇ℓᵢ ∇ℓᵢᵀ, the empirical Fisher, for any loss at all.
 
-A few thousand points tell the curvature well enough; the error this leaves is measured on other points. The
+A few thousand points are enough for the curvature; the error this leaves is measured on other points. The
 Fisher keeps their gradients where they fit into memory, so that its products need no further pass; where nobody asked
 for it by name, it is taken on as many points as that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -21,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.curvature.gauss_newton import GaussNewton, NoCurvature
-from ggda_ext.curvature.hessian import Hessian
-from ggda_ext.data import IndexedData, SomePoints, pick, tensors_in, to_device
+from ggda_ext.curvature.hessian import GaussNewton, Hessian, NoCurvature
+from ggda_ext.data import IndexedData, SomePoints, to_device
+from ggda_ext.data.kept import RememberedPoints, first_points
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
 from ggda_ext.groups.partition import Groups
@@ -59,18 +58,19 @@ class SampledCurvature:
     """
 
     def __init__(self, provider: GroupGradients, kind: str, points: int, seed: int) -> None:
-        self.provider, self.kind = provider, checked_kind(kind)
+        self.provider, self.kind, self.seed, self.note = provider, checked_kind(kind), seed, ""
         self.sample, self.total = sample_of(provider, points, seed)
-        self.points, self.seed = self.sample.n or 0, seed
-        self.note = ""
         if kind == "auto":
             self.kind = "gauss-newton"
             why = self._no_gauss_newton()
-            self.kind = "gauss-newton" if why is None else "fisher"
-            self.note = "" if why is None else f"The curvature is the empirical Fisher, because {why}"
-        if kind == "auto" and self.kind == "fisher":
-            self.sample, _ = sample_of(provider, min(points, max(FEWEST, self._points_to_keep)), seed)
-            self.points = self.sample.n or 0
+            if why is not None:
+                self.kind, self.note = "fisher", f"The curvature is the empirical Fisher, because {why}"
+                self.sample, _ = sample_of(provider, min(points, max(FEWEST, self._points_to_keep)), seed)
+
+    @property
+    def points(self) -> int:
+        """How many points are looked at."""
+        return self.sample.n or 0
 
     @property
     def whole(self) -> bool:
@@ -83,7 +83,7 @@ class SampledCurvature:
 
     def elsewhere(self, vectors: Tensor) -> Tensor:
         """The same on as many points of which few are in the sample; the sample itself where that is all there is."""
-        return self.on(_draw(self.provider.data, self.points, self.seed + 1, instead=True), vectors)
+        return self.on(_draw(self.provider.data, self.points, self.seed, others=True), vectors)
 
     def passes(self, steps: int, vectors: int) -> float:
         """What the products of a solve took, and one elsewhere, in passes over all training points."""
@@ -121,12 +121,7 @@ class SampledCurvature:
 
     def _operator(self, data: IndexedData) -> Hessian:
         kind = GaussNewton if self.kind == "gauss-newton" else Hessian
-        loss = self._loss
-
-        def total(model: nn.Module, batch: Any) -> Tensor:
-            return loss.total(model, batch)
-
-        return kind(self.provider.space, total, data, self.provider.batch_size, reduction="sum")
+        return kind(self.provider.space, self._loss.total, data, self.provider.batch_size, reduction="sum")
 
     @cached_property
     def _loss(self) -> ExampleLoss:
@@ -178,80 +173,23 @@ def sample_of(provider: GroupGradients, points: int, seed: int) -> tuple[Indexed
     return _draw(provider.data, min(points, total), seed), total
 
 
-def _draw(data: IndexedData, points: int, seed: int, *, instead: bool = False) -> IndexedData:
+def _draw(data: IndexedData, points: int, seed: int, *, others: bool = False) -> IndexedData:
     """Some points of the data, in their order; of a stream, its first ones.
 
     Args:
         data: all points.
         points: how many.
         seed: of the draw.
-        instead: whether to take others than the draw with `seed` − 1 took, as far as there are any.
+        others: whether to take points that the draw with this seed leaves out, as far as there are any.
     """
     if data.is_stream:
-        return _beginning(data, points)
-    n = data.n or 0
-    order = np.random.default_rng(seed - instead).permutation(n)
-    chosen = order[points : 2 * points] if instead else order[:points]
+        return first_points(data, points)
+    order = np.random.default_rng(seed).permutation(data.n or 0)
+    chosen = order[points : 2 * points] if others else order[:points]
     if len(chosen) < points:
         chosen = np.concatenate([chosen, order[: points - len(chosen)]])
     some = np.sort(chosen)
-    return SomePoints(data, some) if data.tensors is not None else _Remembered(data, some)
-
-
-class _Remembered(SomePoints):
-    """Some points of a data set that reads them from somewhere: every batch is read once, as far as memory goes."""
-
-    def __init__(self, data: IndexedData, positions: np.ndarray, memory_budget: int = 2**28) -> None:
-        super().__init__(data, positions)
-        self._left, self._known = memory_budget, dict[bytes, Any]()
-
-    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
-        """One batch for every sequence of indices, in that order."""
-        for indices in index_batches:
-            key = np.asarray(indices, np.int64).tobytes()
-            if key in self._known:
-                yield self._known[key]
-                continue
-            (batch,) = super().batches([indices])
-            size = sum(tensor.nbytes for tensor in tensors_in(batch))
-            if size <= self._left:
-                self._left -= size
-                self._known[key] = batch
-            yield batch
-
-
-def _beginning(data: IndexedData, points: int) -> IndexedData:
-    """The first points of a stream, kept in memory."""
-    kept: list[Any] = []
-    for indices, batch in data.sequential(points):
-        kept += [pick(batch, [at]) for at in range(len(indices))]
-        if len(kept) >= points:
-            break
-    return _Kept(kept[:points], data.name)
-
-
-class _Kept(IndexedData):
-    """Examples in memory, each as a batch of one."""
-
-    def __init__(self, examples: list[Any], name: str) -> None:
-        self.examples, self.name, self.n, self.is_stream = examples, name, len(examples), False
-
-    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
-        """One batch for every sequence of indices, in that order."""
-        for indices in index_batches:
-            yield _joined([self.examples[int(at)] for at in indices])
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """Batches one after the other, as one."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(parts)) if first.dim() else first
-    if isinstance(first, Mapping):
-        return {key: _joined([part[key] for part in parts]) for key in first}
-    if isinstance(first, tuple | list) and any(isinstance(value, Tensor | Mapping | tuple | list) for value in first):
-        return type(first)(_joined(values) for values in zip(*parts, strict=True))
-    return [value for part in parts for value in part] if isinstance(first, tuple | list) else first
+    return SomePoints(data, some) if data.tensors is not None else RememberedPoints(data, some)
 
 
 def _fisher_product(provider: GroupGradients, data: IndexedData, vectors: Tensor) -> Tensor:

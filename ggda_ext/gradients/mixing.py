@@ -5,7 +5,7 @@ A batch must be the sum of its examples alone, and no more nor less than batches
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
 from typing import Any
 
@@ -19,6 +19,7 @@ from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 
 _PIECE = 4  # examples of a batch, at most half of it, that are run together, to see whether more have other losses
+_MOST_PIECES, _SAMPLED = 32, 8  # parts of a batch
 
 
 def check_batch(
@@ -74,9 +75,9 @@ def check_reduction(whole: float, alone: Tensor, allowed: Tolerance) -> None:
 
 
 def check_losses(
-    space: ParameterSpace, loss: ExampleLoss, batch: Any, losses: Tensor, allowed: Tolerance, *, halves: bool = False
+    space: ParameterSpace, loss: ExampleLoss, batch: Any, losses: Tensor, allowed: Tolerance, parts: Parts
 ) -> None:
-    """Refuse a batch whose examples have other losses `[b]` than in small batches.
+    """Refuse a batch whose examples have other losses `[b]` than in parts of it.
 
     Args:
         space: model and chosen parameters.
@@ -84,42 +85,66 @@ def check_losses(
         batch: the examples.
         losses: theirs in this batch.
         allowed: differences that rounding may explain.
-        halves: whether to compare with the two halves of the batch only: enough where the size does not matter.
+        parts: positions of examples that are run together.
     """
-    step = -(-len(losses) // 2) if halves else _piece(batch)
-    parts = []
-    for piece in _pieces(batch, step):
+    found = losses.cpu().double()
+    for some in parts:
         with space.require_gradients(of_chosen=True):  # puts back what the model changes
-            parts.append(loss.each(space.model, piece).detach())
-    found, expected = losses.cpu().double(), torch.cat(parts).cpu().double()
-    finite = found.isfinite() & expected.isfinite()
-    room = expected.abs() + expected[finite].abs().max() if bool(finite.any()) else expected
-    off = ((found - expected).abs() > allowed.each * room) & finite
-    if bool(off.any()):
-        _refuse_mixing(space.model, found, expected, off, "the data", f"in one of {step}")
+            expected = loss.each(space.model, pick(batch, some)).detach().cpu().double()
+        mine = found[list(some)]
+        finite = mine.isfinite() & expected.isfinite()
+        room = expected.abs() + found[found.isfinite()].abs().max() if bool(finite.any()) else expected
+        off = ((mine - expected).abs() > allowed.each * room) & finite
+        if bool(off.any()):
+            _refuse_mixing(space.model, mine, expected, off, "the data", f"in one of {len(some)}", len(found))
 
 
-def check_sum(space: ParameterSpace, loss: ExampleLoss, batch: Any, allowed: Tolerance) -> None:
-    """Refuse a batch whose gradient is not the sum of those of small batches of its examples; as in `check_losses`."""
-    direction = random_direction(space)
-    whole = total_scores(space, loss, batch, direction)
-    parts = torch.stack([total_scores(space, loss, piece, direction) for piece in _pieces(batch, _piece(batch))])
-    room = parts.abs().sum(0) + 1e-3 * parts.abs().sum()
-    if bool(((whole - parts.sum(0)).abs() > 10 * allowed.most * room).any()):  # never so for NaN
+def check_sum(space: ParameterSpace, loss: ExampleLoss, batch: Any, allowed: Tolerance, parts: Parts) -> None:
+    """Refuse a batch in which the gradients of some examples are not the sum of those of parts; as in `check_losses`.
+
+    Args:
+        space, loss, batch, allowed: as in `check_losses`.
+        parts: positions of examples that are run together, no example in two of them.
+    """
+    direction, parts = random_direction(space), list(parts)
+    whole = total_scores(space, _SomeOf(loss, [at for some in parts for at in some]), batch, direction)
+    found = torch.stack([total_scores(space, loss, pick(batch, some), direction) for some in parts])
+    room = found.abs().sum(0) + 1e-3 * found.abs().sum()
+    if bool(((whole - found.sum(0)).abs() > 10 * allowed.most * room).any()):  # never so for NaN
         raise ValueError(
             f"the model or the loss mixes the examples of a batch: the gradient of a batch of {batch_length(batch)} is "
-            f"not the sum of those of batches of {_piece(batch)} with the same examples. So the gradient of a group "
+            f"not the sum of those of batches of {len(parts[0])} with the same examples. So the gradient of a group "
             "has no fixed value: pass a batch_size that the model does not treat otherwise, or mend the model."
         )
 
 
-def _piece(batch: Any) -> int:
-    return min(_PIECE, max(1, batch_length(batch) // 2))
+Parts = Iterable[Sequence[int]]
 
 
-def _pieces(batch: Any, step: int) -> Iterator[Any]:
-    size = batch_length(batch)
-    return (pick(batch, range(low, min(low + step, size))) for low in range(0, size, step))
+def halves(size: int) -> Parts:
+    """The two halves of a batch."""
+    return _pieces(size, -(-size // 2))
+
+
+def splits(size: int) -> Parts:
+    """A batch cut in two in so many ways that any two examples are once apart."""
+    for bit in range((size - 1).bit_length()):
+        for side in (0, 1):
+            yield [at for at in range(size) if (at >> bit) & 1 == side]
+
+
+def cuts(size: int) -> Iterator[Parts]:
+    """A batch in parts of four, at most half of it; a large one in larger parts, and some of four from all over it."""
+    few = min(_PIECE, max(1, size // 2))
+    step = max(few, size // _MOST_PIECES)
+    yield _pieces(size, step)
+    if step > few:
+        every = _pieces(size, few)
+        yield every[:: -(-len(every) // _SAMPLED)]
+
+
+def _pieces(size: int, step: int) -> list[range]:
+    return [range(low, min(low + step, size)) for low in range(0, size, step)]
 
 
 def _same_sum(total: Tensor, truth: Truth, allowed: Tolerance) -> bool:
@@ -132,25 +157,31 @@ def _alike_in_batch(
     space: ParameterSpace, loss: ExampleLoss, batch: Any, truth: Truth, direction: Tensor, allowed: Tolerance
 ) -> bool:
     """Whether every example has the gradient in a batch that it has alone, and the batch has the sum of them."""
-    found = torch.stack([total_scores(space, _OneOf(loss, at), batch, direction) for at in range(len(truth.losses))])
+    found = torch.stack([total_scores(space, _SomeOf(loss, [at]), batch, direction) for at in range(len(truth.losses))])
     total, room = total_scores(space, loss, batch, direction), truth.norms.sum(0) + 1e-3 * truth.norms.sum()
     if bool(((total - found.sum(0)).abs() > allowed.each * room).any()):
         return False
     return not bool(truth.differs(found, allowed).any())
 
 
-class _OneOf(ExampleLoss):
-    """The loss of one example of a batch."""
+class _SomeOf(ExampleLoss):
+    """The losses of some examples of a batch."""
 
-    def __init__(self, loss: ExampleLoss, at: int) -> None:
-        self.loss, self.at = loss, at
+    def __init__(self, loss: ExampleLoss, positions: list[int]) -> None:
+        self.loss, self.positions = loss, positions
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
-        return self.loss.each(model, batch)[self.at : self.at + 1]
+        return self.loss.each(model, batch)[self.positions]
 
 
 def _refuse_mixing(
-    model: nn.Module, losses: Tensor, alone: Tensor, off: Tensor, name: str, apart: str = "alone"
+    model: nn.Module,
+    losses: Tensor,
+    alone: Tensor,
+    off: Tensor,
+    name: str,
+    apart: str = "alone",
+    size: int | None = None,
 ) -> None:
     worst = int(torch.where(off, (losses - alone).abs(), -1.0).argmax())
     who = next(
@@ -163,7 +194,7 @@ def _refuse_mixing(
     )
     raise ValueError(
         f"the model or the loss mixes the examples of a batch: {name} has an example with a loss of "
-        f"{float(losses[worst]):.6g} in a batch of {len(losses)} and of {float(alone[worst]):.6g} {apart}, or its "
-        f"gradient differs{who}. So the gradient of a group has no fixed value: use statistics that do not depend on "
-        "the batch, and a loss of each example by itself."
+        f"{float(losses[worst]):.6g} in a batch of {size or len(losses)} and of {float(alone[worst]):.6g} {apart}, or "
+        f"its gradient differs{who}. So the gradient of a group has no fixed value: use statistics that do not depend "
+        "on the batch, and a loss of each example by itself."
     )

@@ -6,29 +6,133 @@ backward pass costs half of an ordinary one. Hooks on tensors see the gradient a
 when an in-place activation overwrites it afterwards. A parameter outside any known layer (a scale, a class token) may
 be given to the model as one copy per example; then the gradient at the copies is what is observed.
 
+Meanwhile a `Watch` sees the functions that the model calls from Python. One that may move rows, a number that Python is
+told, or a hook that may change gradients on the way back, can make a strategy wrong: always, for some batch sizes, or
+for rare examples. Such batches are looked at closely.
+
 A layer is called with detached parameters, while the parameters themselves require a gradient. So where the loss has a
 gradient of a parameter, something else uses it (a functional call, a penalty), and layers alone do not tell the score.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ggda_ext.data import batch_length
 from ggda_ext.gradients.given import UnderVmap, given_biases, given_copies
 from ggda_ext.gradients.layers import Layer, UnknownLayer
-from ggda_ext.gradients.watch import Watch, altered_gradients
+from ggda_ext.gradients.movers import MOVERS
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, full_precision
 
 Signature = tuple[tuple[tuple[str, int], ...], int]
+
+
+_LOOKED_AT = 100_000  # nodes of a graph
+TELLERS = {
+    Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__, Tensor.item,
+    Tensor.tolist, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose, torch.is_nonzero,
+}  # fmt: skip
+_GETTERS: dict[str, Any] = {name: getattr(Tensor, name).__get__ for name in ("grad_fn", "requires_grad")}
+_HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, _GETTERS["grad_fn"]}
+_ASKS = {_GETTERS["requires_grad"], torch.is_grad_enabled}
+_LOOKED_AT_CLOSELY = {*MOVERS, *TELLERS, *_HOOKS, *_ASKS}
+
+
+class Watch(TorchFunctionMode):
+    """Lets functions run, and keeps their names.
+
+    Args:
+        size: examples of the batch.
+
+    Attributes:
+        moves: the name of a function that may have moved rows of the batch, or None.
+        hooks: the name of a function that may have put a hook on a gradient, or None.
+        asks: whether the model asks if something requires a gradient, and may do otherwise if not.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self._called: list[Hashable] = []
+        self._told: list[Hashable] = []
+        self.moves: str | None = None
+        self.hooks: str | None = None
+        self.asks = False
+
+    @cached_property
+    def called(self) -> int:
+        """The same for runs that call the same functions in the same order; asked for when a run is over."""
+        return hash(tuple(self._called))
+
+    @cached_property
+    def told(self) -> int:
+        """The same for runs in which Python was told the same numbers, too."""
+        return hash((*self._called, *self._told)) if self._told else self.called
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._called.append(func)
+        if func not in _LOOKED_AT_CLOSELY:
+            return func(*args, **kwargs)
+        if self.size > 1 and self.moves is None:
+            may_move = MOVERS.get(func)
+            if may_move is not None and may_move(self.size, *args, **kwargs):
+                self.moves = getattr(func, "__name__", str(func))
+        found = func(*args, **kwargs)
+        if func in TELLERS:
+            (self._called if isinstance(found, bool) else self._told).append(str(found))
+        elif func in _HOOKS:
+            self.hooks = "register_hook"
+        elif func in _ASKS:
+            self.asks = True
+        return found
+
+
+def hidden_hooks(model: nn.Module, parameters: Sequence[nn.Parameter]) -> str | None:
+    """A hook on gradients that the model or its parameters were given, or None."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"a hook on the gradients of module {name!r}"
+    hooked = any(parameter._backward_hooks for parameter in parameters)
+    return "a hook on the gradient of a parameter" if hooked else None
+
+
+def altered_gradients(losses: Tensor, watch: Watch) -> str | None:
+    """What makes gradients of losses other than derivatives: a hook, or a `Function`; None if nothing does.
+
+    Args:
+        losses: computed with gradients.
+        watch: what was called for it.
+    """
+    if watch.hooks is not None:
+        return "a hook on a gradient"
+    seen: set[Any] = set()
+    todo: list[Any] = [losses.grad_fn]
+    while todo and len(seen) < _LOOKED_AT:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, BackwardCFunction) and not _of_torch(node):
+            return f"the autograd function {type(node).__name__.removesuffix('Backward')}"
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+    return None
+
+
+def _of_torch(node: BackwardCFunction) -> bool:
+    """Whether an autograd function is PyTorch's own, such as that of a checkpoint."""
+    return getattr(type(node), "_forward_cls", type(node)).__module__.split(".")[0] == "torch"
 
 
 class Observer:

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ggda_ext.data import IndexedData, batch_length, pick, tensors_in, to_device
+from ggda_ext.gradients.descent import descent
 from ggda_ext.gradients.layers import Layer, copied_parameter, known_layers
 from ggda_ext.gradients.mixing import check_batch, check_reduction
-from ggda_ext.gradients.observation import Observer
+from ggda_ext.gradients.observation import Observer, hidden_hooks
 from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.proof import (
     LEAST_PLACES,
@@ -47,14 +48,12 @@ from ggda_ext.gradients.truth import (
     Truth,
     captured_scores,
     check_same_losses,
-    descent,
     first_line,
     random_direction,
     tolerance,
     total_scores,
     truth_alone,
 )
-from ggda_ext.gradients.watch import hidden_hooks
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, SavedState, may_change
@@ -168,9 +167,9 @@ class Probe:
         except ValueError:
             sample.check_repeats()  # what is random may look like anything
             raise
-        if sample.effort is USUAL:  # two examples cannot tell: two divides every other dimension
-            self._found.most_places = max(LEAST_PLACES, min(len(members) // 32, MOST_PLACES))
-            self._found.look_at(descent(space, self._loss, max(self._found.batches, key=batch_length), most))
+        self._found.most_places = max(LEAST_PLACES, min(len(members) // 32, MOST_PLACES))
+        most = most if sample.effort is USUAL else sample.effort.examples
+        self._found.look_at(descent(space, self._loss, max(self._found.batches, key=batch_length), most))
         if self._found.uncovered:
             self._found.work = self._counted_work()
         self._found.unseen = set(self._untouched())
@@ -483,6 +482,7 @@ class Sample:
             finally:
                 for handle in handles:
                     handle.remove()
+            saved.check_held()
             self.changing = saved.changed()
             if hidden:
                 self._seen += self._saved_bytes(batches)

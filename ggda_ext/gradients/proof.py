@@ -26,20 +26,19 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import IndexedData, batch_length, pick
+from ggda_ext.gradients.descent import RANDOM, Descent, descent
 from ggda_ext.gradients.layers import Layer, UnknownLayer, copied_layer, known_layers
-from ggda_ext.gradients.mixing import check_losses, check_sum
-from ggda_ext.gradients.observation import Calls, Observation, Observer, Signature, observe
+from ggda_ext.gradients.mixing import check_losses, check_sum, cuts, halves, splits
+from ggda_ext.gradients.observation import Calls, Observation, Observer, Signature, Watch, observe
 from ggda_ext.gradients.truth import (
     Tolerance,
     Truth,
     captured_scores,
-    descent,
     plain_run,
     random_direction,
     truth_of,
     wide,
 )
-from ggda_ext.gradients.watch import RANDOM, Descent, Watch
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 
@@ -80,7 +79,7 @@ class Findings:
     activation_bytes: int
     """Of one example."""
     changing: list[str] = field(default_factory=list)
-    """Names of buffers that `forward` changes."""
+    """Names of buffers and parameters that `forward` changes."""
     uncovered: dict[str, str] = field(default_factory=dict)
     """Parameters whose gradients the layers do not give: name → why."""
     copied: dict[str, tuple[str, str, tuple[int, ...]]] = field(default_factory=dict)
@@ -361,20 +360,26 @@ class CapturedLayers:
         """
         places = self.found.new_places(watch.size)
         if places:
-            few = pick(batch, range(places))
-            check_losses(self.space, self.loss, few, losses[:places].detach(), self.allowed)
-            check_sum(self.space, self.loss, few, self.allowed)
+            self._check_parts(pick(batch, range(places)), losses[:places])
             self.found.places = places
         if not self._mixes(watch):
             return
-        new = watch.size > self.found.apart.get(watch.called, 0)
-        check_losses(self.space, self.loss, batch, losses.detach(), self.allowed, halves=not new)
-        if new:
-            check_sum(self.space, self.loss, batch, self.allowed)
+        if watch.size > self.found.apart.get(watch.called, 0):
+            self._check_parts(batch, losses)
             self.found.apart[watch.called] = watch.size
+        else:
+            check_losses(self.space, self.loss, batch, losses.detach(), self.allowed, halves(watch.size))
+        if self.found.joins is not None:
+            check_losses(self.space, self.loss, batch, losses.detach(), self.allowed, splits(watch.size))
         if watch.told not in self.found.told:
-            self.found.look_at(descent(self.space, self.loss, batch, batch_length(batch)))
+            self.found.look_at(descent(self.space, self.loss, batch, watch.size, watch.called))
             self.found.told.add(watch.told)
+
+    def _check_parts(self, batch: Any, losses: Tensor) -> None:
+        """Refuse a batch that is not the sum of parts of it, some of them small."""
+        for parts in cuts(len(losses)):
+            check_losses(self.space, self.loss, batch, losses.detach(), self.allowed, parts)
+            check_sum(self.space, self.loss, batch, self.allowed, parts)
 
     def _mixes(self, watch: Watch) -> bool:
         """Whether the model may mix the examples of a batch in a way that was not looked at."""
@@ -384,7 +389,7 @@ class CapturedLayers:
 
     def _closely(self, watch: Watch) -> bool:
         """Whether to look whose rows are whose."""
-        return self.found.alters is not None or watch.moves is not None
+        return self.found.alters is not None or watch.moves is not None or self.found.joins is not None
 
     def _check_order(self, batch: Any, calls: Calls) -> None:
         """Raise where rows of a batch are not those of its examples; refuse where examples are mixed."""

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ggda_ext.data import batch_length, pick, tensors_in
+from ggda_ext.data import batch_length
 from ggda_ext.gradients.layers import Layer
-from ggda_ext.gradients.observation import Calls, Observer, observe
-from ggda_ext.gradients.watch import Descent, Watch, altered_gradients
+from ggda_ext.gradients.observation import Calls, Observer, Watch, altered_gradients, observe
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 
@@ -150,21 +149,6 @@ def plain_run(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: S
         gradients = space.gradients_of(losses.sum())
     pairs = zip(gradients, (wide(part).flatten() for part in direction), strict=True)
     return PlainRun(_on_cpu(losses), torch.stack([_dot(*pair) for pair in pairs]).cpu(), alters, watch.told)
-
-
-_TELLING = (7, 5, 3, 11, 13, 17, 19, 23)  # numbers of examples, of which one divides no other dimension
-
-
-def descent(space: ParameterSpace, loss: ExampleLoss, batch: Any, most: int) -> Descent:
-    """What a run of a few examples, some of them more than once, shows of what descends from them; at most so many."""
-    lengths = {length for value in space.model.parameters() for length in value.shape}
-    lengths |= {length for part in tensors_in(batch) if not part.is_nested for length in part.shape[1:]}
-    telling = (s for s in _TELLING if s <= most and not any(length % s == 0 for length in lengths))
-    size = next(telling, min(_TELLING[0], most))
-    few = pick(batch, [at % batch_length(batch) for at in range(size)])
-    with space.require_gradients(of_chosen=True), Descent(size, tensors_in(few)) as watch:
-        loss.each(space.model, few)
-    return watch
 
 
 def captured_scores(

@@ -189,5 +189,7 @@ def _by_bin(values: np.ndarray, bins: Any) -> tuple[np.ndarray, list[str]]:
     labels = np.searchsorted(edges, values, side="right") - 1
     labels[values == edges[-1]] = len(edges) - 2
     labels[missing | (values < edges[0]) | (values > edges[-1])] = -1
+    if edges.dtype.kind == "M" and (edges.astype("datetime64[D]") == edges).all():
+        edges = edges.astype("datetime64[D]")  # days are named without their midnight
     ends = [")"] * (len(edges) - 2) + ["]"]
     return labels, [f"[{low}, {high}{end}" for low, high, end in zip(edges[:-1], edges[1:], ends, strict=True)]

@@ -12,7 +12,7 @@ point, a block at a time. Only single numbers per point are kept.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,9 @@ from ggda_ext.gradients import GroupGradients
 from ggda_ext.grouping.kmeans import means
 from ggda_ext.grouping.whitening import check_features
 from ggda_ext.groups.partition import Groups
-from ggda_ext.losses import LABEL_KEYS
-from ggda_ext.methods.cautions import LARGE, WHOLE_CLASS, class_share
+from ggda_ext.methods.cautions import LARGE, WHOLE_CLASS, class_share, labels_of
 from ggda_ext.properties import Property
+from ggda_ext.results.table import aligned_lines
 
 _CLASS = "nearly a whole class"
 _SHOWN = 8
@@ -57,16 +57,16 @@ class Summary:
     alignment: np.ndarray | None = None
     curvature: np.ndarray | None = None
     class_share: np.ndarray | None = None
-    columns: dict[str, np.ndarray] = field(init=False, repr=False)
-    """One array `[k]` per column that there is, e.g. for ``pandas.DataFrame(summary.columns)``."""
 
-    def __post_init__(self) -> None:
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """One array `[k]` per column that there is, e.g. for ``pandas.DataFrame(summary.columns)``."""
         found = {"group": np.array([self.groups.name(j) for j in range(len(self.groups))], dtype=object)}
         found["size"] = self.groups.sizes
         for name in ("spread", "scores", "same_sign", "alignment", "curvature", "class_share"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
-        object.__setattr__(self, "columns", found)
+        return found
 
     @property
     def untrustworthy(self) -> dict[str, np.ndarray]:
@@ -110,13 +110,12 @@ class Summary:
         by_score = self.scores is not None
         weight = np.abs(self.scores) if self.scores is not None else self.groups.sizes
         first = np.argsort(-weight, kind="stable")[:_SHOWN]
-        rows = [["score" if name == "scores" else name.replace("_", " ") for name in self.columns]]
-        rows += [[_shown(values[j]) for values in self.columns.values()] for j in first]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        columns = self.columns
+        rows = [["score" if name == "scores" else name.replace("_", " ") for name in columns]]
+        rows += [[_shown(values[j]) for values in columns.values()] for j in first]
         rest = len(self.groups) - len(first)
         order = "by absolute score" if by_score else "by size"
-        return ["", *lines, *([f"… and {rest:,} more, {order}"] if rest else [])]
+        return ["", *aligned_lines(rows), *([f"… and {rest:,} more, {order}"] if rest else [])]
 
     def _warnings(self) -> list[str]:
         if not self.untrustworthy:
@@ -209,14 +208,10 @@ def _targets(data: IndexedData) -> Tensor | None:
     """Class labels in the data, if its targets are whole numbers, one per point."""
     found = []
     for _, batch in data.sequential(1024):
-        target: Any = None
-        if isinstance(batch, Mapping):
-            target = next((batch[key] for key in LABEL_KEYS if key in batch), None)
-        elif isinstance(batch, tuple | list) and len(batch) > 1:
-            target = batch[-1]
-        if not isinstance(target, Tensor) or target.dim() != 1 or target.is_floating_point():
+        labels = labels_of(batch)
+        if labels is None:
             return None
-        found.append(target.cpu())
+        found.append(labels)
     return torch.cat(found)
 
 

@@ -20,7 +20,7 @@ from sklearn.exceptions import ConvergenceWarning
 TREE_DIMENSIONS = 15  # above this a k-d tree visits most leaves; scikit-learn draws the line here too
 MANY_CLUSTERS = 500  # up to this scikit-learn's Lloyd iteration beats building and walking a tree
 RELOCATION_ROUNDS = 5
-CHEAP = 2.0  # times the cost at which moving a centre stops to pay: up to there an upper bound of it is not enough
+CHEAP = 2.0  # times the cost at which moving a centre no longer pays: costs up to there are computed exactly
 ROUNDING = 1e-10  # numbers nearer to one another than this fraction count as equal
 _PRODUCTS = 2**23  # inner products of points and centres held at a time
 
@@ -164,13 +164,13 @@ def _best_splits(
 def _cost_of_loss(
     points: np.ndarray, labels: np.ndarray, centres: np.ndarray, sizes: np.ndarray, gain: np.ndarray
 ) -> np.ndarray:
-    """Inertia added `[k]` by the loss of each centre; for dear ones an upper bound, which spares most of the search."""
+    """Inertia added `[k]` by the loss of each centre; an upper bound where that is much, which saves most searching."""
     used = np.flatnonzero(sizes)
     if len(used) == 1:
         return np.where(sizes > 0, np.finfo(np.float64).max, 0.0)
     cost = np.zeros(len(centres))
     cost[used] = sizes[used] * _nearest(centres[used], centres[used], 2)[0][:, 1] ** 2  # all points to one other centre
-    balance = np.minimum(np.sort(gain)[::-1], np.sort(cost)).max()  # dearer ones do not pay
+    balance = np.minimum(np.sort(gain)[::-1], np.sort(cost)).max()  # moves that cost more do not pay
     cheap = cost <= CHEAP * balance
     moved = np.flatnonzero(cheap[labels])
     if len(moved):

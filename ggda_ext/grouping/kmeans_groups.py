@@ -148,8 +148,8 @@ class ReprKMeansGroups(KMeansGroups):
 
     Args:
         model: any module in eval mode; left as it was.
-        layer: name of the layer whose input is clustered; the last linear layer that runs if None.
         loss_fn: only for a model with a calling convention of its own: a `BatchLoss` that calls it.
+        layer: name of the layer whose input is clustered; the last linear layer that runs if None.
         batch_size: examples per forward pass.
         group_size, n_groups, max_size, balanced, whiten, max_iter, tol, random_state: as in `KMeansGroups`.
     """
@@ -159,11 +159,11 @@ class ReprKMeansGroups(KMeansGroups):
     def __init__(
         self,
         model: nn.Module,
+        loss_fn: Any = None,
         *,
         group_size: int | None = None,
         n_groups: int | None = None,
         layer: LayerChoice = None,
-        loss_fn: Any = None,
         max_size: int | None = None,
         balanced: bool = False,
         whiten: Whitening = "pca",
@@ -173,16 +173,9 @@ class ReprKMeansGroups(KMeansGroups):
         batch_size: int = 1024,
     ) -> None:
         super().__init__(
-            group_size,
-            n_groups,
-            max_size=max_size,
-            balanced=balanced,
-            whiten=whiten,
-            max_iter=max_iter,
-            tol=tol,
-            random_state=random_state,
-            batch_size=batch_size,
-        )
+            group_size, n_groups, max_size=max_size, balanced=balanced, whiten=whiten, max_iter=max_iter, tol=tol,
+            random_state=random_state, batch_size=batch_size,
+        )  # fmt: skip
         self.model = model
         self.layer = layer
         self.loss_fn = loss_fn
@@ -200,41 +193,11 @@ class GradKMeansGroups(ReprKMeansGroups):
 
     Args:
         model: any module in eval mode; left as it was.
-        loss_fn: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
+        loss_fn: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`; None for a model that returns
+            its own loss.
         layer, batch_size: as in `ReprKMeansGroups`.
         group_size, n_groups, max_size, balanced, whiten, max_iter, tol, random_state: as in `KMeansGroups`.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Any,
-        *,
-        group_size: int | None = None,
-        n_groups: int | None = None,
-        layer: LayerChoice = None,
-        max_size: int | None = None,
-        balanced: bool = False,
-        whiten: Whitening = "pca",
-        max_iter: int = 60,
-        tol: float = 1e-3,
-        random_state: RandomState = None,
-        batch_size: int = 1024,
-    ) -> None:
-        super().__init__(
-            model,
-            group_size=group_size,
-            n_groups=n_groups,
-            layer=layer,
-            loss_fn=loss_fn,
-            max_size=max_size,
-            balanced=balanced,
-            whiten=whiten,
-            max_iter=max_iter,
-            tol=tol,
-            random_state=random_state,
-            batch_size=batch_size,
-        )
 
     def features(self, data: Any) -> np.ndarray:
         """Gradients with respect to the inputs of the layer, rotated to `[n, C]` where that keeps the clusters."""

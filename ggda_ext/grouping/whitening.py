@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from ggda_ext.grouping.kmeans import TREE_DIMENSIONS
+from ggda_ext.groups.labels import first_few
 
 Whitening = Literal["pca", "scale"] | None
 
@@ -37,8 +38,9 @@ def check_features(features: np.ndarray) -> np.ndarray:
     rows = features.astype(np.float32 if small else np.float64, copy=False)
     bad = np.flatnonzero(~np.isfinite(rows).all(1))
     if len(bad):
-        first = ", ".join(map(str, bad[:5].tolist())) + (", …" if len(bad) > 5 else "")
-        raise ValueError(f"the features of {len(bad)} of {len(rows)} points hold NaN or infinity, first {first}.")
+        raise ValueError(
+            f"the features of {len(bad)} of {len(rows)} points hold NaN or infinity, first {first_few(bad)}."
+        )
     return rows
 
 

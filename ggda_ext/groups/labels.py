@@ -19,9 +19,9 @@ Rule = Callable[[np.ndarray], np.ndarray]
 _RULE_STEP = 2**20
 
 
-def first_few(indices: np.ndarray, most: int = 5) -> str:
-    """The first indices as text, for an error."""
-    return ", ".join(map(str, indices[:most].tolist())) + (", …" if len(indices) > most else "")
+def first_few(indices: np.ndarray) -> str:
+    """The first five indices as text, for an error."""
+    return ", ".join(map(str, indices[:5].tolist())) + (", …" if len(indices) > 5 else "")
 
 
 def read_labels(groups: Any, n: int | None) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ggda_ext.groups.partition import Groups
-from ggda_ext.results.table import shown
+from ggda_ext.results.table import aligned_lines, shown
 
 if TYPE_CHECKING:
     import pandas
@@ -138,15 +138,9 @@ class LabelIssues:
         return max(1, round(TOP_SHARE * len(self)))
 
     def _points(self) -> list[str]:
-        header = [
-            "index",
-            "suspicion",
-            "loss",
-            "self-influence",
-            *(["influence"] if self.influence is not None else []),
-        ]
-        header += ["group"] if self.groups is not None else []
-        rows = [header]
+        rows = [["index", "suspicion", "loss", "self-influence"]]
+        rows[0] += ["influence"] if self.influence is not None else []
+        rows[0] += ["group"] if self.groups is not None else []
         for i in self.indices[:_SHOWN].tolist():
             row = [str(i), f"{self.suspicion[i]:.3f}", f"{self.loss[i]:.3g}", f"{self.self_influence[i]:.3g}"]
             row += [f"{self.influence[i]:+.2g}"] if self.influence is not None else []
@@ -155,7 +149,7 @@ class LabelIssues:
                 row.append(shown(self.groups.name(group)) if group >= 0 else "–")
             rows.append(row)
         rest = len(self) - len(rows) + 1
-        return _aligned(rows) + ([f"… and {rest:,} more: see .indices, .to_frame()"] if rest else [])
+        return aligned_lines(rows) + ([f"… and {rest:,} more: see .indices, .to_frame()"] if rest else [])
 
     def _groups(self) -> list[str]:
         found = self.by_group
@@ -164,7 +158,7 @@ class LabelIssues:
             cells = [f"{row['size']}", f"{row['mean_suspicion']:.3f}", f"{row['in_top_tenth']:.1%}"]
             rows.append([shown(name), *cells, f"{row['mean_loss']:.3g}"])
         rest = len(found) - len(rows) + 1
-        return _aligned(rows) + ([f"… and {rest:,} more groups: see .by_group"] if rest else [])
+        return aligned_lines(rows) + ([f"… and {rest:,} more groups: see .by_group"] if rest else [])
 
     def _agreements(self) -> list[str]:
         return [
@@ -191,11 +185,6 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
     a, b = a - a.mean(), b - b.mean()
     size = float(np.sqrt((a @ a) * (b @ b)))
     return float(a @ b) / size if size else float("nan")
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _word(name: str) -> str:

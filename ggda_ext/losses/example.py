@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import cache
-from inspect import signature
+from inspect import ismethod, signature
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class BatchLoss(ExampleLoss):
     @property
     def anchors(self) -> tuple[Any, ...] | None:
         """The function."""
-        return type(self), self.fn
+        return type(self), *_held_by(self.fn)
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         losses = self.fn(model, batch)
@@ -111,6 +111,11 @@ class FunctionalLoss(ExampleLoss):
 
     def __init__(self, fn: Callable[[dict[str, Tensor], Any], Tensor], *, batch_of_one: bool = False) -> None:
         self.fn, self.batch_of_one = fn, batch_of_one
+
+    @property
+    def anchors(self) -> tuple[Any, ...] | None:
+        """The function, and what it expects."""
+        return _with((type(self), self.batch_of_one)), *_held_by(self.fn)
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         parameters: dict[str, Tensor] = dict(model.named_parameters())
@@ -225,6 +230,11 @@ def _with(kind_and_settings: tuple[Any, ...]) -> _Alike:
     return _Alike()
 
 
+def _held_by(function: Any) -> tuple[Any, ...]:
+    """What makes a function what it is: itself; of a bound method, which is made anew each time, its two parts."""
+    return (function.__self__, function.__func__) if ismethod(function) else (function,)
+
+
 def _standing_for(loss_fn: Any) -> Any:
     """What stands for a loss function: itself, or all losses of PyTorch like it, if it holds no tensors or hooks."""
     own = vars(loss_fn) if _is_known(loss_fn) else {}
@@ -241,11 +251,12 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
     with torch._C.DisableTorchFunction():  # a pass watches functions of the model and the loss, not our questions
         size = output.shape[0]
         known = _is_known(loss_fn) and target is not None and target.shape[:1] == (size,)
-        comparable = _comparable(loss_fn, output, target) if known else None
+        comparable = known and _is_comparable(loss_fn, output, target)
     if loss_fn is None:
         return output.reshape(size, -1).sum(1)
-    if comparable is not None:
-        return _known_losses(loss_fn, output, comparable)
+    if comparable and target is not None:
+        numbers = isinstance(loss_fn, _ELEMENTWISE)
+        return _known_losses(loss_fn, output, _as_output(output, target) if numbers else target)
     if target is None and _is_known(loss_fn):
         raise ValueError(
             f"the data gives no targets, which {type(loss_fn).__name__} needs: pass (x, y), or a dict with one of the "
@@ -268,8 +279,8 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
     return losses.reshape(1) if size == 1 else _alone(loss_fn, arguments)
 
 
-def _comparable(loss_fn: Any, output: Tensor, target: Any) -> Tensor | None:
-    """The target as a loss of PyTorch takes it beside the output; None where only calling it row by row will tell."""
+def _is_comparable(loss_fn: Any, output: Tensor, target: Any) -> bool:
+    """Whether a loss of PyTorch takes all rows of the target at once; else only calling it row by row will tell."""
     classes = isinstance(loss_fn, _CLASSES)
     if classes and loss_fn.weight is not None and loss_fn.reduction == "mean":
         raise ValueError(
@@ -277,17 +288,21 @@ def _comparable(loss_fn: Any, output: Tensor, target: Any) -> Tensor | None:
             "whoever shares the batch, so an example has no loss of its own: pass reduction='sum' if the weights are "
             "to count, or leave out weight= if they are not."
         )
-    if isinstance(loss_fn, _ELEMENTWISE) and output.shape != target.shape:
-        if output.numel() != target.numel():
-            _check_comparable(loss_fn, output, target)
-            return None
-        target = target.reshape(output.shape)  # [b] for outputs [b, 1]: alone they mean the same, a batch broadcasts
-    if isinstance(loss_fn, _ELEMENTWISE) and not target.is_floating_point():
-        target = target.to(output.dtype)  # 0 and 1 as whole numbers, which binary cross-entropy cannot take
+    if isinstance(loss_fn, _ELEMENTWISE) and output.numel() != target.numel():
+        _check_comparable(loss_fn, output, target)
+        return False
     by_number = classes and output.dim() == 2 and not target.is_complex()
     if by_number and ((target.dim() == 1) == target.is_floating_point() or output.shape[1] == 1):
         misfits.check_classes(type(loss_fn).__name__, output, target)
-    return target
+    return True
+
+
+def _as_output(output: Tensor, target: Tensor) -> Tensor:
+    """Targets `[b]` for outputs `[b, 1]`, which mean the same alone and broadcast in a batch; no whole numbers."""
+    with torch._C.DisableTorchFunction():
+        shaped, typed = target.shape == output.shape, target.is_floating_point()
+    target = target if shaped else target.reshape(output.shape)
+    return target if typed else target.to(output.dtype)
 
 
 def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor:

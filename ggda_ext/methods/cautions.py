@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ggda_ext.data import IndexedData, SomePoints
+from ggda_ext.data import SomePoints
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.losses import LABEL_KEYS
@@ -75,7 +75,7 @@ def _table_of(provider: GroupGradients) -> ClassCounts | None:
     groups = provider.groups
     if groups.is_by_rule or groups.sizes.max() < 2:
         return None
-    targets = labels_of(provider.data)
+    targets = labels_of(provider.data.tensors)  # nothing is read for it
     return None if targets is None or len(targets) != groups.n else ClassCounts.of(groups, targets.numpy())
 
 
@@ -90,15 +90,12 @@ def _curvature_share(provider: GroupGradients) -> np.ndarray:
     return share / max(float(share.sum()), 1e-300)
 
 
-def labels_of(data: IndexedData) -> Tensor | None:
-    """Class labels, if the data are tensors whose targets are whole numbers, one per point; nothing is read for it."""
-    held: Any = data.tensors
+def labels_of(held: Any) -> Tensor | None:
+    """Class labels in a batch, or in the tensors of all data: its targets, if they are whole numbers, one per point."""
     if isinstance(held, Mapping):
         held = next((held[key] for key in LABEL_KEYS if key in held), None)
-    elif isinstance(held, tuple | list) and len(held) > 1:
-        held = held[-1]
     else:
-        held = None
+        held = held[-1] if isinstance(held, tuple | list) and len(held) > 1 else None
     whole = isinstance(held, Tensor) and held.dim() == 1 and not held.is_floating_point()
     return held.cpu() if whole else None
 

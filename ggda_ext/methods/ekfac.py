@@ -7,12 +7,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ggda_ext.curvature.damping import SHARE, Training, mean_damping, told_by_points
+from ggda_ext.curvature.damping import SHARE, Training, of_recipe, told_by_points
 from ggda_ext.curvature.kronecker import Kronecker
 from ggda_ext.curvature.sampled import sample_of
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.methods.method import Method, Preconditioned, check_numbers
+from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.results.method import Unit
+from ggda_ext.words import check_counts, check_not_negative
 
 _PASSES = 2.5
 """Passes over the sample: outputs, bases, diagonals."""
@@ -38,7 +39,8 @@ class EKFAC(Method):
     unit: ClassVar[Unit] = "property"
 
     def __post_init__(self) -> None:
-        check_numbers(damping=self.damping, points=self.points)
+        check_not_negative(damping=self.damping)
+        check_counts(points=self.points)
 
     def precondition(self, provider: GroupGradients, directions: Tensor) -> Preconditioned:
         """1/n (H + λ)⁻¹ `directions [m, p]`."""
@@ -46,7 +48,8 @@ class EKFAC(Method):
         curvature = Kronecker(provider, sample, self.seed)
         source, damping = "the call", self.damping
         if damping is None and self.recipe is not None:
-            source, damping = mean_damping(provider, sample, total, self.recipe)
+            source, own = of_recipe(provider, sample, total, self.recipe)
+            damping = float(own.mean())
         elif damping is None:
             source, damping = "the curvature's own scale", SHARE * told_by_points(provider.p, total) * curvature.scale()
         points = sample.n or 0

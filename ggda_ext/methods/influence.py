@@ -25,8 +25,9 @@ from ggda_ext.curvature.damping import Damped, Training, damped
 from ggda_ext.curvature.krylov import Solution, krylov_solve
 from ggda_ext.curvature.sampled import SampledCurvature, checked_kind
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.methods.method import Method, Preconditioned, check_numbers
+from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.results.method import Setting, Unit
+from ggda_ext.words import check_counts, check_not_negative
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Influence(Method):
 
     def __post_init__(self) -> None:
         checked_kind(self.curvature)
-        check_numbers(damping=self.damping, points=self.points, steps=self.steps)
+        check_not_negative(damping=self.damping)
+        check_counts(points=self.points, steps=self.steps)
         if not self.tolerance > 0:
             raise ValueError(f"tolerance={self.tolerance}: pass a positive number.")
 
@@ -67,28 +69,26 @@ class Influence(Method):
         """1/n (H + λ)⁻¹ `directions [m, p]`."""
         curvature = SampledCurvature(provider, self.curvature, self.points, self.seed)
         dtype = torch.promote_types(directions.dtype, torch.float32)
-        scaled = damped(curvature, self.damping, self.recipe)
-        wanted = scaled.inwards(directions.to(dtype))
-        found = krylov_solve(
-            scaled.product, wanted, scaled.choose, max_steps=self.steps, tolerance=self.tolerance
-        )  # fmt: skip
-        rows = scaled.outwards(found.rows) / curvature.total
-        error = 0.0 if curvature.whole else _error_elsewhere(scaled, found, wanted)
-        passes = curvature.passes(found.steps, len(directions)) + scaled.passes
+        problem = damped(curvature, self.damping, self.recipe)
+        wanted = problem.scaled(directions.to(dtype))
+        found = krylov_solve(problem.product, wanted, problem.choose, max_steps=self.steps, tolerance=self.tolerance)
+        rows = problem.scaled(found.rows) / curvature.total
+        error = 0.0 if curvature.whole else _error_elsewhere(problem, found, wanted)
+        passes = curvature.passes(found.steps, len(directions)) + problem.passes
         return Preconditioned(
             rows.to(directions.dtype),
-            self._settings(curvature, scaled, found, error),
+            self._settings(curvature, problem, found, error),
             passes,
-            (*((curvature.note,) if curvature.note else ()), *scaled.notes(found)),
+            (*((curvature.note,) if curvature.note else ()), *problem.notes(found)),
         )
 
     def _settings(
-        self, curvature: SampledCurvature, scaled: Damped, found: Solution, error: float
+        self, curvature: SampledCurvature, problem: Damped, found: Solution, error: float
     ) -> dict[str, Setting]:
         settings: dict[str, Setting] = {
             "curvature": curvature.kind,
-            "damping": scaled.reported(found.damping),
-            "damping from": scaled.source,
+            "damping": problem.reported(found.damping),
+            "damping from": problem.source,
             "steps": found.steps,
             "residual": found.residual,
             "points for the curvature": curvature.points,
@@ -96,8 +96,8 @@ class Influence(Method):
         return settings | ({} if curvature.whole else {"error from taking some points": error})
 
 
-def _error_elsewhere(scaled: Damped, found: Solution, wanted: Tensor) -> float:
+def _error_elsewhere(problem: Damped, found: Solution, wanted: Tensor) -> float:
     """How much the solutions' own quadratic form vᵀx changes if the curvature is that of other points, relatively."""
-    again = scaled.product(found.rows, elsewhere=True) + found.damping * found.rows
+    again = problem.product(found.rows, elsewhere=True) + found.damping * found.rows
     left = ((wanted - again) * found.rows).sum(1).abs() / (wanted * found.rows).sum(1).abs().clamp_min(1e-30)
     return float(left.max())

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import ClassVar
 
 from torch import Tensor
 
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.results.method import Setting, Unit
-from ggda_ext.words import check_counts
 
 
 @dataclass(frozen=True)
@@ -61,13 +59,3 @@ class Method:
             directions: gradients of the property, a row for each component.
         """
         raise NotImplementedError
-
-
-def check_numbers(*, damping: float | None, **counts: int) -> None:
-    """Refuse a negative damping, and counts below one."""
-    wrong = f"damping={damping!r}: pass a number from 0 on, or leave it out."
-    if isinstance(damping, bool) or not isinstance(damping, Real | None):
-        raise TypeError(wrong)
-    if damping is not None and not 0 <= damping < float("inf"):
-        raise ValueError(wrong)
-    check_counts(**counts)  # type: ignore[arg-type]  # none of them is called whole

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.data import to_device
-from ggda_ext.gradients import Directions, GroupGradients
+from ggda_ext.gradients import Directions, GroupGradients, Plan
 from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.results.method import MethodFacts, Setting
 
@@ -60,7 +60,12 @@ class ScoresInMemory:
         return None
 
     def scores(
-        self, provider: GroupGradients, directions: Directions, checkpoint: int = 0, property: Any = None
+        self,
+        provider: GroupGradients,
+        directions: Directions,
+        checkpoint: int = 0,
+        property: Any = None,
+        plan: Plan | None = None,
     ) -> Any:
         """``provider.scores(directions)``."""
         return provider.scores(directions)
@@ -112,36 +117,25 @@ def scores_by(
         checkpoint: its number.
         property: where the directions come from.
     """
-    kept = ScoresInMemory() if kept is None else kept
+    store = ScoresInMemory() if kept is None else kept
+
+    def of_rows(rows: Tensor) -> Any:
+        try:
+            done = store.solve(method, provider, rows, checkpoint) if method.needs_rows else Preconditioned(rows)
+        except (ValueError, RuntimeError):
+            finite_losses(provider)  # curvature that cannot be solved with may come from a single point, which is named
+            raise
+        plan = provider.plan(done.directions)
+        account.add(done, plan.passes)
+        return store.scores(provider, done.directions, checkpoint, property, plan)
+
     if isinstance(directions, Tensor):
-        return _scored(method, provider, directions, account, kept, checkpoint, property)
+        return of_rows(directions)
     if not method.needs_rows:
-        account.add(Preconditioned(torch.empty(0)), provider.plan(directions).passes)
-        return kept.scores(provider, directions, checkpoint, property)
-    return kept.stacked(
-        [
-            (ids, _scored(method, provider, rows, account, kept, checkpoint, property))
-            for ids, rows in provider.tests(directions).all_blocks()
-        ]
-    )
-
-
-def _scored(
-    method: Method,
-    provider: GroupGradients,
-    rows: Tensor,
-    account: Account,
-    kept: KeptScores,
-    checkpoint: int,
-    property: Any,
-) -> Any:
-    try:
-        done = kept.solve(method, provider, rows, checkpoint) if method.needs_rows else Preconditioned(rows)
-    except (ValueError, RuntimeError):
-        finite_losses(provider)  # curvature that cannot be solved with may come from a single point, which is named
-        raise
-    account.add(done, provider.plan(done.directions).passes)
-    return kept.scores(provider, done.directions, checkpoint, property)
+        plan = provider.plan(directions)
+        account.add(Preconditioned(torch.empty(0)), plan.passes)
+        return store.scores(provider, directions, checkpoint, property, plan)
+    return store.stacked([(ids, of_rows(rows)) for ids, rows in provider.tests(directions).all_blocks()])
 
 
 def finite_losses(points: GroupGradients, batch_size: int | None = None) -> Tensor:

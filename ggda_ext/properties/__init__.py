@@ -20,6 +20,7 @@ product per batch. Called as functions they give the value, with a graph over al
 """
 
 from ggda_ext.properties.attacks import fgsm, pgd
+from ggda_ext.properties.class_outputs import class_probabilities
 from ggda_ext.properties.classes import (
     LinearProperty,
     MeanProperty,
@@ -29,12 +30,13 @@ from ggda_ext.properties.classes import (
     weighted_sum,
 )
 from ggda_ext.properties.library import (
+    accuracy,
     attacked_loss,
-    class_probabilities,
     contrast,
     correct_logits,
     demographic_parity_gap,
     equalized_odds_gap,
+    f1,
     margins,
     mean_loss,
     of_outputs,
@@ -56,6 +58,8 @@ __all__ = [
     "pgd",
     "margins",
     "correct_logits",
+    "accuracy",
+    "f1",
     "soft_accuracy",
     "soft_f1",
     "demographic_parity_gap",

@@ -25,6 +25,7 @@ from ggda_ext.properties.property import (
     property_gradient,
 )
 from ggda_ext.sharing import anywhere, in_order, together
+from ggda_ext.words import check_counts
 
 OutputsFn = Callable[[Tensor, Any], Tensor]
 BATCH_SIZE = 256
@@ -37,8 +38,7 @@ class _DataProperty(ReadyProperty):
     def __init__(
         self, data: DataLike, batch_size: int | None, source: str, name: str, higher_is_better: bool | None
     ) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: pass at least 1.")
+        check_counts(batch_size=batch_size)
         self.data = data if isinstance(data, IndexedData) else IndexedData(data, source)
         self.batch_size = batch_size or (None if isinstance(data, IndexedData) else self.data.batch_size)
         self.name, self.higher_is_better = name, higher_is_better

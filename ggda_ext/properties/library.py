@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ggda_ext.data import DataLike
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss, cannot_take
 from ggda_ext.properties.attacks import Attack, AttackedLoss
+from ggda_ext.properties.class_outputs import Rates, class_labels, class_logits, class_probabilities, on_probabilities
 from ggda_ext.properties.classes import (
     LinearProperty,
     MeanProperty,
@@ -24,6 +24,7 @@ from ggda_ext.properties.classes import (
 )
 
 LossFn = Callable[..., Tensor] | ExampleLoss | None
+Average = Literal["macro", "binary"]
 
 
 def of_outputs(
@@ -103,22 +104,47 @@ def soft_accuracy(data: DataLike, *, temperature: float = 1.0, batch_size: int |
     return MeanProperty(data, loss, batch_size, name="soft_accuracy", higher_is_better=True)
 
 
+def accuracy(data: DataLike, *, batch_size: int | None = None) -> OutputsProperty:
+    """Share of test points whose most probable class is the right one.
+
+    It has no slope: for `WhatIf`, `leave_group_out` and retraining. `attribute` takes `soft_accuracy`.
+    """
+
+    def share(probabilities: Tensor, labels: Tensor) -> Tensor:
+        return (probabilities.argmax(1) == labels).to(probabilities).mean()
+
+    return _of_probabilities(data, share, batch_size, "accuracy", True)
+
+
+def f1(
+    data: DataLike, *, average: Average = "macro", positive: int = 1, batch_size: int | None = None
+) -> OutputsProperty:
+    """F1 of the most probable classes; it has no slope, like `accuracy`, and the arguments of `soft_f1`."""
+    of = _f1_of(average, positive)
+
+    def hard(probabilities: Tensor, labels: Tensor) -> Tensor:
+        predicted = functional.one_hot(probabilities.argmax(1), probabilities.shape[1])
+        return of(predicted.to(probabilities), labels)
+
+    return _of_probabilities(data, hard, batch_size, "f1", True)
+
+
 def soft_f1(
-    data: DataLike,
-    *,
-    average: Literal["macro", "binary"] = "macro",
-    positive: int = 1,
-    batch_size: int | None = None,
+    data: DataLike, *, average: Average = "macro", positive: int = 1, batch_size: int | None = None
 ) -> OutputsProperty:
     """F1 with probabilities P `[N, C]` for predictions, ``F1_c = 2 Σ_{y=c} P_c / (Σ P_c + #{y=c})``.
 
     Args:
         average: "macro", the mean over all C classes, or "binary", the F1 of class `positive`.
     """
+    return _of_probabilities(data, _f1_of(average, positive), batch_size, "soft_f1", True)
+
+
+def _f1_of(average: Average, positive: int) -> OutputsFn:
     if average not in ("macro", "binary"):
         raise ValueError(f"average={average!r} is not one of 'macro', 'binary'.")
 
-    def f1(probabilities: Tensor, labels: Tensor) -> Tensor:
+    def of(probabilities: Tensor, labels: Tensor) -> Tensor:
         is_class = labels[:, None] == torch.arange(probabilities.shape[1], device=labels.device)
         hits, sizes = (probabilities * is_class).sum(0), is_class.sum(0)
         scores = 2 * hits / (probabilities.sum(0) + sizes).clamp_min(torch.finfo(hits.dtype).tiny)
@@ -128,7 +154,7 @@ def soft_f1(
             raise ValueError(f"data has no point of class positive={positive}: its F1 is 0 for every model.")
         return scores[positive]
 
-    return _of_probabilities(data, f1, batch_size, "soft_f1", True)
+    return of
 
 
 def demographic_parity_gap(
@@ -140,10 +166,10 @@ def demographic_parity_gap(
         sensitive: the group of each test point `[N]`, numbers or strings; two or more groups.
     """
 
-    def gap(probabilities: Tensor, labels: Tensor, rates: _Rates) -> Tensor:
+    def gap(probabilities: Tensor, labels: Tensor, rates: Rates) -> Tensor:
         return rates.gap(probabilities[:, _checked_class(positive, probabilities)], "point")
 
-    return _of_rates(data, gap, batch_size, "demographic_parity_gap", _Rates(sensitive))
+    return _of_rates(data, gap, batch_size, "demographic_parity_gap", Rates(sensitive))
 
 
 def equalized_odds_gap(
@@ -166,13 +192,13 @@ def equalized_odds_gap(
     if agg not in ("worst_case", "mean"):
         raise ValueError(f"agg={agg!r} is not one of 'worst_case', 'mean'.")
 
-    def gap(probabilities: Tensor, labels: Tensor, rates: _Rates) -> Tensor:
+    def gap(probabilities: Tensor, labels: Tensor, rates: Rates) -> Tensor:
         chosen = probabilities[:, _checked_class(positive, probabilities)]
         true, false = labels == positive, labels != positive
         gaps = torch.stack([rates.gap(chosen, "positive", true), rates.gap(chosen, "negative", false)])
         return gaps.amax() if agg == "worst_case" else gaps.mean()
 
-    return _of_rates(data, gap, batch_size, "equalized_odds_gap", _Rates(sensitive))
+    return _of_rates(data, gap, batch_size, "equalized_odds_gap", Rates(sensitive))
 
 
 def soft_calibration_error(
@@ -196,142 +222,45 @@ def soft_calibration_error(
     return _of_probabilities(data, error, batch_size, "soft_calibration_error", False)
 
 
-def class_probabilities(outputs: Tensor, temperature: float = 1.0) -> Tensor:
-    """Probabilities `[N, C]` of outputs that are C logits, or the one logit of class 1 (`[N]`, `[N, 1]`)."""
-    return (_class_logits(outputs) / temperature).softmax(1)
-
-
-def _class_logits(outputs: Tensor) -> Tensor:
-    """Logits `[N, C]`; one logit z of class 1 becomes ``(-z/2, z/2)``, whose softmax is the sigmoid of z."""
-    if outputs.dim() not in (1, 2):
-        raise ValueError(
-            f"the model returned shape {list(outputs.shape)}: properties of classes need outputs [N, C], "
-            "[N, 1] or [N]; for others use of_outputs."
-        )
-    logits = outputs.reshape(len(outputs), -1)
-    return torch.cat([-logits / 2, logits / 2], 1) if logits.shape[1] == 1 else logits
-
-
-def _class_labels(targets: Any, logits: Tensor) -> Tensor:
-    """Class indices `[N]` from targets `[N]` or `[N, 1]`, checked against `logits [N, C]`."""
-    if targets is None:
-        raise ValueError("data gives no targets: pass (x, y), with a class for each example.")
-    if not isinstance(targets, Tensor) or targets.numel() != len(logits):
-        got = f"shape {list(targets.shape)}" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
-        raise ValueError(
-            f"data has targets of {got} for {len(logits)} examples: properties of classes need one class "
-            "index per example, [N]."
-        )
-    classes = logits.shape[1]
-    labels = targets.reshape(-1)
-    wrong = (labels < 0) | (labels >= classes) | (labels != labels.long())
-    try:
-        found = bool(wrong.any())
-    except RuntimeError:  # under vmap values cannot be looked at
-        found = False
-    if found:
-        raise ValueError(
-            f"data has {int(wrong.sum())} labels that are no class of the model, first "
-            f"{labels[wrong][0].item()}: it has {classes} classes, so pass whole numbers 0 … {classes - 1}."
-        )
-    return labels.long()
-
-
 def _margin(outputs: Tensor, targets: Any = None, *, soft: bool) -> Tensor:
-    logits = _class_logits(outputs)
-    labels = _class_labels(targets, logits)[:, None]
+    logits = class_logits(outputs)
+    labels = class_labels(targets, logits)[:, None]
     others = logits.masked_fill(labels == torch.arange(logits.shape[1], device=labels.device), -torch.inf)
     return logits.gather(1, labels).squeeze(1) - (others.logsumexp(1) if soft else others.amax(1))
 
 
 def _correct_logit(outputs: Tensor, targets: Any = None) -> Tensor:
-    logits = _class_logits(outputs)
-    correct = logits.gather(1, _class_labels(targets, logits)[:, None]).squeeze(1)
+    logits = class_logits(outputs)
+    correct = logits.gather(1, class_labels(targets, logits)[:, None]).squeeze(1)
     return 2 * correct if outputs.numel() == len(outputs) else correct
 
 
 def _correct_probability(outputs: Tensor, targets: Any = None, *, temperature: float) -> Tensor:
     probabilities = class_probabilities(outputs, temperature)
-    return probabilities.gather(1, _class_labels(targets, probabilities)[:, None]).squeeze(1)
+    return probabilities.gather(1, class_labels(targets, probabilities)[:, None]).squeeze(1)
 
 
 def _of_probabilities(
     data: DataLike, fn: OutputsFn, batch_size: int | None, name: str, higher_is_better: bool
 ) -> OutputsProperty:
     """A property ``fn(probabilities [N, C], labels [N])`` of the whole test set."""
-    of = _on_probabilities(fn)
+    of = on_probabilities(fn)
     return OutputsProperty(data, of, batch_size, name=name, higher_is_better=higher_is_better, components=1)
 
 
-def _on_probabilities(fn: OutputsFn) -> OutputsFn:
-    def of(outputs: Tensor, targets: Any) -> Tensor:
-        probabilities = class_probabilities(outputs)
-        return fn(probabilities, _class_labels(targets, probabilities))
-
-    return of
-
-
 def _of_rates(
-    data: DataLike, gap: Callable[[Tensor, Tensor, _Rates], Tensor], batch_size: int | None, name: str, rates: _Rates
+    data: DataLike, gap: Callable[[Tensor, Tensor, Rates], Tensor], batch_size: int | None, name: str, rates: Rates
 ) -> OutputsProperty:
     """A gap between sensitive groups, ``gap(probabilities [N, C], labels [N], rates)``; less is better."""
 
-    def between(groups: _Rates) -> OutputsFn:
+    def between(groups: Rates) -> OutputsFn:
         return lambda probabilities, labels: gap(probabilities, labels, groups)
 
     found = _of_probabilities(data, between(rates), batch_size, name, False)
-    found.fn_of_points = lambda points: _on_probabilities(between(rates.of_points(points)))
+    found.fn_of_points = lambda points: on_probabilities(between(rates.of_points(points)))
     if found.data.n is not None:
         rates.check_length(found.data.n)
     return found
-
-
-class _Rates:
-    """Mean probabilities by sensitive group."""
-
-    def __init__(self, sensitive: Any) -> None:
-        values = np.asarray(sensitive.cpu() if isinstance(sensitive, Tensor) else sensitive)
-        if values.ndim != 1:
-            raise ValueError(f"sensitive has shape {list(values.shape)}: pass one value per test point, [N].")
-        missing = [j for j, value in enumerate(values.tolist()) if value is None or value != value]
-        if missing:
-            raise ValueError(
-                f"sensitive has {len(missing)} missing values, first at {missing[0]}: leave these points "
-                "out of the test data, or give them a group."
-            )
-        names, ids = np.unique(values, return_inverse=True)
-        if len(names) < 2:
-            raise ValueError(f"sensitive holds {len(names)} group(s) {names.tolist()}: a gap needs at least 2.")
-        self.names, self.ids = names.tolist(), torch.from_numpy(ids)
-
-    def of_points(self, points: np.ndarray) -> _Rates:
-        """Those of some of the test points."""
-        found = copy.copy(self)
-        found.ids = self.ids[torch.from_numpy(points.astype(np.int64))]
-        return found
-
-    def check_length(self, n: int) -> None:
-        if len(self.ids) != n:
-            raise ValueError(
-                f"sensitive has {len(self.ids)} values for {n} test points: pass one per point, in the "
-                "order of the data."
-            )
-
-    def gap(self, chosen: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
-        """Largest minus smallest group mean of `chosen [N]`, over the points in `mask` (of this `kind`)."""
-        self.check_length(len(chosen))
-        members = self.ids.to(chosen.device)[:, None] == torch.arange(len(self.names), device=chosen.device)
-        if mask is not None:
-            members = members & mask[:, None]
-        sizes = members.sum(0)
-        if not bool(sizes.all()):
-            name = self.names[int(sizes.argmin())]
-            raise ValueError(
-                f"sensitive group {name!r} has no {kind} test point, so its rate is undefined: "
-                "add some, or merge or leave out the group."
-            )
-        means = chosen @ members.to(chosen) / sizes
-        return means.amax() - means.amin()
 
 
 def _checked_class(positive: int, probabilities: Tensor) -> int:

@@ -157,7 +157,8 @@ def checked_value(value: Any) -> Tensor:
         raise ValueError(
             f"property has no gradient: its value ({value.dtype}) was cut from the parameters by argmax, a "
             "comparison, detach or no_grad, or was not computed from the model it was called with. Use a "
-            "smooth quantity, e.g. probabilities instead of predictions."
+            "smooth quantity, e.g. probabilities instead of predictions (soft_accuracy, soft_f1), or ask WhatIf or "
+            "leave_group_out, which need no gradient."
         )
     return finite_values(value.reshape(-1), "component")
 

@@ -1,4 +1,4 @@
-"""What all pictures of a result share: matplotlib on demand, colours with hatches, names as plain text, what is shown.
+"""What all pictures of a result share: axes, colours with hatches, names as plain text, which groups are shown.
 
 Effects differ by colour and by hatch or marker, so pictures can be read in black and white.
 """
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ggda_ext.results import ranking
 from ggda_ext.results.table import number, shown
 
 if TYPE_CHECKING:
@@ -20,6 +19,10 @@ if TYPE_CHECKING:
 
 
 WIDEST_NAME = 22
+_NUMBERS = 240
+"""A heat map with more cells than this has signs in them, no numbers."""
+_NARROW_COLUMNS = 3
+"""The same for the columns of a narrow one, whose cells have no room for a number."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,21 @@ def group_name(result: Attribution, group: int) -> str:
     return shown(result.groups.name(group), WIDEST_NAME)
 
 
-def effects_of(result: Attribution, j: int) -> tuple[str, ...]:
-    """The effect of every group on a property."""
-    return ranking.effects(result, j)
+def name_sides(ax: Axes, rows: list[str], columns: list[str], steep: int) -> None:
+    """Names of rows and columns; of many columns only some."""
+    plain_ticks(ax.yaxis, range(len(rows)), rows)
+    step = max(1, -(-len(columns) // 40))
+    slanted = {"rotation": steep, "ha": "right", "rotation_mode": "anchor"}
+    plain_ticks(ax.xaxis, range(0, len(columns), step), columns[::step], **slanted)
+
+
+def write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
+    """A number in every cell, or its sign where there are many; white on dark colours."""
+    wide, columns = is_wide(ax), scores.shape[1]
+    many, size = scores.size > _NUMBERS or (not wide and columns > _NARROW_COLUMNS), 7 if wide else 5.5
+    if scores.size > 20 * _NUMBERS:
+        return
+    for (row, column), value in np.ndenumerate(scores):
+        text = ("+" if value > 0 else "−" if value < 0 else "") if many else number(value)
+        dark = abs(relative[row, column]) > 0.65
+        ax.text(column, row, text, ha="center", va="center", fontsize=size, color="white" if dark else "black")

@@ -34,10 +34,6 @@ class MethodFacts:
     seconds: float | None = None
     measured: bool = False
 
-    def __post_init__(self) -> None:
-        if self.unit not in ("property", "rank"):
-            raise ValueError(f"unit={self.unit!r} is not one of 'property', 'rank'.")
-
     @property
     def cost(self) -> str:
         """The cost in words; empty if it is not known."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.properties.property import HigherIsBetter
-from ggda_ext.results.method import MethodFacts
+from ggda_ext.results.method import MethodFacts, Unit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -74,7 +74,7 @@ class NamedScores(Tensor):
         new = plain.as_subclass(cls)
         new.groups, new.properties, new.higher_is_better = groups, names, directions
         new.low, new.high = (_shaped(end, name, plain.shape) for end, name in ((low, "low"), (high, "high")))
-        new.interval, new.method, new.notes = interval, method, tuple(notes)
+        new.interval, new.method, new.notes = interval, _checked_method(method), tuple(notes)
         new.warnings = MappingProxyType(_checked_warnings(warnings or {}, groups))
         new.member_scores = _shaped(member_scores, "member_scores", (m, groups.n))
         return new
@@ -157,6 +157,18 @@ def _checked(
     if twice is not None:
         raise ValueError(f"two properties are called {twice!r}: give them names of their own (properties.named).")
     return plain, names, directions
+
+
+def _checked_method(method: Any) -> MethodFacts | None:
+    """Facts about a method, in a unit that results know."""
+    if not isinstance(method, MethodFacts | None):
+        raise TypeError(
+            f"method is a {type(method).__name__}: pass MethodFacts(name, unit), or use Attribution.of, which takes "
+            "the name alone."
+        )
+    if method is not None and method.unit not in get_args(Unit):
+        raise ValueError(f"unit={method.unit!r} of the method is not one of {', '.join(map(repr, get_args(Unit)))}.")
+    return method
 
 
 def _shaped(values: Any, name: str, shape: Sequence[int]) -> Tensor | None:

@@ -144,22 +144,17 @@ def _scores(result: Attribution, group: int) -> list[dict[str, str]]:
     """Score, interval and effect of a group for each property shown."""
     found = []
     for j in range(min(len(result.properties), MOST_PROPERTIES)):
-        effect = _effect(result, j, group)
-        ends = ""
+        score, ends = float(result.scores[j, group]), None
         if result.low is not None and result.high is not None:
-            ends = f"{number(float(result.low[j, group]))} to {number(float(result.high[j, group]))}"
+            ends = float(result.low[j, group]), float(result.high[j, group])
+        effect = ranking.effect_of(score, result.higher_is_better[j], ends)
         found.append(
-            {"property": shown(result.properties[j]), "score": number(float(result.scores[j, group])), "ends": ends}
-            | {"effect": effect, "mark": _MARKS[effect]}
-        )
+            {
+                "property": shown(result.properties[j]), "score": number(score), "effect": effect,
+                "ends": " to ".join(map(number, ends or ())), "mark": _MARKS[effect],
+            }
+        )  # fmt: skip
     return found
-
-
-def _effect(result: Attribution, j: int, group: int) -> str:
-    score = float(result.scores[j, group])
-    if result.low is not None and result.high is not None and result.low[j, group] <= 0 <= result.high[j, group]:
-        return "unclear"
-    return ranking.effect_of(score, result.higher_is_better[j])
 
 
 def _that_matter(result: Attribution) -> list[int]:

@@ -7,24 +7,19 @@ the rest is summed up in words. matplotlib is imported when the first picture is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ggda_ext.results import drawing
+from ggda_ext.results import drawing, ranking
 from ggda_ext.results.drawing import STYLES
 from ggda_ext.results.members import carried, draw_members, members_of
-from ggda_ext.results.table import number, shown
+from ggda_ext.results.table import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from ggda_ext.results.attribution import Attribution
-
-_NUMBERS = 240
-"""A heat map with more cells than this has signs in them, no numbers."""
-_NARROW_COLUMNS = 3
-"""The same for the columns of a narrow one, whose cells have no room for a number."""
 
 
 class Plots:
@@ -50,7 +45,7 @@ class Plots:
         """
         result = self._result
         j, values = drawing.scores_of(result, property)
-        effects = drawing.effects_of(result, j)
+        effects = ranking.effects(result, j)
         chosen = drawing.both_ends(values, most, result.higher_is_better[j])
         ax = drawing.new_axes(ax, 6.4, 1.5 + 0.27 * len(chosen.ids))
         names = []
@@ -110,7 +105,7 @@ class Plots:
         result = self._result
         j, values = drawing.scores_of(result, property)
         each = members_of(result, member_scores)[j]
-        effects, chosen = drawing.effects_of(result, j), drawing.largest(values, most)
+        effects, chosen = ranking.effects(result, j), drawing.largest(values, most)
         ax = drawing.new_axes(ax, 6.4, 1.5 + 0.5 * len(chosen.ids))
         groups = [group for group in chosen.ids if group is not None]
         for row, group in enumerate(groups):
@@ -130,13 +125,18 @@ class Plots:
         drawing.tidy(ax)
         return ax
 
-    def heatmap(self, *, most: int = 30, ax: Axes | None = None) -> Axes:
+    def heatmap(
+        self, *, rows: Literal["groups", "properties"] = "groups", most: int = 30, ax: Axes | None = None
+    ) -> Axes:
         """Groups × properties: colour and sign of each score, relative to the largest of its property.
 
         Args:
+            rows: ``"groups"``, strongest first; or ``"properties"``, as in `scores`, with the groups in their order.
             most: how many groups to draw, those with the largest relative scores; the rest is summed up in words.
             ax: matplotlib axes to draw into; a new figure by default.
         """
+        if rows not in ("groups", "properties"):
+            raise ValueError(f"rows={rows!r} is not one of 'groups', 'properties'.")
         result = self._result
         drawing.refuse_empty(result)
         scores = result.scores.detach().cpu().double().numpy()
@@ -144,24 +144,25 @@ class Plots:
         relative = np.divide(scores, top, out=np.zeros_like(scores), where=top > 0)
         strongest = np.nan_to_num(np.abs(relative)).max(0)
         chosen = np.argsort(-strongest, kind="stable")[:most]
-        m, count = len(scores), len(chosen)
-        ax = drawing.new_axes(ax, min(3 + 0.8 * m, 14), 1.6 + 0.27 * count)
-        picture = ax.imshow(relative[:, chosen].T, cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
-        _write_cells(ax, scores[:, chosen].T, relative[:, chosen].T)
+        names = [shown(name, drawing.WIDEST_NAME) for name in result.properties]
+        if rows == "groups":
+            groups = [drawing.group_name(result, int(g)) for g in chosen]
+            cells, colours, sides = scores[:, chosen].T, relative[:, chosen].T, (groups, names)
+        else:
+            chosen = np.sort(chosen)
+            groups = [drawing.group_name(result, int(g)) for g in chosen]
+            cells, colours, sides = scores[:, chosen], relative[:, chosen], (names, groups)
+        ax = drawing.new_axes(ax, min(3 + 0.8 * cells.shape[1], 14), 1.6 + 0.27 * len(cells))
+        picture = ax.imshow(colours, cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
+        drawing.write_cells(ax, cells, colours)
         narrow = not drawing.is_wide(ax)
-        drawing.plain_ticks(ax.yaxis, range(count), [drawing.group_name(result, int(g)) for g in chosen])
-        columns = [shown(name, drawing.WIDEST_NAME) for name in result.properties]
-        step = max(1, -(-m // 40))
-        steep = 60 if narrow and m > 3 else 30
-        drawing.plain_ticks(
-            ax.xaxis, range(0, m, step), columns[::step], rotation=steep, ha="right", rotation_mode="anchor"
-        )
+        drawing.name_sides(ax, *sides, steep=60 if narrow and cells.shape[1] > 3 else 30)
         bar = ax.figure.colorbar(picture, ax=ax, ticks=[-1, 0, 1], aspect=30 if narrow else 20)
         if not narrow:
             bar.set_label("score / largest\nof its property")
         bar.ax.set_yticklabels(["−1: falls\nwithout it", "0", "+1: rises\nwithout it"], fontsize=8)
-        if scores.shape[1] > count:
-            left = scores.shape[1] - count
+        left = scores.shape[1] - len(chosen)
+        if left:
             weakest = float(np.delete(strongest, chosen).max())
             drawing.plain_title(ax, f"not shown: {left:,} groups,\neach below {weakest:.0%} of the largest")
         return ax
@@ -180,7 +181,7 @@ class Plots:
         j, values = drawing.scores_of(result, property)
         times = as_times(result.names if dates is None else dates, len(values), "dates" if dates is not None else "")
         order = np.argsort(times, kind="stable")
-        times, values, effects = times[order], values[order], [drawing.effects_of(result, j)[g] for g in order]
+        times, values, effects = times[order], values[order], np.array(ranking.effects(result, j))[order]
         ax = drawing.new_axes(ax, 7.2, 3.6)
         low, high = self._ends(j)
         if low is not None and high is not None:
@@ -188,7 +189,7 @@ class Plots:
             ax.fill_between(times, low[order], high[order], color="0.85", label=covers)
         ax.plot(times, values, color="black", lw=1, zorder=2)
         for effect in [e for e in STYLES if e in effects]:
-            at = [i for i, e in enumerate(effects) if e == effect]
+            at = effects == effect
             style, label = STYLES[effect], drawing.MEANINGS.get(effect, effect)
             ax.scatter(
                 times[at], values[at], marker=style.marker, color=style.colour, edgecolor="black", linewidth=0.6,
@@ -260,18 +261,6 @@ class Plots:
             names[1]: retraining_score(importance, groups, retrain, fractions, seed=seed),
             "random order": retraining_score(random, groups, retrain, fractions, seed=seed),
         }
-
-
-def _write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
-    """A number in every cell, or its sign where there are many; white on dark colours."""
-    wide, columns = drawing.is_wide(ax), scores.shape[1]
-    many, size = scores.size > _NUMBERS or (not wide and columns > _NARROW_COLUMNS), 7 if wide else 5.5
-    if scores.size > 20 * _NUMBERS:
-        return
-    for (row, column), value in np.ndenumerate(scores):
-        text = ("+" if value > 0 else "−" if value < 0 else "") if many else number(value)
-        dark = abs(relative[row, column]) > 0.65
-        ax.text(column, row, text, ha="center", va="center", fontsize=size, color="white" if dark else "black")
 
 
 def _warned(result: Attribution) -> set[int]:

@@ -55,8 +55,10 @@ def order(result: Attribution, by: str | int | None = None) -> list[int]:
     return np.argsort(-np.abs(values), kind="stable").tolist()
 
 
-def effect_of(score: float, direction: HigherIsBetter) -> str:
-    """What a group does to the property, from the sign of its score."""
+def effect_of(score: float, direction: HigherIsBetter, interval: tuple[float, float] | None = None) -> str:
+    """What a group does to the property, from the sign of its score; ``unclear`` where the interval contains 0."""
+    if interval is not None and interval[0] <= 0 <= interval[1]:
+        return "unclear"
     if score != score:
         return "unknown"
     if score == 0:
@@ -68,12 +70,11 @@ def effect_of(score: float, direction: HigherIsBetter) -> str:
 
 def effects(result: Attribution, j: int) -> tuple[str, ...]:
     """The effect of every group on property j; ``unclear`` where the interval contains 0."""
-    direction = result.higher_is_better[j]
-    found = [effect_of(score, direction) for score in result.scores[j].tolist()]
-    if result.low is not None and result.high is not None:
-        ends = zip(result.low[j].tolist(), result.high[j].tolist(), strict=True)
-        found = ["unclear" if low <= 0 <= high else one for one, (low, high) in zip(found, ends, strict=True)]
-    return tuple(found)
+    scores, direction = result.scores[j].tolist(), result.higher_is_better[j]
+    if result.low is None or result.high is None:
+        return tuple(effect_of(score, direction) for score in scores)
+    intervals = zip(result.low[j].tolist(), result.high[j].tolist(), strict=True)
+    return tuple(effect_of(score, direction, ends) for score, ends in zip(scores, intervals, strict=True))
 
 
 def with_effect(result: Attribution, effect: str, by: str | int | None, sure: bool) -> list[int]:

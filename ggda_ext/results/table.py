@@ -29,8 +29,8 @@ def as_text(result: Attribution) -> str:
     return "\n".join([_title(result), "", *(lines if rows else ["none"]), *_below(result)])
 
 
-def aligned_lines(rows: Sequence[Sequence[str]], left: Container[int]) -> list[str]:
-    """Rows of cells as lines of text, in columns; `left` are those aligned left."""
+def aligned_lines(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
+    """Rows of cells as lines of text, in columns; those in `left` are aligned left, all others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

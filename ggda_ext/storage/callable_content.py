@@ -7,7 +7,7 @@ import types
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
-from ggda_ext.storage.code import counters_in, imported_by, library_of, names_in, version_of
+from ggda_ext.storage.code import counters_in, globals_in, imported_by, library_of, names_in, version_of
 from ggda_ext.storage.hashing import joined
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def function(content: Content, value: types.FunctionType) -> bytes:
             found.append(_cell(content, name, cell, names, is_counted=name in counters))
         if library is not None:
             return joined(*found, library, full_name(value))
-        used = [(name, value.__globals__[name]) for name in sorted(names & value.__globals__.keys())]
+        around = globals_in(value.__code__) & value.__globals__.keys()
+        used = [(name, value.__globals__[name]) for name in sorted(around)]
         found += (_used(content, *pair, names) for pair in (*used, *imported_by(value)))
         return joined(*found, code(content, value.__code__))
 

@@ -9,6 +9,7 @@ import dis
 import functools
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 import types
@@ -17,7 +18,10 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 _OURS = ("ggda_ext", "ggda_captum", "ggda_dattri", "ggda_trak", "ggda_transformers")
-_BY_TEXT = frozenset({"globals", "vars", "getattr", "__dict__"})
+_BY_TEXT = frozenset({"globals", "vars", "getattr", "__dict__", "eval", "exec"})
+_AROUND = _BY_TEXT | {"modules", "import_module", "__import__", "__globals__", "f_globals"}  # ways to one's own module
+_WORD = re.compile(r"[^\W\d]\w*")
+_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _MADE_BY_PYTHON = 1 << 9  # of a class: Py_TPFLAGS_HEAPTYPE
 
 
@@ -63,8 +67,18 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     """Names of globals and attributes in a piece of code and in the functions defined in it, also those in texts."""
     found = set(code.co_names)
     if found & _BY_TEXT:
-        found |= {item for item in code.co_consts if isinstance(item, str) and item.isidentifier()}
+        found.update(*(_WORD.findall(item) for item in code.co_consts if isinstance(item, str)))
     return frozenset(found).union(*(names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)))
+
+
+@functools.lru_cache(maxsize=1024)
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """The names that may be globals of a piece of code: not those of attributes, unless it has other ways to them."""
+    every = names_in(code)
+    if every & _AROUND:
+        return every
+    found = {item.argval for item in dis.get_instructions(code) if item.opname in _LOADS}
+    return frozenset(found).union(*(globals_in(item) for item in code.co_consts if isinstance(item, types.CodeType)))
 
 
 def imported_by(function: types.FunctionType) -> list[tuple[str, Any]]:

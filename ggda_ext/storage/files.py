@@ -93,13 +93,13 @@ def read_json(path: str | Path, most: int = JSON_BYTES) -> Any:
 
 
 def write_json(path: str | Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
-    """Write a JSON object, one line per entry, as a whole or not at all."""
-    _write_lines(path, [f"{_encoded(name)}: {_encoded(content[name])}" for name in content], sync=sync)
+    """Write a JSON object as a whole or not at all."""
+    _write_text(path, json.dumps(content), sync=sync)  # an indent would leave the fast encoder out
 
 
-def _write_lines(path: str | Path, lines: Iterable[str], *, sync: bool) -> None:
+def _write_text(path: str | Path, text: str, *, sync: bool) -> None:
     with replaced(path, sync=sync) as file:
-        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())  # an indent would leave the fast encoder out
+        file.write(text.encode())
 
 
 @contextmanager
@@ -140,14 +140,17 @@ def _new(path: str) -> int:
 
 def seal(content: Any) -> str:
     """The checksum of a JSON value, whatever the order of entries in objects."""
-    return xxhash.xxh3_128_hexdigest(_encoded(content).encode())
+    return _checksum(_encoded(content))
+
+
+def _checksum(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def write_sealed_json(path: str | Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
     """Write a JSON object with a checksum of itself."""
-    lines = [f"{_encoded(name)}: {_encoded(content[name])}" for name in sorted(content)]
-    checksum = xxhash.xxh3_128_hexdigest(f"{{{', '.join(lines)}}}".encode())  # what `seal` gives
-    _write_lines(path, (*lines, f'"xxh3": "{checksum}"'), sync=sync)
+    text = _encoded(content)
+    _write_text(path, f'{text[:-1]}{", " if content else ""}"xxh3": "{_checksum(text)}"}}\n', sync=sync)
 
 
 def read_sealed_json(path: str | Path) -> dict[str, Any]:
@@ -206,9 +209,8 @@ def write_sealed_array(
 
 
 def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
-    """The beginning of a `.npy` file, as NumPy writes it."""
-    kind = np.lib.format.dtype_to_descr(dtype)
-    text = f"{{'descr': {kind!r}, 'fortran_order': False, 'shape': {tuple(map(int, shape))!r}, }}"
+    """The beginning of a `.npy` file of plain numbers, as NumPy writes it."""
+    text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': {tuple(map(int, shape))!r}, }}"
     text += " " * (-(len(text) + 13) % 64) + "\n"
     return b"\x93NUMPY\x02\x00" + len(text).to_bytes(4, "little") + text.encode()
 

@@ -150,10 +150,10 @@ def sums_of(rows: Tensor) -> list[list[float]]:
     for low in range(0, p, step):
         part = rows[:, low : low + step].detach().to("cpu", torch.float64).numpy()
         sums += _cosines(1.1, low, low + part.shape[1]) @ part.T
-        squares += [row @ row for row in part]
-    squares[~(squares > 0)] = 1.0
+        squares += (part * part).sum(1)
+    lengths = [math.sqrt(square) if square > 0 else 1.0 for square in squares.tolist()]
     left = _cosines(1.7, 1, m + 1)
-    both = ((left * sums / np.sqrt(squares)).sum(1), left @ np.log(squares) / 2)
+    both = (left * sums / lengths).sum(1), (left * list(map(math.log, lengths))).sum(1)
     return [[value if math.isfinite(value) else 0.0 for value in numbers.tolist()] for numbers in both]
 
 

@@ -108,11 +108,12 @@ class Arrays:
     def save_parts(self, name: str, shape: tuple[int, ...], dtype: Any, parts: Iterable[np.ndarray]) -> None:
         """Write an array larger than memory, from consecutive runs of its rows."""
         path = self._path(name)
-        if np.dtype(dtype).hasobject:
-            raise TypeError(f"{name!r} has dtype {np.dtype(dtype)}: only plain numbers are stored.")
+        dtype = np.dtype(dtype)
+        if dtype.kind not in "biufc":
+            raise TypeError(f"{name!r} has dtype {dtype}: only plain numbers are stored.")
         with clear_errors(self.folder, name, self._how_many):
             sync = self._before_writing()
-            write_sealed_array(path, self._key(name), shape, np.dtype(dtype), parts, sync=sync)
+            write_sealed_array(path, self._key(name), shape, dtype, parts, sync=sync)
         self._checked.add(name)
 
     def _how_many(self) -> str:

@@ -16,14 +16,25 @@ import torch
 from torch import Tensor
 
 from ggda_ext.attribution import property_directions
-from ggda_ext.gradients import Directions, GroupGradients, PointGradients
+from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
 from ggda_ext.gradients.provider import check_provider
 from ggda_ext.gradients.sketch import count_sketch, draw_sketch
 from ggda_ext.properties import Property
 from ggda_ext.sharing import alone, together
 from ggda_ext.storage import fingerprint
-from ggda_ext.storage.folder import digest, read_array
-from ggda_ext.storage.jobs import Job, Range, finish, group_ranges, opened, part_of, points_per_block, whole_groups
+from ggda_ext.storage.folder import Store, digest, read_array
+from ggda_ext.storage.jobs import (
+    Job,
+    Range,
+    finish,
+    go_on_without,
+    group_ranges,
+    opened,
+    part_of,
+    points_in,
+    points_per_block,
+    whole_groups,
+)
 from ggda_ext.storage.scores import gradients_of
 from ggda_ext.words import without
 
@@ -74,20 +85,30 @@ class GradientStore:
             drawn = draw_sketch(provider.p, self.projection_dim, torch.Generator().manual_seed(seed))
             self._places, self._signs = (values.to(provider.space.device) for values in drawn)
         self._parameters = fingerprint.of_parameters(provider.model)
-        plan = provider.plan(None)
-        points = points_per_block(provider, plan.facts.batch_size)
-        row = self.dim * provider.space.dtype.itemsize
-        self._ranges = group_ranges(provider.groups, points, max(1, provider.memory_budget // row))
         self._made_with = {
             "projection_dim": self.projection_dim,
             "seed": None if self.projection_dim is None else seed,
-            "strategy": plan.strategy,
-            "blocks": digest(np.array(self._ranges)),
         }
         self._tag = tag
         with opened(self.folder, self._fingerprint) as store:
-            title = f"{plan.strategy} group gradients"
-            finish(store, self._jobs(plan.strategy), provider.space.dtype, title, provider.show_progress)
+            while True:
+                try:
+                    self._finish(store, provider.plan(None))
+                    return
+                except ValueError as error:
+                    go_on_without(provider, error)
+
+    def _finish(self, store: Store | None, plan: Plan) -> None:
+        """Make what is missing of the gradients by one strategy, which are a part of the store."""
+        provider = self.provider
+        points = points_per_block(provider, plan.facts.batch_size)
+        row = self.dim * provider.space.dtype.itemsize
+        self._ranges = group_ranges(provider.groups, points, max(1, provider.memory_budget // row))
+        self._part = plan.strategy
+        with together():
+            part = None if store is None else store.part(self._part, {"blocks": digest(np.array(self._ranges))})
+        title = f"{plan.strategy} group gradients"
+        finish(part, self._jobs(plan.strategy), provider.space.dtype, title, provider.show_progress)
 
     @property
     def dim(self) -> int:
@@ -97,7 +118,7 @@ class GradientStore:
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """What is kept, as `(group ids [b], rows [b, dim])`; the rows are memory maps."""
         for j, (low, high) in enumerate(self._ranges):
-            yield torch.arange(low, high), torch.from_numpy(read_array(self.folder, _name(j)))
+            yield torch.arange(low, high), torch.from_numpy(read_array(self.folder, _name(j), self._part))
 
     def scores(self, asked: Property | Directions) -> Tensor:
         """Scores of a property, of directions `[m, p]` or of test points, without a pass over the training data.
@@ -123,7 +144,7 @@ class GradientStore:
         return self._mapped_scores(rows)
 
     def _mapped_scores(self, rows: Tensor) -> Tensor:
-        k, name = len(self.provider.groups), f"scores-{digest(rows.numpy())}"
+        k, name = len(self.provider.groups), f"scores-{self._part}-{digest(rows.numpy())}"
         step = max(1, self.provider.memory_budget // (k * rows.element_size()))
 
         def parts() -> Iterator[np.ndarray]:
@@ -171,7 +192,7 @@ class GradientStore:
             Job(
                 _name(j),
                 (of[1] - of[0], self.dim),
-                int(self.provider.groups.sizes[slice(*of)].sum()),
+                points_in(self.provider.groups, of),
                 lambda of=of: rows(of),  # type: ignore[misc]
             )
             for j, of in enumerate(self._ranges)

@@ -18,9 +18,8 @@ def joined(*parts: Any) -> bytes:
 
 
 def bytes_of(value: Tensor) -> memoryview:
-    """The values of a tensor as bytes, without a copy where it lies in one piece on the CPU."""
+    """The values of a tensor in one piece, as hashes read them, without a copy where it lies so on the CPU."""
     try:
-        plain = value.numpy(force=True)
+        return np.ascontiguousarray(value.numpy(force=True)).data
     except TypeError:  # a number that NumPy does not know, such as bfloat16
-        plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return np.ascontiguousarray(plain).reshape(-1).view(np.uint8).data
+        return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -21,8 +21,9 @@ from torch import Tensor
 from ggda_ext.data import SomePoints, with_progress
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.plan import NonFinite
+from ggda_ext.gradients.proof import Unproven
 from ggda_ext.groups.partition import Groups
-from ggda_ext.sharing import alone, gathered, once, rank, together, world_size
+from ggda_ext.sharing import alone, gathered, of_all, once, rank, together, world_size
 from ggda_ext.storage.folder import Arrays, Store
 
 BATCHES_PER_BLOCK = 32
@@ -44,9 +45,14 @@ def group_ranges(groups: Groups, points: int, most_groups: int) -> list[Range]:
     return ranges
 
 
+def points_in(groups: Groups, some: Range) -> int:
+    """How many points are in a run of groups."""
+    return int(groups.offsets[some[1]] - groups.offsets[some[0]])
+
+
 def points_per_block(provider: GroupGradients, batch_size: int) -> int:
     """How many points make a block: enough that saving costs little, few enough that a kill costs little."""
-    return max(BATCHES_PER_BLOCK * batch_size, -(-int(provider.groups.sizes.sum()) // MOST_BLOCKS))
+    return max(BATCHES_PER_BLOCK * batch_size, -(-int(provider.groups.offsets[-1]) // MOST_BLOCKS))
 
 
 def part_of(provider: GroupGradients, groups: Range, strategy: str) -> GroupGradients:
@@ -70,6 +76,24 @@ def whole_groups(provider: GroupGradients, groups: Range) -> Iterator[None]:
         yield
     except NonFinite as error:
         raise NonFinite([groups[0] + j for j in error.ids], provider.groups, error.what) from None
+
+
+def go_on_without(provider: GroupGradients, error: ValueError) -> None:
+    """After jobs that failed on what the chosen strategy was not proven for: let all ranks know, to choose another.
+
+    Raises:
+        ValueError: the error itself, if it is another one, or the strategy was asked for by name.
+    """
+    if provider.strategy != "auto":
+        raise error
+    cause = error.__cause__
+    found = of_all((cause.why, cause.refused) if isinstance(cause, Unproven) else None)
+    if not any(found):
+        raise error
+    for one in filter(None, found):
+        lesson = Unproven.__new__(Unproven)
+        lesson.why, lesson.refused = one
+        provider._probe.give_up(lesson)
 
 
 @dataclass(frozen=True)
@@ -101,8 +125,8 @@ def finish(
     """
     missing = set(once(lambda: [job.name for job in jobs if store is None or job.name not in store]))
     todo = [job for job in jobs if job.name in missing]
-    done = sum(job.points for job in jobs) - sum(job.points for job in todo)
-    total, made = done + sum(job.points for job in todo), list[Tensor]()
+    total, made = sum(job.points for job in jobs), list[Tensor]()
+    done = total - sum(job.points for job in todo)
     rounds = ((range(sum(job.points for job in now)), now) for now in _rounds(todo))
     for _, now in with_progress(rounds, total, title, show_progress, done):
         made = _made(now, torch.float32 if dtype == torch.bfloat16 else dtype)

@@ -36,15 +36,16 @@ def network(content: Content, value: nn.Module, *, values: bool) -> bytes:
     if inner is not None:  # compiled
         return network(content, inner, values=values)
     own = type(value)
-    found: list[Any] = ["network", content.token(own), _replaced_forward(content, own)]
-    if library_of(own) is None or isinstance(value, nn.modules.batchnorm._NormBase):
+    is_users = library_of(own) is None
+    found: list[Any] = ["network", content.token(own), None if is_users else _replaced_forward(content, own)]
+    if is_users or isinstance(value, nn.modules.batchnorm._NormBase):
         found.append(value.training)
-    counters = counters_of(own)
+    counters = counters_of(own) if is_users else ()
     for name in sorted(held.keys() - _OF_TORCH):
         if not (name in counters and type(held[name]) is int):
             found += (name, content.at(name, held[name]))
-    for name in _HOOKS:
-        found += (content.token(hook) for hook in (held.get(name) or {}).values())
+    for hooks in filter(None, map(held.get, _HOOKS)):
+        found += map(content.token, hooks.values())
     for name, tensor in (*value._parameters.items(), *value._buffers.items()):
         found += (name, *_of_tensor(content, tensor, values))
     for name, part in value._modules.items():
@@ -62,9 +63,9 @@ def hooks_of_all(content: Content) -> list[Any]:
 
 
 def _replaced_forward(content: Content, own: type) -> Any:
-    """A function of the user's own that was put in place of a library's `forward`."""
+    """A function of the user's own that was put in place of the `forward` of a library's class."""
     forward = getattr(own, "forward", None)
-    if library_of(own) is None or not isinstance(forward, types.FunctionType) or library_of(forward) is not None:
+    if not isinstance(forward, types.FunctionType) or library_of(forward) is not None:
         return None
     return content.at("forward", forward)
 

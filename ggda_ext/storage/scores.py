@@ -30,9 +30,11 @@ from ggda_ext.storage.jobs import (
     Job,
     Range,
     finish,
+    go_on_without,
     group_ranges,
     opened,
     part_of,
+    points_in,
     points_per_block,
     whole_groups,
 )
@@ -63,7 +65,12 @@ class ScoreStore:
         self._stack.close()
 
     def scores(
-        self, provider: GroupGradients, directions: Directions, checkpoint: int = 0, property: Any = None
+        self,
+        provider: GroupGradients,
+        directions: Directions,
+        checkpoint: int = 0,
+        property: Any = None,
+        plan: Plan | None = None,
     ) -> Any:
         """What ``provider.scores(directions)`` gives, at the model's current parameters; missing blocks are made.
 
@@ -72,20 +79,29 @@ class ScoreStore:
             directions: what is asked.
             checkpoint: its number.
             property: where the directions come from, if from a property; another one is another question.
+            plan: ``provider.plan(directions)``, if it is known.
         """
-        plan = provider.plan(directions)
-        tests, groups = _grid(provider, directions, plan)
         values = fingerprint.of_checkpoint(provider)
         within = self._checkpoint(provider, checkpoint, values)
         asked = (
             {"asked for": "" if property is None else fingerprint.kind_of(property)}  # its directions tell the rest
             | values
             | fingerprint.of_directions(provider, directions, self.tag)
-            | {
-                "strategy": plan.strategy,
-                "blocks": joined(tests, groups).hex()[:16],
-            }
         )
+        while True:
+            plan = plan or provider.plan(directions)
+            try:
+                return self._answer(provider, directions, plan, within, asked)
+            except ValueError as error:
+                go_on_without(provider, error)
+                plan = None
+
+    def _answer(
+        self, provider: GroupGradients, directions: Directions, plan: Plan, within: str, asked: dict[str, Any]
+    ) -> ScoreBlocks:
+        """Finished scores by one strategy; those by another answer another question."""
+        tests, groups = _grid(provider, directions, plan)
+        asked = asked | {"strategy": plan.strategy, "blocks": joined(tests, groups).hex()[:16]}
         question = once(lambda: self._question(within, asked))
         with together():
             part = None if self._store is None else self._store.part(question, asked)
@@ -161,13 +177,13 @@ class ScoreStore:
             parts: weights, numbers or one for every group `[k]`, with what `scores` or `stacked` gave.
         """
         listed: list[tuple[Weight, ScoreBlocks | StackedBlocks]] = list(parts)
+        first = listed[0][1]
+        if len(listed) == 1 and listed[0][0] == 1.0 and isinstance(first, ScoreBlocks) and first.is_one_block:
+            return first.whole()
         made_of = [
             (fingerprint.sums_of(weight[None]) if isinstance(weight, Tensor) else weight, blocks.names)
             for weight, blocks in listed
         ]
-        first = listed[0][1]
-        if len(listed) == 1 and listed[0][0] == 1.0 and isinstance(first, ScoreBlocks) and first.is_one_block:
-            return first.whole()
 
         def rows(low: int, high: int) -> Tensor:
             return sum_scores((weight, blocks.rows(low, high)) for weight, blocks in listed)
@@ -234,7 +250,7 @@ def _jobs(
         Job(
             block_name(i, j),
             (at[1] - at[0], of[1] - of[0]),
-            int(provider.groups.sizes[slice(*of)].sum()),
+            points_in(provider.groups, of),
             lambda at=at, of=of: scores(at, of),  # type: ignore[misc]
             shared=provider.data.is_stream,
         )

@@ -1,7 +1,7 @@
 """Stacks of any small models: gradients of all models at once by `torch.func.vmap` over their parameters.
 
-For models without buffers and dropout; slower than `ggda_ext.training.stacked`, but it asks nothing of the layers
-and the loss.
+For models without buffers and dropout; slower than `ggda_ext.training.stacked`, but for any layers and
+any loss.
 """
 
 from __future__ import annotations

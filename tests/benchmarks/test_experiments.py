@@ -343,6 +343,10 @@ def test_dattris_settings_have_rows_of_its_original_code_and_of_what_if(folder: 
     assert all(row["stand_in"] and row["subsets"] == 6 and row["test_points"] == 20 for row in rows.values())
     (table,) = dattri_tables(read([folder.path]).of("dattri"))
     assert table.frame.set_index("Method")["Published"]["dattri TracIn"] == "0.15"
+    for name, row in rows.items():  # what models cost does not hang on whether they were there
+        one = row["seconds_of_half"] if "TRAK" in name else rows["What-if"]["training_seconds"]
+        assert one > 0
+        assert row["training_seconds"] == pytest.approx(row["models"] * one)
     count = len(folder.rows)
     experiments.run(["lds"], DATTRI_TASKS[1:], SMOKE, folder)
     assert len(folder.rows) == count
@@ -357,6 +361,24 @@ def test_additive_predictions_folders_scores_have_its_own_lds(tmp_path: Path) ->
     theirs = upstream_lds(scores, (truth, kept))[0].mean()
     ours = agreement(dattri._additive(problem, scores), truth.numpy()).spearman.value
     np.testing.assert_allclose(-ours, theirs, atol=1e-6)
+
+
+def test_influence_on_margins_is_the_damped_solve_with_their_gauss_newton_matrix() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).double()
+    train, test = ((torch.randn(n, 4).double(), torch.arange(n) % 3) for n in (12, 4))
+
+    def gradients(part: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        p = model(part[0]).softmax(1).gather(1, part[1][:, None])[:, 0]
+        each = [torch.autograd.grad(one, list(model.parameters()), retain_graph=True) for one in p.logit()]
+        return p.detach(), torch.stack([torch.cat([g.flatten() for g in one]) for one in each])
+
+    (p, m), (p_test, m_test) = gradients(train), gradients(test)
+    curvature = (m.T * p * (1 - p)) @ m / len(m) + 0.01 * torch.eye(m.shape[1], dtype=m.dtype)
+    falls = (1 - p)[:, None] * m @ torch.linalg.solve(curvature, m_test.T) / len(m)
+    margins, scores = dattri.margins_and_scores(model, train, test, 0.01)
+    torch.testing.assert_close(margins, p_test.logit())
+    torch.testing.assert_close(scores, falls, rtol=1e-8, atol=1e-12)
 
 
 def test_unknown_experiments_are_refused_before_any_work(folder: ResultFolder) -> None:

@@ -86,14 +86,15 @@ class Projection:
 
     def _projected(self, rows: Tensor, model_id: int) -> Tensor:
         if self._kept is not None:
-            return rows.to(self.projector.dtype) @ self._kept.whole(model_id)
+            rows = rows.to(self.projector.dtype)
+            return torch.cat([rows @ block for block in self._kept.blocks(model_id)], 1)[:, : self.dim]
         if isinstance(self.projector, ChunkedCudaProjector):
             by_parameter = {name: self.space.part(rows, value) for name, value in self.space.parameters.items()}
             return self.projector.project(by_parameter, model_id=model_id)
         return self.projector.project(rows, model_id=model_id)
 
     def lent(self) -> AbstractContextManager[None]:
-        """Inside, TRAK's own code finds its projector's matrix drawn, if that is kept: same numbers, sooner."""
+        """Inside, TRAK's own code finds the matrix drawn, if that is kept: the same numbers in less time."""
         return nullcontext() if self._kept is None else self._kept.lent()
 
 
@@ -108,22 +109,17 @@ class KeptMatrix:
         self.projector = projector
         self._model_id: int | None = None
         self._blocks: dict[int, Tensor] = {}
-        self._whole: Tensor | None = None
 
-    def whole(self, model_id: int) -> Tensor:
-        """All of it `[d, dim]`."""
+    def blocks(self, model_id: int) -> Iterator[Tensor]:
+        """All of it, in blocks of columns `[d, block size]`; the last may have more than are left."""
         projector = self.projector
-        if self._whole is None or self._model_id != model_id:
-            if projector.model_id != model_id:
-                projector.model_id = model_id
-                projector.get_generator_states()
-            with self.lent():
-                blocks = []
-                for state in projector.generator_states:
-                    projector.generate_sketch_matrix(state)
-                    blocks.append(projector.proj_matrix)
-            self._blocks, self._whole = {}, torch.cat(blocks, 1)[:, : projector.proj_dim].contiguous()
-        return self._whole
+        if projector.model_id != model_id:
+            projector.model_id = model_id
+            projector.get_generator_states()
+        with self.lent():
+            for state in projector.generator_states:
+                projector.generate_sketch_matrix(state)
+                yield projector.proj_matrix
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -133,12 +129,12 @@ class KeptMatrix:
 
         def drawn(state: Tensor) -> None:
             if projector.model_id != self._model_id:
-                self._model_id, self._blocks, self._whole = projector.model_id, {}, None
+                self._model_id, self._blocks = projector.model_id, {}
             block = next(i for i, known in enumerate(projector.generator_states) if known is state)
             if block not in self._blocks:
-                projector.proj_matrix_available = False  # it draws into new memory
                 draw(state)
                 self._blocks[block] = projector.proj_matrix
+                projector.proj_matrix_available = False  # that memory is taken: it draws the next into its own
             projector.proj_matrix = self._blocks[block]
 
         projector.generate_sketch_matrix = drawn

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ggda_ext.gradients.observation import Watch
 from ggda_ext.gradients.plan import Cost, Request, Strategy, merge_pieces
-from ggda_ext.gradients.watch import Watch
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:

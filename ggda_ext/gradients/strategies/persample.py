@@ -53,6 +53,9 @@ def compare(proof: CapturedLayers, direction: Tensor) -> str | None:
     found, space = proof.found, proof.space
     if found.hooked:
         return f"{found.alters} changes gradients, which vmap may not see"
+    written = [name for name in dict(space.model.named_parameters()) if name in found.changing]
+    if written:  # PyTorch may crash
+        return f"the model writes to parameter {written[0]!r} when it runs, which it cannot do under vmap"
     module, rows = LossModule(space.model, proof.loss), []
     try:
         for batch in found.batches:

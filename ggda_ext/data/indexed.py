@@ -1,0 +1,334 @@
+"""Batches of a data set by index, as cheaply as the data allows.
+
+Fetching tensor data item by item can cost more than running the model on it, so what is
+already a tensor is indexed as a tensor (a contiguous run as a view, without a copy).
+Everything else goes through a DataLoader that keeps the user's workers, pinned memory and
+collate function, and draws nothing from the global random state.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from tqdm.auto import tqdm
+
+from ggda_ext.data.batches import (
+    as_tensors,
+    batch_length,
+    holds_tensors,
+    map_tensors,
+    parts_of,
+    rows_at,
+    take,
+    tensors_in,
+)
+from ggda_ext.data.loaders import GivenBatches, loader_order, own_loader
+from ggda_ext.sharing import my_share, rank, share_of_stream
+from ggda_ext.tables import columns_of, holds_doubles, index_of
+
+
+class ExampleSource(Protocol):
+    """A data set that is no torch `Dataset` but is fetched like one, such as those of Hugging Face."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, indices: list[int], /) -> Any: ...
+
+
+class Table(Protocol):
+    """A pandas frame or column."""
+
+    @property
+    def iloc(self) -> Any: ...
+
+    def to_numpy(self) -> np.ndarray: ...
+
+
+Array: TypeAlias = Tensor | np.ndarray | Table
+DataLike: TypeAlias = (
+    "DataLoader[Any] | Dataset[Any] | ExampleSource | Array | Sequence[Array] | Mapping[str, Array] | IndexedData"
+)
+"""A DataLoader, a Dataset, a tensor, a tuple of tensors, or a dict of tensors, also as arrays or pandas frames; what is
+indexed already where the library passes its own data on."""
+
+PATIENCE = 5.0
+"""Seconds after which a bar appears that was neither asked for nor turned off."""
+
+S = TypeVar("S", bound=Sized)
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+
+class IndexedData:
+    """One interface to whatever holds the examples; example i is the i-th one the user's loader gives.
+
+    Args:
+        data: a DataLoader, a Dataset, a tensor, a tuple of tensors or a dict of tensors.
+        name: how errors call it.
+
+    Attributes:
+        n: number of examples, or None for a stream (an IterableDataset) of unknown length.
+        batch_size: of the user's DataLoader, or None.
+        index: of the rows of a pandas table, or None.
+        columns: names of the columns of a pandas table, or None.
+    """
+
+    batch_size: int | None = None
+    index: Any = None
+    columns: tuple[Any, ...] | None = None
+    is_stream = False
+    anchors: tuple[Any, ...] | None = None
+    """The objects that hold the examples, to see whether two data sets are the same; None if that cannot be seen."""
+
+    _loader: DataLoader[Any] | None = None
+    _order: np.ndarray | None = None
+    _tensors: Any = None
+    _doubles = False
+    _cast: torch.dtype | None = None
+
+    def __init__(self, data: DataLike, name: str = "data") -> None:
+        self.name = name
+        self._source: Any = data.dataset if isinstance(data, DataLoader) else data
+        if isinstance(self._source, IndexedData):
+            raise TypeError(f"{name} is already indexed.")
+        if isinstance(self._source, str | bytes | Path):
+            raise TypeError(f"{name} is the text {str(self._source)!r}: read the file first, and pass what it holds.")
+        self.is_stream = isinstance(self._source, IterableDataset)
+        if isinstance(data, DataLoader):
+            self._read_through(data)
+        else:
+            self._read_itself()
+        self.n = self._length()
+        if self.n == 0:
+            raise ValueError(f"{name} is empty: it holds no examples.")
+
+    def _read_itself(self) -> None:
+        """Take the examples from the data set itself."""
+        parts = parts_of(self._source)
+        self.anchors = tuple(parts)
+        self._tensors = None if self.is_stream else as_tensors(self._source, self.name)
+        if self._tensors is not None and not holds_tensors(self._source):
+            self.index, self.columns, self._doubles = index_of(parts), columns_of(parts), holds_doubles(parts)
+
+    def _read_through(self, loader: DataLoader[Any]) -> None:
+        """Take the examples as a loader gives them."""
+        self._loader, self.batch_size, self.anchors = loader, loader.batch_size, (loader,)
+        if self.is_stream:
+            return
+        self._order = loader_order(loader, self.name)
+        by_example = isinstance(self._source, list | tuple)  # entries, to a DataLoader
+        if by_example or loader.collate_fn is not default_collate:
+            return
+        self._tensors = as_tensors(self._source, self.name)
+        if self._tensors is not None and self._order is None:
+            self.anchors = (self._source,)  # the loader adds nothing: another one of this data set gives the same
+
+    def suit(self, model: nn.Module) -> None:
+        """Convert float64 numbers of NumPy and pandas, where they are the default, to the model's dtype from now on."""
+        if self._doubles:
+            found = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
+            cast = None if found == torch.float64 else found
+            if cast is not None and self._cast is None:
+                _logger.info("%s holds float64 numbers, which the model is given as %s.", self.name, cast)
+            self._cast = cast
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was done to the data, for results to say."""
+        if self._cast is None:
+            return ()
+        dtype = str(self._cast).removeprefix("torch.")
+        return (f"The float64 numbers of {self.name} were given to the model as {dtype}, its dtype.",)
+
+    @property
+    def tensors(self) -> Any:
+        """The tensors that hold the examples, in their order; None if the data is not made of tensors."""
+        return self._tensors if self._order is None else None
+
+    def _length(self) -> int | None:
+        if self._order is not None:
+            return len(self._order)
+        if self._tensors is not None:
+            return len(parts_of(self._tensors)[0])
+        if isinstance(self._source, Sized) and not isinstance(self._source, Iterator):
+            return len(self._source)
+        if self.is_stream:
+            return None
+        raise TypeError(
+            f"{self.name} is a {type(self._source).__name__}, which has no length or can be read only once: pass a "
+            "DataLoader, a map-style Dataset, a tensor, a tuple of tensors or a dict of tensors."
+        )
+
+    def sequential(self, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
+        """All examples in order, as `(indices, batch)`."""
+        if self.is_stream:
+            yield from self._stream(batch_size)
+            return
+        assert self.n is not None
+        yield from self._runs(0, self.n, batch_size)
+
+    def _runs(self, low: int, high: int, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
+        """Examples low … high - 1 in order, as `(indices, batch)`."""
+        runs = [range(start, min(start + batch_size, high)) for start in range(low, high, batch_size)]
+        for run, batch in zip(runs, self.batches(runs), strict=True):
+            yield np.arange(run.start, run.stop), batch
+
+    def my_share(self, batch_size: int, *, whole_batches: bool = False) -> Iterator[tuple[np.ndarray, Any]]:
+        """Our share of all examples in order, as `(indices, batch)`; all of them in one process.
+
+        Of a stream every rank reads all batches, and keeps its share of them.
+
+        Args:
+            batch_size: examples per batch.
+            whole_batches: whether to share out the batches of `sequential`, so that every example is in the same batch
+                whatever the number of ranks; by default shares are equal in examples.
+        """
+        if self.is_stream:
+            yield from share_of_stream(self._stream(batch_size))
+            return
+        assert self.n is not None
+        if whole_batches:
+            mine = my_share(-(-self.n // batch_size))
+            low, high = mine.start * batch_size, min(mine.stop * batch_size, self.n)
+        else:
+            mine = my_share(self.n)
+            low, high = mine.start, mine.stop
+        yield from self._runs(low, high, batch_size)
+
+    def _stream(self, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
+        loader = own_loader(self._source, None, batch_size=batch_size) if self._loader is None else self._loader
+        seen, random = 0, torch.get_rng_state()
+        batches = iter(loader)
+        torch.set_rng_state(random)  # a loader draws a seed for its workers
+        for batch in batches:
+            size = batch_length(batch) if loader.batch_size is not None else self._length_of_item(batch)
+            yield np.arange(seen, seen + size), batch
+            seen += size
+
+    def _length_of_item(self, item: Any) -> int:
+        """Number of examples in what a stream gives that nobody batches."""
+        lengths = [len(tensor) if tensor.dim() else None for tensor in tensors_in(item)]
+        if None in lengths or len(set(lengths)) != 1:
+            raise ValueError(
+                f"{self.name} is a DataLoader with batch_size=None whose items hold tensors of lengths {lengths}, so "
+                "they are no batches: pass batch_size= to the DataLoader, or let the data set give batches."
+            )
+        return batch_length(item)
+
+    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
+        """One batch for every sequence of indices, in that order."""
+        if self.is_stream:
+            raise TypeError(
+                f"{self.name} is an IterableDataset, whose points cannot be fetched by index: pass a "
+                "map-style Dataset, or use one property with strategy='directional' or 'forward'."
+            )
+        if self._tensors is not None:
+            for indices in index_batches:
+                batch = rows_at(self._tensors, self._positions(indices))
+                yield batch if self._cast is None else map_tensors(self._as_cast, batch)
+        else:
+            asked = GivenBatches(np.asarray(self._positions(indices)).tolist() for indices in index_batches)
+            for batch in own_loader(self._source, self._loader, batch_sampler=asked):
+                self._check_length(batch, asked.sizes.popleft())
+                yield batch
+
+    def _check_length(self, batch: Any, asked: int) -> None:
+        """Refuse a batch that does not hold its examples row by row."""
+        found = batch_length(batch)
+        if found != asked:
+            raise ValueError(
+                f"{self.name} made a batch whose first tensor has {found} rows of {asked} examples (a collate_fn that "
+                "joins graphs or sequences of several lengths?), so what belongs to which example cannot be told: let "
+                "it give one row, or one entry of a list, for each example, or pass the loss as a BatchLoss of padded "
+                "batches."
+            )
+
+    def _as_cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._cast) if tensor.dtype == torch.float64 else tensor
+
+    def first(self, count: int) -> Any:
+        """The first `count` examples as one batch."""
+        if self.is_stream:
+            return take(next(batch for _, batch in self._stream(count)), count)
+        assert self.n is not None
+        return next(iter(self.batches([np.arange(min(count, self.n))])))
+
+    def _positions(self, indices: Sequence[int] | np.ndarray) -> np.ndarray | range:
+        """Where the examples are in the data set; a range stays one, which tensors are cut by."""
+        if self._order is not None:
+            return self._order[np.asarray(indices)]
+        return indices if isinstance(indices, range) else np.asarray(indices)
+
+
+class SomePoints(IndexedData):
+    """Some points of a data set, as a data set."""
+
+    def __init__(self, data: IndexedData, positions: np.ndarray) -> None:
+        self.data, self.positions = data, positions
+        self.name, self.n = data.name, len(positions)
+
+    def suit(self, model: nn.Module) -> None:
+        """The data set they are of gives them."""
+        self.data.suit(model)
+
+    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
+        """One batch for every sequence of indices, in that order."""
+        return self.data.batches(self.positions[np.asarray(indices)] for indices in index_batches)
+
+
+class ProgressBar(tqdm):  # type: ignore[misc, unused-ignore]
+    """A bar that shares nothing with other processes.
+
+    tqdm's own lock is shared with forked processes, and every bar takes it: one that is killed at that moment would
+    keep all others waiting forever. Nor is there a thread that watches over bars and may hold the lock during a fork.
+    """
+
+    _lock = threading.RLock()
+    monitor_interval = 0
+
+
+def progress(total: int, title: str, show: bool | None, *, initial: int = 0) -> ProgressBar:
+    """A progress bar over points, on the first rank.
+
+    Args:
+        total: points.
+        title: what is done.
+        show: True at once, False never, None after `PATIENCE` seconds.
+        initial: points that are done already.
+    """
+    return ProgressBar(
+        total=total, initial=initial, desc=title, unit="point", disable=show is False or rank() > 0,
+        delay=0 if show else PATIENCE,
+    )  # fmt: skip
+
+
+def with_progress(
+    pairs: Iterator[tuple[S, T]], total: int, title: str, show: bool | None, done: int = 0
+) -> Iterator[tuple[S, T]]:
+    """Pairs of some points and their batch, with a bar over points: one not asked for is made when it is to be seen."""
+    start = perf_counter()
+    if show is False:
+        yield from pairs
+        return
+    if show is None:
+        for points, batch in pairs:
+            yield points, batch
+            done += len(points)
+            if perf_counter() - start > PATIENCE:
+                break
+        else:
+            return
+    with progress(total, title, True, initial=done) as bar:
+        for points, batch in pairs:
+            yield points, batch
+            bar.update(len(points))

@@ -1,0 +1,69 @@
+"""Points that are read once and then kept in memory: the first ones of a stream, or those that are asked for again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_ext.data.batches import pick, tensors_in
+from ggda_ext.data.indexed import IndexedData, SomePoints
+
+
+def first_points(data: IndexedData, count: int) -> IndexedData:
+    """The first points of a stream, however its loader batches them; fewer if it has no more."""
+    kept: list[Any] = []
+    for indices, batch in data.sequential(count):
+        kept += [pick(batch, [at]) for at in range(len(indices))]
+        if len(kept) >= count:
+            break
+    return _Examples(kept[:count], data.name)
+
+
+class _Examples(IndexedData):
+    """Examples in memory, each as a batch of one."""
+
+    def __init__(self, examples: list[Any], name: str) -> None:
+        self.examples, self.name, self.n = examples, name, len(examples)
+
+    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
+        """One batch for every sequence of indices, in that order."""
+        for indices in index_batches:
+            yield _joined([self.examples[int(at)] for at in indices])
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Batches one after the other, as one."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts)) if first.dim() else first
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple | list) and any(isinstance(value, Tensor | Mapping | tuple | list) for value in first):
+        return type(first)(_joined(values) for values in zip(*parts, strict=True))
+    return [value for part in parts for value in part] if isinstance(first, tuple | list) else first
+
+
+class RememberedPoints(SomePoints):
+    """Some points of a data set that reads them from somewhere: every batch is read once, as far as memory goes."""
+
+    def __init__(self, data: IndexedData, positions: np.ndarray, memory_budget: int = 2**28) -> None:
+        super().__init__(data, positions)
+        self._left, self._known = memory_budget, dict[bytes, Any]()
+
+    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
+        """One batch for every sequence of indices, in that order."""
+        for indices in index_batches:
+            key = np.asarray(indices, np.int64).tobytes()
+            if key in self._known:
+                yield self._known[key]
+                continue
+            (batch,) = super().batches([indices])
+            size = sum(tensor.nbytes for tensor in tensors_in(batch))
+            if size <= self._left:
+                self._left -= size
+                self._known[key] = batch
+            yield batch

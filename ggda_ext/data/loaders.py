@@ -1,0 +1,77 @@
+"""The user's DataLoader: in which order it gives the examples, and one like it for our own batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+_SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def loader_order(loader: DataLoader, name: str) -> np.ndarray | None:
+    """Data set positions in the order a loader gives them; None for 0, 1, 2, …"""
+    if loader.batch_sampler is None:
+        raise ValueError(
+            f"{name} is a DataLoader with batch_size=None, whose items cannot be put into other batches: pass the "
+            "data set itself, or a DataLoader that batches single examples."
+        )
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if isinstance(sampler, SequentialSampler) and not loader.drop_last:
+        return None
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise ValueError(
+            f"{name} is a DataLoader with a DistributedSampler, which gives each rank other points: pass the data "
+            "set, or a DataLoader without that sampler; the work is split over the ranks here."
+        )
+    if isinstance(sampler, _SHUFFLING):
+        raise ValueError(
+            f"{name} is a DataLoader that shuffles ({type(sampler).__name__}), so its points have no fixed "
+            "index: pass the data set, or a DataLoader with shuffle=False."
+        )
+    order, again = ([int(i) for batch in loader.batch_sampler for i in batch] for _ in range(2))
+    if order != again:
+        raise ValueError(
+            f"{name} is a DataLoader whose sampler gives another order each time "
+            f"({type(sampler or loader.batch_sampler).__name__}): pass one with a fixed order."
+        )
+    return np.asarray(order)
+
+
+def own_loader(source: Dataset, loader: DataLoader | None, **batching: Any) -> DataLoader:
+    """A DataLoader over `source` that treats it as the user's `loader` does, with our batches."""
+    kept: dict[str, Any] = {}
+    if loader is not None:
+        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"):
+            kept[name] = getattr(loader, name)
+        if loader.num_workers:
+            kept |= {name: getattr(loader, name) for name in ("multiprocessing_context", "prefetch_factor")}
+    return DataLoader(source, generator=torch.Generator(), **kept, **batching)
+
+
+class GivenBatches:
+    """Index batches as a batch sampler that is iterated once.
+
+    Attributes:
+        sizes: of the batches that were asked for and have not come yet: a loader with workers asks ahead.
+    """
+
+    def __init__(self, batches: Iterator[list[int]]) -> None:
+        self._batches, self.sizes = batches, deque[int]()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._batches:
+            self.sizes.append(len(batch))
+            yield batch

@@ -1,0 +1,112 @@
+"""Outputs of a classifier as probabilities, its targets as classes, rates of sensitive groups: all of them checked."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ggda_ext.properties.classes import OutputsFn
+
+
+def class_probabilities(outputs: Tensor, temperature: float = 1.0) -> Tensor:
+    """Probabilities `[N, C]` of outputs that are C logits, or the one logit of class 1 (`[N]`, `[N, 1]`)."""
+    return (class_logits(outputs) / temperature).softmax(1)
+
+
+def class_logits(outputs: Tensor) -> Tensor:
+    """Logits `[N, C]`; one logit z of class 1 becomes ``(-z/2, z/2)``, whose softmax is the sigmoid of z."""
+    if outputs.dim() not in (1, 2):
+        raise ValueError(
+            f"the model returned shape {list(outputs.shape)}: properties of classes need outputs [N, C], "
+            "[N, 1] or [N]; for others use of_outputs."
+        )
+    logits = outputs.reshape(len(outputs), -1)
+    return torch.cat([-logits / 2, logits / 2], 1) if logits.shape[1] == 1 else logits
+
+
+def class_labels(targets: Any, logits: Tensor) -> Tensor:
+    """Class indices `[N]` from targets `[N]` or `[N, 1]`, checked against `logits [N, C]`."""
+    if targets is None:
+        raise ValueError("data gives no targets: pass (x, y), with a class for each example.")
+    if not isinstance(targets, Tensor) or targets.numel() != len(logits):
+        got = f"shape {list(targets.shape)}" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
+        raise ValueError(
+            f"data has targets of {got} for {len(logits)} examples: properties of classes need one class "
+            "index per example, [N]."
+        )
+    classes = logits.shape[1]
+    labels = targets.reshape(-1)
+    wrong = (labels < 0) | (labels >= classes) | (labels != labels.long())
+    try:
+        found = bool(wrong.any())
+    except RuntimeError:  # under vmap values cannot be looked at
+        found = False
+    if found:
+        raise ValueError(
+            f"data has {int(wrong.sum())} labels that are no class of the model, first "
+            f"{labels[wrong][0].item()}: it has {classes} classes, so pass whole numbers 0 … {classes - 1}."
+        )
+    return labels.long()
+
+
+def on_probabilities(fn: OutputsFn) -> OutputsFn:
+    """``fn(probabilities [N, C], labels [N])`` as a function of outputs and targets."""
+
+    def of(outputs: Tensor, targets: Any) -> Tensor:
+        probabilities = class_probabilities(outputs)
+        return fn(probabilities, class_labels(targets, probabilities))
+
+    return of
+
+
+class Rates:
+    """Mean probabilities by sensitive group."""
+
+    def __init__(self, sensitive: Any) -> None:
+        values = np.asarray(sensitive.cpu() if isinstance(sensitive, Tensor) else sensitive)
+        if values.ndim != 1:
+            raise ValueError(f"sensitive has shape {list(values.shape)}: pass one value per test point, [N].")
+        missing = [j for j, value in enumerate(values.tolist()) if value is None or value != value]
+        if missing:
+            raise ValueError(
+                f"sensitive has {len(missing)} missing values, first at {missing[0]}: leave these points "
+                "out of the test data, or give them a group."
+            )
+        names, ids = np.unique(values, return_inverse=True)
+        if len(names) < 2:
+            raise ValueError(f"sensitive holds {len(names)} group(s) {names.tolist()}: a gap needs at least 2.")
+        self.names, self.ids = names.tolist(), torch.from_numpy(ids)
+
+    def of_points(self, points: np.ndarray) -> Rates:
+        """Those of some of the test points."""
+        found = copy.copy(self)
+        found.ids = self.ids[torch.from_numpy(points.astype(np.int64))]
+        return found
+
+    def check_length(self, n: int) -> None:
+        """Refuse another number of test points than there are values."""
+        if len(self.ids) != n:
+            raise ValueError(
+                f"sensitive has {len(self.ids)} values for {n} test points: pass one per point, in the "
+                "order of the data."
+            )
+
+    def gap(self, chosen: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
+        """Largest minus smallest group mean of `chosen [N]`, over the points in `mask` (of this `kind`)."""
+        self.check_length(len(chosen))
+        members = self.ids.to(chosen.device)[:, None] == torch.arange(len(self.names), device=chosen.device)
+        if mask is not None:
+            members = members & mask[:, None]
+        sizes = members.sum(0)
+        if not bool(sizes.all()):
+            name = self.names[int(sizes.argmin())]
+            raise ValueError(
+                f"sensitive group {name!r} has no {kind} test point, so its rate is undefined: "
+                "add some, or merge or leave out the group."
+            )
+        means = chosen @ members.to(chosen) / sizes
+        return means.amax() - means.amin()
