@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from ggda_trak.projection import Projection
-from ggda_trak.targets import point_rows
+from ggda_trak.task_gradients import point_rows
 from ggda_trak.task_outputs import TaskOutputs
 from scipy.stats import spearmanr
 from torch import Tensor, nn

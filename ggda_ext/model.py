@@ -237,10 +237,10 @@ class SavedState:
 
     def restore(self) -> None:
         """Give the model everything back."""
-        for held, before in self._held:
-            if any(held.get(key) is not value for key, value in before.items()) or len(held) != len(before):
+        for held, entries in self._held:
+            if any(held.get(key) is not value for key, value in entries.items()) or len(held) != len(entries):
                 held.clear()
-                held.update(before)
+                held.update(entries)
         with torch.no_grad():
             for name, before in self._values.items():
                 if not _same(self._now[name], before):

