@@ -51,7 +51,8 @@ def timing_tables(folders: Sequence[Path]) -> Iterator[Table]:
 
 
 def _line(row: dict[str, Any]) -> dict[str, str]:
-    bound = "" if row["goal"] is None else f"{'≥' if row['unit'] == 'x faster' else '≤'} {row['goal']:g}"
+    goal, more = row["goal"], row["unit"] == "x faster"
+    missed = goal is not None and (row["ratio"] < goal if more else row["ratio"] > goal)
     unit = row["unit"].replace("x ", "× ")
     return {
         "Model": row["model"],
@@ -59,6 +60,6 @@ def _line(row: dict[str, Any]) -> dict[str, str]:
         "Group size": "–" if row["group_size"] is None else f"{row['group_size']:,}",
         "CPU s": three_digits(row["seconds"]) if row["seconds"] else "–",
         "Ratio": f"{row['ratio']:.2f} {unit}",
-        "Goal": bound or "–",
-        "Against": row["against"],
+        "Goal": "–" if goal is None else f"{'≥' if more else '≤'} {goal:g}{', missed' if missed else ''}",
+        "Against": "one pass" if row["against"] == "pass" else row["against"],
     }
