@@ -8,7 +8,7 @@ them. Where points are left, its time for all of them is extrapolated along a li
 
 with the slope between the first and the last of the last three sizes: that between two neighbours is mostly noise where
 a batch costs little beside what is fixed. `Original.linearity` says how well the line through the two sizes before n
-foretells what was measured at n; 1 is perfect. Where it misses, the smallest size is timed once more, as the first call
+predicts what was measured at n; 1 is perfect. Where it misses, the smallest size is timed once more, as the first call
 of an original may warm something up. The group version gets all points. Both take turns, and the best of several turns
 counts; where they come out about as fast as each other, both get more turns.
 
@@ -34,7 +34,7 @@ LEFT_ALONE = 0.7
 WHOLE = 6.0
 """All points are timed if they are foretold to take at most so many times the time: nothing is extrapolated then."""
 JUMP = 4
-"""Times the points that a foretold time is trusted for: what a line through noise foretells may be wrong."""
+"""Times the points that a foretold time is trusted for: what a line through noise predicts may be wrong."""
 STRAIGHT = 0.1
 """By how much `Original.linearity` of a line may differ from 1."""
 CLOSE, MORE_TURNS = (0.7, 1.3), 3
@@ -98,7 +98,7 @@ class Original:
 
     @property
     def linearity(self) -> float | None:
-        """Seconds at the largest number of points as the two sizes before foretell them, over those measured.
+        """Seconds at the largest number of points as the two sizes before predict them, over those measured.
 
         None where all points were timed, so that nothing is extrapolated.
         """

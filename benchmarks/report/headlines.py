@@ -89,7 +89,7 @@ def _fidelity(found: Fidelity | None) -> str:
     best, value = next(iter(found.by_method.items()))
     limit = "" if found.ceiling is None else f"; retraining itself, with other seeds, reaches {found.ceiling:.2f}"
     rank = f"a rank correlation (LDS) of {value:.2f} ({best}, the best method)"
-    return f"Faithful: {found.question} foretell what real retraining without groups does with {rank}{limit}."
+    return f"Faithful: {found.question} predict what real retraining without groups does with {rank}{limit}."
 
 
 def _method(needs: list[Need]) -> str:

@@ -15,7 +15,7 @@ from benchmarks.report.rows import Results
 _HOW = (
     "CPU seconds, best of several, original and groups taking turns. The group version scores all training points, the "
     "original as many as it is given time for; where those are fewer, its time is extrapolated along a line. "
-    "Linear: seconds at the largest size as the two sizes before it foretell them, over those measured. "
+    "Linear: seconds at the largest size as the two sizes before it predict them, over those measured. "
     "Hessian: Captum's own, the same for both sides, timed apart; in brackets with it."
 )
 _MODES = (

@@ -386,7 +386,7 @@ def test_headlines_count_what_was_skipped_and_what_differs(tmp_path: Path) -> No
     assert found.speed.startswith(f"Faster: scores of groups of 64 training points come {times(middle)} faster in the")
     assert found.speed.endswith("none of 18 measurements is slower than the original.")
     assert re.fullmatch(
-        r"Faithful: scores of Random groups of 64 on HELOC / ANN-S foretell what real retraining without groups does "
+        r"Faithful: scores of Random groups of 64 on HELOC / ANN-S predict what real retraining without groups does "
         r"with a rank correlation \(LDS\) of 0\.\d\d \(.+, the best method\); retraining itself, .* reaches 0\.95\.",
         found.fidelity,
     )
