@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -278,14 +279,16 @@ def test_a_document_that_asks_for_too_much_stays_as_it_is(tmp_path: Path) -> Non
 
 def test_tables_of_speed_and_of_rows_are_filled_without_touching_each_other(tmp_path: Path) -> None:
     timing = Row("core", "LR", "auto, one property", 64, 0.5, "pass", 1.2, "passes", 1.3, "made data")
+    slow = replace(timing, group_size=1, ratio=1.4)
     (tmp_path / "speed").mkdir()
-    write_timings([timing], tmp_path / "speed" / "speed.json", 1, True)
+    write_timings([timing, slow], tmp_path / "speed" / "speed.json", 1, True)
     document = tmp_path / "performance.md"
     marked = "<!-- table {} -->\nold\n<!-- end -->\n"
     document.write_text("By hand.\n" + "".join(map(marked.format, ("timing-core", "timing-trak", "speed"))))
     report.command([tmp_path / "speed"], document=document)
     text = document.read_text()
-    assert "| LR | auto, one property | 64 | 0.500 | 1.20 passes | ≤ 1.3 | pass |" in text
+    assert "| LR | auto, one property | 64 | 0.500 | 1.20 passes | ≤ 1.3 | one pass |" in text
+    assert "| 1 | 0.500 | 1.40 passes | ≤ 1.3, missed | one pass |" in text
     assert text.count("\nold\n") == 2
     report.command([folder_of(tmp_path / "run", MadeRows().speed())], tmp_path / "out", document)
     text = document.read_text()
