@@ -89,8 +89,8 @@ def of_loss(error: Exception, name: str, output: Tensor, target: Tensor) -> Exce
         )
     if isinstance(error, RuntimeError) and "class probabilities" in str(error):
         return TypeError(f"the targets are one-hot, of {_kind(target)}: pass y.argmax(1) for {name}, or y.float().")
-    if isinstance(error, RuntimeError) and "target dtype" in str(error):
-        return _not_whole(name, target)
+    if isinstance(error, RuntimeError) and any(said in str(error) for said in ("target dtype", "scalar type Long")):
+        return _not_whole(name, target)  # the second in words of PyTorch 2.6
     if isinstance(error, RuntimeError) and "between 0 and 1" in str(error):
         return ValueError(
             f"{name} takes probabilities, and the model gives {output.min().item():.3g} to {output.max().item():.3g}: "
