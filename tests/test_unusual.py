@@ -32,6 +32,7 @@ from unusual_rare import (
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import probe
+from ggda_ext.gradients.descent import storage_of
 from ggda_ext.gradients.observation import Watch
 from ggda_ext.losses import BatchLoss, FunctionalLoss, OutputLoss, as_example_loss
 
@@ -785,3 +786,11 @@ def test_an_index_that_may_move_rows_is_told_from_one_that_does_not(name):
     with Watch(N) as watch:
         x[index]
     assert (watch.moves is not None) == moves
+
+
+def test_where_numbers_lie_is_not_told_under_vmap():
+    found = []
+    torch.vmap(lambda row: found.append(storage_of(row)) or row)(torch.randn(3, 2))
+    assert found == [None]
+    whole = torch.randn(4)
+    assert storage_of(whole) == storage_of(whole[2:]) is not None

@@ -147,10 +147,9 @@ class Descent(Watch):
 
     def _changed(self, tensor: Tensor, masks: Masks) -> None:
         """Keep what others descend from that share their numbers with a tensor which was changed in place."""
-        where, both = tensor.untyped_storage().data_ptr(), [bool(mask.any()) for mask in masks]
-        for other in self._seen.values():
-            strided = other.layout is torch.strided and not other.is_nested
-            if other is not tensor and strided and other.untyped_storage().data_ptr() == where:
+        where, both = storage_of(tensor), [bool(mask.any()) for mask in masks]
+        for other in self._seen.values() if where is not None else ():
+            if other is not tensor and storage_of(other) == where:
                 self._of[id(other)] = _masks(other, *both)
 
     def judge(self, losses: Tensor) -> None:
@@ -263,6 +262,16 @@ class Descent(Watch):
         entries = torch.cat([value.flatten(), value.new_tensor([0, 1])])
         at = torch.randint(len(entries), shape, generator=self._numbers).to(value.device)
         return entries[at]
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Where the numbers of a tensor lie; None where that cannot be told, as under vmap."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except NotImplementedError:
+        return None
 
 
 def _tensors(values: Any) -> list[Tensor]:
