@@ -60,7 +60,7 @@ class Semivalues:
     @property
     def names(self) -> tuple[Hashable, ...]:
         """Names of the groups, or their ids."""
-        return tuple(self.groups.name(j) for j in range(len(self.groups)))
+        return tuple(self.groups.all_names)
 
     def attribution(self) -> Attribution:
         """The values as an `Attribution`, with 95 % intervals over the sets that were drawn."""

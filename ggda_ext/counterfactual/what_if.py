@@ -170,7 +170,7 @@ class WhatIf:
     @property
     def names(self) -> list[Hashable]:
         """Names of the groups, or their ids."""
-        return [self.groups.name(j) for j in range(len(self.groups))]
+        return list(self.groups.all_names)
 
     def explain(self) -> str:
         """What was chosen for every model, why, and what was calibrated."""
