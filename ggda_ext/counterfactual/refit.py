@@ -223,10 +223,8 @@ class _Subsets:
         """Cholesky factors of curvatures `[s, r, r]` with the penalty, and a little more against rounding."""
         floor = 1e-7 if self.problem.dtype == torch.float32 else 1e-12
         scale = matrix.diagonal(dim1=1, dim2=2).mean(1)
-        found = (
-            matrix
-            + self.penalty.ridge * self.harder[: None if self.penalty.start is not None else len(matrix), :, None]
-        )
+        ridge = self.penalty.ridge
+        found = matrix + (ridge if self.penalty.start is None else ridge * self.harder[:, :, None])
         found.diagonal(dim1=1, dim2=2).add_((floor * scale + 1e-30)[:, None] + self.penalty.decay)
         return torch.linalg.cholesky(found)
 
