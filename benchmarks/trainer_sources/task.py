@@ -18,11 +18,11 @@ Rows = list[dict[str, Any]]
 BROKEN = ("flipped", "shuffled")
 SCORES: dict[str, tuple[Any, dict[str, Any]]] = {
     "tracker": (GroupTracker, {}),
-    "tracker, Adam": (GroupTracker, {"preconditioner": "adam"}),
+    "tracker, gradients alone": (GroupTracker, {"preconditioner": None}),
     "tracin": (attribute_trainer, {"method": "tracin"}),
     "curvature": (attribute_trainer, {}),
 }
-"""While training, without and with Adam's division; after it, without and with curvature."""
+"""While training, by Adam's steps and by gradients alone; after it, without and with curvature."""
 
 
 @dataclass(frozen=True)
