@@ -77,7 +77,8 @@ class PlainLoop(TrainerCallback):
         for p in model.parameters():
             before, steps = (own[p]["exp_avg_sq"], float(own[p]["step"])) if own.get(p) else (torch.zeros_like(p), 0)
             moments = beta * before + (1 - beta) * p.grad**2
-            parts.append((moments / (1 - beta ** (steps + 1))).sqrt() + eps)
+            moved = torch.where(moments > 0, 1.0, torch.inf)  # dropout may leave out a parameter
+            parts.append(moved * ((moments / (1 - beta ** (steps + 1))).sqrt() + eps))
         return torch.cat([part.flatten() for part in parts]).detach().double()
 
 
@@ -143,6 +144,15 @@ def test_the_division_is_that_of_the_coming_step():
         optimizer.step()
         for name, after in live_divisors(optimizer, dict(layer.named_parameters())).items():
             assert relative_error(before[name], after) <= 1e-12
+
+
+def test_what_dropout_left_out_of_the_first_step_does_not_count():
+    layer = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer.weight.grad = torch.tensor([[0.0, 2.0]])
+    assert live_divisors(optimizer, dict(layer.named_parameters()), coming=True)["weight"].tolist() == [
+        [torch.inf, 2.0]
+    ]
 
 
 def test_the_default_is_adams_for_adam_alone(tmp_path):

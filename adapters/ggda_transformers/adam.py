@@ -111,13 +111,16 @@ def is_adam(optimizer: Any) -> bool:
 def live_divisors(optimizer: Any, parameters: Mapping[str, nn.Parameter], coming: bool = False) -> dict[str, Tensor]:
     """√v̂ + ε from an optimizer that is in use: of its last step, 1 before the first; or of the coming one.
 
-    The moments of the coming step hold its own gradients. Without them the division has no bound where a parameter had
-    no gradient so far, as the embedding of a token that is new.
+    The moments of the coming step hold its own gradients, so that what is divided is no larger than in the step itself:
+    the embedding of a token that is new has none before.
     """
     optimizer = unwrapped(optimizer)
     groups = {id(value): group for group in optimizer.param_groups for value in group["params"]}
     found = {}
     for name, parameter in parameters.items():
+        if id(parameter) not in groups and coming:
+            found[name] = torch.ones_like(parameter)  # its learning rate is 0
+            continue
         if id(parameter) not in groups:
             raise _not_trained(name)
         state, group = optimizer.state.get(parameter, {}), groups[id(parameter)]
@@ -209,4 +212,6 @@ def _divisor(
     moments, step, beta = state.get("exp_avg_sq", 0.0), float(state.get("step", 0)), group["betas"][1]
     if gradient is not None:
         moments, step = beta * moments + (1 - beta) * gradient**2, step + 1
-    return ((moments / (1 - beta**step)).sqrt() + group["eps"]).to(parameter)
+    divisor = (moments / (1 - beta**step)).sqrt() + group["eps"]
+    # what has had no gradient was not moved, whatever it has without dropout
+    return divisor.masked_fill(moments == 0, torch.inf).to(parameter)
