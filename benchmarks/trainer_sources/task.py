@@ -35,7 +35,7 @@ class Task:
         fit: ``(rows, seed, callbacks)`` → a Trainer after training.
         left_out: sources to train without, in turn; "" for a training with all and the seeds of the others.
         kinds: of scores, see `SCORES`.
-        every: which steps a tracker scores.
+        every: at which steps a tracker takes the property's gradient; it scores all batches.
         repeats: trainings for each truth.
     """
 
@@ -85,7 +85,7 @@ def scored(task: Task, seed: int) -> dict[str, Any]:
         make, settings = SCORES[kind]
         if make is GroupTracker:
             trackers[kind] = GroupTracker(
-                rows, "source", eval_dataset=goal, every=task.every, show=False, **settings
+                rows, "source", eval_dataset=goal, every=task.every, batches="all", show=False, **settings
             )  # fmt: skip
     begin = time.process_time()
     trainer = task.fit(rows, seed, list(trackers.values()))
