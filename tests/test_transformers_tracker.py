@@ -71,14 +71,16 @@ class PlainLoop(TrainerCallback):
 
     @staticmethod
     def _divisors(model, optimizer):
-        """√v̂ + ε of the step to come, by Adam's own arithmetic on a copy."""
+        """√v̂ + ε of the step to come, by Adam's own arithmetic, with the mean square as of one step more."""
         own, beta, eps = optimizer.state, optimizer.param_groups[0]["betas"][1], optimizer.param_groups[0]["eps"]
         parts = []
         for p in model.parameters():
             before, steps = (own[p]["exp_avg_sq"], float(own[p]["step"])) if own.get(p) else (torch.zeros_like(p), 0)
             moments = beta * before + (1 - beta) * p.grad**2
             moved = torch.where(moments > 0, 1.0, torch.inf)  # dropout may leave out a parameter
-            parts.append(moved * ((moments / (1 - beta ** (steps + 1))).sqrt() + eps))
+            squares = ((moments / (1 - beta ** (steps + 1))).sqrt() + eps) ** 2
+            mean = squares[moments > 0].mean() if (moments > 0).any() else 0.0
+            parts.append(moved * (((steps + 1) * squares + mean) / (steps + 2)).sqrt())
         return torch.cat([part.flatten() for part in parts]).detach().double()
 
 

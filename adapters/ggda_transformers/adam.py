@@ -129,6 +129,17 @@ def live_divisors(optimizer: Any, parameters: Mapping[str, nn.Parameter], coming
     return found
 
 
+def steady(divisors: Mapping[str, Tensor], steps: int) -> dict[str, Tensor]:
+    """Divisors after some steps as if one step more had had the mean square of its parameter everywhere.
+
+    In the first steps a sum of gradients may be near 0 where the gradients of points are not; divided by it, a few
+    numbers would be all of a point's score. The mean takes this away, and fades as moments are of more steps.
+    """
+    squares = {name: value.square() for name, value in divisors.items()}
+    means = {name: value[value.isfinite()].mean().nan_to_num() for name, value in squares.items()}
+    return {name: ((steps * value + means[name]) / (steps + 1)).sqrt() for name, value in squares.items()}
+
+
 def _saved_divisors(
     saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], trainer: Any, where: str
 ) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from ggda_ext.properties.property import names_of
 from ggda_ext.results import Attribution, MethodFacts
 from ggda_ext.sharing import alone
 from ggda_ext.words import check_counts, without
-from ggda_transformers.adam import Momentum, is_adam, live_divisors
+from ggda_transformers.adam import Momentum, is_adam, live_divisors, steady
 from ggda_transformers.attribution import evaluated
 from ggda_transformers.columns import groups_of
 from ggda_transformers.indexed_batches import Carried, number_rows, take_at_the_step
@@ -273,7 +273,7 @@ class GroupTracker(TrainerCallback):
                 directions = self._goal.gradient(model, provider.space.parameters)
             directions = directions * _learning_rates(optimizer, provider)
             if self.sums.momentum is not None:
-                divisors = live_divisors(optimizer, provider.space.parameters, coming=True)
+                divisors = steady(live_divisors(optimizer, provider.space.parameters, coming=True), step + 1)
                 row = provider.space.flatten(list(divisors.values()), directions.new_empty(provider.p))
                 directions = self.sums.momentum.mean(directions / row, step, optimizer)
             with alone():  # every rank has other batches
