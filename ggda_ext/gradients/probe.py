@@ -433,13 +433,15 @@ class Sample:
             _spread(members, 2 * USUAL.examples) if self._head is None else np.arange(batch_length(self._head))
         )
         batches = self._fetch(self._runs(self._candidates))
-        pair = _shortest_and_longest([length for batch in batches for length in _lengths(batch)])
-        (two,) = self._fetch([self._candidates[pair]])
-        losses = self._run([two])
-        self.effort = USUAL
-        if self._work / len(pair) > HEAVY and self._is_reduced_as_known(two):
-            self.effort, self._candidates = LITTLE, self._candidates[pair]
-        else:
+        self.effort, losses = USUAL, None
+        numbers = sum(part.numel() for part in tensors_in(batches[0])) / batch_length(batches[0])
+        if space.size * numbers > HEAVY:  # most models use a parameter less often than an example has numbers
+            pair = _shortest_and_longest([length for batch in batches for length in _lengths(batch)])
+            (two,) = self._fetch([self._candidates[pair]])
+            losses = self._run([two])
+            if self._work / len(pair) > HEAVY and self._is_reduced_as_known(two):
+                self.effort, self._candidates, batches = LITTLE, self._candidates[pair], [two]
+        if losses is None or self.effort is USUAL:
             losses = self._run(batches)
         self._first_losses, self._losses = losses[0], torch.cat(losses)
         self.bytes_per_example = max(1, self._seen // len(self._losses))
