@@ -13,7 +13,7 @@ own function reduces the losses of a batch, which may leave out any of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from math import ceil
@@ -37,7 +37,6 @@ from ggda_ext.gradients.proof import (
     USUAL,
     CapturedLayers,
     Findings,
-    Unproven,
     recall,
     remember,
     strays,
@@ -135,10 +134,15 @@ class Probe:
         other._points, other._groups = int(groups.sizes.sum()), len(groups)
         return other
 
-    def give_up(self, error: Unproven) -> None:
-        """Do without what a pass found not to tell the gradient: the layers of some parameters, or forward mode."""
-        self._found.refused |= error.refused
-        self._found.uncovered = self._found.uncovered | error.why
+    def give_up(self, why: Mapping[str, str], refused: Mapping[str, str]) -> None:
+        """Do without what a pass found not to tell the gradient, as an `Unproven` says.
+
+        Args:
+            why: parameters whose layers do not: name → why.
+            refused: strategies that do not: name → why.
+        """
+        self._found.refused |= refused
+        self._found.uncovered = self._found.uncovered | why
         self._compare("auto")
 
     def _look(self, members: Members, most: int) -> None:

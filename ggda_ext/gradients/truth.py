@@ -177,9 +177,7 @@ def _measured(gradients: list[list[Tensor | None]], directions: list[Tensor]) ->
     """Of gradients by parameter, products with a direction and norms `[b, q]`; None counts as zeros."""
     along, norms = [], []
     for own, direction in zip(zip(*gradients, strict=True), directions, strict=True):
-        rows = torch.stack(
-            [torch.zeros_like(direction) if one is None else one.flatten().to(direction) for one in own]
-        )
+        rows = torch.stack([torch.zeros_like(direction) if one is None else one.flatten().to(direction) for one in own])
         along.append(rows @ direction)
         norms.append(torch.linalg.vector_norm(rows, dim=1))
     return torch.stack(along, 1), torch.stack(norms, 1)
