@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import relative_error
+from cases import gradient_rows, relative_error
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -91,14 +91,13 @@ def images() -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
-    rows = []
-    for i in range(N):
+    def loss(i: int) -> Tensor:
         one = {key: value[i : i + 1] for key, value in data.items()}
         target = one.pop("labels")
         output = model(**one)
-        loss = F.cross_entropy(getattr(output, "logits", output), target)
-        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
-    return torch.stack(rows)
+        return F.cross_entropy(getattr(output, "logits", output), target)
+
+    return gradient_rows(map(loss, range(N)), model.parameters())
 
 
 @pytest.mark.parametrize("strategy", ["directional", "forward", "segmented", "backward", "persample"])

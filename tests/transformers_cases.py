@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from cases import gradient_rows
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -132,14 +133,7 @@ def gradients(
 ) -> Tensor:
     """One backward pass for each example `[n, p]`, over the parameters that require a gradient."""
     parameters = [value for value in model.parameters() if value.requires_grad]
-    found = []
-    for row in rows:
-        parts = torch.autograd.grad(losses(model, collate([row])), parameters, allow_unused=True)
-        flat = [
-            torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in zip(parts, parameters, strict=True)
-        ]
-        found.append(torch.cat(flat))
-    return torch.stack(found)
+    return gradient_rows((losses(model, collate([row])) for row in rows), parameters)
 
 
 def exactness(model: nn.Module) -> float:

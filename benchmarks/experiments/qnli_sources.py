@@ -104,17 +104,12 @@ def _shorter(pairs: Sequence[Pair]) -> list[Pair]:
 
 def _tuned_once(weights: Path, pairs: Sequence[Pair], models: Path | None) -> Any:
     """BERT after the fine-tuning before, which is done once."""
-    files = ModelFiles(models)
     made_of = np.frombuffer(f"{BEFORE} {pairs}".encode(), np.uint8)
     key = f"{QNLI_SOURCES}-{digest(made_of, np.fromfile(weights / 'config.json', np.uint8))}"
-    found = files.load(key)
-    if found is None:
-        bert = tuned(weights, pairs)
-        files.save(key, Trained(bert))
-        return bert
-    bert = BertModel.from_pretrained(weights, dtype=torch.float32)
-    bert.load_state_dict(found.state)
-    return bert
+    kept = ModelFiles(models).trained_once(
+        key, lambda: BertModel.from_pretrained(weights, dtype=torch.float32), lambda: Trained(tuned(weights, pairs))
+    )
+    return kept.model
 
 
 def _from_sources(pairs: Sequence[Pair], rows: int) -> tuple[list[Pair], np.ndarray]:
