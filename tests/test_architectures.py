@@ -45,11 +45,12 @@ def resnet() -> nn.Module:
     )
 
 
+_SMALL = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "num_labels": 3}
+_TEXTS = _SMALL | {"vocab_size": 40, "max_position_embeddings": 10}
+
+
 def bert() -> nn.Module:
-    return BertForSequenceClassification(
-        BertConfig(vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
-                   max_position_embeddings=10, num_labels=3)
-    )  # fmt: skip
+    return BertForSequenceClassification(BertConfig(**_TEXTS))
 
 
 def gpt2() -> nn.Module:
@@ -59,17 +60,11 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    return LlamaForSequenceClassification(
-        LlamaConfig(vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
-                    num_key_value_heads=2, max_position_embeddings=10, num_labels=3, pad_token_id=0)
-    )  # fmt: skip
+    return LlamaForSequenceClassification(LlamaConfig(**_TEXTS, num_key_value_heads=2, pad_token_id=0))
 
 
 def vit() -> nn.Module:
-    return ViTForImageClassification(
-        ViTConfig(hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=6,
-                  patch_size=3, num_channels=3, num_labels=3)
-    )  # fmt: skip
+    return ViTForImageClassification(ViTConfig(**_SMALL, image_size=6, patch_size=3, num_channels=3))
 
 
 def text() -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -56,20 +56,29 @@ def fitted(model: nn.Module, loss_fn: Callable[..., Tensor], data: Any, weights:
     """The model trained to the optimum of its weighted mean loss with weight decay, by L-BFGS."""
     x, y = data
     weights = torch.ones(len(x), dtype=x.dtype) if weights is None else weights
+
+    def penalised() -> Tensor:
+        each = torch.stack([loss_fn(model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))])
+        penalty = sum(value.square().sum() for value in model.parameters())
+        return (weights * each).sum() / weights.sum() + DECAY / 2 * penalty
+
+    minimise(model.parameters(), penalised)
+    return model.eval()
+
+
+def minimise(values: Iterable[Tensor], objective: Callable[[], Tensor]) -> None:
+    """Move values to where an objective has its minimum, by L-BFGS."""
     optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=2000, tolerance_grad=1e-13, tolerance_change=0, line_search_fn="strong_wolfe"
+        values, max_iter=2000, tolerance_grad=1e-13, tolerance_change=0, line_search_fn="strong_wolfe"
     )
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        each = torch.stack([loss_fn(model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))])
-        penalty = sum(value.square().sum() for value in model.parameters())
-        loss = (weights * each).sum() / weights.sum() + DECAY / 2 * penalty
+        loss = objective()
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    return model.eval()
 
 
 def kept_rows() -> np.ndarray:
@@ -585,19 +594,13 @@ def test_with_a_start_the_ridge_pulls_there_and_answers_are_what_is_lost_since(k
 
     def moved(kept: Tensor) -> Tensor:
         d = torch.zeros_like(now, requires_grad=True)
-        optimizer = torch.optim.LBFGS(
-            [d], max_iter=2000, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe"
-        )
 
-        def closure() -> Tensor:
-            optimizer.zero_grad()
+        def objective() -> Tensor:
             loss = loss_fn((model(x).detach() + dense @ d)[kept], y[kept])
             harder = N / int(kept.sum()) / 10  # 1 / Σ η_t, of fewer steps
-            loss = loss + harder / 2 * (now + d - then).square().sum() + DECAY / 2 * (now + d).square().sum()
-            loss.backward()
-            return loss
+            return loss + harder / 2 * (now + d - then).square().sum() + DECAY / 2 * (now + d).square().sum()
 
-        optimizer.step(closure)
+        minimise([d], objective)
         return d.detach()
 
     kept = torch.tensor([source in ("web", "forum") for source in SOURCES])
