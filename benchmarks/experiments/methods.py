@@ -167,11 +167,7 @@ def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     """TRAK over an ensemble: how much a group raises the mean test loss; training the ensemble is not counted."""
     states, batch = subject.ensemble, _BATCH if per_sample else 1024
     exact = groups.are_singletons and not per_sample
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        left_as_it_was(subject.model),
-        quiet(),
-    ):  # TRAK has two bars for every call
+    with tempfile.TemporaryDirectory() as folder, left_as_it_was(subject.model), quiet():
         traker = TRAKer(
             subject.model, "image_classification", groups.n, save_dir=folder, device="cpu", groups=groups,
             projector=projector(subject.model, subject.task.projection_dim), use_half_precision=False,

@@ -82,12 +82,10 @@ def _detection(setting: str, rows: pd.DataFrame, folder: Path) -> Picture:
         axis.set_ylim(0, 102)
 
     figure = grid(list(panels), 3, draw, height=2.9, width=3.1)
-    handles = [line(name, *method_look(name, methods)) for name in methods]
+    handles = [*(line(name, *method_look(name, methods)) for name in methods), line("by chance", GREY, style=":")]
     title = f"{setting}: mislabelled points found"
     caption = "Points are checked in the order of their (group's) importance, the least important first."
-    return save(
-        figure, folder, f"detection-{slug(setting)}", title, [*handles, line("by chance", GREY, style=":")], caption
-    )
+    return save(figure, folder, f"detection-{slug(setting)}", title, handles, caption)
 
 
 def cost_figures(results: Results, folder: Path) -> Iterator[Picture]:

@@ -120,15 +120,9 @@ def _by_grouping(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Pi
     share_y(figure)
     handles = [line("single points (size 1)", BLACK, "*", "", 9)]
     handles += [line(name, *OF_GROUPING[name]) for name in groupings]
+    handles += [*_baseline_handles(found), *_size_handles(sizes)]
     title = f"{setting}: accuracy after removing the top {100 * largest:g} %, by grouping"
-    yield save(
-        figure,
-        folder,
-        f"runtime-groupings-{slug(setting)}",
-        title,
-        handles + _baseline_handles(found) + _size_handles(sizes),
-        f"{_READ} {_BARS}",
-    )
+    yield save(figure, folder, f"runtime-groupings-{slug(setting)}", title, handles, f"{_READ} {_BARS}")
 
 
 def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Picture]:
@@ -150,15 +144,9 @@ def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Pic
     share_y(figure)
     handles = [line(f"top {100 * one:g} % removed", *look) for one, look in zip(fractions, SERIES, strict=False)]
     title = f"{setting}: accuracy after removal, Grad-K-Means groups"
-    none = [entry for entry in _baseline_handles(found) if entry.get_label() == "no removal"]
-    yield save(
-        figure,
-        folder,
-        f"runtime-removals-{slug(setting)}",
-        title,
-        handles + none + _size_handles(sizes),
-        f"{_READ} {_BARS}",
-    )
+    handles += [entry for entry in _baseline_handles(found) if entry.get_label() == "no removal"]
+    handles += _size_handles(sizes)
+    yield save(figure, folder, f"runtime-removals-{slug(setting)}", title, handles, f"{_READ} {_BARS}")
 
 
 _READ = "Left is cheaper; the marker grows with the group size along the curve."

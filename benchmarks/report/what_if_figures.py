@@ -52,14 +52,8 @@ def _predicted(setting: str, panels: dict[str, pd.DataFrame], folder: Path) -> P
         "Every point is a choice of half the groups, its shade the grouping seed; on the line a prediction is exact. "
         "Left: the model's own loss plus the scores of the groups left out. Right: what-if, not calibrated."
     )
-    return save(
-        figure,
-        folder,
-        f"predicted-{slug(setting)}",
-        title,
-        [line("predicted = retrained", GREY), line("a retrained half", _SHADES[0], "o", "", 4)],
-        caption,
-    )
+    handles = [line("predicted = retrained", GREY), line("a retrained half", _SHADES[0], "o", "", 4)]
+    return save(figure, folder, f"predicted-{slug(setting)}", title, handles, caption)
 
 
 _SHADES = ("#0072B2", "#56B4E9", "#004466")
