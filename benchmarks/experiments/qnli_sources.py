@@ -26,7 +26,18 @@ from benchmarks.model_files import ModelFiles
 from benchmarks.names import QNLI_SOURCES
 from benchmarks.sizes import Scale
 from benchmarks.tasks import Task
-from benchmarks.trainer_sources.qnli import BATCH_SIZE, BEFORE, LONGEST, RATE, Pair, UpperLayers, padded, states, tuned
+from benchmarks.trainer_sources.qnli import (
+    BATCH_SIZE,
+    BEFORE,
+    LONGEST,
+    RATE,
+    Pair,
+    UpperLayers,
+    padded,
+    spoiled,
+    states,
+    tuned,
+)
 from ggda_ext.storage.folder import digest
 from ggda_ext.training import Recipe, Trained
 
@@ -116,13 +127,8 @@ def _from_sources(pairs: Sequence[Pair], rows: int) -> tuple[list[Pair], np.ndar
     """The first pairs as sources of so many rows, and the source of each."""
     found: list[Pair] = []
     for source in range(CLEAN + FLIPPED + SHUFFLED):
-        some = list(pairs[source * rows : (source + 1) * rows])
-        if CLEAN <= source < CLEAN + FLIPPED:
-            some = [(question, sentence, 1 - label) for question, sentence, label in some]
-        elif source >= CLEAN + FLIPPED:
-            others = random.Random(source).sample([sentence for _, sentence, _ in some], len(some))
-            some = [(question, other, label) for (question, _, label), other in zip(some, others, strict=True)]
-        found += some
+        kind = "clean" if source < CLEAN else "flipped" if source < CLEAN + FLIPPED else "shuffled"
+        found += spoiled(pairs[source * rows : (source + 1) * rows], kind, source)
     return found, np.arange(len(found)) // rows
 
 
