@@ -157,19 +157,6 @@ def test_what_dropout_left_out_of_the_first_step_does_not_count():
     ]
 
 
-def test_the_default_is_adams_for_adam_alone(tmp_path):
-    def scores(preconditioner, optim):
-        rows = sources(examples("bert", N, dtype=torch.float32))
-        tracker = GroupTracker(rows, "source", eval_dataset=rows[:3], preconditioner=preconditioner, show=False)
-        trainer_of(made("bert", torch.float32), rows, tmp_path, callbacks=[tracker], optim=optim).train()
-        assert ("preconditioner" in str(tracker.result.method)) == (preconditioner == "adam" or optim == "adamw_torch")
-        return tracker.result.scores
-
-    usual = scores("auto", "adamw_torch")
-    assert relative_error(usual, scores("adam", "adamw_torch")) <= 1e-6
-    assert relative_error(scores("auto", "sgd"), scores(None, "sgd")) <= 1e-6
-
-
 # ---- the Trainer's own losses, which a callback is not told of
 
 
@@ -320,7 +307,7 @@ def test_trackers_of_one_trainer_have_logs_and_sums_of_their_own_and_take_up_no_
     fitted(again, **last)
     for one, other in zip(again, two, strict=True):
         assert relative_error(one.result.scores, other.result.scores) <= 1e-6
-    for changed in ({"property": "accuracy"}, {"every": 2}, {"tokens": "sum"}, {"preconditioner": None}):
+    for changed in ({"property": "accuracy"}, {"every": 2}, {"tokens": "sum"}, {"preconditioner": "adam"}):
         with pytest.raises(ValueError, match=f"ggda_tracker.json is of {next(iter(changed))}="):
             fitted(trackers(**changed), **last)
 

@@ -103,11 +103,6 @@ def unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def is_adam(optimizer: Any) -> bool:
-    """Whether an optimizer is PyTorch's Adam or AdamW."""
-    return isinstance(unwrapped(optimizer), torch.optim.Adam | torch.optim.AdamW)
-
-
 def live_divisors(optimizer: Any, parameters: Mapping[str, nn.Parameter], coming: bool = False) -> dict[str, Tensor]:
     """√v̂ + ε from an optimizer that is in use: of its last step, 1 before the first; or of the coming one.
 

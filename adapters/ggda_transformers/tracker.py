@@ -5,7 +5,8 @@ step, and added up by group, with the learning rate of the step:
 
     τ_G = Σ_t Σ_{i ∈ G, in the batches of t} ⟨d_t, ∇ℓ_i(θ_t)⟩    with d_t = η_t ∇g(θ_t)
 
-For a training by Adam the gradient is divided as Adam divides, and d_t is a mean over the steps so far (`Momentum`).
+With ``preconditioner="adam"`` the gradient is divided as Adam divides, and d_t is a mean over the steps so far
+(`Momentum`).
 Dropout is off meanwhile. It is a monitor and no verdict: it has no curvature, so it says in which direction each source
 pulls while the model learns, not what would have become of the model.
 """
@@ -33,7 +34,7 @@ from ggda_ext.properties.property import names_of
 from ggda_ext.results import Attribution, MethodFacts
 from ggda_ext.sharing import alone
 from ggda_ext.words import check_counts, without
-from ggda_transformers.adam import Momentum, is_adam, live_divisors, steady
+from ggda_transformers.adam import Momentum, live_divisors, steady
 from ggda_transformers.attribution import evaluated
 from ggda_transformers.columns import groups_of
 from ggda_transformers.indexed_batches import Carried, number_rows, take_at_the_step
@@ -69,8 +70,8 @@ class GroupTracker(TrainerCallback):
             often. Rows that are not scored make scores noisy: take it where the property has more rows than a batch.
         share: score each of these steps with this probability, the same on all ranks.
         preconditioner: ``"adam"`` divides as Adam does in the step that is scored, and takes the mean over the steps so
-            far as Adam does, which needs the memory of one more gradient for each property; None takes the gradient
-            alone. By default ``"adam"`` where the Trainer's optimizer is Adam or AdamW.
+            far as Adam does, which needs the memory of one more gradient for each property. By default None: the
+            gradient alone.
         tokens: as in `attribute_trainer`.
         data_collator: for the rows of a property by name; by default the Trainer's.
         parameters: which count; by default those that require a gradient.
@@ -95,7 +96,7 @@ class GroupTracker(TrainerCallback):
         every: int = 1,
         batches: Literal["own", "all"] = "own",
         share: float = 1.0,
-        preconditioner: Literal["auto", "adam"] | None = "auto",
+        preconditioner: Literal["adam"] | None = None,
         tokens: Tokens = "mean",
         data_collator: Callable[[list[Any]], Any] | None = None,
         parameters: Any = None,
@@ -110,8 +111,8 @@ class GroupTracker(TrainerCallback):
             raise ValueError(f"share={share!r}: pass a number above 0, up to 1.")
         if batches not in ("own", "all"):
             raise ValueError(f"batches={batches!r} is not one of 'own', 'all'.")
-        if preconditioner not in (None, "auto", "adam"):
-            raise ValueError(f"preconditioner={preconditioner!r} is not one of None, 'auto', 'adam'.")
+        if preconditioner not in (None, "adam"):
+            raise ValueError(f"preconditioner={preconditioner!r} is not one of None, 'adam'.")
         self.every, self.share, self.preconditioner, self.tokens, self.seed = every, share, preconditioner, tokens, seed
         self.batches, self.show = batches, show
         self._property, self._eval_dataset, self._parameters = property, eval_dataset, parameters
@@ -145,7 +146,7 @@ class GroupTracker(TrainerCallback):
         trainer, resumed = self._calling_trainer()
         self._setup = TrainerSetup.of(trainer, data_collator=self._collator)
         self._goal = property_of(self._setup, self._property, self._eval_dataset)
-        if self.preconditioner == "adam" or (self.preconditioner == "auto" and is_adam(kwargs["optimizer"])):
+        if self.preconditioner == "adam":
             self.sums.momentum = Momentum()
         trackers = [one for one in trainer.callback_handler.callbacks if isinstance(one, GroupTracker)]
         self.sums.number, self.sums.settings = trackers.index(self), self._settings()

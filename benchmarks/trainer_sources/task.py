@@ -20,11 +20,11 @@ Rows = list[dict[str, Any]]
 BROKEN = ("flipped", "shuffled")
 SCORES: dict[str, tuple[Any, dict[str, Any]]] = {
     "tracker": (GroupTracker, {}),
-    "tracker, gradients alone": (GroupTracker, {"preconditioner": None}),
+    "tracker, as Adam steps": (GroupTracker, {"preconditioner": "adam"}),
     "tracin": (attribute_trainer, {"method": "tracin"}),
     "curvature": (attribute_trainer, {}),
 }
-"""While training, by Adam's steps and by gradients alone; after it, without and with curvature."""
+"""While training, by gradients alone and as Adam steps; after it, without and with curvature."""
 
 
 @dataclass(frozen=True)
