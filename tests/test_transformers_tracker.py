@@ -273,7 +273,7 @@ def test_a_resumed_run_ends_with_the_sums_of_one_that_was_not_stopped(adam, tmp_
 
 
 def test_a_trainer_may_have_two_trackers(tmp_path):
-    loop, tracker, _ = run(tmp_path / "one", adam=True)
+    loop, tracker, _ = run(tmp_path / "one")
     two = [
         GroupTracker(loop.rows, groups, eval_dataset=loop.tests, every=every, data_collator=collate, show=False)
         for groups, every in (("source", 1), ("number", 2))

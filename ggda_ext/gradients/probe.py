@@ -142,7 +142,7 @@ class Probe:
             refused: strategies that do not: name → why.
         """
         self._found.refused |= refused
-        self._found.uncovered = self._found.uncovered | why
+        self._found.uncovered = {**self._found.uncovered, **why}
         self._compare("auto")
 
     def _look(self, members: Members, most: int) -> None:
