@@ -38,7 +38,8 @@ held_out = {domain: sentences(domain, 12) for domain in STEPS}
 
 from ggda_transformers import GroupTracker, attribute_trainer
 
-model = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=2, n_positions=10))
+config = GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=2, n_positions=10, bos_token_id=None, eos_token_id=None)
+model = GPT2LMHeadModel(config)
 settings = TrainingArguments(
     tempfile.mkdtemp(), num_train_epochs=3, per_device_train_batch_size=12, learning_rate=3e-3, logging_steps=6,
     save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,

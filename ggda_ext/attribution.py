@@ -80,7 +80,8 @@ def attribute(
         damping: of the curvature; by default from the recipe, else from the curvature itself.
         recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: gives the damping.
         intervals: around the scores, at 95 %: over ``"test points"`` (ten folds of those that the property is measured
-            on), over ``"checkpoints"``, ``"both"``, or True for what there is. No further pass over the training data.
+            on), over ``"checkpoints"``, ``"both"``, or True for what there is. They share the pass over the training
+            data; solving with the curvature takes longer.
         frame: the pandas table whose columns `groups` names, with a row for every training point.
         models: more models trained the same way with other seeds. Scores are those of all of them, as over checkpoints:
             a mean in the property's unit, which holds more of what any retrained model would do.

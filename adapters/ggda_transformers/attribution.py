@@ -53,7 +53,7 @@ def attribute_trainer(
     save_dir: str | Path | None = None,
     tag: str | None = None,
 ) -> Attribution:
-    """Which groups of the training data helped or hurt: positive where the property is predicted to rise without it.
+    """Which groups of the training data helped or hurt: positive where the property is predicted to rise without one.
 
     Args:
         trainer_or_model: the `transformers.Trainer` after training, or the trained model (a PEFT model as well, whose
