@@ -243,6 +243,25 @@ def test_several_models_are_averaged():
     assert torch.allclose(both, (each[0] + each[1]) / 2, rtol=1e-9)
 
 
+def test_checkpoints_are_explained_as_the_models_they_were(tmp_path):
+    data, model = points(), network()
+    before = copy.deepcopy(model.state_dict())
+    earlier = copy.deepcopy(model)
+    for value in earlier.parameters():
+        value.data *= 0.8
+    torch.save(earlier.state_dict(), tmp_path / "earlier.pt")
+    measure = properties.mean_loss(data, LOSS)
+    states = [tmp_path / "earlier.pt", model.state_dict()]
+    found = WhatIf(model, LOSS, data, SOURCES, rank=20, checkpoints=states).subsets(kept_rows(), measure)
+    models = WhatIf(earlier, LOSS, data, SOURCES, rank=20, models=[model]).subsets(kept_rows(), measure)
+    assert torch.allclose(found, models, rtol=1e-9)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="models and checkpoints are both given"):
+        WhatIf(model, LOSS, data, SOURCES, checkpoints=states, models=[earlier])
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] does not fit"):
+        WhatIf(model, LOSS, data, SOURCES, checkpoints=make_other().state_dict())
+
+
 def make_other() -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()

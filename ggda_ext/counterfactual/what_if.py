@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ggda_ext.checkpoints import Checkpoints
 from ggda_ext.counterfactual.answer import Counterfactual
 from ggda_ext.counterfactual.calibration import Calibration, Verification, chosen_subsets, verified
 from ggda_ext.counterfactual.checks import (
@@ -69,11 +70,14 @@ class WhatIf:
         groups: a `Groups` or anything it accepts. Points in no group always stay.
         weight_decay: the L2 penalty of the training, λ in λ/2 ‖θ‖²; or pass its `recipe`.
         recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: for its weight decay and for
-            the ridge of a training that stopped before its optimum. For one that has converged pass `weight_decay`.
+            the ridge of a training that stopped before its optimum. Predicted changes are then those of the model once
+            it has settled: the noise of its last steps is taken out.
         start: the model before that training, e.g. the pre-trained one; of a model trained from scratch any fresh one,
             ``make_model()``. The ridge then pulls there, so that what only the groups left out have taught is
             forgotten, also where it was learned so well that its gradients are nearly zero.
         models: more models trained the same way with other seeds; values are averaged over all of them.
+        checkpoints: state dicts or their paths, from along the training; values are averaged over them, and the
+            present parameters count only if they are among them.
         directions: ``"all"`` parameters, the leading ``"eigen"`` vectors of the Gauss-Newton matrix, what the
             ``"groups"`` teach, ``"both"``; ``"auto"`` takes all parameters if there are at most `rank` of them, else
             both.
@@ -108,6 +112,7 @@ class WhatIf:
         recipe: Training | None = None,
         start: nn.Module | None = None,
         models: Sequence[nn.Module] = (),
+        checkpoints: Checkpoints | None = None,
         directions: Kind = "auto",
         rank: int = 200,
         ridge: float | None = None,
@@ -128,7 +133,7 @@ class WhatIf:
             raise TypeError("the training data is a stream without a length: pass a map-style data set to what-if.")
         weights = checked_point_weights(point_weights, inside.n)
         self.models: list[LinearizedModel] = []
-        for one in checked_models(model, models):
+        for one in checked_models(model, models, checkpoints):
             provider = GroupGradients(
                 one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size or inside.batch_size,
                 memory_budget=memory_budget, show_progress=show_progress,
