@@ -85,11 +85,7 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """A row for every grouping and method."""
     train, test = points_for(problem, folder)
-    everything = np.arange(len(train[0]))
-    model = next(
-        iter(train_many(problem.make_model, LOSS, train, problem.recipe, subsets=[everything], seeds=[100 + 10 * seed]))
-    )
-    model.eval()
+    model = trained(problem, train, 100 + 10 * seed)
     _scores(model, (train[0][:200], train[1][:200]), Groups(np.arange(200) % 4), goal_of(test), Influence())  # warms up
     one_pass = pass_seconds(model, train)
     for name in names:
@@ -108,6 +104,11 @@ def measured(
                 "interval": [round(end, 3) for end in lds.interval], "passes": round(seconds / one_pass, 2),
                 "ceiling": round(float(np.corrcoef(real.T)[0, 1]), 3),
             }  # fmt: skip
+
+
+def trained(problem: Problem, data: Pair, seed: int) -> nn.Module:
+    """The problem's model, trained on some data, in eval mode."""
+    return train_many(problem.make_model, LOSS, data, problem.recipe, seeds=[seed]).model(0)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from ggda_trak.projection import Projection
 from ggda_trak.task_gradients import point_rows
-from ggda_trak.task_outputs import TaskOutputs
+from ggda_trak.task_outputs import TaskOutputs, margins
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 from trak.modelout_functions import ImageClassificationModelOutput
@@ -141,7 +141,7 @@ def measured(problem: Problem, seed: int, scale: Scale, all_train: Pair, all_tes
     rows, weights, targets = features(model, train, test, scale.proj_dim)
     reference = scores(rows, rows * weights, targets, 0.0)[0]
     for grouping, size, groups, halves in partitions(model, train, scale, seed, draw):
-        margins = torch.stack([margin(trained(problem, half(train, groups, one), seed), test) for one in halves])
+        real = torch.stack([margin(trained(problem, half(train, groups, one), seed), test) for one in halves])
         sizes = torch.from_numpy(groups.sizes.copy())[:, None]
         numerators = groups.sum(rows * weights, 0)
         sums = {"exact": rows, "batched": groups.sum(rows, 0) / sizes.sqrt(), "paper": numerators}
@@ -155,7 +155,7 @@ def measured(problem: Problem, seed: int, scale: Scale, all_train: Pair, all_tes
                 yield Cell(
                     problem.name, seed, grouping, size, len(groups), fisher, str(damping), ridge,
                     agreement=mean_rank_correlation(found, expected),
-                    lds=mean_rank_correlation(halves.double() @ found.double(), margins),
+                    lds=mean_rank_correlation(halves.double() @ found.double(), real),
                 )  # fmt: skip
 
 
@@ -216,10 +216,7 @@ def scores(of_fisher: Tensor, numerators: Tensor, targets: Tensor, damping: Damp
 def margin(model: nn.Module, test: Pair) -> Tensor:
     """TRAK's output f of every test point: the log-odds of its label."""
     with torch.no_grad():
-        log = model(test[0]).log_softmax(1).double()
-        own = log.gather(1, test[1][:, None])[:, 0]
-        rest = log.scatter(1, test[1][:, None], -torch.inf).logsumexp(1)
-    return own - rest
+        return margins(model(test[0]).double(), test[1])
 
 
 def mean_rank_correlation(a: Tensor, b: Tensor) -> float:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.default_method import LOSS, PROBLEMS, Problem, points_for
+from benchmarks.default_method import LOSS, PROBLEMS, Problem, points_for, trained
 from ggda_ext import LabelIssues, find_label_issues
-from ggda_ext.training import Recipe, train_many
+from ggda_ext.training import Recipe
 
 CLEAN = 500
 BY_HEART = tuple(
@@ -40,10 +40,10 @@ def measured(problem: Problem, seed: int, flipped: float, folder: Path | None) -
     wrong = torch.from_numpy(draw.random(len(y)) < flipped)
     classes = int(y.max()) + 1
     labels = torch.where(wrong, (y + torch.from_numpy(draw.integers(1, classes, len(y)))) % classes, y)
-    data, everything = (x, labels), np.arange(len(x))
-    model = next(iter(train_many(problem.make_model, LOSS, data, problem.recipe, subsets=[everything], seeds=[seed])))
+    data = (x, labels)
+    model = trained(problem, data, seed)
     some = torch.from_numpy(draw.choice(len(test[0]), CLEAN, replace=False))
-    found = find_label_issues(model.eval(), LOSS, data, validation=(test[0][some], test[1][some]))
+    found = find_label_issues(model, LOSS, data, validation=(test[0][some], test[1][some]))
     for name in ("loss", "self_influence", "influence", "loss and influence"):
         again = LabelIssues.ranked(found.loss, found.self_influence, found.influence, ranked_by=name, why="")
         yield name, float(roc_auc_score(wrong.numpy(), again.suspicion))

@@ -6,11 +6,13 @@ import hashlib
 import io
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.data import cache
 from ggda_ext.checkpoints import State, state_on_cpu
@@ -68,6 +70,17 @@ class ModelFiles:
             return None
         found: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         return SavedModel(found["state"], tuple(found["checkpoints"]), tuple(found["rates"]))
+
+    def trained_once(self, key: str, make_model: Callable[[], nn.Module], train: Callable[[], Trained]) -> Trained:
+        """What is kept under a key, in a model made for it; trained and kept first if nothing is."""
+        found = self.load(key)
+        if found is None:
+            made = train()
+            self.save(key, made)
+            return made
+        model = make_model()
+        model.load_state_dict(found.state)
+        return Trained(model.eval(), found.checkpoints, found.rates)
 
     def load_saved(self, key: str) -> SavedModel:
         """A model that must be there."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from ggda_ext import Groups
+
+LossOfParameters = Callable[[dict[str, Tensor], Any], Tensor]
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -43,6 +51,11 @@ def tabular(n: int, features: int, classes: int, seed: int = 0) -> tuple[Tensor,
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, features, generator=generator)
     return x, torch.randint(0, classes, (n,), generator=generator)
+
+
+def scattered(n: int, size: int) -> Groups:
+    """Groups of one size that lie all over the data, as a clustering gives them."""
+    return Groups(np.random.default_rng(0).permutation(n) // size)
 
 
 class ResidualBlock(nn.Module):
@@ -147,3 +160,18 @@ def random_bert(classes: int = 2) -> TextClassifier:
         hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, **settings
     )  # fmt: skip
     return TextClassifier(BertForSequenceClassification(config))
+
+
+def loss_of(model: nn.Module) -> LossOfParameters:
+    """The mean cross-entropy of a batch as a function of parameters, as dattri asks for it."""
+
+    def loss(parameters: dict[str, Tensor], pair: Any) -> Tensor:
+        return cross_entropy(functional_call(model, parameters, (pair[0],)), pair[1].long())
+
+    return loss
+
+
+def loss_of_one(model: nn.Module) -> LossOfParameters:
+    """The same of one example without a batch dimension."""
+    loss = loss_of(model)
+    return lambda parameters, pair: loss(parameters, [value.unsqueeze(0) for value in pair])

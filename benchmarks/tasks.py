@@ -128,18 +128,15 @@ class Task:
         """
         x, y = self._training_data(labels)
         model = initial_model(self.make_model, seed).to(x.device)
-        files = ModelFiles(folder)
         key = self._key(model, seed, y, None, self.checkpoint_epochs)
-        found = files.load(key)
-        if found is None:
-            made = train_one(
+
+        def train() -> Trained:
+            return train_one(
                 model, LOSS, (x, y), self.recipe,
                 seed=seed, checkpoint_epochs=self.checkpoint_epochs, show_progress=show_progress,
             )  # fmt: skip
-            files.save(key, made)
-            return made
-        model.load_state_dict(found.state)
-        return Trained(model.eval(), found.checkpoints, found.rates)
+
+        return ModelFiles(folder).trained_once(key, lambda: model, train)
 
     def ensemble(
         self,

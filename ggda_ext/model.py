@@ -147,7 +147,7 @@ def training_kernels() -> Iterator[None]:
             _fast_path = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
             torch.empty(_FREED, dtype=torch.uint8)
-            if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):  # PyTorch 2.6
+            if "torch._dynamo" in sys.modules:
                 _uncompiled = torch.compiler.set_stance("force_eager")
                 _uncompiled.__enter__()
         _fast_path_users += 1
@@ -437,39 +437,9 @@ class ParameterSpace:
 
 
 def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter]:
-    named = dict(model.named_parameters())
-    if chosen is None:
-        parameters = {name: value for name, value in named.items() if value.requires_grad}
-        if not parameters:
-            if not named:
-                kind = type(model).__name__
-                raise ValueError(f"the model, a {kind}, has no parameters: pass the trained model first, then loss_fn.")
-            raise ValueError(
-                f"the model has {len(named)} parameters, none of which requires a gradient: "
-                "choose some with parameters=, or unfreeze the model."
-            )
-    else:
-        wanted = {id(value) for item in _as_list(chosen) for value in _members(model, item)}
-        parameters = {name: value for name, value in named.items() if id(value) in wanted}
-        if not parameters:
-            raise ValueError("parameters= chooses no parameter of the model.")
+    parameters = _those_that_count(model, chosen)
     for name, value in parameters.items():
-        if is_lazy(value):
-            raise ValueError(
-                f"parameter {name!r} of a lazy module has no shape yet: run the model once on a batch first."
-            )
-        if value.is_complex():
-            raise TypeError(
-                f"parameter {name!r} is complex ({value.dtype}), so an inner product of gradients has no order: leave "
-                "it out with parameters=, or store its real and imaginary part (torch.view_as_real)."
-            )
-        if value.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device and holds no numbers: load the model first.")
-        if value.is_inference():
-            raise ValueError(
-                f"parameter {name!r} was made in torch.inference_mode and cannot have a gradient: make the model "
-                "outside of it."
-            )
+        _check_usable(name, value)
     parameters = {name: value for name, value in parameters.items() if value.numel()}
     if not parameters:
         raise ValueError("the chosen parameters hold no numbers.")
@@ -481,6 +451,44 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
             "convert the model, as model.float() and model.to(device) do."
         )
     return parameters
+
+
+def _those_that_count(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter]:
+    named = dict(model.named_parameters())
+    if chosen is not None:
+        wanted = {id(value) for item in _as_list(chosen) for value in _members(model, item)}
+        parameters = {name: value for name, value in named.items() if id(value) in wanted}
+        if not parameters:
+            raise ValueError("parameters= chooses no parameter of the model.")
+        return parameters
+    if not named:
+        kind = type(model).__name__
+        raise ValueError(f"the model, a {kind}, has no parameters: pass the trained model first, then loss_fn.")
+    parameters = {name: value for name, value in named.items() if value.requires_grad}
+    if not parameters:
+        raise ValueError(
+            f"the model has {len(named)} parameters, none of which requires a gradient: "
+            "choose some with parameters=, or unfreeze the model."
+        )
+    return parameters
+
+
+def _check_usable(name: str, value: nn.Parameter) -> None:
+    """Refuse a parameter that can have no gradient, or one of which scores would mean nothing."""
+    if is_lazy(value):
+        raise ValueError(f"parameter {name!r} of a lazy module has no shape yet: run the model once on a batch first.")
+    if value.is_complex():
+        raise TypeError(
+            f"parameter {name!r} is complex ({value.dtype}), so an inner product of gradients has no order: leave "
+            "it out with parameters=, or store its real and imaginary part (torch.view_as_real)."
+        )
+    if value.is_meta:
+        raise ValueError(f"parameter {name!r} is on the meta device and holds no numbers: load the model first.")
+    if value.is_inference():
+        raise ValueError(
+            f"parameter {name!r} was made in torch.inference_mode and cannot have a gradient: make the model "
+            "outside of it."
+        )
 
 
 def _as_list(chosen: ParameterChoice) -> list[str | nn.Module | nn.Parameter]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -115,21 +116,35 @@ class Case:
 
     def gradients(self, x: Tensor | None = None, y: Tensor | None = None) -> Tensor:
         """Gradient of every point's loss `[n, p]`, one backward pass per point."""
-        x, y = (self.x, self.y) if x is None or y is None else (x, y)
-        parameters = list(self.model.parameters())
-        rows = []
-        for i in range(len(x)):
-            loss = F.cross_entropy(self.model(x[i : i + 1]), y[i : i + 1])
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            rows.append(
-                torch.cat(
-                    [
-                        torch.zeros(p.numel()).to(p) if g is None else g.flatten()
-                        for p, g in zip(parameters, gradients, strict=True)
-                    ]
-                )
-            )
-        return torch.stack(rows)
+        return point_rows(self.model, F.cross_entropy, self.data if x is None or y is None else (x, y))
+
+
+def gradient_rows(values: Iterable[Tensor], parameters: Iterable[Tensor]) -> Tensor:
+    """Truth: the gradient of each number as a row `[m, p]`, by plain autograd; zeros where it has none."""
+    by, rows = list(parameters), []
+    for value in values:
+        found = torch.autograd.grad(value, by, retain_graph=True, allow_unused=True)
+        dense = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(by, found, strict=True)]
+        rows.append(torch.cat([part.flatten() for part in dense]))
+    return torch.stack(rows)
+
+
+def point_rows(model: nn.Module, loss_fn: Callable[..., Tensor], points: Any) -> Tensor:
+    """Truth: the gradient of every point's own loss `[n, p]`, one backward pass per point."""
+    losses = (loss_fn(model(x[None]), y[None]) for x, y in zip(*points, strict=True))
+    return gradient_rows(losses, model.parameters())
+
+
+def descend(
+    model: nn.Module, loss_fn: Callable[..., Tensor], data: Any, steps: int, rate: float, **options: Any
+) -> nn.Module:
+    """The model after some steps of Adam on all of its data."""
+    optimizer = torch.optim.Adam(model.parameters(), rate, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_fn(model(data[0]), data[1]).backward()
+        optimizer.step()
+    return model
 
 
 def make_case(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.data.errors import DataError
+from tests.children import said
 from tests.fuzz_readers import READERS, Reader, mutate
 
 SECONDS = 30  # a reader that takes longer hangs
@@ -93,19 +94,8 @@ def troubles(name: str, count: int, first: int = 0) -> list[str]:
 
 def in_child(name: str, count: int) -> list[str]:
     """The same in a process of its own; a crash is trouble too."""
-    receive, send = os.pipe()
-    child = os.fork()
-    if child == 0:
-        text = "\n".join(troubles(name, count))
-        os.write(send, text.encode()[:60_000])
-        os._exit(0)
-    os.close(send)
-    with os.fdopen(receive, "rb") as pipe:
-        text = pipe.read().decode()
-    _, status = os.waitpid(child, 0)
-    if status:
-        return [f"{name}: the process ended with status {status}"]
-    return text.splitlines()
+    text, status = said(lambda: "\n".join(troubles(name, count)))
+    return [f"{name}: the process ended with status {status}"] if status else text.splitlines()
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import relative_error
+from cases import gradient_rows, relative_error
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -45,11 +45,12 @@ def resnet() -> nn.Module:
     )
 
 
+_SMALL = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "num_labels": 3}
+_TEXTS = _SMALL | {"vocab_size": 40, "max_position_embeddings": 10}
+
+
 def bert() -> nn.Module:
-    return BertForSequenceClassification(
-        BertConfig(vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
-                   max_position_embeddings=10, num_labels=3)
-    )  # fmt: skip
+    return BertForSequenceClassification(BertConfig(**_TEXTS))
 
 
 def gpt2() -> nn.Module:
@@ -59,17 +60,11 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    return LlamaForSequenceClassification(
-        LlamaConfig(vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
-                    num_key_value_heads=2, max_position_embeddings=10, num_labels=3, pad_token_id=0)
-    )  # fmt: skip
+    return LlamaForSequenceClassification(LlamaConfig(**_TEXTS, num_key_value_heads=2, pad_token_id=0))
 
 
 def vit() -> nn.Module:
-    return ViTForImageClassification(
-        ViTConfig(hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=6,
-                  patch_size=3, num_channels=3, num_labels=3)
-    )  # fmt: skip
+    return ViTForImageClassification(ViTConfig(**_SMALL, image_size=6, patch_size=3, num_channels=3))
 
 
 def text() -> dict[str, Tensor]:
@@ -91,14 +86,13 @@ def images() -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
-    rows = []
-    for i in range(N):
+    def loss(i: int) -> Tensor:
         one = {key: value[i : i + 1] for key, value in data.items()}
         target = one.pop("labels")
         output = model(**one)
-        loss = F.cross_entropy(getattr(output, "logits", output), target)
-        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
-    return torch.stack(rows)
+        return F.cross_entropy(getattr(output, "logits", output), target)
+
+    return gradient_rows(map(loss, range(N)), model.parameters())
 
 
 @pytest.mark.parametrize("strategy", ["directional", "forward", "segmented", "backward", "persample"])

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from cases import descend
 from torch import Tensor, nn
 
 from ggda_ext import Attribution, Groups, MethodFacts, WhatIf, attribute, properties
@@ -85,12 +86,7 @@ def test_the_clinic_with_wrong_labels_is_found_in_a_few_lines() -> None:
     train, test = patients(seed=0), patients(seed=1)
     test = test[test["clinic"] != "harbour"]
     model, features = network(), ["a", "b", "c"]
-    optimizer = torch.optim.Adam(model.parameters(), 0.05)
-    x, y = tensors(train)
-    for _ in range(60):
-        optimizer.zero_grad()
-        LOSS(model(x), y).backward()
-        optimizer.step()
+    descend(model, LOSS, tensors(train), 60, 0.05)
     goal = properties.mean_loss((test[features], test["y"]), LOSS)
     result = attribute(model, LOSS, (train[features], train["y"]), "clinic", goal, frame=train)
     assert result.harmful().names[0] == "harbour"

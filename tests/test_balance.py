@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from ggda_ext import attribute, properties
-from ggda_ext.methods.cautions import class_shift, why_not_additive
+from ggda_ext import Groups, attribute, properties
+from ggda_ext.methods.cautions import ClassCounts, why_not_additive
 
 
 def test_the_shift_is_that_of_random_halves():
@@ -23,7 +23,7 @@ def test_the_shift_is_that_of_random_halves():
         if kept.any():
             inside = kept[groups]
             shares.append([(labels[inside] == c).mean() for c in range(3)])
-    assert class_shift(groups, labels)[0] == pytest.approx(np.std(shares, 0).max(), rel=0.35)
+    assert ClassCounts.of(Groups.of(groups), labels).shift()[0] == pytest.approx(np.std(shares, 0).max(), rel=0.35)
 
 
 def test_random_groups_add_up_and_classes_do_not():
@@ -36,7 +36,7 @@ def test_random_groups_add_up_and_classes_do_not():
 
 def test_wrong_numbers_of_labels_are_named():
     with pytest.raises(ValueError, match="labels has 3 entries for 4 training points"):
-        class_shift([0, 0, 1, 1], [0, 1, 0])
+        ClassCounts.of(Groups([0, 0, 1, 1]), [0, 1, 0])
 
 
 def test_a_result_says_that_scores_of_coherent_groups_do_not_add_up():

@@ -10,6 +10,7 @@ from typing import Any
 import ggda_captum
 import pytest
 import torch
+from cases import gradient_rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -62,19 +63,7 @@ def _norm(model: nn.Module) -> Tensor:
 
 def _gradient(g: properties.Property, parameters: list[nn.Parameter], model: nn.Module) -> Tensor:
     """Rows `[m, p]` by plain autograd through the property as a function."""
-    values = g(model).reshape(-1)
-    rows = [torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True) for value in values]
-    return torch.stack(
-        [
-            torch.cat(
-                [
-                    (torch.zeros_like(p) if part is None else part).flatten()
-                    for part, p in zip(row, parameters, strict=True)
-                ]
-            )
-            for row in rows
-        ]
-    )
+    return gradient_rows(g(model).reshape(-1), parameters)
 
 
 def _expected(name: str, given: Problem, g: properties.Property) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cases import make_case, relative_error
+from cases import descend, gradient_rows, make_case, relative_error
 from sklearn.metrics import f1_score
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -56,20 +56,29 @@ def fitted(model: nn.Module, loss_fn: Callable[..., Tensor], data: Any, weights:
     """The model trained to the optimum of its weighted mean loss with weight decay, by L-BFGS."""
     x, y = data
     weights = torch.ones(len(x), dtype=x.dtype) if weights is None else weights
+
+    def penalised() -> Tensor:
+        each = torch.stack([loss_fn(model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))])
+        penalty = sum(value.square().sum() for value in model.parameters())
+        return (weights * each).sum() / weights.sum() + DECAY / 2 * penalty
+
+    minimise(model.parameters(), penalised)
+    return model.eval()
+
+
+def minimise(values: Iterable[Tensor], objective: Callable[[], Tensor]) -> None:
+    """Move values to where an objective has its minimum, by L-BFGS."""
     optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=2000, tolerance_grad=1e-13, tolerance_change=0, line_search_fn="strong_wolfe"
+        values, max_iter=2000, tolerance_grad=1e-13, tolerance_change=0, line_search_fn="strong_wolfe"
     )
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        each = torch.stack([loss_fn(model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))])
-        penalty = sum(value.square().sum() for value in model.parameters())
-        loss = (weights * each).sum() / weights.sum() + DECAY / 2 * penalty
+        loss = objective()
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    return model.eval()
 
 
 def kept_rows() -> np.ndarray:
@@ -210,16 +219,12 @@ def test_a_group_that_every_subset_of_a_block_keeps_is_as_exact_as_points_in_no_
 def test_features_are_the_jacobian(name, by_rows):
     case = make_case(name)
     space = ParameterSpace(case.model)
-    parameters = list(space.parameters.values())
     directions = torch.randn(4, space.size, dtype=torch.float64)
     found = Linearizer(space, directions, batch_size=10, by_rows=by_rows).features(IndexedData(case.data))
     output = case.model(case.x)
     assert relative_error(found.outputs, output.detach()) < 1e-12
-    rows = []
-    for value in output.flatten():
-        parts = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-        rows.append(space.flatten(parts, torch.empty(space.size, dtype=torch.float64)))
-    expected = (torch.stack(rows) @ directions.T).view(*output.shape, 4)
+    rows = gradient_rows(output.flatten(), space.parameters.values())
+    expected = (rows @ directions.T).view(*output.shape, 4)
     assert relative_error(found.tangents, expected) < 1e-10
 
 
@@ -456,12 +461,8 @@ def test_a_level_and_what_goes_with_the_share_left_out_are_found_beside_the_slop
 @pytest.fixture
 def bent() -> tuple[WhatIf, WhatIf, properties.Property, Groups]:
     """A small network asked about groups that lie apart, twice, and its loss."""
-    data, model = points(), network()
-    optimizer = torch.optim.Adam(model.parameters(), 0.02, weight_decay=DECAY)
-    for _ in range(100):
-        optimizer.zero_grad()
-        F.cross_entropy(model(data[0]), data[1]).backward()
-        optimizer.step()
+    data = points()
+    model = descend(network(), F.cross_entropy, data, 100, 0.02, weight_decay=DECAY)
     groups = Groups(np.argsort(np.argsort(data[0][:, 0].numpy())) * 8 // N)
     one, other = (WhatIf(model.eval(), LOSS, data, groups, weight_decay=DECAY, ridge=0.01) for _ in range(2))
     return one, other, properties.mean_loss(data, LOSS), groups
@@ -560,11 +561,7 @@ def test_a_ridge_without_a_recipe_is_raised_until_the_model_itself_follows():
     data = (x, x[:, :1].sin() * 2 + x[:, 1:2] * x[:, 2:3])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1)).double()
-    optimizer = torch.optim.Adam(model.parameters(), 0.02, weight_decay=1e-3)
-    for _ in range(200):
-        optimizer.zero_grad()
-        F.mse_loss(model(data[0]), data[1]).backward()
-        optimizer.step()
+    descend(model, F.mse_loss, data, 200, 0.02, weight_decay=1e-3)
     groups = np.argsort(np.argsort(x[:, 0].numpy())) * 6 // N
     what_if = WhatIf(model.eval(), nn.MSELoss(), data, groups, weight_decay=1e-3)
     first = what_if.models[0]
@@ -599,17 +596,7 @@ def test_a_recipe_gives_the_ridge_in_the_metric_of_its_optimizer():
 def least(objective: Callable[[Tensor], Tensor], size: int) -> Tensor:
     """Where a smooth convex function of numbers `[size]` is least."""
     d = torch.zeros(size, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [d], max_iter=2000, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe"
-    )
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = objective(d)
-        value.backward()
-        return value
-
-    optimizer.step(closure)
+    minimise([d], lambda: objective(d))
     return d.detach()
 
 

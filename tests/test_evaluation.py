@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cases import descend
 from dattri.metric import lds, loo_corr
 from torch import nn
 
@@ -148,12 +149,7 @@ def test_good_scores_lower_the_accuracy_more_and_predict_retraining() -> None:
 
     retrain = Retrainer(make_model, loss, train, test, recipe, seeds=(0, 1))
     torch.manual_seed(0)
-    model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), 0.05)
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss(model(train[0]), train[1]).backward()
-        optimizer.step()
+    model = descend(make_model(), loss, train, 100, 0.05)
     importance = attribute(model, loss, train, groups, properties.mean_loss(test, loss))[0]
     assert set(importance.argsort()[:4].tolist()) == {0, 1, 2, 3}
     removed = retraining_score(importance, groups, retrain, [0.4])

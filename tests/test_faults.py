@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import restart_script
 import torch
+from children import end, start
 from torch import nn
 
 from ggda_ext import GradientStore, GroupGradients, Groups, attribute, properties
@@ -97,33 +98,24 @@ def finished(folder: Path) -> set[str]:
 
 
 def test_a_child_killed_while_it_draws_a_bar_leaves_no_lock_behind() -> None:
-    child = os.fork()
-    if child == 0:
+    def die_with_the_lock() -> None:
         ProgressBar.get_lock().acquire()
         os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+
+    assert end(start(die_with_the_lock)) == -signal.SIGKILL
     assert ProgressBar.get_lock().acquire(timeout=5)
     ProgressBar.get_lock().release()
 
 
 def run_in_child(work: Callable[[Path], Result], folder: Path, out: Path, kill_after: float | None) -> bool:
     """Run `work` in a forked child, killed after some seconds; whether it came to its end."""
-    child = os.fork()
-    if child == 0:
-        try:
-            np.save(out, work(folder))
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
+    child = start(lambda: np.save(out, work(folder)))
     if kill_after is not None:
         time.sleep(kill_after)
         os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return False
-    assert os.WEXITSTATUS(status) == 0
-    return True
+    code = end(child)
+    assert code in (0, -signal.SIGKILL)
+    return code == 0
 
 
 @pytest.mark.parametrize("work", [scoring, featurizing, featurizing_for_trak, retraining])

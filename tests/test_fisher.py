@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import gradient_rows
 from dattri.task import AttributionTask
 from ggda_dattri import TRAKAttributor
 from ggda_trak import FisherInfluence, TRAKer
@@ -83,11 +84,7 @@ def test_one_word_is_one_formula_in_every_toolkit(kind: FisherKind, tmp_path: Pa
         return right - logits.gather(1, 1 - labels[:, None])[:, 0]
 
     def rows(data: tuple[Tensor, Tensor]) -> Tensor:
-        found = [
-            torch.autograd.grad(f, list(model.parameters()), retain_graph=True)
-            for f in margins(model(data[0]), data[1])
-        ]
-        return torch.stack([torch.cat([part.flatten() for part in row]) for row in found]).double()
+        return gradient_rows(margins(model(data[0]), data[1]), model.parameters()).double()
 
     sums = groups.sum(rows(train), 0)
     weights = 1 / torch.from_numpy(groups.sizes.copy()).double() if kind == "batched" else torch.ones(len(groups))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from cases import descend
 from scipy.stats import t as student
 from torch import nn
 
@@ -178,12 +179,7 @@ def test_verify_puts_retraining_beside_the_prediction():
 
     retrain = Retrainer(make_model, CE, data, test, recipe, seeds=(0, 1), measure="loss")
     torch.manual_seed(0)
-    model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), 0.05)
-    for _ in range(150):
-        optimizer.zero_grad()
-        CE(model(data[0]), data[1]).backward()
-        optimizer.step()
+    model = descend(make_model(), CE, data, 150, 0.05)
     result = attribute(model, CE, data, groups, properties.mean_loss(test, CE), method="influence")
     found = result.verify(retrain, top=2)
     assert found.names[0] == "flipped"

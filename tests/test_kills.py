@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from children import end, start
 from test_intrusion import gradients_in, scores_in, traker
 from trak_cases import batches, case, scored, take
 
@@ -75,21 +76,14 @@ def watch(act: Callable[[], None]) -> None:
 
 def in_child(work: Callable[[], Any], arrange: Callable[[], None], out: Path) -> int:
     """The number of the signal that ended the child, 0 if it came to its end."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            arrange()
-            np.save(out, work())
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+    def run() -> None:
+        arrange()
+        np.save(out, work())
+
+    code = end(start(run))
+    assert code <= 0
+    return -code
 
 
 def killed_at(moment: int) -> Callable[[], None]:
@@ -127,34 +121,24 @@ def test_a_run_killed_at_any_operation_ends_as_if_undisturbed(work: Callable[[Pa
         assert found.tobytes() == expected.tobytes(), f"killed at operation {moment} of {operations}"
 
 
-def as_rank(rank: int, folder: Path, start: str) -> np.ndarray:
-    dist.init_process_group("gloo", f"file://{folder}/{start}", rank=rank, world_size=2)
+def as_rank(rank: int, folder: Path, meeting: str) -> np.ndarray:
+    dist.init_process_group("gloo", f"file://{folder}/{meeting}", rank=rank, world_size=2)
     return featurizing_for_trak(folder / "trak")
 
 
-def run_ranks(folder: Path, start: str, moment: int | None) -> list[int]:
+def run_ranks(folder: Path, meeting: str, moment: int | None) -> list[int]:
     """Two ranks, the first killed at an operation inside the merge; the signals that ended them."""
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                torch.set_num_threads(1)
-                if rank == 0:
-                    in_merge(folder / "operations", moment)
-                np.save(folder / f"rank{rank}.npy", as_rank(rank, folder, start))
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        children.append(child)
-    first = os.waitpid(children[0], 0)[1]
-    if os.WIFSIGNALED(first):
+
+    def run(rank: int) -> None:
+        if rank == 0:
+            in_merge(folder / "operations", moment)
+        np.save(folder / f"rank{rank}.npy", as_rank(rank, folder, meeting))
+
+    children = [start(partial(run, rank)) for rank in range(2)]
+    first = end(children[0])
+    if first < 0:
         os.kill(children[1], signal.SIGKILL)  # it waits for the dead
-    second = os.waitpid(children[1], 0)[1]
-    return [os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status) for status in (first, second)]
+    return [-first, -end(children[1])]
 
 
 def in_merge(counter: Path, moment: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cases import point_rows
 from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 from torch import nn
@@ -29,11 +30,7 @@ def points(n, seed=0):
 
 
 def gradients(model, data):
-    rows = []
-    for x, y in zip(*data, strict=True):
-        found = torch.autograd.grad(F.cross_entropy(model(x[None]), y[None]), list(model.parameters()))
-        rows.append(torch.cat([part.flatten() for part in found]))
-    return torch.stack(rows).double()
+    return point_rows(model, F.cross_entropy, data).double()
 
 
 @pytest.mark.parametrize("kind", MODELS)

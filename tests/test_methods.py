@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from cases import gradient_rows, point_rows
 from torch import nn
 from torch.func import functional_call
 from torch.utils.data import IterableDataset
@@ -46,34 +47,23 @@ def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def loss_at(model, vector, x, y, loss=CE):
+def outputs_at(model, vector, x):
     pieces, at = {}, 0
     for name, p in model.named_parameters():
         pieces[name] = vector[at : at + p.numel()].reshape(p.shape)
         at += p.numel()
-    return loss(functional_call(model, pieces, (x,)), y)
+    return functional_call(model, pieces, (x,))
 
 
-def hessian_of(model, x, y, loss=CE):
-    return torch.autograd.functional.hessian(lambda v: loss_at(model, v, x, y, loss), flat(model))
-
-
-def gradients_of(model, x, y, loss=CE):
-    return torch.stack(
-        [
-            torch.autograd.functional.jacobian(
-                lambda v, i=i: loss_at(model, v, x[i : i + 1], y[i : i + 1], loss), flat(model)
-            )
-            for i in range(len(x))
-        ]
-    )
+def hessian_of(model, x, y):
+    return torch.autograd.functional.hessian(lambda v: CE(outputs_at(model, v, x), y), flat(model))
 
 
 def expected(model, x, y, test, matrix, damping):
     """1/n ⟨(H + λ)⁻¹ ∇g, Σ ∇ℓ⟩ by a dense solve."""
-    goal = torch.autograd.functional.jacobian(lambda v: loss_at(model, v, *test), flat(model))
+    goal = gradient_rows([CE(model(test[0]), test[1])], model.parameters())[0]
     solved = torch.linalg.solve(matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype), goal)
-    each = gradients_of(model, x, y) @ solved / len(x)
+    each = point_rows(model, CE, (x, y)) @ solved / len(x)
     return torch.stack([each[members(j)].sum() for j in range(K)])
 
 
@@ -84,7 +74,7 @@ EXACT = {"damping": 0.1, "steps": 100, "tolerance": 1e-12}
 def test_influence_of_logistic_regression_is_the_closed_form(curvature):
     (x, y), test, model = data(), data(1), linear()
     found = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=Influence(curvature, **EXACT))
-    rows = gradients_of(model, x, y)
+    rows = point_rows(model, CE, (x, y))
     matrix = rows.T @ rows / N if curvature == "fisher" else hessian_of(model, x, y)
     torch.testing.assert_close(found.scores[0], expected(model, x, y, test, matrix, 0.1), rtol=1e-8, atol=1e-12)
 
@@ -97,7 +87,7 @@ def test_the_fisher_takes_the_points_whose_gradients_it_can_keep_and_no_pass_for
     monkeypatch.setattr(sampled, "KEPT_BYTES", few * size * 8 if kept else 0)
     monkeypatch.setattr(sampled.SampledCurvature, "_no_gauss_newton", lambda _: "of this test.")
     points = np.sort(np.random.default_rng(0).permutation(N)[:few])
-    rows = gradients_of(model, x[points], y[points])
+    rows = point_rows(model, CE, (x[points], y[points]))
     matrix, seen, passes = rows.T @ rows / few, [], []
     handle = model.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
     for steps in (1, 3, 12):  # the first call finds out about the model
@@ -132,14 +122,6 @@ def test_gauss_newton_of_a_network_is_that_of_its_linearisation():
     matrix = torch.autograd.functional.hessian(linearised, start)
     found = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=Influence(**EXACT))
     torch.testing.assert_close(found.scores[0], expected(model, x, y, test, matrix, 0.1), rtol=1e-7, atol=1e-11)
-
-
-def outputs_at(model, vector, x):
-    pieces, at = {}, 0
-    for name, p in model.named_parameters():
-        pieces[name] = vector[at : at + p.numel()].reshape(p.shape)
-        at += p.numel()
-    return functional_call(model, pieces, (x,))
 
 
 @pytest.mark.parametrize("method", ["influence", "ekfac"])
@@ -193,10 +175,11 @@ def test_influence_is_the_slope_of_retraining_to_the_optimum():
     torch.nn.utils.vector_to_parameters(best, model.parameters())
     method = Influence(damping=penalty, steps=100, tolerance=1e-12)
     found = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=method)
-    before = loss_at(model, best, *test)
+    before = CE(outputs_at(model, best, test[0]), test[1])
     for j in range(K):
         weights = 1 - little * members(j).double()
-        rise = (loss_at(model, optimum(model, x, y, weights, penalty), *test) - before) / little
+        moved = optimum(model, x, y, weights, penalty)
+        rise = (CE(outputs_at(model, moved, test[0]), test[1]) - before) / little
         torch.testing.assert_close(found.scores[0, j], rise, rtol=1e-2, atol=1e-6)
 
 
@@ -354,7 +337,7 @@ def test_adams_damping_is_that_of_every_parameter():
     recipe = Recipe(epochs=3, learning_rate=0.1, batch_size=10, weight_decay=0.02, schedule="constant")
     method = Influence(recipe=recipe, steps=100, tolerance=1e-12)
     found = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=method)
-    rows = gradients_of(model, x, y)
+    rows = point_rows(model, CE, (x, y))
     moments = rows.square().mean(0) / 10 + rows.mean(0).square()
     own = ADAM * (moments.sqrt() + 1e-8) / (0.1 * 3 * 6) + 0.02
     matrix = hessian_of(model, x, y) + torch.diag(own)
@@ -436,6 +419,6 @@ def test_wrong_methods_and_settings_are_refused(options, message):
 def test_tracin_is_the_inner_product():
     (x, y), test, model = data(), data(1), network()
     found = attribute(model, CE, (x, y), GROUPS, properties.mean_loss(test, CE), method=TracIn())
-    wanted = torch.autograd.functional.jacobian(lambda v: loss_at(model, v, *test), flat(model))
-    each = gradients_of(model, x, y) @ wanted
+    wanted = gradient_rows([CE(model(test[0]), test[1])], model.parameters())[0]
+    each = point_rows(model, CE, (x, y)) @ wanted
     torch.testing.assert_close(found.scores[0], torch.stack([each[members(j)].sum() for j in range(K)]))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import gradient_rows
 from sklearn.metrics import f1_score
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -77,9 +78,7 @@ def gradient(property: Callable[[nn.Module], Tensor], model: nn.Module) -> Tenso
 
 def plain(function: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:
     """Ground truth: `function(model)` on the whole test set in one graph, differentiated row by row."""
-    value = function(model).reshape(-1)
-    rows = [torch.autograd.grad(v, list(model.parameters()), retain_graph=True) for v in value]
-    return torch.stack([torch.cat([grad.flatten() for grad in row]) for row in rows])
+    return gradient_rows(function(model).reshape(-1), model.parameters())
 
 
 def given(logits: list[Any]) -> nn.Module:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cases import CLASSES, Case, make_case, relative_error
+from children import end, said, start
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -29,20 +30,14 @@ LOSS = nn.CrossEntropyLoss()
 
 def in_child(work: Callable[[], Any]) -> str:
     """What `work` returns or raises in a forked child, as text."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def text() -> str:
         try:
-            text = repr(work())
+            return repr(work())
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(write, text.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return text
+            return f"{type(error).__name__}: {error}"
+
+    return said(text)[0]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -204,11 +199,9 @@ def test_a_second_process_is_refused_until_the_first_has_finished(tmp_path: Path
 
 
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
-    child = os.fork()
-    if child == 0:
-        Store(tmp_path, {})
-        os._exit(1)  # without closing
-    os.waitpid(child, 0)
+    kept = []
+    child = start(lambda: kept.append(Store(tmp_path, {})))  # never closed
+    assert end(child) == 0
     assert (tmp_path / "store.lock").read_text() == f"process {child}"
     Store(tmp_path, {}).close()
 

@@ -314,27 +314,6 @@ def captum(given: captum_cases.Problem, folder: Path, **options: Any) -> Any:
     return captum_cases.score(made, given.test)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda given: given.train[0].__setitem__((12, 1), 9.0), "data"),
-        (lambda given: given.checkpoints[1][0]["last.bias"].add_(1), "values of the parameters"),
-    ],
-)
-def test_captum_refuses(change: Callable[[Any], Any], named: str, tmp_path: Path) -> None:
-    captum(captum_cases.problem(), tmp_path)
-    given = captum_cases.problem()
-    change(given)
-    with pytest.raises(StoreMismatch, match=f"was made with {named} = "):
-        captum(given, tmp_path)
-
-
-def test_captum_refuses_another_loss(tmp_path: Path) -> None:
-    captum(captum_cases.problem(), tmp_path)
-    with pytest.raises(StoreMismatch, match="was made with loss = "):
-        captum(captum_cases.problem(), tmp_path, reduction="mean")
-
-
 def dattri(case: dattri_cases.Case, folder: Path) -> Any:
     made = dattri_cases.ours("CG", case.task(), groups=dattri_cases.GROUPS, save_dir=folder)
     made.cache(case.full_loader())
@@ -342,19 +321,35 @@ def dattri(case: dattri_cases.Case, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("run", "make", "change", "named"),
     [
-        (lambda case: case.train.tensors[0].__setitem__((12, 1), 9.0), "data"),
-        (lambda case: case.checkpoints[0]["2.bias"].add_(1), "(loss|values of the parameters)"),
-        (lambda case: case.model.__setitem__(1, nn.ReLU()), "(loss|model)"),
+        (captum, captum_cases.problem, lambda given: given.train[0].__setitem__((12, 1), 9.0), "data"),
+        (
+            captum, captum_cases.problem, lambda given: given.checkpoints[1][0]["last.bias"].add_(1),
+            "values of the parameters",
+        ),
+        (dattri, dattri_cases.make_case, lambda case: case.train.tensors[0].__setitem__((12, 1), 9.0), "data"),
+        (
+            dattri, dattri_cases.make_case, lambda case: case.checkpoints[0]["2.bias"].add_(1),
+            "(loss|values of the parameters)",
+        ),
+        (dattri, dattri_cases.make_case, lambda case: case.model.__setitem__(1, nn.ReLU()), "(loss|model)"),
     ],
-)
-def test_dattri_refuses(change: Callable[[Any], Any], named: str, tmp_path: Path) -> None:
-    dattri(dattri_cases.make_case(), tmp_path)
-    case = dattri_cases.make_case()
-    change(case)
+)  # fmt: skip
+def test_a_toolkit_refuses(
+    run: Callable[..., Any], make: Callable[[], Any], change: Callable[[Any], Any], named: str, tmp_path: Path
+) -> None:
+    run(make(), tmp_path)
+    given = make()
+    change(given)
     with pytest.raises(StoreMismatch, match=f"was made with {named} = "):
-        dattri(case, tmp_path)
+        run(given, tmp_path)
+
+
+def test_captum_refuses_another_loss(tmp_path: Path) -> None:
+    captum(captum_cases.problem(), tmp_path)
+    with pytest.raises(StoreMismatch, match="was made with loss = "):
+        captum(captum_cases.problem(), tmp_path, reduction="mean")
 
 
 @pytest.mark.parametrize(

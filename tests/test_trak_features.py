@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import gradient_rows
 from ggda_trak import FactoredProjector, SketchProjector, TRAKer
 from ggda_trak.projectors import BasicProjector, NoOpProjector
 from ggda_trak.task_outputs import TaskOutputs
@@ -152,8 +153,7 @@ def test_bert_works_though_it_fails_under_vmap(strategy: str, tmp_path: Path) ->
 
     def row(sample: tuple[Tensor, ...], weights: Tensor) -> Tensor:
         outputs = [w * task.get_output(given.model, parameters, {}, *z) for w, *z in zip(weights, *sample, strict=True)]
-        gradients = torch.autograd.grad(torch.stack(outputs).sum(), list(parameters.values()))
-        return torch.cat([gradient.reshape(-1) for gradient in gradients])
+        return gradient_rows([torch.stack(outputs).sum()], parameters.values())[0]
 
     weights = task.get_out_to_loss_grad(given.model, parameters, {}, given.train).detach().flatten()
     members = list(Groups(uneven_labels()))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import descend, gradient_rows
 from ggda_trak import FactoredProjector, FisherInfluence, SketchProjector
 from ggda_trak.projectors import BasicProjector
 from torch import Tensor, nn
@@ -35,10 +36,7 @@ def influence(model: nn.Module, groups: Any = LABELS, **options: Any) -> FisherI
 
 
 def rows(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
-    losses = F.cross_entropy(model(pair[0]), pair[1], reduction="none")
-    parameters = list(model.parameters())
-    found = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
-    return torch.stack([torch.cat([gradient.reshape(-1) for gradient in row]) for row in found])
+    return gradient_rows(F.cross_entropy(model(pair[0]), pair[1], reduction="none"), model.parameters())
 
 
 def formula(model: nn.Module, fisher: str, damping: float, proj_dim: int | None, model_id: int = 0) -> Tensor:
@@ -133,11 +131,7 @@ def test_left_out_points_do_not_count() -> None:
 def test_removing_the_best_group_raises_the_loss() -> None:
     """Sign: a positive score means that training on the group lowers the loss."""
     model, labels = network(), Y[:N].numpy()
-    optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    for _ in range(100):
-        optimizer.zero_grad()
-        F.cross_entropy(model(data(TRAIN)[0]), TRAIN[1]).backward()
-        optimizer.step()
+    descend(model, F.cross_entropy, data(TRAIN), 100, 0.02)
     found = influence(model, labels, damping=0.5).influence((data(TRAIN)[0][:3], TRAIN[1][:3]))
     assert found.argmax(1).tolist() == TRAIN[1][:3].tolist()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import relative_error
+from cases import gradient_rows, relative_error
 from ggda_transformers import GroupTracker, attribute_trainer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -54,12 +54,9 @@ def trainer_of(folder, callbacks=(), **settings):
 
 
 def gradients(trainer, rows):
-    parameters, found = list(trainer.model.parameters()), []
-    for row in rows:
-        batch = trainer.data_collator([{key: row[key] for key in ("input_ids", "labels") if key in row}])
-        parts = torch.autograd.grad(trainer.model(**batch).loss, parameters)
-        found.append(torch.cat([part.flatten() for part in parts]))
-    return torch.stack(found)
+    kept = [{key: row[key] for key in ("input_ids", "labels") if key in row} for row in rows]
+    losses = (trainer.model(**trainer.data_collator([row])).loss for row in kept)
+    return gradient_rows(losses, trainer.model.parameters())
 
 
 def test_texts_as_given_have_the_scores_of_one_backward_pass_for_each_row(tmp_path):

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import relative_error
+from cases import gradient_rows, point_rows, relative_error
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, N, WritesToItself, data, make, mlp, point_gradients
@@ -168,11 +168,7 @@ def test_rows_told_by_their_place_or_by_the_batch_are_right_or_refused(build, ho
     """A model may compare the number of a row with 13, or add something made of the batch to all rows."""
     torch.manual_seed(0)
     model, points = build(how).double(), data("two rare" if build is MixesExamples else "one rare", 0)
-    rows = []
-    for x, y in zip(*points, strict=True):
-        found = torch.autograd.grad(CE(model(x[None]), y[None]), list(model.parameters()))
-        rows.append(torch.cat([g.flatten() for g in found]))
-    truth, refused = torch.stack(rows), []
+    truth, refused = point_rows(model, CE, points), []
     for labels, size in ((GROUPS, 5), (torch.zeros(N), 5), (GROUPS, None), (torch.zeros(N), None)):
         provider = GroupGradients(model, CE, points, labels, strategy=strategy, batch_size=size)
         v = torch.randn(1, provider.p, dtype=torch.float64)
@@ -286,14 +282,12 @@ def test_ghost_sees_what_a_test_loss_depends_on_besides_the_outputs():
         penalty = sum(p.square().sum() for p in model.parameters())
         return F.cross_entropy(model(batch[0]), batch[1], reduction="none") + 0.01 * penalty
 
-    rows = []
-    for i in range(5):
-        loss = with_penalty(model, (points[0][i : i + 1], points[1][i : i + 1])).sum()
-        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
+    penalised = (with_penalty(model, tuple(part[i : i + 1] for part in points)).sum() for i in range(5))
+    rows = gradient_rows(penalised, model.parameters())
     tests = PointGradients(BatchLoss(with_penalty), IndexedData(tuple(part[:5] for part in points)))
     loss = CASES["label smoothing"].loss
     found = GroupGradients(model, loss, points, GROUPS).scores(tests)
-    assert relative_error(found, Groups(GROUPS).sum(torch.stack(rows) @ truth.T)) <= 1e-10
+    assert relative_error(found, Groups(GROUPS).sum(rows @ truth.T)) <= 1e-10
     with pytest.raises(ValueError, match="'ghost' cannot be used here: the loss of the test points"):
         GroupGradients(model, loss, points, GROUPS, strategy="ghost").scores(tests)
 
@@ -302,16 +296,8 @@ def test_test_points_with_tokens_are_scored_by_rows():
     torch.manual_seed(0)
     model, (x, y) = Padded().double(), data("features", 0)
     tokens = torch.randn(4, 3, WIDTH, dtype=torch.float64)
-
-    def gradients(x, y):
-        rows = []
-        for i in range(len(x)):
-            found = torch.autograd.grad(CE(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters()))
-            rows.append(torch.cat([g.flatten() for g in found]))
-        return torch.stack(rows)
-
     tests = PointGradients(OutputLoss(CE), IndexedData((tokens, y[:4])))
-    expected = Groups(GROUPS).sum(gradients(tokens, y[:4]) @ gradients(x, y).T)
+    expected = Groups(GROUPS).sum(point_rows(model, CE, (tokens, y[:4])) @ point_rows(model, CE, (x, y)).T)
     assert relative_error(GroupGradients(model, CE, (x, y), GROUPS).scores(tests), expected) <= 1e-10
     with pytest.raises(ValueError, match="for the test points, Linear 'body' sees more than one token"):
         GroupGradients(model, CE, (x, y), GROUPS, strategy="ghost").scores(tests)
@@ -347,7 +333,7 @@ def test_freezing_an_encoder_does_not_change_its_outputs():
     model, points = Encoder().double().eval(), data("tokens", 0)
     goal = properties.mean_loss(points, CE)
     expected = torch.stack([CE(model(x[None]), y[None]) for x, y in zip(*points, strict=True)]).mean()
-    row = torch.cat([g.flatten() for g in torch.autograd.grad(expected, list(model.head.parameters()))])
+    row = gradient_rows([expected], model.head.parameters())[0]
     found = properties.property_gradient(goal, model, {f"head.{k}": p for k, p in model.head.named_parameters()})
     assert relative_error(found[0], row) <= 1e-10
     outputs = properties.of_outputs(points, lambda o, y: F.cross_entropy(o, y))
@@ -364,11 +350,7 @@ def test_a_layer_that_only_late_points_use_is_proven_when_they_come():
     x[:, 5] = -x[:, 5].abs()
     x[n - 7 : n - 2, 5] = 1.0
     y, labels = torch.arange(n) % 3, torch.arange(n) % 4
-    rows = []
-    for i in range(n):
-        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(CE(model(x[i : i + 1]), y[i : i + 1]),
-                                                                        list(model.parameters()))]))  # fmt: skip
-    truth = Groups(labels).sum(torch.stack(rows), 0)
+    truth = Groups(labels).sum(point_rows(model, CE, (x, y)), 0)
     v = torch.randn(2, truth.shape[1], dtype=torch.float64)
     for batch_size in (16, 400):
         provider = GroupGradients(model, CE, (x, y), labels, batch_size=batch_size)
@@ -606,17 +588,14 @@ def test_batches_of_sparse_rows_or_of_sequences_give_the_truth(form, strategy):
     x, y = data("features", 0)
     points = [(x[i : i + 1 + i % 3], y[i]) for i in range(N)]
     model, collate = Pools().double(), COLLATED[form]
-    rows = []
-    for point in points:
-        one, target = collate([point])
-        found = torch.autograd.grad(CE(model(one), target), list(model.parameters()))
-        rows.append(torch.cat([g.flatten() for g in found]))
+    alone = (collate([point]) for point in points)
+    rows = gradient_rows((CE(model(one), target) for one, target in alone), model.parameters())
     v = torch.randn(1, len(rows[0]), dtype=torch.float64)
     for batch_size in BATCH_SIZES:
         loader = DataLoader(points, batch_size=6, collate_fn=collate)
         provider = GroupGradients(model, CE, loader, GROUPS, strategy=strategy, batch_size=batch_size)
         with refusal_by_name(strategy):
-            assert relative_error(provider.scores(v), Groups(GROUPS).sum(v @ torch.stack(rows).T)) <= 1e-10
+            assert relative_error(provider.scores(v), Groups(GROUPS).sum(v @ rows.T)) <= 1e-10
 
 
 def test_batches_of_objects_are_named():

@@ -65,9 +65,9 @@ def case(task: str) -> Case:
     return Case(task, model.eval(), train, targets, options)
 
 
-def uneven_labels(k: int = 14) -> np.ndarray:
+def uneven_labels() -> np.ndarray:
     """Groups of uneven sizes whose members are spread over the data set."""
-    labels = np.random.default_rng(0).integers(0, k, N) ** 2 % k
+    labels = np.random.default_rng(0).integers(0, 14, N) ** 2 % 14
     return np.unique(labels, return_inverse=True)[1]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from cases import gradient_rows
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -24,10 +25,8 @@ from transformers import (
 )
 
 VOCABULARY, LONGEST, CLASSES = 48, 9, 3
-_BERT = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 24, "max_position_embeddings": 16, "num_labels": CLASSES,
-}  # fmt: skip
+_SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2}
+_TEXTS = _SMALL | {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
 
 
 def gpt2() -> nn.Module:
@@ -35,10 +34,7 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                    intermediate_size=24, num_key_value_heads=1, max_position_embeddings=16)
-    )  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**_TEXTS, num_key_value_heads=1))
 
 
 def t5() -> nn.Module:
@@ -49,22 +45,21 @@ def t5() -> nn.Module:
 
 
 def bert(**settings: Any) -> nn.Module:
-    return BertForSequenceClassification(BertConfig(**_BERT | settings))
+    return BertForSequenceClassification(BertConfig(**_TEXTS | {"num_labels": CLASSES} | settings))
 
 
 def bert_tokens() -> nn.Module:
-    return BertForTokenClassification(BertConfig(**_BERT))
+    return BertForTokenClassification(BertConfig(**_TEXTS, num_labels=CLASSES))
 
 
 def bert_answers() -> nn.Module:
-    return BertForQuestionAnswering(BertConfig(**_BERT | {"num_labels": 2}))
+    return BertForQuestionAnswering(BertConfig(**_TEXTS, num_labels=2))
 
 
 def vit() -> nn.Module:
     return ViTForImageClassification(
-        ViTConfig(hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=6,
-                  patch_size=3, num_channels=3, num_labels=CLASSES)
-    )  # fmt: skip
+        ViTConfig(**_SMALL, hidden_size=12, intermediate_size=16, image_size=6, patch_size=3, num_labels=CLASSES)
+    )
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -132,14 +127,7 @@ def gradients(
 ) -> Tensor:
     """One backward pass for each example `[n, p]`, over the parameters that require a gradient."""
     parameters = [value for value in model.parameters() if value.requires_grad]
-    found = []
-    for row in rows:
-        parts = torch.autograd.grad(losses(model, collate([row])), parameters, allow_unused=True)
-        flat = [
-            torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in zip(parts, parameters, strict=True)
-        ]
-        found.append(torch.cat(flat))
-    return torch.stack(found)
+    return gradient_rows((losses(model, collate([row])) for row in rows), parameters)
 
 
 def exactness(model: nn.Module) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import unusual_rare as rare
+from cases import gradient_rows
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,36 +19,36 @@ N, WIDTH, CLASSES = 24, 6, 3
 GROUPS = torch.arange(N) % 4
 
 
-class Reorders(nn.Module):
-    """Sorts its batch by a feature, and puts the outputs back."""
+class Tokens(nn.Module):
+    """Tokens and a head for them; subclasses say what happens between."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+        self.tokens, self.head = nn.Embedding(9, 4), nn.Linear(4, CLASSES)
+
+
+class Reorders(rare.Body):
+    """Sorts its batch by a feature, and puts the outputs back."""
 
     def forward(self, x: Tensor) -> Tensor:
         order = x[:, 0].argsort()
         return self.body(x[order])[order.argsort()]
 
 
-class UniqueTokens(nn.Module):
+class UniqueTokens(Tokens):
     """Embeds every token that occurs once, whoever has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(9, 4), nn.Linear(4, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         unique, places = torch.unique(x, return_inverse=True)
         return self.head(self.tokens(unique)[places].mean(1).tanh())
 
 
-class Unpads(nn.Module):
+class Unpads(Tokens):
     """Runs its layers on the tokens that are not padding, as one long sequence."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.mix, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        self.mix = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         real = x > 0
@@ -74,12 +75,11 @@ class Experts(nn.Module):
         return out
 
 
-class TokenExperts(nn.Module):
+class TokenExperts(Tokens):
     """Sends every token to one of two experts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.head = nn.Embedding(9, 4), nn.Linear(4, CLASSES)
         self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,28 +92,28 @@ class TokenExperts(nn.Module):
         return self.head(out.mean(1))
 
 
-class LaterOnly(nn.Module):
-    """A layer that only examples with a large feature use, tied by hand to another use of its weight."""
+class TwoLayers(nn.Module):
+    """One layer for all examples and one for some, from features to logits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.extra = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
+
+
+class LaterOnly(TwoLayers):
+    """A layer that only examples with a large feature use, tied by hand to another use of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         late = (x[:, 5] > 0).to(x.dtype)[:, None]
         return self.body(x) + late * (self.extra(x) + F.linear(x.tanh(), self.extra.weight))
 
 
-class DeadBranch(nn.Module):
+class DeadBranch(TwoLayers):
     """A branch that is off for the first examples, tied to a layer of the other branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.gate = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         on = (x[:, 4] > 0.3).to(x.dtype)[:, None]
-        return on * self.gate(x).relu() + on * F.linear(x, self.gate.weight) + self.body(x)
+        return on * self.extra(x).relu() + on * F.linear(x, self.extra.weight) + self.body(x)
 
 
 class NoStatistics(nn.Module):
@@ -127,27 +127,19 @@ class NoStatistics(nn.Module):
         return self.norm(self.body(x))
 
 
-class Centres(nn.Module):
+class Centres(rare.Body):
     """Subtracts the mean of the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
-
     def forward(self, x: Tensor) -> Tensor:
-        h = self.body(x)
+        h = self.first(x)
         return self.head(h - h.mean(0))
 
 
-class MixesGradients(nn.Module):
+class MixesGradients(rare.Body):
     """The same outputs alone and in a batch, but not the same gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
-
     def forward(self, x: Tensor) -> Tensor:
-        h = self.body(x)
+        h = self.first(x)
         mean = h.mean(0)
         return self.head(h + mean - mean.detach())
 
@@ -169,26 +161,24 @@ class InAList(nn.Module):
         return self.body(x).tanh() @ self.kept[0]
 
 
-class Hooked(nn.Module):
+class Hooked(rare.Body):
     """A parameter whose gradient is changed by a hook."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
         self.head.weight.register_hook(lambda d: 2 * d)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x).tanh())
+        return self.body(x)
 
 
-class Encoder(nn.Module):
+class Encoder(Tokens):
     """`nn.TransformerEncoder` with padding: in eval mode its fused path zeroes padded outputs."""
 
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-        self.tokens, self.encoder = nn.Embedding(9, 4), nn.TransformerEncoder(layer, 1)
-        self.head = nn.Linear(4, CLASSES)
+        self.encoder = nn.TransformerEncoder(layer, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.encoder(self.tokens(x), src_key_padding_mask=x == 0).mean(1))
@@ -267,7 +257,7 @@ class ReplacedBuffer(nn.Module):
         return out
 
 
-class WritesToItself(nn.Module):
+class WritesToItself(rare.Body):
     """Changes a parameter in every forward pass, or only for rare examples.
 
     Args:
@@ -277,7 +267,6 @@ class WritesToItself(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
-        self.first, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
         self.kept = nn.Parameter(torch.ones(5), requires_grad=how == "mean of the batch")
         if how == "made":
             self.register_parameter("late", None)
@@ -388,23 +377,19 @@ class _UnitGradient(torch.autograd.Function):
         return d / d.norm()
 
 
-class NormalisesGradients(nn.Module):
+class NormalisesGradients(rare.Body):
     """Divides the gradient of a batch by its norm: the same for one example alone and for one of a batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(_UnitGradient.apply(self.body(x).tanh()))
+        return self.head(_UnitGradient.apply(self.first(x).tanh()))
 
 
-class Nested(nn.Module):
+class Nested(Tokens):
     """Sequences of different lengths as a nested tensor."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.mix, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        self.mix = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         ragged = torch.nested.as_nested_tensor([self.tokens(row[row > 0]) for row in x], layout=torch.jagged)
@@ -424,25 +409,23 @@ class Recurrent(nn.Module):
         return self.head(self.body(packed)[1][0])
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(rare.Body):
     """Computes a part again in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, CLASSES)
-        self.body = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+        self.between = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.body, self.first(x), use_reentrant=False))
+        return self.head(checkpoint(self.between, self.first(x), use_reentrant=False))
 
 
-class Attention(nn.Module):
+class Attention(Tokens):
     """`nn.MultiheadAttention`, which uses the weights of its layers without calling them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.attention = nn.Embedding(9, 4), nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(4, CLASSES)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.tokens(x)
@@ -705,12 +688,8 @@ def point_gradients(name: str, model: nn.Module, points: tuple[Tensor, Tensor]) 
             rows.append(torch.zeros(sum(p.numel() for p in chosen), dtype=torch.float64))
             continue
         one = x[None], y[None]
-        loss = (
-            case.loss.each(model, one) if isinstance(case.loss, BatchLoss) else case.loss(model(one[0]), one[1])
-        ).sum()
-        found = torch.autograd.grad(loss, chosen, allow_unused=True)
-        dense = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(chosen, found, strict=True)]
-        rows.append(torch.cat([g.flatten() for g in dense]))
+        loss = case.loss.each(model, one) if isinstance(case.loss, BatchLoss) else case.loss(model(one[0]), one[1])
+        rows.append(gradient_rows([loss.sum()], chosen)[0])
     for key, value in model.state_dict().items():
         value.copy_(state[key])
     return torch.stack(rows)

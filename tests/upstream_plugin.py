@@ -57,7 +57,7 @@ def _dattri_singletons(cls: type) -> type:
             arguments = signature.bind(self, *args, **kwargs).arguments
             loader = arguments.get("full_train_dataloader", arguments.get("train_dataloader"))
             if loader is not None:  # only here are the training points known
-                self.groups = Groups.singletons(len(loader.sampler))
+                self._drop_in.groups = Groups.singletons(len(loader.sampler))
             return method(self, *args, **kwargs)
 
         return wrapped

@@ -28,7 +28,7 @@ Toolkit = ModuleType | SimpleNamespace
 def tracin(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
     """TracIn over all parameters at the final checkpoint."""
     influence = toolkit.TracInCP(
-        case.model, case.train_set, [case.model.state_dict()], _load, **_mode(case), **groups
+        case.model, case.train_set, [case.model.state_dict()], load, **_mode(case), **groups
     )  # fmt: skip
     if case.one_property and not groups:  # Captum's own way to sum over test points
         return influence.influence(_batched(case), aggregate=True) / len(case.test[0])
@@ -38,7 +38,7 @@ def tracin(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
 def tracin_fast(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
     """TracIn of the last layer's weights."""
     influence = toolkit.TracInCPFast(
-        case.model, case.model.get_submodule(case.last_layer), case.train_set, [case.model.state_dict()], _load,
+        case.model, case.model.get_submodule(case.last_layer), case.train_set, [case.model.state_dict()], load,
         loss_fn=nn.CrossEntropyLoss(reduction="sum"), batch_size=512, **groups,
     )  # fmt: skip
     return _asked(case, influence, **groups)
@@ -47,7 +47,7 @@ def tracin_fast(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
 def arnoldi(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
     """Influence functions over all parameters, with Arnoldi's approximation of the Hessian."""
     influence = toolkit.ArnoldiInfluenceFunction(
-        case.model, case.train_set, case.model.state_dict(), _load, hessian_dataset=case.curvature_set,
+        case.model, case.train_set, case.model.state_dict(), load, hessian_dataset=case.curvature_set,
         arnoldi_dim=case.size.depth + 1, projection_dim=case.size.depth, arnoldi_tol=ARNOLDI_TOLERANCE,
         **_mode(case), **groups,
     )  # fmt: skip
@@ -57,7 +57,7 @@ def arnoldi(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
 def naive(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
     """Influence functions of the last layer, with its whole Hessian."""
     influence = toolkit.NaiveInfluenceFunction(
-        case.model, case.train_set, case.model.state_dict(), _load, layers=[case.last_layer],
+        case.model, case.train_set, case.model.state_dict(), load, layers=[case.last_layer],
         hessian_dataset=case.curvature_set, **_mode(case), **groups,
     )  # fmt: skip
     return _asked(case, influence, **groups)
@@ -79,8 +79,7 @@ def _batched(case: Case) -> DataLoader:
 
 def _mode(case: Case) -> dict[str, Any]:
     """Captum's fastest way for the model: sample-wise gradients, if it knows all of its layers, else one by one."""
-    known = tuple(SUPPORTED_MODULES)
-    fast = all(isinstance(module, known) for module in case.model.modules() if list(module.parameters(recurse=False)))
+    fast = sample_wise(case.model)
     return {
         "loss_fn": nn.CrossEntropyLoss(reduction="sum" if fast else "none"),
         "sample_wise_grads_per_batch": fast,
@@ -88,7 +87,14 @@ def _mode(case: Case) -> dict[str, Any]:
     }
 
 
-def _load(model: nn.Module, state: dict[str, Tensor]) -> float:
+def sample_wise(model: nn.Module) -> bool:
+    """Whether Captum knows the gradients of single points of all layers."""
+    known = tuple(SUPPORTED_MODULES)
+    return all(isinstance(module, known) for module in model.modules() if list(module.parameters(recurse=False)))
+
+
+def load(model: nn.Module, state: dict[str, Tensor]) -> float:
+    """Load a checkpoint; its learning rate."""
     model.load_state_dict(state)
     return RATE
 

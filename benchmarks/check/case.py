@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from ggda_trak.task_outputs import margins
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -167,7 +168,7 @@ class Case:
     @cached_property
     def margin_ridge(self) -> float:
         """The same for TRAK itself."""
-        return float(f"{self._mean_diagonal(margin) / 100:.2g}")
+        return float(f"{self._mean_diagonal(margins) / 100:.2g}")
 
     def _mean_diagonal(self, output: Callable[[Tensor, Tensor], Tensor]) -> float:
         """Of Σ φφᵀ, φ = Pᵀ∇output / √parameters, as far as a few points tell.
@@ -189,12 +190,6 @@ class Case:
     def loss_of_one(self, parameters: dict[str, Tensor], data: tuple[Tensor, ...]) -> Tensor:
         """The same for one example without a batch dimension."""
         return self.loss(parameters, tuple(value.unsqueeze(0) for value in data))
-
-
-def margin(logits: Tensor, labels: Tensor) -> Tensor:
-    """TRAK's output of every point, the log-odds of its label `[b]`."""
-    own = logits.gather(1, labels[:, None])[:, 0]
-    return own - logits.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
 
 
 def count_parameters(model: nn.Module) -> int:

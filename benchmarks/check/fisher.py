@@ -22,7 +22,7 @@ DAMPING = 0.1
 
 def plain(case: Case) -> Tensor:
     """Scores of single points from one gradient row per point."""
-    project, scale = projector(case), count_parameters(case.part) ** 0.5
+    project, scale = projector(case.part, case.projection_dim), count_parameters(case.part) ** 0.5
     parameters = {name: value.detach() for name, value in case.part.named_parameters()}
     gradients = vmap(grad(case.loss_of_one), in_dims=(None, 0))
 
@@ -45,8 +45,9 @@ def plain(case: Case) -> Tensor:
 def grouped(case: Case, **options: Any) -> Tensor:
     """Scores of groups."""
     influence = FisherInfluence(
-        case.part, case.train, nn.CrossEntropyLoss(), case.groups, projector=projector(case), **options
-    )
+        case.part, case.train, nn.CrossEntropyLoss(), case.groups,
+        projector=projector(case.part, case.projection_dim), **options,
+    )  # fmt: skip
     return influence.influence(property=case.mean_loss) if case.one_property else influence.influence(case.test)
 
 

@@ -51,9 +51,7 @@ def row_of(method: Method, case: Case) -> dict[str, Any]:
         grouped = measured(lambda: method.grouped(case))
         error = relative_error(grouped.scores, case.groups.sum(original.scores, 1))
     except Exception as failure:
-        if isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
-            raise  # not the method's fault: with room on the disk, a resumed run has the row
-        return row | {"status": "failed", "reason": _said(failure), "traceback": traceback.format_exc()}
+        return row | failed(failure)
     return row | {
         "status": "equal" if error <= TOLERANCE else "differs",
         "error": error,
@@ -98,6 +96,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).abs().max()) / largest
 
 
-def _said(failure: Exception) -> str:
-    text = " ".join(str(failure).split())
-    return f"{type(failure).__name__}: {text}" if text else type(failure).__name__
+def failed(failure: Exception) -> dict[str, Any]:
+    """What a row says of an exception that is being handled; one that is not the method's fault is raised again."""
+    if isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
+        raise failure  # with room on the disk, a resumed run has the row
+    reason = ": ".join(filter(None, (type(failure).__name__, " ".join(str(failure).split()))))
+    return {"status": "failed", "reason": reason, "traceback": traceback.format_exc()}

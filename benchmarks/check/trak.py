@@ -10,7 +10,7 @@ from typing import Any
 import ggda_trak
 import torch
 import trak
-from torch import Tensor
+from torch import Tensor, nn
 from trak.projectors import BasicProjector, ProjectionType
 
 from benchmarks.check.case import Case, Method, count_parameters
@@ -24,7 +24,7 @@ def trak_scores(
     with tempfile.TemporaryDirectory() as folder:
         traker = toolkit.TRAKer(
             case.part, "image_classification", len(case.train_set), save_dir=folder, device="cpu",
-            projector=projector(case), use_half_precision=False, logging_level=100, **options,
+            projector=projector(case.part, case.projection_dim), use_half_precision=False, logging_level=100, **options,
         )  # fmt: skip
         traker.load_checkpoint(state, model_id=0)
         for indices in batches or torch.arange(len(case.train_set)).split(case.size.batch):
@@ -42,10 +42,9 @@ def trak_scores(
         return scores.mean(0, keepdim=True) if case.one_property else scores
 
 
-def projector(case: Case) -> BasicProjector:
+def projector(model: nn.Module, dim: int) -> BasicProjector:
     """TRAK's projector on a CPU, in two blocks: with one, TRAK 0.3.2 has freed its matrix when it comes to scoring."""
-    block = -(-case.projection_dim // 2)
-    return BasicProjector(count_parameters(case.part), case.projection_dim, 0, ProjectionType.normal, "cpu", block)
+    return BasicProjector(count_parameters(model), dim, 0, ProjectionType.normal, "cpu", -(-dim // 2))
 
 
 METHODS = (

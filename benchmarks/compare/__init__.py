@@ -9,8 +9,6 @@ there is nothing to compare. Equality is the business of `benchmarks.check`.
 
 from __future__ import annotations
 
-import errno
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,6 +73,8 @@ class Comparison:
 
     def rows(self, method: Method) -> Iterator[dict[str, Any]]:
         """One row per question; what either side raises makes it `failed`."""
+        from benchmarks.check.measure import failed
+
         for question in QUESTIONS:
             cases = self.grouped[question]
             if method.solves_each_test:
@@ -94,10 +94,7 @@ class Comparison:
                     **self._measured(method, cases),
                 }
             except Exception as failure:
-                if isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
-                    raise
-                reason = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
-                yield row | {"status": "failed", "reason": reason, "traceback": traceback.format_exc()}
+                yield row | failed(failure)
 
     def _measured(self, method: Method, cases: dict[int, Case]) -> dict[str, Any]:
         from benchmarks.compare.measure import climb, decide, take_turns

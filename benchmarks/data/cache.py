@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.data import folders
 from benchmarks.data.contents import Content
 from benchmarks.data.errors import DataError
+from ggda_ext.storage.files import replaced
 
 LOG = logging.getLogger(__name__)
 CACHE_VARIABLE = "GGDA_CACHE_DIR"
@@ -108,17 +109,15 @@ def store(name: str, source: str, fill: Callable[[Path], None]) -> Path | None:
         with unfinished(path) as part:
             fill(part)
             for file in files_of(part):
-                sync(file)
+                with file.open("rb+") as stream:
+                    os.fsync(stream.fileno())
             note = {"sha256": fingerprint(part), "source": source, "stored": time.strftime("%Y-%m-%d %H:%M:%S")}
             note_path(path).unlink(missing_ok=True)
             if path.is_dir():
                 remove(path)
             part.replace(path)
-        with unfinished(note_path(path)) as part:
-            with part.open("x", encoding="utf-8") as new:
-                new.write(json.dumps(note, indent=1))
-            sync(part)
-            part.replace(note_path(path))
+        with replaced(note_path(path)) as new:
+            new.write(json.dumps(note, indent=1).encode())
     except OSError as error:
         LOG.warning(
             "%s could not be kept in the cache %s (%s); it will be fetched again.", name, root(), error.strerror
@@ -174,12 +173,6 @@ def fingerprint(path: Path) -> str:
             while block := stream.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
-
-
-def sync(file: Path) -> None:
-    """Wait until a file is on the disk."""
-    with file.open("rb+") as stream:
-        os.fsync(stream.fileno())
 
 
 def remove(path: Path) -> None:

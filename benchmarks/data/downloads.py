@@ -37,30 +37,16 @@ def run_watched(
         UnreachableError: it failed or stalled; the message holds the error it printed.
     """
     log = folder / "log.txt"
-    start = time.monotonic()
     with log.open("wb") as output, progress(size, title, show_progress) as bar:
         try:
             process = subprocess.Popen(
-                command,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 env={**os.environ, **environment},
-            )
+            )  # fmt: skip
         except OSError as error:
             raise UnreachableError(f"{command[0]} cannot be run ({error.strerror})") from error
         try:
-            seen, last = 0, start
-            while process.poll() is None:
-                time.sleep(POLL_SECONDS)
-                now = bytes_in(folder, log)
-                if now > seen:
-                    seen, last = now, time.monotonic()
-                    bar.update(min(seen, size) - bar.n if seen > START_BYTES else 0)  # before, a tool's own notes
-                began, limit = (last, STALL_SECONDS) if seen > START_BYTES else (start, START_SECONDS)
-                if time.monotonic() - began > limit:
-                    raise NoAnswerError(f"nothing came for {limit:.0f} s")
+            wait_while_bytes_come(process, folder, log, size, bar)
             if process.returncode == 0:
                 bar.update(size - bar.n)
         finally:
@@ -72,6 +58,25 @@ def run_watched(
         if any(sign in text for sign in NO_CONNECTION):
             raise NoAnswerError("no connection to the registry")
         raise UnreachableError(error_in(text) or f"{Path(command[0]).name} ended with code {process.returncode}")
+
+
+def wait_while_bytes_come(process: subprocess.Popen[bytes], folder: Path, log: Path, size: int, bar: tqdm) -> None:
+    """Wait for a process that downloads into a folder.
+
+    Raises:
+        NoAnswerError: nothing came for some time.
+    """
+    seen, start = 0, time.monotonic()
+    last = start
+    while process.poll() is None:
+        time.sleep(POLL_SECONDS)
+        now = bytes_in(folder, log)
+        if now > seen:
+            seen, last = now, time.monotonic()
+            bar.update(min(seen, size) - bar.n if seen > START_BYTES else 0)  # before, a tool's own notes
+        began, limit = (last, STALL_SECONDS) if seen > START_BYTES else (start, START_SECONDS)
+        if time.monotonic() - began > limit:
+            raise NoAnswerError(f"nothing came for {limit:.0f} s")
 
 
 def fetch_url(url: str, target: Path, size: int, title: str, *, show_progress: bool) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks import data
-from benchmarks.experiments import dattri, lds, noisy, pruning, retraining
+from benchmarks.experiments import dattri, lds, noisy, removal
 from benchmarks.experiments.bench import Bench
-from benchmarks.names import DATTRI_TASKS, QNLI_SOURCES
+from benchmarks.names import DATTRI_TASKS, LDS_TASKS
 from benchmarks.results import ResultFolder
 from benchmarks.sizes import Scale
 from benchmarks.tasks import PAPER, Task, task
@@ -21,8 +22,7 @@ from benchmarks.tasks import PAPER, Task, task
 EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
     noisy.NAME: noisy.run,
     lds.NAME: lds.run,
-    pruning.NAME: pruning.run,
-    retraining.NAME: retraining.run,
+    **{name: partial(removal.run, experiment=name) for name in (removal.PRUNING, removal.RETRAINING)},
 }
 
 
@@ -42,21 +42,25 @@ def run(
         if name not in EXPERIMENTS:
             raise ValueError(f"experiment {name!r} is not one of {', '.join(EXPERIMENTS)}.")
     for one in tasks:
-        if one in DATTRI_TASKS:
+        if one in LDS_TASKS:
             if lds.NAME in names:
-                dattri.run(one, scale, folder, data_dir)
-            continue
-        if one == QNLI_SOURCES:
-            if lds.NAME in names:
-                from benchmarks.experiments.qnli_sources import sources_task  # needs transformers
-
-                lds.run(Bench(sources_task(scale, data_dir, folder.path / "models"), scale, folder))
+                _run_lds(one, scale, folder, data_dir)
             continue
         whole = experiment_task(one, scale, data_dir)
         folder.add_source(whole.data.title, whole.data.source, whole.data.stand_in)
         benches = Bench(whole, scale, folder), Bench(retrained_task(whole, scale), scale, folder)
         for name in names:
             EXPERIMENTS[name](benches[name != noisy.NAME])
+
+
+def _run_lds(task: str, scale: Scale, folder: ResultFolder, data_dir: Path | None) -> None:
+    """Run a task that has LDS only."""
+    if task in DATTRI_TASKS:
+        dattri.run(task, scale, folder, data_dir)
+        return
+    from benchmarks.experiments.qnli_sources import sources_task  # needs transformers
+
+    lds.run(Bench(sources_task(scale, data_dir, folder.path / "models"), scale, folder))
 
 
 def experiment_task(name: str, scale: Scale, data_dir: Path | None = None) -> Task:

@@ -21,12 +21,12 @@ from dattri import algorithm as upstream
 from dattri.benchmark.datasets import mnist as upstream_mnist
 from dattri.task import AttributionTask
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import data
 from benchmarks.experiments.subject import Timed, timed
 from benchmarks.model_files import ModelFiles
+from benchmarks.models import loss_of, loss_of_one
 from benchmarks.results import ResultFolder
 from benchmarks.sizes import DattriScale, Scale
 from benchmarks.tasks import LOSS
@@ -107,17 +107,11 @@ class Problem:
 
     def model(self, seed: int, points: np.ndarray | None = None) -> nn.Module:
         """A model trained by dattri's function on some points, all by default; trained once."""
-        model = self.setting.make_model().eval()
         chosen = torch.arange(len(self.train[0])) if points is None else torch.from_numpy(points)
         epochs = self.size.epochs[self.name]
         key = f"{self.name}-{epochs}-{seed}-{digest(chosen.numpy(), self.train[0].numpy(), self.train[1].numpy())}"
-        found = self._files.load(key)
-        if found is None:
-            trained = self._trained(seed, chosen)
-            self._files.save(key, Trained(trained))
-            return trained
-        model.load_state_dict(found.state)
-        return model
+        made = self._files.trained_once(key, self.setting.make_model, lambda: Trained(self._trained(seed, chosen)))
+        return made.model
 
     def _trained(self, seed: int, points: Tensor) -> nn.Module:
         batches = Batches(points, *self.train, self.setting.batch_size, seed)
@@ -285,7 +279,7 @@ def margins_and_scores(
 
 def tracin(problem: Problem, models: list[nn.Module]) -> Predicted:
     """dattri's TracIn over models of several seeds, equal weights."""
-    task = AttributionTask(_loss_of_one(models[0]), models[0], [model.state_dict() for model in models])
+    task = AttributionTask(loss_of_one(models[0]), models[0], [model.state_dict() for model in models])
     attributor = upstream.tracin.TracInAttributor(
         task, torch.ones(len(models)) * 1e-3, False, {"proj_type": "identity"}
     )  # fmt: skip
@@ -297,13 +291,8 @@ def tracin(problem: Problem, models: list[nn.Module]) -> Predicted:
 def conjugate_gradients(problem: Problem, models: list[nn.Module]) -> Predicted:
     """dattri's influence function by conjugate gradients."""
     (model,) = models
-
-    def loss(parameters: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> Tensor:
-        return LOSS(functional_call(model, parameters, (pair[0],)), pair[1].long())
-
-    attributor = upstream.influence_function.IFAttributorCG(
-        AttributionTask(loss, model, model.state_dict()), max_iter=CG_STEPS, regularization=CG_DAMPING
-    )
+    task = AttributionTask(loss_of(model), model, model.state_dict())
+    attributor = upstream.influence_function.IFAttributorCG(task, max_iter=CG_STEPS, regularization=CG_DAMPING)
     attributor.cache(problem.loader(problem.train, len(problem.train[0])))
     with torch.no_grad():
         scores = attributor.attribute(problem.loader(problem.train, 500), problem.loader(problem.test, 500))
@@ -312,7 +301,7 @@ def conjugate_gradients(problem: Problem, models: list[nn.Module]) -> Predicted:
 
 def trak(problem: Problem, models: list[nn.Module]) -> Predicted:
     """dattri's TRAK over models trained on halves."""
-    loss = _loss_of_one(models[0])
+    loss = loss_of_one(models[0])
 
     def odds(parameters: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> Tensor:
         logarithm = -loss(parameters, pair)
@@ -328,14 +317,6 @@ def trak(problem: Problem, models: list[nn.Module]) -> Predicted:
     with torch.no_grad():
         scores = attributor.attribute(problem.loader(problem.test, 500))
     return _additive(problem, scores), f"{len(models)} models on halves, {problem.size.trak_dimensions} dimensions"
-
-
-def _loss_of_one(model: nn.Module) -> Callable[[dict[str, Tensor], tuple[Tensor, Tensor]], Tensor]:
-    def loss(parameters: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> Tensor:
-        outputs = functional_call(model, parameters, (pair[0].unsqueeze(0),))
-        return LOSS(outputs, pair[1].unsqueeze(0).long())
-
-    return loss
 
 
 def _additive(problem: Problem, scores: Tensor) -> np.ndarray:

@@ -8,23 +8,22 @@ side and what is left.
 
 from __future__ import annotations
 
-import io
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from captum._utils.sample_gradient import SUPPORTED_MODULES
 from captum.influence import TracInCP
 from ggda_trak import FisherInfluence, TRAKer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trak.projectors import BasicProjector, ProjectionType
 
+from benchmarks.check.captum import sample_wise
+from benchmarks.check.measure import quiet
+from benchmarks.check.trak import projector
 from benchmarks.experiments.refits import warm_started, what_if
 from benchmarks.experiments.subject import CG_STEPS, Subject, Timed, timed
 from benchmarks.names import (
@@ -168,10 +167,11 @@ def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     """TRAK over an ensemble: how much a group raises the mean test loss; training the ensemble is not counted."""
     states, batch = subject.ensemble, _BATCH if per_sample else 1024
     exact = groups.are_singletons and not per_sample
-    with tempfile.TemporaryDirectory() as folder, left_as_it_was(subject.model), _quiet():
+    with tempfile.TemporaryDirectory() as folder, left_as_it_was(subject.model), quiet():
         traker = TRAKer(
             subject.model, "image_classification", groups.n, save_dir=folder, device="cpu", groups=groups,
-            projector=_projector(subject), use_half_precision=False, logging_level=100, checkpoints=list(states),
+            projector=projector(subject.model, subject.task.projection_dim), use_half_precision=False,
+            logging_level=100, checkpoints=list(states),
             fisher="exact" if exact else "batched", strategy="segmented" if exact else "auto",
         )  # fmt: skip
         gradients = 0.0
@@ -253,26 +253,9 @@ def captum_scores(subject: Subject, vectorised: bool) -> Tensor:
         return tracin_cp.influence(subject.test, aggregate=True)[0] / len(subject.test[0])
 
 
-def sample_wise(model: nn.Module) -> bool:
-    """Whether Captum knows the gradients of single points of all layers."""
-    known = tuple(SUPPORTED_MODULES)
-    return all(isinstance(module, known) for module in model.modules() if list(module.parameters(recurse=False)))
-
-
-def _quiet() -> redirect_stderr[io.StringIO]:
-    """Without the progress bars of TRAK, of which there are two for every call."""
-    return redirect_stderr(io.StringIO())
-
-
 def _solve(rows: Tensor) -> Tensor:
     damped, _ = EmpiricalFisher(rows.shape[1]).add(rows).damped()
     return torch.linalg.solve(damped, rows.T)
-
-
-def _projector(subject: Subject) -> BasicProjector:
-    """TRAK's projector on a CPU, in two blocks: with one, TRAK 0.3.2 has freed its matrix when it comes to scoring."""
-    parameters, dim = sum(value.numel() for value in subject.model.parameters()), subject.task.projection_dim
-    return BasicProjector(parameters, dim, 0, ProjectionType.normal, "cpu", -(-dim // 2))
 
 
 def _featurize(traker: Any, number: int, state: dict[str, Tensor], train: Any, batches: Iterable[list[int]]) -> None:

@@ -26,7 +26,18 @@ from benchmarks.model_files import ModelFiles
 from benchmarks.names import QNLI_SOURCES
 from benchmarks.sizes import Scale
 from benchmarks.tasks import Task
-from benchmarks.trainer_sources.qnli import BATCH_SIZE, BEFORE, LONGEST, RATE, Pair, UpperLayers, padded, states, tuned
+from benchmarks.trainer_sources.qnli import (
+    BATCH_SIZE,
+    BEFORE,
+    LONGEST,
+    RATE,
+    Pair,
+    UpperLayers,
+    padded,
+    spoiled,
+    states,
+    tuned,
+)
 from ggda_ext.storage.folder import digest
 from ggda_ext.training import Recipe, Trained
 
@@ -104,30 +115,20 @@ def _shorter(pairs: Sequence[Pair]) -> list[Pair]:
 
 def _tuned_once(weights: Path, pairs: Sequence[Pair], models: Path | None) -> Any:
     """BERT after the fine-tuning before, which is done once."""
-    files = ModelFiles(models)
     made_of = np.frombuffer(f"{BEFORE} {pairs}".encode(), np.uint8)
     key = f"{QNLI_SOURCES}-{digest(made_of, np.fromfile(weights / 'config.json', np.uint8))}"
-    found = files.load(key)
-    if found is None:
-        bert = tuned(weights, pairs)
-        files.save(key, Trained(bert))
-        return bert
-    bert = BertModel.from_pretrained(weights, dtype=torch.float32)
-    bert.load_state_dict(found.state)
-    return bert
+    kept = ModelFiles(models).trained_once(
+        key, lambda: BertModel.from_pretrained(weights, dtype=torch.float32), lambda: Trained(tuned(weights, pairs))
+    )
+    return kept.model
 
 
 def _from_sources(pairs: Sequence[Pair], rows: int) -> tuple[list[Pair], np.ndarray]:
     """The first pairs as sources of so many rows, and the source of each."""
     found: list[Pair] = []
     for source in range(CLEAN + FLIPPED + SHUFFLED):
-        some = list(pairs[source * rows : (source + 1) * rows])
-        if CLEAN <= source < CLEAN + FLIPPED:
-            some = [(question, sentence, 1 - label) for question, sentence, label in some]
-        elif source >= CLEAN + FLIPPED:
-            others = random.Random(source).sample([sentence for _, sentence, _ in some], len(some))
-            some = [(question, other, label) for (question, _, label), other in zip(some, others, strict=True)]
-        found += some
+        kind = "clean" if source < CLEAN else "flipped" if source < CLEAN + FLIPPED else "shuffled"
+        found += spoiled(pairs[source * rows : (source + 1) * rows], kind, source)
     return found, np.arange(len(found)) // rows
 
 

@@ -1,4 +1,9 @@
-"""Removing points and training again: rows for both the retraining score and pruning.
+"""Removing points and training again, as in the paper: test accuracy after removing
+
+* the most important points, the *retraining score* (lower is better): every grouping at the largest fraction, its best
+  grouping and single points at all of them;
+* the least important ones, *pruning* (higher is better): single points against large groups, at random (the paper's)
+  and by its best grouping.
 
 All models that the rows need are collected first, so that they are trained together and none of them twice; a row is
 written as soon as its models are there.
@@ -6,17 +11,21 @@ written as soon as its models are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.experiments.bench import Bench, Cell, summary
 from benchmarks.experiments.retrainings import Retrainings, Wanted
-from benchmarks.names import NO_REMOVAL, RANDOM_REMOVAL
+from benchmarks.names import GRAD_K_MEANS, NO_REMOVAL, PAPER_METHODS, RANDOM, RANDOM_REMOVAL, SINGLE_POINTS
+from benchmarks.sizes import RemovalScale
 from ggda_ext import Groups
 from ggda_ext.evaluation import removal_order
+
+RETRAINING, PRUNING = "retraining", "pruning"
+LARGE = 2  # how many of the largest group sizes are pruned with
 
 
 @dataclass(frozen=True)
@@ -27,38 +36,49 @@ class PendingRow:
     models: tuple[Wanted, ...]
 
 
-def write_rows(
-    bench: Bench,
-    experiment: str,
-    cells: Iterable[tuple[Cell, Sequence[float]]],
-    fractions: Sequence[float],
-    seeds: int,
-    *,
-    largest_first: bool,
-) -> None:
-    """Write the rows of an experiment that are not there yet.
-
-    Args:
-        bench: the task.
-        experiment: ``"retraining"`` or ``"pruning"``.
-        cells: with the fractions each is removed to.
-        fractions: of the baselines.
-        seeds: models retrained for every row.
-        largest_first: whether the most important points go first, or the least.
-    """
-    rows = list(_baselines(bench, experiment, fractions, seeds))
-    for cell, shares in cells:
+def run(bench: Bench, experiment: str) -> None:
+    """Write the rows of `RETRAINING` or `PRUNING` that are not there yet."""
+    size = bench.size.removal
+    if size is None:
+        return
+    retrains = experiment == RETRAINING
+    fractions, cells = (size.removed, _retrained) if retrains else (size.pruned, _pruned)
+    rows = list(_baselines(bench, experiment, fractions, size.seeds))
+    for cell, shares in cells(bench, size):
         open_shares = [share for share in shares if not bench.folder.done(bench.key(experiment, cell, share))]
         if not open_shares:
             continue
         attribution, groups = bench.attribution(cell), bench.groups(cell)
         for share in open_shares:
-            gone = removal_order(attribution.importance, groups, share, largest_first=largest_first)
+            gone = removal_order(attribution.importance, groups, share, largest_first=retrains)
             fields = bench.about(cell, attribution, groups) | {"fraction": share}
             kept = _without(groups.n, gone)
-            models = tuple(Wanted(kept, seed) for seed in range(seeds))
+            models = tuple(Wanted(kept, seed) for seed in range(size.seeds))
             rows.append(PendingRow({"key": bench.key(experiment, cell, share)} | fields, models))
     _write_when_trained(bench, experiment, rows)
+
+
+def _retrained(bench: Bench, size: RemovalScale) -> Iterator[tuple[Cell, Sequence[float]]]:
+    """Cells of the retraining score, with the fractions each is removed to."""
+    largest = (max(size.removed),)
+    for cell in bench.cells(size.cells):
+        single = cell.method in PAPER_METHODS and cell.grouping == SINGLE_POINTS
+        yield cell, size.removed if single or cell.is_compared else largest
+        if cell.is_compared:
+            yield cell.mean, largest
+
+
+def _pruned(bench: Bench, size: RemovalScale) -> Iterator[tuple[Cell, Sequence[float]]]:
+    """Cells of pruning, likewise."""
+    known = (SINGLE_POINTS, RANDOM, GRAD_K_MEANS)
+    groups = {name: sizes for name, sizes in size.cells.groups.items() if name in known}
+    cells = list(bench.cells(replace(size.cells, groups=groups)))
+    large = sorted({cell.group_size for cell in cells})[-LARGE:]
+    for cell in cells:
+        if cell.group_size in (1, *large):
+            yield cell, size.pruned
+            if cell.is_compared:
+                yield cell.mean, size.pruned
 
 
 def _baselines(bench: Bench, experiment: str, fractions: Sequence[float], seeds: int) -> Iterable[PendingRow]:

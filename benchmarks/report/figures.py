@@ -17,7 +17,7 @@ from benchmarks.names import GRAD_K_MEANS, PER_POINT, SINGLE_POINTS
 from benchmarks.report.cost_tables import cost
 from benchmarks.report.lds_figures import lds_figures
 from benchmarks.report.removal_figures import removal_figures, runtime_figures
-from benchmarks.report.rows import PARTS, Results, of_sums, ordered, slug
+from benchmarks.report.rows import PARTS, Results, methods_by_size, of_sums, ordered, slug
 from benchmarks.report.style import (
     BLACK,
     GREY,
@@ -26,7 +26,6 @@ from benchmarks.report.style import (
     OF_PART,
     SERIES,
     Picture,
-    finish,
     grid,
     line,
     log_axis,
@@ -83,11 +82,10 @@ def _detection(setting: str, rows: pd.DataFrame, folder: Path) -> Picture:
         axis.set_ylim(0, 102)
 
     figure = grid(list(panels), 3, draw, height=2.9, width=3.1)
-    handles = [line(name, *method_look(name, methods)) for name in methods]
+    handles = [*(line(name, *method_look(name, methods)) for name in methods), line("by chance", GREY, style=":")]
     title = f"{setting}: mislabelled points found"
-    finish(figure, title, [*handles, line("by chance", GREY, style=":")])
     caption = "Points are checked in the order of their (group's) importance, the least important first."
-    return save(figure, folder, f"detection-{slug(setting)}", title, caption)
+    return save(figure, folder, f"detection-{slug(setting)}", title, handles, caption)
 
 
 def cost_figures(results: Results, folder: Path) -> Iterator[Picture]:
@@ -96,8 +94,7 @@ def cost_figures(results: Results, folder: Path) -> Iterator[Picture]:
     if costs.empty:
         return
     for setting, rows in costs[costs["grouping"].isin([SINGLE_POINTS, GRAD_K_MEANS])].groupby("setting", sort=False):
-        counts = rows.groupby("method", sort=False)["group_size"].nunique()
-        methods = [str(method) for method, count in counts.items() if count > 1]
+        methods = methods_by_size(rows)
         if methods:
             yield _cost(str(setting), methods, rows, folder)
 
@@ -125,9 +122,8 @@ def _cost(setting: str, methods: list[str], rows: pd.DataFrame, folder: Path) ->
         Patch(facecolor=color, hatch=hatch, edgecolor="white", label=part) for part, (color, hatch) in OF_PART.items()
     ]
     title = f"{setting}: where the time goes (Grad-K-Means)"
-    finish(figure, title, handles)
     caption = "CPU seconds of attribution by part, the total above every bar. Every panel has its own scale."
-    return save(figure, folder, f"cost-{slug(setting)}", title, caption)
+    return save(figure, folder, f"cost-{slug(setting)}", title, handles, caption)
 
 
 def speed_figures(results: Results, folder: Path) -> Iterator[Picture]:
@@ -153,9 +149,8 @@ def speed_figures(results: Results, folder: Path) -> Iterator[Picture]:
     axis.set_xlabel(f"times faster than the original\n{HIGHER}")
     handles = [line(name, *SERIES[at % len(SERIES)], "") for at, name in enumerate(settings)]
     title = f"One property, groups of {HEADLINE_SIZE}: how many times faster than the original"
-    finish(figure, title, handles)
     caption = "Ratio of CPU seconds, all training points; right of the black line the group version is faster."
-    yield save(figure, folder, "speed-up", title, caption)
+    yield save(figure, folder, "speed-up", title, handles, caption)
 
 
 def _mean_curve(curves: pd.Series) -> tuple[np.ndarray, np.ndarray]:

@@ -15,13 +15,14 @@ from benchmarks.report.rows import (
     Results,
     grouping_title,
     mean_interval,
+    methods_by_size,
     of_protocol,
     of_sums,
     ordered,
     slug,
     with_ceiling,
 )
-from benchmarks.report.style import GREY, HIGHER, OF_GROUPING, Picture, finish, grid, line, save, share_y, size_axis
+from benchmarks.report.style import GREY, HIGHER, OF_GROUPING, Picture, grid, line, save, share_y, size_axis
 
 
 def lds_figures(results: Results, folder: Path) -> Iterator[Picture]:
@@ -37,8 +38,7 @@ def lds_figures(results: Results, folder: Path) -> Iterator[Picture]:
 
 
 def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, name: str) -> Iterator[Picture]:
-    counts = rows.groupby("method", sort=False)["group_size"].nunique()
-    methods = [str(method) for method, count in counts.items() if count > 1]
+    methods = methods_by_size(rows)
     if not methods:
         return
     groupings = [one for one in (SINGLE_POINTS, *GROUPINGS, *EQUAL_GROUPINGS) if one in set(rows["grouping"])]
@@ -74,7 +74,6 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
     share_y(figure)
     handles = [line(grouping_title(one), *OF_GROUPING[one]) for one in groupings]
     handles += [] if ceiling.empty else [line("ceiling, by grouping", GREY, style=":")]
-    finish(figure, title, handles)
     caption = "Predicted against real effects of retraining. Bars: 95 % bootstrap interval."
     caption += "" if ceiling.empty else " Ceiling: how well as many models of other seeds do."
-    yield save(figure, folder, name, title, caption)
+    yield save(figure, folder, name, title, handles, caption)

@@ -20,7 +20,7 @@ from benchmarks.names import (
     RANDOM_REMOVAL,
     SINGLE_POINTS,
 )
-from benchmarks.report.rows import KEYS, Results, merged, of_sums, ordered, slug
+from benchmarks.report.rows import KEYS, Results, merged, methods_by_size, of_sums, ordered, slug
 from benchmarks.report.style import (
     BLACK,
     GREY,
@@ -29,7 +29,6 @@ from benchmarks.report.style import (
     OF_GROUPING,
     SERIES,
     Picture,
-    finish,
     grid,
     line,
     log_axis,
@@ -91,9 +90,8 @@ def _curves(
     handles = [line(name, *method_look(name, methods)) for name in methods]
     handles += [] if random.empty else [line("random removal", GREY, style="--")]
     title = f"{setting}: {which} points removed"
-    finish(figure, title, handles)
     caption = f"Test accuracy after retraining without the {which} points. {_BARS}"
-    return save(figure, folder, f"{experiment}-curves-{slug(setting)}", title, caption)
+    return save(figure, folder, f"{experiment}-curves-{slug(setting)}", title, handles, caption)
 
 
 _BARS = "Bars: standard error over model seeds."
@@ -102,7 +100,7 @@ _BARS = "Bars: standard error over model seeds."
 def _by_grouping(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Picture]:
     largest = found["fraction"].max()
     some = found[found["fraction"] == largest]
-    methods = _grouped_methods(some)
+    methods = methods_by_size(some)
     if not methods:
         return
     groupings = [name for name in GROUPINGS if name in set(some["grouping"])]
@@ -122,14 +120,14 @@ def _by_grouping(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Pi
     share_y(figure)
     handles = [line("single points (size 1)", BLACK, "*", "", 9)]
     handles += [line(name, *OF_GROUPING[name]) for name in groupings]
+    handles += [*_baseline_handles(found), *_size_handles(sizes)]
     title = f"{setting}: accuracy after removing the top {100 * largest:g} %, by grouping"
-    finish(figure, title, handles + _baseline_handles(found) + _size_handles(sizes))
-    yield save(figure, folder, f"runtime-groupings-{slug(setting)}", title, f"{_READ} {_BARS}")
+    yield save(figure, folder, f"runtime-groupings-{slug(setting)}", title, handles, f"{_READ} {_BARS}")
 
 
 def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Picture]:
     some = found[found["grouping"].isin([GRAD_K_MEANS, SINGLE_POINTS]) & ~found["method"].isin(BASELINES)]
-    methods = _grouped_methods(some)
+    methods = methods_by_size(some)
     if not methods:
         return
     fractions = sorted(some["fraction"].unique())
@@ -146,9 +144,9 @@ def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Pic
     share_y(figure)
     handles = [line(f"top {100 * one:g} % removed", *look) for one, look in zip(fractions, SERIES, strict=False)]
     title = f"{setting}: accuracy after removal, Grad-K-Means groups"
-    none = [entry for entry in _baseline_handles(found) if entry.get_label() == "no removal"]
-    finish(figure, title, handles + none + _size_handles(sizes))
-    yield save(figure, folder, f"runtime-removals-{slug(setting)}", title, f"{_READ} {_BARS}")
+    handles += [entry for entry in _baseline_handles(found) if entry.get_label() == "no removal"]
+    handles += _size_handles(sizes)
+    yield save(figure, folder, f"runtime-removals-{slug(setting)}", title, handles, f"{_READ} {_BARS}")
 
 
 _READ = "Left is cheaper; the marker grows with the group size along the curve."
@@ -193,12 +191,6 @@ def _baseline_handles(found: pd.DataFrame) -> list[Line2D]:
 def _size_handles(sizes: list[float]) -> list[Line2D]:
     shown = sizes if len(sizes) <= 3 else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
     return [line(f"group size {size:g}", GREY, "o", "", math.sqrt(_area(size))) for size in shown]
-
-
-def _grouped_methods(found: pd.DataFrame) -> list[str]:
-    """Methods with more than one group size: only they have a curve."""
-    counts = found.groupby("method", sort=False)["group_size"].nunique()
-    return [str(name) for name, count in counts.items() if count > 1 and name not in BASELINES]
 
 
 def _removal_panels(found: pd.DataFrame) -> dict[str, pd.DataFrame]:

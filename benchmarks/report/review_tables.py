@@ -44,11 +44,11 @@ def review_tables(results: Results) -> Iterator[Table]:
 def measures(results: Results) -> pd.DataFrame:
     """One line per setting, method, grouping, size, aggregation and measure; one removal of each experiment."""
     parts = []
-    for experiment, name, values, better in (
-        ("retraining", "accuracy, top {} removed", "values", "lower"),
-        ("pruning", "accuracy, last {} removed", "values", "higher"),
-        ("noisy", "noisy labels, AUC", "values", "higher"),
-        ("lds", "LDS", "values", "higher"),
+    for experiment, name, better in (
+        ("retraining", "accuracy, top {} removed", "lower"),
+        ("pruning", "accuracy, last {} removed", "higher"),
+        ("noisy", "noisy labels, AUC", "higher"),
+        ("lds", "LDS", "higher"),
     ):
         rows = completed(results.of(experiment))
         rows = of_protocol(rows[rows["mean"].notna()]) if experiment == "lds" and not rows.empty else rows
@@ -59,7 +59,7 @@ def measures(results: Results) -> pd.DataFrame:
             shares = sorted(rows["fraction"].unique())
             share = shares[-1] if experiment == "retraining" else shares[len(shares) // 2]
             rows, name = rows[rows["fraction"] == share], name.format(f"{100 * share:g} %")
-        parts.append(merged(rows, KEYS, values).assign(measure=name, better=better))
+        parts.append(merged(rows, KEYS).assign(measure=name, better=better))
     return ordered(pd.concat(parts, ignore_index=True)) if parts else pd.DataFrame()
 
 
@@ -94,7 +94,8 @@ def _per_point(found: pd.DataFrame) -> Iterator[Table]:
 def _pairs(one: pd.DataFrame, other: pd.DataFrame, name: str, title: str, variants: str) -> Iterator[Table]:
     """Two variants in one cell wherever both were run, by group size."""
     both = one.merge(other, on=["setting", "method", "grouping", "group_size", "measure"], suffixes=("", "_other"))
-    cells = [f"{_shown(row)} / {_shown(row | {'mean': row['mean_other']})}" for row in _without_error(both)]
+    rows = both.assign(stderr=float("nan")).to_dict("records")
+    cells = [f"{_shown(row)} / {_shown(row | {'mean': row['mean_other']})}" for row in rows]
     note = f"In every cell: {variants}. {_NO_NUMBERS}"
     yield from _by_size(both.assign(cell=cells), name, f"{title} ({variants})", note)
 
@@ -121,10 +122,6 @@ def _by_size(found: pd.DataFrame, name: str, title: str, note: str) -> Iterator[
     lines = lines_by_size(found, keys, lambda rows: rows["cell"].iloc[-1])
     columns = ["Data / model", "Measure", "Attributor", "Grouping", *size_names(sizes)]
     yield Table(name, title, pd.DataFrame(lines, columns=columns), keys=4, notes=[note])
-
-
-def _without_error(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    return rows.assign(stderr=float("nan")).to_dict("records")
 
 
 def _titles(found: pd.DataFrame, names: list[str]) -> list[str]:

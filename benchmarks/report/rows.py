@@ -203,6 +203,12 @@ def lines_by_size(rows: pd.DataFrame, keys: Sequence[str], cell: Callable[[pd.Da
     return lines
 
 
+def methods_by_size(rows: pd.DataFrame) -> list[str]:
+    """Methods with more than one group size: only they have a curve."""
+    counts = rows.groupby("method", sort=False)["group_size"].nunique()
+    return [str(name) for name, count in counts.items() if count > 1 and name not in BASELINES]
+
+
 def grouping_title(name: str) -> str:
     """A grouping's name in tables and legends."""
     return "single points" if name == SINGLE_POINTS else name

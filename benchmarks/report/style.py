@@ -132,8 +132,11 @@ def finish(figure: Figure, title: str, handles: Sequence[Artist]) -> Figure:
     return figure
 
 
-def save(figure: Figure, folder: Path, name: str, title: str, caption: str) -> Picture:
-    """Write the figure as SVG and PNG, and as SVG with its panels in one column."""
+def save(
+    figure: Figure, folder: Path, name: str, title: str, handles: Sequence[Artist], caption: str
+) -> Picture:  # fmt: skip
+    """Give the figure its title and legend; write it as SVG and PNG, and as SVG with its panels in one column."""
+    finish(figure, title, handles)
     picture = Picture(
         name, title, caption, folder / f"{name}.svg", folder / f"{name}.png", folder / NARROW / f"{name}.svg"
     )

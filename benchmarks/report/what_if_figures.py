@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from benchmarks.names import AVERAGED, CG, HALVES, INFLUENCE, OURS, PAPER_METHODS, REFITS, TRIVIAL, WHAT_IF
 from benchmarks.report.lds_tables import CEILINGS
 from benchmarks.report.rows import Results, grouping_title, mean_interval, of_protocol, of_sums, ordered, slug
-from benchmarks.report.style import GREY, ORANGE, SERIES, Picture, finish, grid, line, log_axis, save
+from benchmarks.report.style import GREY, ORANGE, SERIES, Picture, grid, line, log_axis, save
 
 _BESIDE = INFLUENCE  # the additive method that stands beside what-if
 _LINES = {"ceiling": ("ceiling: other seeds", ":"), "additive_ceiling": ("best additive score", "--")}
@@ -48,12 +48,12 @@ def _predicted(setting: str, panels: dict[str, pd.DataFrame], folder: Path) -> P
 
     figure = grid(list(panels), 2, draw, height=2.8)
     title = f"{setting}: predicted against retrained, {HALVES} of the groups"
-    finish(figure, title, [line("predicted = retrained", GREY), line("a retrained half", _SHADES[0], "o", "", 4)])
     caption = (
         "Every point is a choice of half the groups, its shade the grouping seed; on the line a prediction is exact. "
         "Left: the model's own loss plus the scores of the groups left out. Right: what-if, not calibrated."
     )
-    return save(figure, folder, f"predicted-{slug(setting)}", title, caption)
+    handles = [line("predicted = retrained", GREY), line("a retrained half", _SHADES[0], "o", "", 4)]
+    return save(figure, folder, f"predicted-{slug(setting)}", title, handles, caption)
 
 
 _SHADES = ("#0072B2", "#56B4E9", "#004466")
@@ -104,13 +104,12 @@ def _fidelity(setting: str, panels: dict[str, pd.DataFrame], folder: Path) -> Pi
     handles = [line(name, *_look(name, methods), "") for name in methods]
     handles += [line(label, ORANGE if style == "--" else GREY, style=style) for label, style in _LINES.values()]
     title = f"{setting}: fidelity beside speed"
-    finish(figure, title, handles)
     caption = (
         "Each method a point: how well it follows models retrained on halves of the groups (bars: 95 % interval), and "
         "the CPU seconds for all its predictions, grouping apart. Between the two lines is what no sum of scores "
         "can reach."
     )
-    return save(figure, folder, f"fidelity-speed-{slug(setting)}", title, caption)
+    return save(figure, folder, f"fidelity-speed-{slug(setting)}", title, handles, caption)
 
 
 def _look(method: str, methods: list[str]) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.names import SPEED_PARTS
 from benchmarks.speed.timing import Row
+from ggda_ext.storage.files import replaced
 
 
 def run(
@@ -78,6 +79,5 @@ def write(rows: list[Row], path: Path, threads: int, quick: bool) -> None:
         "quick": quick,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"about": about, "rows": [row.as_dict() for row in rows]}, indent=1))
-    part.replace(path)
+    with replaced(path, sync=False) as file:
+        file.write(json.dumps({"about": about, "rows": [row.as_dict() for row in rows]}, indent=1).encode())

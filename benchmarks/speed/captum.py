@@ -12,12 +12,12 @@ from typing import Any
 
 import captum.influence
 import ggda_captum
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks import models
+from benchmarks.check.captum import load
 from benchmarks.speed.memory import peak_bytes
 from benchmarks.speed.timing import Row, best_times
 from ggda_ext import Groups, properties
@@ -26,7 +26,6 @@ TESTS = 100
 SIZE = 64
 SIZES = (2, 4, 16, 64, 256, 1024)
 BEST, DEFAULT = "Captum, sample-wise", "Captum, default mode"
-RATE = 0.1
 
 
 class Work:
@@ -39,19 +38,18 @@ class Work:
 
     def tracin(self, toolkit: Any, reduction: str, batch_size: int, **options: Any) -> Any:
         return toolkit.TracInCP(
-            self.model, self.data, [self.model.state_dict()], _load, loss_fn=nn.CrossEntropyLoss(reduction=reduction),
+            self.model, self.data, [self.model.state_dict()], load, loss_fn=nn.CrossEntropyLoss(reduction=reduction),
             batch_size=batch_size, sample_wise_grads_per_batch=reduction != "none", **options,
         )  # fmt: skip
 
     def last_layer(self, toolkit: Any, **options: Any) -> Any:
         return toolkit.TracInCPFast(
-            self.model, self.model.get_submodule("6"), self.data, [self.model.state_dict()], _load,
+            self.model, self.model.get_submodule("6"), self.data, [self.model.state_dict()], load,
             loss_fn=nn.CrossEntropyLoss(reduction="sum"), batch_size=2048, **options,
         )  # fmt: skip
 
     def groups(self, size: int) -> Groups:
-        """Scattered groups, as a clustering gives them."""
-        return Groups(np.random.default_rng(0).permutation(self.n) // size)
+        return models.scattered(self.n, size)
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
@@ -121,8 +119,9 @@ def _memory(work: Work) -> Iterator[Row]:
             )
 
 
-def _memory_of_one_batch(work: Work, points: int = 256) -> Iterator[Row]:
+def _memory_of_one_batch(work: Work) -> Iterator[Row]:
     """Peak memory for a few points in one batch, as a multiple of what Captum's default mode needs for them."""
+    points = 256
     small = Work(points)
     plain = small.tracin(captum.influence, "none", points)
     grouped = small.tracin(ggda_captum, "none", points, groups=small.groups(16))
@@ -135,8 +134,3 @@ def _memory_of_one_batch(work: Work, points: int = 256) -> Iterator[Row]:
 
 def _row(case: str, size: int, seconds: float, against: str, theirs: float, goal: float, note: str) -> Row:
     return Row("captum", "ANN-L", case, size, seconds, against, theirs / seconds, "x faster", goal, note)
-
-
-def _load(model: nn.Module, state: dict[str, Tensor]) -> float:
-    model.load_state_dict(state)
-    return RATE

@@ -12,7 +12,6 @@ from captum.influence import TracInCP
 from dattri.algorithm.tracin import TracInAttributor
 from dattri.task import AttributionTask
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import models
@@ -164,8 +163,9 @@ def small_data(setting: Setting) -> Iterator[Row]:
 class _Encoder(nn.Module):
     """Attention layers whose weights are used without calling them, so that only strategies without layers serve."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        width = 64
         layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
         self.tokens, self.encoder = nn.Embedding(1000, width), nn.TransformerEncoder(layer, 2)
         self.head = nn.Linear(width, 2)
@@ -236,18 +236,8 @@ def many_directions(quick: bool) -> Iterator[Row]:
         ("100 directions, any P, groups", 64, 2.5),
     ):
         note = f"made data of MNIST's shape, n = {n:,}"
-        yield Row(
-            "core",
-            "ANN-L",
-            name.replace(", groups", ""),
-            size,
-            times[name],
-            "pass",
-            times[name] / unit,
-            "passes",
-            bound,
-            note,
-        )
+        yield Row("core", "ANN-L", name.replace(", groups", ""), size, times[name], "pass", times[name] / unit,
+                  "passes", bound, note)  # fmt: skip
 
 
 def per_point_toolkits(quick: bool) -> Iterator[Row]:
@@ -259,7 +249,7 @@ def per_point_toolkits(quick: bool) -> Iterator[Row]:
     goal = properties.mean_loss(tests, LOSS)
     cases: dict[str, Callable[[], Any]] = {
         "auto": _call(model, (x, y), Groups.singletons(n), goal, "auto"),
-        "dattri TracIn, no projection": _dattri(model, (x, y), tests, batch_size=50),
+        "dattri TracIn, no projection": _dattri(model, (x, y), tests),
         "vmap(grad)": _call(model, (x, y), Groups.singletons(n), goal, "persample"),
     }
     for size in (10, 16, 32, 100):  # the fastest batch size counts for Captum
@@ -283,15 +273,11 @@ def _captum(model: nn.Module, train: Pair, tests: Pair, trick: bool, batch_size:
     return lambda: tracin.influence(tests, aggregate=True)
 
 
-def _dattri(model: nn.Module, train: Pair, tests: Pair, batch_size: int) -> Callable[[], Tensor]:
-    def loss(parameters: dict[str, Tensor], example: Pair) -> Tensor:
-        output = functional_call(model, parameters, (example[0].unsqueeze(0),))
-        return nn.functional.cross_entropy(output, example[1].unsqueeze(0))
-
-    task = AttributionTask(loss, model, model.state_dict())
+def _dattri(model: nn.Module, train: Pair, tests: Pair) -> Callable[[], Tensor]:
+    task = AttributionTask(models.loss_of_one(model), model, model.state_dict())
     tracin = TracInAttributor(task, weight_list=torch.ones(1), normalized_grad=False)
     tracin.projector_kwargs = None  # dattri always projects unless told so afterwards
-    train_loader, test_loader = (DataLoader(TensorDataset(*data), batch_size=batch_size) for data in (train, tests))
+    train_loader, test_loader = (DataLoader(TensorDataset(*data), batch_size=50) for data in (train, tests))
 
     def run() -> Tensor:
         with torch.no_grad():

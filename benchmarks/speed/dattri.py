@@ -17,7 +17,6 @@ import torch
 from dattri import algorithm as upstream
 from dattri.task import AttributionTask
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -52,19 +51,13 @@ class Work:
         return Groups(np.arange(self.n) // size)
 
     def batched(self) -> AttributionTask:
-        return AttributionTask(self.loss, self.model, self.model.state_dict())
+        return AttributionTask(models.loss_of(self.model), self.model, self.model.state_dict())
 
     def unbatched(self) -> AttributionTask:
-        return AttributionTask(self.loss_of_one, self.model, self.model.state_dict())
-
-    def loss(self, parameters: dict[str, Tensor], data: Any) -> Tensor:
-        return cross_entropy(functional_call(self.model, parameters, (data[0],)), data[1].long())
-
-    def loss_of_one(self, parameters: dict[str, Tensor], data: Any) -> Tensor:
-        return self.loss(parameters, [value.unsqueeze(0) for value in data])
+        return AttributionTask(models.loss_of_one(self.model), self.model, self.model.state_dict())
 
     def probability(self, parameters: dict[str, Tensor], data: Any) -> Tensor:
-        return torch.exp(-self.loss_of_one(parameters, data))
+        return torch.exp(-models.loss_of_one(self.model)(parameters, data))
 
     def train_loader(self) -> DataLoader:
         return DataLoader(self.train, batch_size=TRAIN_BATCH)
@@ -99,7 +92,7 @@ def _lissa(work: Work, depth: int) -> Iterator[Row]:
     old.generate_train_rep = inside.timing(old.generate_train_rep)
     memory: dict[str, int | None] = {}
     cases = {
-        "dattri": lambda: _no_grad(old.attribute, work.train_loader(), work.test_loader()),
+        "dattri": lambda: torch.no_grad()(old.attribute)(work.train_loader(), work.test_loader()),
         "one solve": lambda: ours(curvature="upstream").attribute(work.train_loader(), work.test_loader()),
         "tests": lambda: ours().attribute(work.train_loader(), work.test_loader()),
         "property": lambda: ours().attribute(work.train_loader(), property=property),
@@ -199,11 +192,6 @@ def _measured(
     for name in cases.keys() - set(once):
         remember(name)
     return times
-
-
-def _no_grad(function: Callable[..., Any], *args: Any) -> Any:
-    with torch.no_grad():
-        return function(*args)
 
 
 class _Clock:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks import models
 from benchmarks.speed.timing import Row, best_times
@@ -32,7 +33,12 @@ def at_once(name: str, goal: float, looped: int) -> Row:
     paper = PAPER[name]
     data, make_model = models.tabular(paper.train, 23, 2), SMALL_MODELS[name]
     recipe = Recipe(1, paper.recipe.learning_rate, paper.recipe.batch_size, paper.recipe.weight_decay)
-    together, one_by_one = _together(make_model, data, recipe), _one_by_one(make_model, data, recipe, looped)
+
+    def one_by_one() -> None:
+        for seed in range(looped):
+            train_one(initial_model(make_model, seed), LOSS, data, recipe, seed=seed)
+
+    together = partial(train_many, make_model, LOSS, data, recipe, seeds=range(MODELS))
     times = best_times({"together": together, "loop": one_by_one}, TURNS)
     loop = times["loop"] * MODELS / looped
     note = f"made data of HELOC's shape, n = {paper.train:,}, batch {recipe.batch_size}, one epoch, "
@@ -41,20 +47,3 @@ def at_once(name: str, goal: float, looped: int) -> Row:
         "training", paper.title, f"{MODELS} models at once", None, times["together"], "loop",
         loop / times["together"], "x faster", goal, note,
     )  # fmt: skip
-
-
-def _together(make_model: Callable[[], nn.Module], data: tuple[Tensor, Tensor], recipe: Recipe) -> Callable[[], None]:
-    def run() -> None:
-        train_many(make_model, LOSS, data, recipe, seeds=range(MODELS))
-
-    return run
-
-
-def _one_by_one(
-    make_model: Callable[[], nn.Module], data: tuple[Tensor, Tensor], recipe: Recipe, count: int
-) -> Callable[[], None]:
-    def run() -> None:
-        for seed in range(count):
-            train_one(initial_model(make_model, seed), LOSS, data, recipe, seed=seed)
-
-    return run

@@ -23,7 +23,6 @@ import trak
 from benchmarks import models
 from benchmarks.speed.memory import peak_bytes
 from benchmarks.speed.timing import Row, best_times
-from ggda_ext import Groups
 
 TARGETS, DIMENSION = 100, 512
 SIZES = (4, 16, 64, 256)
@@ -38,10 +37,6 @@ class Work:
         self.n, self.batch, self.model = n, batch, models.ann_l().eval()
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.data, self.targets = models.tabular(n, 784, 10), models.tabular(TARGETS, 784, 10, seed=1)
-
-    def groups(self, size: int) -> Groups:
-        """Scattered groups, as a clustering gives them."""
-        return Groups(np.random.default_rng(0).permutation(self.n) // size)
 
     def projector(self, case: str) -> Any:
         if case.startswith("Sketch"):
@@ -69,7 +64,7 @@ class Work:
 
     def grouped(self, case: str, size: int) -> int:
         """The same with groups of one size."""
-        groups = self.groups(size)
+        groups = models.scattered(self.n, size)
         batches = None if case.endswith("cut") else groups.batch_sampler(self.batch)
         return self.run(ggda_trak, batches=batches, groups=groups, projector=self.projector(case))
 
@@ -104,7 +99,7 @@ def _memory(work: Work) -> Iterator[Row]:
     base = 0
     for size, run in runs.items():
         stored: list[int] = []
-        peak = peak_bytes(partial(_into, stored, run))
+        peak = peak_bytes(lambda run=run, stored=stored: stored.append(run()))  # type: ignore[misc]
         if peak is None:
             return
         base = base or peak
@@ -112,7 +107,3 @@ def _memory(work: Work) -> Iterator[Row]:
         case = "memory, TRAK" if size == 1 else "memory, official projector"
         extra = {"peak_bytes": peak, "store_bytes": stored[0]}
         yield Row("trak", "ANN-L", case, size, 0.0, "TRAK", base / max(peak, 1), "x smaller", None, note, extra)
-
-
-def _into(stored: list[int], run: Callable[[], int]) -> None:
-    stored.append(run())

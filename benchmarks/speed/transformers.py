@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def while_training(n: int) -> Iterator[Row]:
             report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
         )  # fmt: skip
         callbacks: Any = [] if tracker is None else [tracker]
-        Trainer(bert(), arguments, train_dataset=examples, callbacks=callbacks).train()
+        Trainer(small("BERT"), arguments, train_dataset=examples, callbacks=callbacks).train()
 
     cases = {"training": lambda: train(None)} | {f"every {s}": lambda s=s: train(s) for s in STEPS}
     times = best_times(cases, 2)
@@ -100,56 +101,32 @@ def data_for(name: str, n: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels if name == "BERT" else ids}
 
 
-def bert() -> nn.Module:
-    """A small BERT."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config: Any = BertConfig
-    return BertForSequenceClassification(
-        config(vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
-                   intermediate_size=1024, max_position_embeddings=TOKENS, num_labels=CLASSES)
-    )  # fmt: skip
-
-
-def gpt2() -> nn.Module:
-    """A small GPT-2."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config: Any = GPT2Config
-    return GPT2LMHeadModel(config(vocab_size=VOCABULARY, n_embd=256, n_layer=4, n_head=4, n_positions=TOKENS))
-
-
-def llama() -> nn.Module:
-    """A small Llama."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config: Any = LlamaConfig
-    return LlamaForCausalLM(
-        config(vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
-                    intermediate_size=768, num_key_value_heads=2, max_position_embeddings=TOKENS)
-    )  # fmt: skip
+_LAYERS = {"num_hidden_layers": 4, "num_attention_heads": 4}
+_SMALL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "BERT": ("BertConfig", "BertForSequenceClassification",
+             _LAYERS | {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 1024,
+                        "max_position_embeddings": TOKENS, "num_labels": CLASSES}),
+    "GPT-2": ("GPT2Config", "GPT2LMHeadModel",
+              {"vocab_size": VOCABULARY, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": TOKENS}),
+    "Llama": ("LlamaConfig", "LlamaForCausalLM",
+              _LAYERS | {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 768,
+                         "num_key_value_heads": 2, "max_position_embeddings": TOKENS}),
+    "T5": ("T5Config", "T5ForConditionalGeneration",
+           {"vocab_size": VOCABULARY, "d_model": 256, "d_kv": 64, "d_ff": 768, "num_layers": 3, "num_heads": 4,
+            "decoder_start_token_id": 0}),
+    "ViT": ("ViTConfig", "ViTForImageClassification",
+            _LAYERS | {"hidden_size": 256, "intermediate_size": 1024, "image_size": 64, "patch_size": 8,
+                       "num_labels": CLASSES}),
+}  # fmt: skip
+"""Name → its classes in `transformers`, and a small size."""
 
 
-def t5() -> nn.Module:
-    """A small T5."""
-    from transformers import T5Config, T5ForConditionalGeneration
+def small(name: str) -> nn.Module:
+    """A small model with random weights."""
+    import transformers
 
-    config: Any = T5Config
-    return T5ForConditionalGeneration(
-        config(vocab_size=VOCABULARY, d_model=256, d_kv=64, d_ff=768, num_layers=3, num_heads=4,
-                 decoder_start_token_id=0)
-    )  # fmt: skip
-
-
-def vit() -> nn.Module:
-    """A small ViT."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config: Any = ViTConfig
-    return ViTForImageClassification(
-        config(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, image_size=64,
-                  patch_size=8, num_labels=CLASSES)
-    )  # fmt: skip
+    config, kind, sizes = _SMALL[name]
+    return getattr(transformers, kind)(getattr(transformers, config)(**sizes))
 
 
 def lora() -> nn.Module:
@@ -157,11 +134,11 @@ def lora() -> nn.Module:
     import peft
 
     chosen = peft.LoraConfig(r=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
-    model: Any = gpt2()
+    model: Any = small("GPT-2")
     adapted: nn.Module = peft.get_peft_model(model, chosen)
     return adapted
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "GPT-2": gpt2, "Llama": llama, "BERT": bert, "ViT": vit, "T5": t5, "GPT-2 LoRA": lora,
+    **{name: partial(small, name) for name in ("GPT-2", "Llama", "BERT", "ViT", "T5")}, "GPT-2 LoRA": lora,
 }  # fmt: skip

@@ -85,16 +85,21 @@ def qnli(folder: Path) -> Task:
         pairs, rows, read = random.Random(seed).sample(others, sum(SIZES.values())), [], states(weights, bert, 1)
         for source, count in SIZES.items():
             part, pairs = pairs[:count], pairs[count:]
-            if source == "flipped":
-                part = [(question, sentence, 1 - label) for question, sentence, label in part]
-            if source == "shuffled":
-                sentences = random.Random(seed).sample([sentence for _, sentence, _ in part], count)
-                part = [(question, other, label) for (question, _, label), other in zip(part, sentences, strict=True)]
-            rows += read(part, source)
+            rows += read(spoiled(part, source, seed), source)
         held = random.Random(seed).sample(held, len(held))
         return rows, held[:PROPERTY], held[PROPERTY:]
 
     return Task("qnli", data, fit, BROKEN, ("tracker", "curvature"), every=3, repeats=1)
+
+
+def spoiled(pairs: Sequence[Pair], source: str, seed: int) -> list[Pair]:
+    """The rows of a source: "flipped", with other labels; "shuffled", with each other's sentences; else as they are."""
+    if source == "flipped":
+        return [(question, sentence, 1 - label) for question, sentence, label in pairs]
+    if source == "shuffled":
+        others = random.Random(seed).sample([sentence for _, sentence, _ in pairs], len(pairs))
+        return [(question, other, label) for (question, _, label), other in zip(pairs, others, strict=True)]
+    return list(pairs)
 
 
 def tuned(weights: Path, pairs: Sequence[Pair]) -> Any:

@@ -14,6 +14,8 @@ import torch
 from ggda_transformers import GroupTracker, attribute_trainer
 from transformers import Trainer, TrainingArguments
 
+from ggda_ext.storage.files import replaced
+
 Rows = list[dict[str, Any]]
 BROKEN = ("flipped", "shuffled")
 SCORES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -122,9 +124,8 @@ def run(task: Task, seed: int, path: Path) -> dict[str, Any]:
     known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"seed": seed}
 
     def keep() -> None:
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        part.replace(path)
+        with replaced(path) as file:
+            file.write(json.dumps(known, indent=1).encode())
 
     if "scores" not in known:
         known |= scored(task, seed)

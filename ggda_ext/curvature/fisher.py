@@ -137,7 +137,7 @@ class EmpiricalFisher:
         damped.diagonal().add_(added)
         enough = self.dim * torch.finfo(torch.float32).eps * self.mean_diagonal  # else it is well conditioned
         if added <= enough or not self.mean_diagonal > 0:
-            check_invertible(damped, self.rows, "pass a damping such as 0.1, or 'auto'")
+            check_invertible(damped, self.rows)
         return damped, ridge
 
 
@@ -163,7 +163,7 @@ def check_ridge(ridge: object, name: str, more: str = "; a relative ridge is dam
     return float(ridge)
 
 
-def check_invertible(fisher: Tensor, rows: int, fix: str) -> None:
+def check_invertible(fisher: Tensor, rows: int) -> None:
     """Refuse a Fisher `[p, p]` made of `rows` rows whose inverse would be noise, saying how to mend it."""
     inverse, failed = torch.linalg.inv_ex(fisher.double())
     condition = float(torch.linalg.matrix_norm(fisher.double(), 1) * torch.linalg.matrix_norm(inverse, 1))
@@ -171,5 +171,5 @@ def check_invertible(fisher: Tensor, rows: int, fix: str) -> None:
     if int(failed) or not condition * torch.finfo(torch.float32).eps < len(fisher):
         raise ValueError(
             f"the Fisher of {rows} rows in {len(fisher)} dimensions is singular (condition {condition:.1g}), so scores "
-            f"would be noise: {fix}, or use a smaller projection dimension."
+            "would be noise: pass a damping such as 0.1, or 'auto', or use a smaller projection dimension."
         )

@@ -12,6 +12,9 @@ from torch import Tensor
 from ggda_ext.data.batches import pick, tensors_in
 from ggda_ext.data.indexed import IndexedData, SomePoints
 
+_REMEMBERED = 2**28
+"""Bytes of points that are not read again."""
+
 
 def first_points(data: IndexedData, count: int) -> IndexedData:
     """The first points of a stream, however its loader batches them; fewer if it has no more."""
@@ -50,9 +53,9 @@ def _joined(parts: Sequence[Any]) -> Any:
 class RememberedPoints(SomePoints):
     """Some points of a data set that reads them from somewhere: every batch is read once, as far as memory goes."""
 
-    def __init__(self, data: IndexedData, positions: np.ndarray, memory_budget: int = 2**28) -> None:
+    def __init__(self, data: IndexedData, positions: np.ndarray) -> None:
         super().__init__(data, positions)
-        self._left, self._known = memory_budget, dict[bytes, Any]()
+        self._left, self._known = _REMEMBERED, dict[bytes, Any]()
 
     def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
         """One batch for every sequence of indices, in that order."""

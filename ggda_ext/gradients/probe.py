@@ -13,7 +13,7 @@ own function reduces the losses of a batch, which may leave out any of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from math import ceil
@@ -37,7 +37,6 @@ from ggda_ext.gradients.proof import (
     USUAL,
     CapturedLayers,
     Findings,
-    Unproven,
     recall,
     remember,
     strays,
@@ -135,10 +134,15 @@ class Probe:
         other._points, other._groups = int(groups.sizes.sum()), len(groups)
         return other
 
-    def give_up(self, error: Unproven) -> None:
-        """Do without what a pass found not to tell the gradient: the layers of some parameters, or forward mode."""
-        self._found.refused |= error.refused
-        self._found.uncovered = self._found.uncovered | error.why
+    def give_up(self, why: Mapping[str, str], refused: Mapping[str, str]) -> None:
+        """Do without what a pass found not to tell the gradient, as an `Unproven` says.
+
+        Args:
+            why: parameters whose layers do not: name → why.
+            refused: strategies that do not: name → why.
+        """
+        self._found.refused |= refused
+        self._found.uncovered = self._found.uncovered | why
         self._compare("auto")
 
     def _look(self, members: Members, most: int) -> None:
@@ -433,13 +437,15 @@ class Sample:
             _spread(members, 2 * USUAL.examples) if self._head is None else np.arange(batch_length(self._head))
         )
         batches = self._fetch(self._runs(self._candidates))
-        pair = _shortest_and_longest([length for batch in batches for length in _lengths(batch)])
-        (two,) = self._fetch([self._candidates[pair]])
-        losses = self._run([two])
-        self.effort = USUAL
-        if self._work / len(pair) > HEAVY and self._is_reduced_as_known(two):
-            self.effort, self._candidates = LITTLE, self._candidates[pair]
-        else:
+        self.effort, losses = USUAL, None
+        numbers = sum(part.numel() for part in tensors_in(batches[0])) / batch_length(batches[0])
+        if space.size * numbers > HEAVY:  # most models use a parameter less often than an example has numbers
+            pair = _shortest_and_longest([length for batch in batches for length in _lengths(batch)])
+            (two,) = self._fetch([self._candidates[pair]])
+            losses = self._run([two])
+            if self._work / len(pair) > HEAVY and self._is_reduced_as_known(two):
+                self.effort, self._candidates, batches = LITTLE, self._candidates[pair], [two]
+        if losses is None or self.effort is USUAL:
             losses = self._run(batches)
         self._first_losses, self._losses = losses[0], torch.cat(losses)
         self.bytes_per_example = max(1, self._seen // len(self._losses))

@@ -253,7 +253,7 @@ class GroupGradients:
         """Go on without the layers of some parameters, or refuse, if the strategy was asked for by name."""
         if self.strategy != "auto":
             raise ValueError(f"strategy={plan.strategy!r} cannot be used here: {error}. Use 'auto'.") from error
-        self._probe.give_up(error)
+        self._probe.give_up(error.why, error.refused)
 
     def blocks(self, max_rows: int | None = None, weights: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The group-summed gradients, as `(group ids [b], rows [b, p])`; under several ranks, of this rank's groups.

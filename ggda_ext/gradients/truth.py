@@ -93,6 +93,7 @@ class Truth:
         return ~(error <= allowed.each).all(0) | (typical > allowed.most)
 
 
+_HELD = 2**20  # numbers of gradients that are measured at once
 _DRAWN = 2**20 + 7  # a prime: numbers of a direction, which then come again; drawing is slower than a gradient
 
 
@@ -105,17 +106,18 @@ def random_direction(space: ParameterSpace) -> Tensor:
 
 def truth_of(space: ParameterSpace, loss: ExampleLoss, alone: Sequence[Any], direction: Tensor) -> Truth:
     """The truth about examples, each given as a batch of one, along a direction `[1, p]`."""
-    losses, scores, norms = [], [], []
+    losses, measured = [], []
     directions = [wide(space.part(direction, parameter)).flatten() for parameter in space.parameters.values()]
-    for some in [[one] for one in alone] if space.changing else [alone]:  # what an example changes is put back
+    at_once = 1 if space.changing else max(1, _HELD // space.size)  # what an example changes is put back
+    for low in range(0, len(alone), at_once):
+        gradients = []
         with space.require_gradients(of_chosen=True):
-            for one in some:
+            for one in alone[low : low + at_once]:
                 value = loss.total(space.model, one)
-                along, lengths = _measured(space.gradients_of(value), directions)
+                gradients.append(space.gradients_of(value))
                 losses.append(_on_cpu(value))
-                scores.append(along)
-                norms.append(lengths)
-    return Truth(torch.stack(losses), torch.stack(scores).cpu(), torch.stack(norms).cpu())
+        measured.append(_measured(gradients, directions))
+    return Truth(torch.stack(losses), *(torch.cat(parts).cpu() for parts in zip(*measured, strict=True)))
 
 
 def total_scores(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: Tensor) -> Tensor:
@@ -171,16 +173,14 @@ def _dot(gradient: Tensor | None, direction: Tensor) -> Tensor:
     return direction.new_zeros(()) if gradient is None else torch.dot(gradient.flatten().to(direction), direction)
 
 
-def _measured(gradients: list[Tensor | None], directions: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Of a gradient by parameter, products with a direction and norms `[q]`; None counts as zeros."""
-    nothing = directions[0].new_zeros(())
-    pairs = [
-        None if gradient is None else (gradient.flatten().to(direction), direction)
-        for gradient, direction in zip(gradients, directions, strict=True)
-    ]
-    norms = iter(torch._foreach_norm([pair[0] for pair in pairs if pair is not None]) if any(pairs) else ())
-    along = [nothing if pair is None else torch.dot(*pair) for pair in pairs]
-    return torch.stack(along), torch.stack([nothing if pair is None else next(norms) for pair in pairs])
+def _measured(gradients: list[list[Tensor | None]], directions: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Of gradients by parameter, products with a direction and norms `[b, q]`; None counts as zeros."""
+    along, norms = [], []
+    for own, direction in zip(zip(*gradients, strict=True), directions, strict=True):
+        rows = torch.stack([torch.zeros_like(direction) if one is None else one.flatten().to(direction) for one in own])
+        along.append(rows @ direction)
+        norms.append(torch.linalg.vector_norm(rows, dim=1))
+    return torch.stack(along, 1), torch.stack(norms, 1)
 
 
 def wide(values: Tensor) -> Tensor:

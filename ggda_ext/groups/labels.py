@@ -76,16 +76,20 @@ def check_labels(
         k += 1
     if k == 0:
         raise ValueError("groups has no group: every point is marked as in no group.")
-    if names is not None:
-        if isinstance(names, str):
-            raise TypeError(f"names={names!r} is one text: pass a list with a name for each of {k} groups.")
-        if len(names) != k:
-            raise ValueError(f"names has {len(names)} entries for {k} groups.")
-        known = tuple(names)
-        if len(set(known)) < k:
-            twice = next(name for at, name in enumerate(known) if name in known[:at])
-            raise ValueError(f"names holds {twice!r} twice: give every group a name of its own.")
-    return labels, k, known
+    return labels, k, known if names is None else _checked_names(names, k)
+
+
+def _checked_names(names: Sequence[Hashable], k: int) -> tuple[Hashable, ...]:
+    """A name for each of k groups, no two alike."""
+    if isinstance(names, str):
+        raise TypeError(f"names={names!r} is one text: pass a list with a name for each of {k} groups.")
+    if len(names) != k:
+        raise ValueError(f"names has {len(names)} entries for {k} groups.")
+    known = tuple(names)
+    if len(set(known)) < k:
+        twice = next(name for at, name in enumerate(known) if name in known[:at])
+        raise ValueError(f"names holds {twice!r} twice: give every group a name of its own.")
+    return known
 
 
 def refuse_empty(sizes: np.ndarray) -> NoReturn:
@@ -155,14 +159,7 @@ def labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
 
 def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
     """Labels and names from one value per point; names are None for plain ids 0 … k-1."""
-    if isinstance(values, Set):
-        raise TypeError("groups is a set, which has no order: pass one label per training point, e.g. df['clinic'].")
-    if isinstance(values, Iterator):
-        raise TypeError(f"groups is a {type(values).__name__}: pass list(groups), which can be read more than once.")
-    if callable(values) and not hasattr(values, "__len__"):
-        raise TypeError(
-            f"groups is a {type(values).__name__}: pass one label per training point, or Groups.by_rule(n, k, rule)."
-        )
+    _refuse_what_is_no_list(values)
     dtype: Any = getattr(values, "dtype", None)
     if hasattr(dtype, "categories") and hasattr(dtype, "ordered"):  # of pandas: its categories have an order
         return _labels_of_categories(getattr(values, "cat", values).codes, dtype.categories)
@@ -186,6 +183,18 @@ def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | No
     if array.dtype.kind in "mM":
         array = array.astype(f"{array.dtype.kind}8[us]")  # of nanoseconds NumPy gives bare numbers
     return _labels_of_objects(array.tolist())
+
+
+def _refuse_what_is_no_list(values: Any) -> None:
+    """Refuse what has no order, or can be read only once, or is a rule."""
+    if isinstance(values, Set):
+        raise TypeError("groups is a set, which has no order: pass one label per training point, e.g. df['clinic'].")
+    if isinstance(values, Iterator):
+        raise TypeError(f"groups is a {type(values).__name__}: pass list(groups), which can be read more than once.")
+    if callable(values) and not hasattr(values, "__len__"):
+        raise TypeError(
+            f"groups is a {type(values).__name__}: pass one label per training point, or Groups.by_rule(n, k, rule)."
+        )
 
 
 def _labels_of_integers(array: np.ndarray) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:

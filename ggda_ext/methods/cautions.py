@@ -149,7 +149,12 @@ class ClassCounts:
         return share
 
     def shift(self) -> tuple[float, float]:
-        """How far the share of a class moves without half of the groups, at most, and how far with random groups."""
+        """How far the share of a class moves without half of the groups, at most, and how far with random groups.
+
+        >>> shift, expected = ClassCounts.of(Groups([0, 0, 1, 1]), [0, 0, 1, 1]).shift()  # a class each
+        >>> round(shift, 3), expected
+        (0.354, 0.25)
+        """
         counts, n = self.counts.astype(float), float(self.counts.sum())
         sizes, shares = np.bincount(self.ids, counts, self.k), np.bincount(self.classes, counts) / n
         squares, crossed = (np.bincount(self.classes, counts * other) for other in (counts, sizes[self.ids]))
@@ -164,20 +169,6 @@ def class_share(groups: Groups, targets: Any) -> np.ndarray:
     if len(targets) != groups.n:
         raise ValueError(f"targets has {len(targets)} labels for {groups.n} training points: pass one per point.")
     return ClassCounts.of(groups, targets).largest_share()
-
-
-def class_shift(groups: GroupsLike, labels: Any) -> tuple[float, float]:
-    """How far the share of a class moves without half of the groups, at most, and how far with random groups.
-
-    Args:
-        groups: a `Groups` or anything it accepts.
-        labels: the class of every training point `[n]`.
-
-    >>> shift, expected = class_shift([0, 0, 1, 1], [0, 0, 1, 1])  # a class each
-    >>> round(shift, 3), expected
-    (0.354, 0.25)
-    """
-    return ClassCounts.of(Groups.of(groups), labels).shift()
 
 
 def why_not_additive(groups: GroupsLike, labels: Any) -> str | None:

@@ -9,7 +9,7 @@ All other points keep their weight 1/n, as they do for one that stops early afte
 mean over the n − |G| points that are left also moves by − |G|/n (H + λ)⁻¹ ḡ with ḡ the mean gradient; measured, that
 part makes models at their optimum under a strong penalty better and others as often worse (docs/limitations.md).
 
-One solve for all components of the property, on a sample of the training data (`ggda_ext.curvature.krylov`), then one
+One solve for all components of the property, on a sample of the training data (`ggda_ext.curvature.damping`), then one
 pass over all of it.
 """
 
@@ -21,8 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ggda_ext.curvature.damping import Damped, Training, damped
-from ggda_ext.curvature.krylov import Solution, krylov_solve
+from ggda_ext.curvature.damping import Damped, Solution, Training, damped
 from ggda_ext.curvature.sampled import SampledCurvature, checked_kind
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.methods.method import Method, Preconditioned
@@ -71,7 +70,7 @@ class Influence(Method):
         dtype = torch.promote_types(directions.dtype, torch.float32)
         problem = damped(curvature, self.damping, self.recipe)
         wanted = problem.scaled(directions.to(dtype))
-        found = krylov_solve(problem.product, wanted, problem.choose, max_steps=self.steps, tolerance=self.tolerance)
+        found = problem.solve(wanted, max_steps=self.steps, tolerance=self.tolerance)
         rows = problem.scaled(found.rows) / curvature.total
         error = 0.0 if curvature.whole else _error_elsewhere(problem, found, wanted)
         passes = curvature.passes(found.steps, len(directions)) + problem.passes

@@ -90,10 +90,8 @@ def go_on_without(provider: GroupGradients, error: ValueError) -> None:
     found = of_all((cause.why, cause.refused) if isinstance(cause, Unproven) else None)
     if not any(found):
         raise error
-    for one in filter(None, found):
-        lesson = Unproven.__new__(Unproven)
-        lesson.why, lesson.refused = one
-        provider._probe.give_up(lesson)
+    for why, refused in filter(None, found):
+        provider._probe.give_up(why, refused)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from children import end, start
 from torch import Tensor
 
 from benchmarks import check, data, experiments, names, tour
@@ -161,13 +162,7 @@ def test_a_killed_check_goes_on_with_the_row_it_was_in(methods: Any) -> None:
         raise AssertionError
 
     methods(right, killed, right)
-    child = os.fork()
-    if child == 0:
-        try:
-            main(CHECK)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert end(start(lambda: main(CHECK))) == -signal.SIGKILL
     assert len(read_rows(only_folder())) == 1
     methods(raises(AssertionError("a finished row runs again")), right, right)
     assert main(["check", "--resume"]) == 0
@@ -196,15 +191,11 @@ def test_a_run_that_is_still_going_is_not_resumed(methods: Any, tmp_path: Path) 
     said = tmp_path / "said"
 
     def resumed_by_another(case: Case) -> Tensor:
-        child = os.fork()
-        if child == 0:
-            code = 0
-            try:
-                with said.open("w") as file, redirect_stderr(file):
-                    code = _exits(["check", "--resume"])
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        def another() -> None:
+            with said.open("w") as file, redirect_stderr(file):
+                assert _exits(["check", "--resume"]) == 2
+
+        assert end(start(another)) == 0
         return right(case)
 
     methods(right, resumed_by_another)

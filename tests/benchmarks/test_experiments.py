@@ -10,6 +10,7 @@ import ggda_dattri
 import numpy as np
 import pytest
 import torch
+from cases import gradient_rows
 from dattri.metric import lds as upstream_lds
 from dattri.task import AttributionTask
 from torch.func import functional_call
@@ -370,8 +371,7 @@ def test_influence_on_margins_is_the_damped_solve_with_their_gauss_newton_matrix
 
     def gradients(part: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         p = model(part[0]).softmax(1).gather(1, part[1][:, None])[:, 0]
-        each = [torch.autograd.grad(one, list(model.parameters()), retain_graph=True) for one in p.logit()]
-        return p.detach(), torch.stack([torch.cat([g.flatten() for g in one]) for one in each])
+        return p.detach(), gradient_rows(p.logit(), model.parameters())
 
     (p, m), (p_test, m_test) = gradients(train), gradients(test)
     curvature = (m.T * p * (1 - p)) @ m / len(m) + 0.01 * torch.eye(m.shape[1], dtype=m.dtype)

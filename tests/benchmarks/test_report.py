@@ -39,10 +39,10 @@ class MadeRows:
     """Rows as a run would write them, with made numbers."""
 
     def __init__(
-        self, data: str = "HELOC", model: str = "ANN-S", stand_in: bool = False, seed: int = 0,
+        self, data: str = "HELOC", model: str = "ANN-S", stand_in: bool = False,
         methods: tuple[str, ...] = METHODS, groupings: tuple[str, ...] = GROUPINGS, sizes: tuple[int, ...] = SIZES,
     ) -> None:  # fmt: skip
-        self.draw = np.random.default_rng(seed)
+        self.draw = np.random.default_rng(0)
         self.methods, self.groupings, self.sizes = methods, groupings, sizes
         self.common = {
             "data": data, "model": model, "source": f"{data} from a file", "stand_in": stand_in, "scale": "laptop",

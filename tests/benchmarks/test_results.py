@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from children import end, start
 
 from benchmarks import results
 from benchmarks.results import ResultFolder, read_config, read_rows
@@ -24,18 +25,17 @@ def opened(base: Path, resume: Path | None = None) -> ResultFolder:
 
 def test_a_killed_run_goes_on_after_its_last_whole_row(tmp_path: Path) -> None:
     folder = opened(tmp_path)
-    child = os.fork()
-    if child == 0:
-        try:
-            for number in range(100_000):
-                folder.append({"key": str(number), "text": "x" * 1000})
-        finally:
-            os._exit(1)
+
+    def append_many() -> None:
+        for number in range(100_000):
+            folder.append({"key": str(number), "text": "x" * 1000})
+
+    child = start(append_many)
     deadline = time.monotonic() + 60
     while len(read_rows(folder.path)) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    assert end(child) == -signal.SIGKILL
     again = opened(tmp_path, folder.path)
     done = len(again.rows)
     assert done >= 3
