@@ -609,12 +609,11 @@ def linear_in_all(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([value.detach().reshape(-1) for value in model.parameters()]), rows
 
 
-def test_with_a_recipe_changes_are_those_of_the_settled_model():
+def test_changes_of_a_model_that_settles_are_those_from_there():
     """Settled where all points would put it, then refitted from there, both by plain autograd."""
     (x, y), model = points(), network()
-    what_if = WhatIf(
-        model, LOSS, (x, y), SOURCES, directions="all", recipe=TrainingSteps([0.1] * 100, weight_decay=DECAY)
-    )
+    recipe = TrainingSteps([0.1] * 100, weight_decay=DECAY)
+    what_if = WhatIf(model, LOSS, (x, y), SOURCES, directions="all", recipe=recipe, settle=True)
     theta, rows = linear_in_all(model, x)
     ridge, outputs = 0.1, model(x).detach()
 
@@ -661,7 +660,7 @@ def test_where_the_last_steps_left_a_model_hardly_matters_once_it_has_settled():
         return float((one - two).norm() / one.norm())
 
     steps = TrainingSteps([0.1] * 10_000, weight_decay=DECAY)
-    assert apart(recipe=steps) < 0.3 * apart(weight_decay=DECAY, ridge=1e-3)
+    assert apart(recipe=steps, settle=True) < 0.3 * apart(recipe=steps)
 
 
 @pytest.mark.parametrize("kind", ["classes", "numbers"])
@@ -903,6 +902,8 @@ def test_bad_questions_are_named(asked, name):
         ({"recipe": {"lr": 0.1}}, "recipe is a dict"),
         ({"start": network()}, "start is given without a recipe"),
         ({"start": nn.Linear(5, 3), "recipe": Recipe(1, 0.1, 8)}, "start has no parameter 0.weight"),
+        ({"settle": True}, "settle is asked for without a recipe"),
+        ({"settle": True, "start": network(), "recipe": Recipe(1, 0.1, 8)}, "settle and start are both given"),
         ({"models": network()}, "models is a Sequential: pass a list"),
         ({"models": [nn.Linear(5, 4).double()]}, r"models\[0\] gives outputs \[4\] for a point, the model \[3\]"),
     ],

@@ -3,10 +3,10 @@
 Of large training sets a refit looks at a part, drawn evenly from every group and weighted back: a few hundred numbers
 are fitted, for which some ten thousand points are plenty.
 
-A training with batches ends off its optimum, by luck, mostly along directions of high curvature, in which it arrived
-long ago: at another step the outputs of one class might have been the higher ones. What a loss would be without some
-groups depends on it as much as on the groups. So the linearised model first *settles*, where all points together put
-it with a ridge that leaves be what the training has not reached, and it is that model which is refitted.
+While learning rates are high, a training with batches is off its optimum by luck, mostly along directions of high
+curvature, in which it arrived long ago: at another step the outputs of one class might have been the higher ones. What
+a loss would be without some groups depends on it as much as on the groups. So a linearised model may first *settle*,
+where all points together put it with a ridge that leaves be what the training has not reached, and is refitted there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ on HELOC with 2,000 points and MNIST with 4,000, one grouping each, then halved 
 1 is what a quadratic loss would have."""
 SETTLED = 10.0
 """The ridge with which a model settles, in units of its own: for Adam the damping of influence functions. With 1, one
-that stopped early would be trained on."""
+that stopped early would be trained on. Chosen on HELOC with ANN-S and on MNIST with 4,000 points, one grouping each."""
 _RELATIVE_RIDGE = 2e-5  # in units of the largest curvature, where no eigenvectors are cut off
 _BOUNDING = 1e-6  # likewise for models that are linear, only to bound what the data does not: separable classes
 
@@ -102,7 +102,7 @@ class LinearizedModel:
         self.zero = None if settings.recipe is None or self.is_linear else self._in_directions(None)
         self.start = None if settings.start is None or self.is_linear else self._in_directions(settings.start)
         self.ridge, self._ridge_from = self._default_ridge() if settings.ridge is None else (settings.ridge, "given")
-        if self.zero is not None and self.start is None and self.ridge:
+        if settings.settle and self.zero is not None and self.ridge:
             here = Penalty(SETTLED * self.ridge * self.metric, settings.decay, self.settled, self.zero)
             self.settled = self.refit.settle(here)
 

@@ -21,6 +21,7 @@ class Settings:
     ridge: float | None
     recipe: Training | None
     start: nn.Module | None
+    settle: bool
     weight_decay: float | None
     most_points: int
     memory_budget: int
@@ -40,6 +41,10 @@ class Settings:
             raise ValueError("weight_decay and recipe are both given: pass one of them.")
         if self.start is not None and self.recipe is None:
             raise ValueError("start is given without a recipe, which says how far a training gets: pass both.")
+        if self.settle and self.recipe is None:
+            raise ValueError("settle is asked for without a recipe, which says how far a training gets: pass both.")
+        if self.settle and self.start is not None:
+            raise ValueError("settle and start are both given: pass one of them.")
         _ = self.decay  # of what is no recipe, refused
 
     @property

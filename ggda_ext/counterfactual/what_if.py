@@ -70,11 +70,12 @@ class WhatIf:
         groups: a `Groups` or anything it accepts. Points in no group always stay.
         weight_decay: the L2 penalty of the training, λ in λ/2 ‖θ‖²; or pass its `recipe`.
         recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: for its weight decay and for
-            the ridge of a training that stopped before its optimum. Predicted changes are then those of the model once
-            it has settled: the noise of its last steps is taken out.
+            the ridge of a training that stopped before its optimum. For one that has converged pass `weight_decay`.
         start: the model before that training, e.g. the pre-trained one; of a model trained from scratch any fresh one,
             ``make_model()``. The ridge then pulls there, so that what only the groups left out have taught is
             forgotten, also where it was learned so well that its gradients are nearly zero.
+        settle: whether changes are those of the model once the noise of its last steps is taken out; with a recipe. For
+            checkpoints and models whose last learning rates were still high, not for a training that stopped early.
         models: more models trained the same way with other seeds; values are averaged over all of them.
         checkpoints: state dicts or their paths, from along the training; values are averaged over them, and the
             present parameters count only if they are among them.
@@ -111,6 +112,7 @@ class WhatIf:
         weight_decay: float | None = None,
         recipe: Training | None = None,
         start: nn.Module | None = None,
+        settle: bool = False,
         models: Sequence[nn.Module] = (),
         checkpoints: Checkpoints | None = None,
         directions: Kind = "auto",
@@ -126,7 +128,7 @@ class WhatIf:
         show_progress: bool | None = None,
     ) -> None:
         settings = Settings(
-            directions, rank, ridge, recipe, start, weight_decay, most_points, memory_budget, folder, seed
+            directions, rank, ridge, recipe, start, settle, weight_decay, most_points, memory_budget, folder, seed
         )
         inside = IndexedData(data, "the training data")
         if inside.n is None:
