@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import relative_error
 from ggda_transformers import GroupTracker
+from ggda_transformers.adam import live_divisors
 from scipy import stats
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -25,10 +26,11 @@ def plain_rows(rows):
 class PlainLoop(TrainerCallback):
     """What the tracker should find: every batch of every scored step, row by row, with plain autograd."""
 
-    def __init__(self, rows, tests, every=1, adam=False, loss=own_loss):
+    def __init__(self, rows, tests, every=1, adam=False, loss=own_loss, batches="own"):
         self.rows, self.tests, self.every, self.adam, self.loss = rows, tests, every, adam, loss
+        self.gather = batches == "all"
         self.groups = Groups([row["source"] for row in rows])
-        self.each = []  # of every batch, by group
+        self.each, self.directions = [], []  # of every batch, by group; of every scored step
         self.collated, self.batches = [], []
 
     def collate(self, rows):
@@ -45,16 +47,20 @@ class PlainLoop(TrainerCallback):
         position = sum(len(step) for step in self.steps)
         step = list(range(position, position + min(count, per_epoch - position % per_epoch)))
         self.steps.append(step)
-        if (len(self.steps) - 1) % self.every:
+        if len(self.steps) % self.every != (0 if self.gather else 1 % self.every):
             return
+        step = [batch for one in self.steps[-self.every :] for batch in one] if self.gather else step
         model.eval()
         goal = gradients(model, self.loss, self.tests).mean(0).double()
+        goal = goal * optimizer.param_groups[0]["lr"]
         if self.adam:
-            goal = goal / self._divisors(model, optimizer)
+            self.directions.append((len(self.steps), goal / self._divisors(model, optimizer)))
+            weights = [0.9 ** (len(self.steps) - step) for step, _ in self.directions]
+            goal = sum(w * one for w, (_, one) in zip(weights, self.directions, strict=True)) / sum(weights)
         for batch in step:
             numbers = self.collated[batch]
             rows = gradients(model, self.loss, plain_rows([self.rows[i] for i in numbers])).double()
-            scores = optimizer.param_groups[0]["lr"] * rows @ goal
+            scores = rows @ goal
             labels = torch.from_numpy(self.groups.labels[numbers]).long()
             self.each.append(torch.zeros(len(self.groups), dtype=torch.float64).index_add_(0, labels, scores))
         model.train()
@@ -65,22 +71,28 @@ class PlainLoop(TrainerCallback):
 
     @staticmethod
     def _divisors(model, optimizer):
-        state, group = optimizer.state, optimizer.param_groups[0]
-        parts = [
-            (state[p]["exp_avg_sq"] / (1 - group["betas"][1] ** float(state[p]["step"]))).sqrt() + group["eps"]
-            if state.get(p)
-            else torch.ones_like(p)
-            for p in model.parameters()
-        ]
+        """√v̂ + ε of the step to come, by Adam's own arithmetic, with the mean square as of one step more."""
+        own, beta, eps = optimizer.state, optimizer.param_groups[0]["betas"][1], optimizer.param_groups[0]["eps"]
+        parts = []
+        for p in model.parameters():
+            before, steps = (own[p]["exp_avg_sq"], float(own[p]["step"])) if own.get(p) else (torch.zeros_like(p), 0)
+            moments = beta * before + (1 - beta) * p.grad**2
+            moved = torch.where(moments > 0, 1.0, torch.inf)  # dropout may leave out a parameter
+            squares = ((moments / (1 - beta ** (steps + 1))).sqrt() + eps) ** 2
+            mean = squares[moments > 0].mean() if (moments > 0).any() else 0.0
+            parts.append(moved * (((steps + 1) * squares + mean) / (steps + 2)).sqrt())
         return torch.cat([part.flatten() for part in parts]).detach().double()
 
 
-def run(tmp_path, name="gpt2", every=1, adam=False, dtype=torch.float64, loss=own_loss, attached=False, **settings):
+def run(
+    tmp_path, name="gpt2", every=1, adam=False, dtype=torch.float64, loss=own_loss, attached=False, batches="own",
+    **settings,
+):  # fmt: skip
     rows = [row | {"number": i} for i, row in enumerate(sources(examples(name, N, dtype=dtype)))]
     tests = examples(name, 3, seed=1, dtype=dtype)
-    loop = PlainLoop(rows, tests, every, adam, loss)
+    loop = PlainLoop(rows, tests, every, adam, loss, batches)
     tracker = GroupTracker(
-        rows, "source", eval_dataset=tests, every=every, preconditioner="adam" if adam else None,
+        rows, "source", eval_dataset=tests, every=every, batches=batches, preconditioner="adam" if adam else None,
         data_collator=collate, show=False,
     )  # fmt: skip
     defaults = {"max_steps": -1, "num_train_epochs": 2, "remove_unused_columns": False}
@@ -113,13 +125,36 @@ def test_the_sums_are_those_of_a_plain_loop(name, accumulation, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "bound"), [
-    ({"every": 2}, 0), ({"adam": True}, 1e-6), ({"name": "t5"}, 0), ({"name": "vit"}, 0),
+    ({"every": 2}, 0), ({"adam": True}, 1e-8), ({"adam": True, "every": 2}, 1e-8), ({"name": "t5"}, 0),
+    ({"name": "vit"}, 0), ({"every": 3, "batches": "all"}, 0), ({"every": 2, "batches": "all", "adam": True}, 1e-8),
     ({"dtype": torch.float32}, 1e-4), ({"lr_scheduler_type": "cosine", "warmup_steps": 2}, 0),
     ({"dataloader_num_workers": 0, "average_tokens_across_devices": False}, 0),
 ])  # fmt: skip
 def test_the_sums_hold_for_other_settings(settings, bound, tmp_path):
     loop, tracker, trainer = run(tmp_path, **settings)
     assert relative_error(tracker.result.scores[0], loop.sums) <= (bound or exactness(trainer.model))
+
+
+def test_the_division_is_that_of_the_coming_step():
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2).double()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, betas=(0.8, 0.95), eps=1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(torch.randn(4, 3).double()).square().sum().backward()
+        before = live_divisors(optimizer, dict(layer.named_parameters()), coming=True)
+        optimizer.step()
+        for name, after in live_divisors(optimizer, dict(layer.named_parameters())).items():
+            assert relative_error(before[name], after) <= 1e-12
+
+
+def test_what_dropout_left_out_of_the_first_step_does_not_count():
+    layer = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer.weight.grad = torch.tensor([[0.0, 2.0]])
+    assert live_divisors(optimizer, dict(layer.named_parameters()), coming=True)["weight"].tolist() == [
+        [torch.inf, 2.0]
+    ]
 
 
 # ---- the Trainer's own losses, which a callback is not told of
@@ -207,12 +242,17 @@ def test_columns_that_the_trainer_removes_still_name_groups(tmp_path):
     assert bool((tracker.result.scores != 0).all())
 
 
-def test_a_resumed_run_ends_with_the_sums_of_one_that_was_not_stopped(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 3}
+@pytest.mark.parametrize("adam", [False, True])
+def test_a_resumed_run_ends_with_the_sums_of_one_that_was_not_stopped(adam, tmp_path):
+    ours = {"every": 3, "batches": "all"} if adam else {}
+    settings = {"save_strategy": "steps", "save_steps": 3, "adam": adam} | ours
     _, whole, _ = run(tmp_path / "one", **settings)
-    loop, _, _ = run(tmp_path / "two", **settings)
-    rows, tests = loop.rows, loop.tests
-    tracker = GroupTracker(rows, "source", eval_dataset=tests, data_collator=collate, show=False)
+    loop, same, _ = run(tmp_path / "two", **settings)
+    rows, tests, settings = loop.rows, loop.tests, {"save_strategy": "steps", "save_steps": 3}
+    tracker = GroupTracker(
+        rows, "source", eval_dataset=tests, data_collator=collate, show=False, preconditioner=same.preconditioner,
+        **ours,
+    )  # fmt: skip
     trainer = trainer_of(
         made("gpt2"), rows, tmp_path / "two", data_collator=lambda rows: collate(plain_rows(rows)), max_steps=-1,
         num_train_epochs=2, remove_unused_columns=False, callbacks=[tracker], **settings,
@@ -226,14 +266,14 @@ def test_a_resumed_run_ends_with_the_sums_of_one_that_was_not_stopped(tmp_path):
     trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
     assert relative_error(tracker.result.scores, whole.result.scores) <= 1e-6
     kept = json.loads((tmp_path / "two" / "checkpoint-3" / "ggda_tracker.json").read_text())
-    assert kept["scored_steps"] == 3
+    assert kept["scored_steps"] == (1 if adam else 3)
     (tmp_path / "two" / "checkpoint-3" / "ggda_tracker.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"ggda_tracker.json is not there"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
 
 
 def test_a_trainer_may_have_two_trackers(tmp_path):
-    loop, tracker, _ = run(tmp_path / "one")
+    loop, tracker, _ = run(tmp_path / "one", adam=True)
     two = [
         GroupTracker(loop.rows, groups, eval_dataset=loop.tests, every=every, data_collator=collate, show=False)
         for groups, every in (("source", 1), ("number", 2))
@@ -286,6 +326,7 @@ def test_mistakes_are_named_with_the_fix(tmp_path):
 
     refused(ValueError, "every=0", every=0)
     refused(TypeError, "every=2.5: pass a whole number", every=2.5)
+    refused(ValueError, "batches='some' is not one of", batches="some")
     refused(ValueError, "share='half'", share="half")
     refused(ValueError, "share=2", share=2)
     refused(ValueError, "preconditioner='sgd'", preconditioner="sgd")

@@ -4,11 +4,14 @@ A step of Adam divides a gradient by √v̂ + ε, with v̂ = v / (1 − β₂ᵗ
 group G for a property g is
 
     τ_G = Σ_c η_c ⟨∇g(θ_c) / (√v̂_c + ε), Σ_{i∈G} ∇ℓ_i(θ_c)⟩
+
+Adam takes its steps along a mean of gradients, too, in which a gradient of s steps ago has weight β₁ˢ: see `Momentum`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -69,16 +72,67 @@ class AdamTracIn(Method):
         return live_divisors(self._optimizer, parameters)
 
 
-def live_divisors(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """√v̂ + ε from an optimizer that is in use; before its first step, 1."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # out of accelerate's wrapper
+@dataclass
+class Momentum:
+    """The mean of a property's directions `[m, p]` over the steps so far, weighted by age as Adam weights gradients.
+
+    A gradient acts in its own step and, ever less, in those to come: its effect is the product with the mean of their
+    directions. As they are not known yet, those of the steps before stand for them. Where a model swings to and fro,
+    they cancel, as gradients do in Adam's mean.
+
+    Attributes:
+        total: the sum of the weighted directions; None before the first.
+        weight: the sum of their weights, β₁ to the power of their age.
+        step: of the last one.
+    """
+
+    total: Tensor | None = None
+    weight: float = 0.0
+    step: int = 0
+
+    def mean(self, directions: Tensor, step: int, optimizer: Any) -> Tensor:
+        """The mean, with the directions of a step."""
+        kept = unwrapped(optimizer).param_groups[0]["betas"][0] ** (step - self.step)
+        self.total = directions if self.total is None else directions + kept * self.total.to(directions)
+        self.weight, self.step = 1 + kept * self.weight, step
+        return self.total / self.weight
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """An optimizer, out of accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def live_divisors(optimizer: Any, parameters: Mapping[str, nn.Parameter], coming: bool = False) -> dict[str, Tensor]:
+    """√v̂ + ε from an optimizer that is in use: of its last step, 1 before the first; or of the coming one.
+
+    The moments of the coming step hold its own gradients, so that what is divided is no larger than in the step itself:
+    the embedding of a token that is new has none before.
+    """
+    optimizer = unwrapped(optimizer)
     groups = {id(value): group for group in optimizer.param_groups for value in group["params"]}
     found = {}
     for name, parameter in parameters.items():
+        if id(parameter) not in groups and coming:
+            found[name] = torch.ones_like(parameter)  # its learning rate is 0
+            continue
         if id(parameter) not in groups:
             raise _not_trained(name)
-        found[name] = _divisor(optimizer.state.get(parameter, {}), groups[id(parameter)], parameter, "the optimizer")
+        state, group = optimizer.state.get(parameter, {}), groups[id(parameter)]
+        gradient = parameter.grad if coming else None
+        found[name] = _divisor(state, group, parameter, "the optimizer", gradient)
     return found
+
+
+def steady(divisors: Mapping[str, Tensor], steps: int) -> dict[str, Tensor]:
+    """Divisors after some steps as if one step more had had the mean square of its parameter everywhere.
+
+    In the first steps a sum of gradients may be near 0 where the gradients of points are not; divided by it, a few
+    numbers would be all of a point's score. The mean takes this away, and fades as moments are of more steps.
+    """
+    squares = {name: value.square() for name, value in divisors.items()}
+    means = {name: value[value.isfinite()].mean().nan_to_num() for name, value in squares.items()}
+    return {name: ((steps * value + means[name]) / (steps + 1)).sqrt() for name, value in squares.items()}
 
 
 def _saved_divisors(
@@ -149,15 +203,21 @@ def _not_trained(name: str) -> ValueError:
     )
 
 
-def _divisor(state: Mapping[str, Any], group: Mapping[str, Any], parameter: nn.Parameter, where: str) -> Tensor:
+def _divisor(
+    state: Mapping[str, Any], group: Mapping[str, Any], parameter: nn.Parameter, where: str,
+    gradient: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     if "betas" not in group or (state and "exp_avg_sq" not in state):
         kept = ", ".join(sorted(map(str, state))) or "nothing"
         raise ValueError(
             f"preconditioner='adam': {where} keeps {kept} and not Adam's second moments: leave out preconditioner for "
             "other optimizers than Adam and AdamW."
         )
-    if not state:
+    if not state and gradient is None:
         return torch.ones_like(parameter)  # no step so far
-    step = float(state["step"])
-    corrected = state["exp_avg_sq"] / (1 - group["betas"][1] ** step)
-    return (corrected.sqrt() + group["eps"]).to(parameter)
+    moments, step, beta = state.get("exp_avg_sq", 0.0), float(state.get("step", 0)), group["betas"][1]
+    if gradient is not None:
+        moments, step = beta * moments + (1 - beta) * gradient**2, step + 1
+    divisor = (moments / (1 - beta**step)).sqrt() + group["eps"]
+    # what has had no gradient was not moved, whatever it has without dropout
+    return divisor.masked_fill(moments == 0, torch.inf).to(parameter)

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from scipy.stats import t as student
 from torch import Tensor
 
 from ggda_ext.groups import Groups
 from ggda_ext.sharing import add_up
 from ggda_ext.storage.files import read_sealed_json, write_sealed_json
+from ggda_transformers.adam import Momentum
+from ggda_transformers.checkpoints import read_tensors
 
 
 @dataclass
@@ -28,6 +31,7 @@ class TrackedSums:
         history: the step and the scores `[m, k]` of all ranks at every entry of the log.
         settings: what they are of; sums with other settings are not taken up.
         number: which of the Trainer's trackers they belong to, from 0.
+        momentum: the mean of directions that points are scored against; None where it is the step's own.
     """
 
     groups: Groups
@@ -37,6 +41,7 @@ class TrackedSums:
     history: list[tuple[int, list[list[float]]]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     number: int = 0
+    momentum: Momentum | None = None
 
     @property
     def suffix(self) -> str:
@@ -77,11 +82,14 @@ class TrackedSums:
         if state.is_world_process_zero and folder.is_dir():
             known = {"groups": self._names, "settings": self.settings, "scored_steps": self.steps,
                      "seconds": self.seconds, "totals": None if totals is None else totals.tolist()}  # fmt: skip
-            write_sealed_json(folder / self._file, known)
+            if self.momentum is not None and self.momentum.total is not None:
+                save_file({"total": self.momentum.total}, folder / f"{self._file}.safetensors")
+                known |= {"momentum": [self.momentum.weight, self.momentum.step]}
+            write_sealed_json(folder / f"{self._file}.json", known)
 
     def resume(self, folder: Path, state: Any) -> None:
         """Take up the sums of the checkpoint that a run goes on from."""
-        path = folder / self._file
+        path = folder / f"{self._file}.json"
         if not path.is_file():
             raise FileNotFoundError(
                 f"training goes on from step {state.global_step}, and {path} is not there: the scores of the steps "
@@ -98,10 +106,13 @@ class TrackedSums:
         if kept["totals"] is not None:
             totals = torch.tensor(kept["totals"], dtype=torch.float64)
             self.totals = totals if state.is_world_process_zero else torch.zeros_like(totals)
+        if self.momentum is not None and "momentum" in kept:
+            weight, step = kept["momentum"]
+            self.momentum = Momentum(read_tensors(folder / f"{self._file}.safetensors")["total"], weight, step)
 
     @property
     def _file(self) -> str:
-        return f"ggda_tracker{self.suffix}.json"
+        return f"ggda_tracker{self.suffix}"
 
     @property
     def _names(self) -> list[str]:

@@ -3,10 +3,12 @@
 At step t the points of the step's batches are scored against the property's gradient at the parameters θ_t before the
 step, and added up by group, with the learning rate of the step:
 
-    τ_G = Σ_t η_t Σ_{i ∈ G, in the batches of t} ⟨P_t ∇g(θ_t), ∇ℓ_i(θ_t)⟩
+    τ_G = Σ_t Σ_{i ∈ G, in the batches of t} ⟨d_t, ∇ℓ_i(θ_t)⟩    with d_t = η_t ∇g(θ_t)
 
-Dropout is off meanwhile; P_t is the identity, or Adam's division. It is a monitor and no verdict: it has no curvature,
-so it says in which direction each source pulls while the model learns, not what would have become of the model.
+With ``preconditioner="adam"`` the gradient is divided as Adam divides, and d_t is a mean over the steps so far
+(`Momentum`).
+Dropout is off meanwhile. It is a monitor and no verdict: it has no curvature, so it says in which direction each source
+pulls while the model learns, not what would have become of the model.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from ggda_ext.properties.property import names_of
 from ggda_ext.results import Attribution, MethodFacts
 from ggda_ext.sharing import alone
 from ggda_ext.words import check_counts, without
-from ggda_transformers.adam import live_divisors
+from ggda_transformers.adam import Momentum, live_divisors, steady
 from ggda_transformers.attribution import evaluated
 from ggda_transformers.columns import groups_of
 from ggda_transformers.indexed_batches import Carried, number_rows, take_at_the_step
@@ -49,7 +51,7 @@ _logger = logging.getLogger(__name__)
 
 
 class GroupTracker(TrainerCallback):
-    """A callback that adds up group scores during training; its state is three numbers for each group and property.
+    """A callback that adds up group scores during training; it keeps three numbers for each group and property.
 
     Pass it as ``Trainer(callbacks=[tracker])``. Scores are logged with the Trainer's log as ``ggda/<group>``, those of
     a second tracker as ``ggda-2/<group>``; `attach` puts the tracker before reporters such as TensorBoard, so that they
@@ -62,9 +64,14 @@ class GroupTracker(TrainerCallback):
         property: as in `attribute_trainer`. Its gradient is taken at every scored step, so a small evaluation set keeps
             the tracker cheap.
         eval_dataset: what a property by name is of.
-        every: score each s-th step, counted from the first.
+        every: score each s-th step.
+        batches: which a scored step scores: its ``"own"``, or ``"all"`` since the last scored step. With ``"all"`` each
+            row counts once an epoch, at the price of a pass over it, and only the property's gradient is taken less
+            often. Rows that are not scored make scores noisy: take it where the property has more rows than a batch.
         share: score each of these steps with this probability, the same on all ranks.
-        preconditioner: ``"adam"`` divides as Adam does, with the second moments before the step.
+        preconditioner: ``"adam"`` divides as Adam does in the step that is scored, and takes the mean over the steps so
+            far as Adam does, which needs the memory of one more gradient for each property. By default None: the
+            gradient alone.
         tokens: as in `attribute_trainer`.
         data_collator: for the rows of a property by name; by default the Trainer's.
         parameters: which count; by default those that require a gradient.
@@ -87,6 +94,7 @@ class GroupTracker(TrainerCallback):
         *,
         eval_dataset: Any = None,
         every: int = 1,
+        batches: Literal["own", "all"] = "own",
         share: float = 1.0,
         preconditioner: Literal["adam"] | None = None,
         tokens: Tokens = "mean",
@@ -101,10 +109,12 @@ class GroupTracker(TrainerCallback):
         check_counts(every=every)
         if not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"share={share!r}: pass a number above 0, up to 1.")
+        if batches not in ("own", "all"):
+            raise ValueError(f"batches={batches!r} is not one of 'own', 'all'.")
         if preconditioner not in (None, "adam"):
             raise ValueError(f"preconditioner={preconditioner!r} is not one of None, 'adam'.")
         self.every, self.share, self.preconditioner, self.tokens, self.seed = every, share, preconditioner, tokens, seed
-        self.show = show
+        self.batches, self.show = batches, show
         self._property, self._eval_dataset, self._parameters = property, eval_dataset, parameters
         self._collator = data_collator
         self._undo: list[Callable[[], None]] = []
@@ -136,6 +146,8 @@ class GroupTracker(TrainerCallback):
         trainer, resumed = self._calling_trainer()
         self._setup = TrainerSetup.of(trainer, data_collator=self._collator)
         self._goal = property_of(self._setup, self._property, self._eval_dataset)
+        if self.preconditioner == "adam":
+            self.sums.momentum = Momentum()
         trackers = [one for one in trainer.callback_handler.callbacks if isinstance(one, GroupTracker)]
         self.sums.number, self.sums.settings = trackers.index(self), self._settings()
         undo, self._compared = number_rows(kwargs["train_dataloader"], self._rows)
@@ -146,10 +158,13 @@ class GroupTracker(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Score the batches of the step, before it changes the parameters."""
+        every, step, gather = self.every, state.global_step, self.batches == "all"
+        drawn = self.share == 1 or random.Random(f"{self.seed}-{step}").random() < self.share
+        due = drawn and step % every == (every - 1 if gather else 0)
         batches = self._pending.copy()
-        self._pending.clear()
-        drawn = self.share == 1 or random.Random(f"{self.seed}-{state.global_step}").random() < self.share
-        if state.global_step % self.every or not drawn:
+        if due or not gather:
+            self._pending.clear()
+        if not due:
             return
         if not batches:
             raise RuntimeError(
@@ -157,7 +172,7 @@ class GroupTracker(TrainerCallback):
                 "during the training, or inputs were made anew before it. Leave them as they are, or leave it out."
             )
         start = perf_counter()
-        self._score(batches, kwargs["optimizer"])
+        self._score(batches, kwargs["optimizer"], step)
         self.sums.seconds += perf_counter() - start
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -196,10 +211,12 @@ class GroupTracker(TrainerCallback):
         if self.sums.scores is None:
             raise ValueError("GroupTracker has scored no step yet: pass it to Trainer(callbacks=[…]), and train.")
         settings: dict[str, Any] = {"every": self.every, "scored steps": self.sums.steps}
+        if self.batches == "all":
+            settings["batches"] = "all"
         if self.share < 1:
             settings["share"] = self.share
-        if self.preconditioner is not None:
-            settings["preconditioner"] = self.preconditioner
+        if self.sums.momentum is not None:
+            settings["preconditioner"] = "adam"
         method = MethodFacts("tracin during training", "rank", settings, seconds=self.sums.seconds)
         notes = ["Added up while training, without curvature: a monitor, not what removing the group would do."]
         if not self._compared:
@@ -244,8 +261,8 @@ class GroupTracker(TrainerCallback):
             frame = frame.f_back  # type: ignore[assignment]
         raise RuntimeError("GroupTracker is called by no transformers.Trainer: pass it to one, in callbacks=[…].")
 
-    def _score(self, batches: list[Carried], optimizer: Any) -> None:
-        """Add the scores of some batches, at the model's current parameters."""
+    def _score(self, batches: list[Carried], optimizer: Any, step: int) -> None:
+        """Add the scores of a step's batches, at the model's current parameters."""
         assert self._setup is not None
         model = self._setup.model
         with evaluated(model):
@@ -256,10 +273,10 @@ class GroupTracker(TrainerCallback):
             if isinstance(directions, PointGradients):
                 directions = self._goal.gradient(model, provider.space.parameters)
             directions = directions * _learning_rates(optimizer, provider)
-            if self.preconditioner == "adam":
-                divisors = live_divisors(optimizer, provider.space.parameters)
+            if self.sums.momentum is not None:
+                divisors = steady(live_divisors(optimizer, provider.space.parameters, coming=True), step + 1)
                 row = provider.space.flatten(list(divisors.values()), directions.new_empty(provider.p))
-                directions = directions / row
+                directions = self.sums.momentum.mean(directions / row, step, optimizer)
             with alone():  # every rank has other batches
                 for carried, batch in zip(batches, sent, strict=True):
                     self.sums.add(provider.on(batch).scores(directions), carried.rows)
@@ -290,8 +307,8 @@ class GroupTracker(TrainerCallback):
     def _settings(self) -> dict[str, Any]:
         """What the sums are of."""
         property = names_of(self._goal, getattr(self._goal, "components", None) or 1)
-        return {"property": property, "every": self.every, "share": self.share, "seed": self.seed,
-                "preconditioner": self.preconditioner, "tokens": self.tokens}  # fmt: skip
+        return {"property": property, "every": self.every, "batches": self.batches, "share": self.share,
+                "seed": self.seed, "preconditioner": self.preconditioner, "tokens": self.tokens}  # fmt: skip
 
     def _close(self) -> None:
         for undo in self._undo:

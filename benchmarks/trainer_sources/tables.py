@@ -13,7 +13,7 @@ from benchmarks.trainer_sources.made import SIZES as MADE_SIZES
 from benchmarks.trainer_sources.task import BROKEN
 
 WORDS = {
-    "tracker": "`GroupTracker`", "tracker, Adam": "`GroupTracker(preconditioner=\"adam\")`",
+    "tracker": "`GroupTracker`", "tracker, as Adam steps": "`GroupTracker(preconditioner=\"adam\")`",
     "tracin": "`attribute_trainer(method=\"tracin\")`", "curvature": "`attribute_trainer`, by default influence",
     "other seeds": "one retraining against two others",
 }  # fmt: skip

@@ -20,11 +20,11 @@ Rows = list[dict[str, Any]]
 BROKEN = ("flipped", "shuffled")
 SCORES: dict[str, tuple[Any, dict[str, Any]]] = {
     "tracker": (GroupTracker, {}),
-    "tracker, Adam": (GroupTracker, {"preconditioner": "adam"}),
+    "tracker, as Adam steps": (GroupTracker, {"preconditioner": "adam"}),
     "tracin": (attribute_trainer, {"method": "tracin"}),
     "curvature": (attribute_trainer, {}),
 }
-"""While training, without and with Adam's division; after it, without and with curvature."""
+"""While training, by gradients alone and as Adam steps; after it, without and with curvature."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Task:
         fit: ``(rows, seed, callbacks)`` → a Trainer after training.
         left_out: sources to train without, in turn; "" for a training with all and the seeds of the others.
         kinds: of scores, see `SCORES`.
-        every: which steps a tracker scores.
+        every: at which steps a tracker takes the property's gradient; it scores all batches.
         repeats: trainings for each truth.
     """
 
@@ -87,7 +87,7 @@ def scored(task: Task, seed: int) -> dict[str, Any]:
         make, settings = SCORES[kind]
         if make is GroupTracker:
             trackers[kind] = GroupTracker(
-                rows, "source", eval_dataset=goal, every=task.every, show=False, **settings
+                rows, "source", eval_dataset=goal, every=task.every, batches="all", show=False, **settings
             )  # fmt: skip
     begin = time.process_time()
     trainer = task.fit(rows, seed, list(trackers.values()))

@@ -234,6 +234,8 @@ class Probe:
 
     def _look_further(self, members: Members, at_once: int) -> None:
         """Look for examples that touch the parameters which the first ones did not touch."""
+        if bool(self._found.truth.touched.all()):
+            return
         more = self._found.effort.more
         count = min(_ROUNDS * more, len(members))
         others = np.random.default_rng(1).choice(len(members), count, replace=False).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Truth:
         """No examples yet."""
         return cls(torch.zeros(0).double(), torch.zeros(0, parameters), torch.zeros(0, parameters))
 
-    @property
+    @cached_property
     def finite(self) -> Tensor:
         """Which examples can tell anything `[b]`."""
         return self.losses.isfinite() & self.norms.isfinite().all(1) & self.scores.isfinite().all(1)
