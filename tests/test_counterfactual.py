@@ -248,6 +248,25 @@ def test_several_models_are_averaged():
     assert torch.allclose(both, (each[0] + each[1]) / 2, rtol=1e-9)
 
 
+def test_checkpoints_are_explained_as_the_models_they_were(tmp_path):
+    data, model = points(), network()
+    before = copy.deepcopy(model.state_dict())
+    earlier = copy.deepcopy(model)
+    for value in earlier.parameters():
+        value.data *= 0.8
+    torch.save(earlier.state_dict(), tmp_path / "earlier.pt")
+    measure = properties.mean_loss(data, LOSS)
+    states = [tmp_path / "earlier.pt", model.state_dict()]
+    found = WhatIf(model, LOSS, data, SOURCES, rank=20, checkpoints=states).subsets(kept_rows(), measure)
+    models = WhatIf(earlier, LOSS, data, SOURCES, rank=20, models=[model]).subsets(kept_rows(), measure)
+    assert torch.allclose(found, models, rtol=1e-9)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="models and checkpoints are both given"):
+        WhatIf(model, LOSS, data, SOURCES, checkpoints=states, models=[earlier])
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] does not fit"):
+        WhatIf(model, LOSS, data, SOURCES, checkpoints=make_other().state_dict())
+
+
 def make_other() -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
@@ -574,6 +593,76 @@ def test_a_recipe_gives_the_ridge_in_the_metric_of_its_optimizer():
     assert with_recipe.penalty().decay == plain.penalty().decay == DECAY
 
 
+def least(objective: Callable[[Tensor], Tensor], size: int) -> Tensor:
+    """Where a smooth convex function of numbers `[size]` is least."""
+    d = torch.zeros(size, dtype=torch.float64, requires_grad=True)
+    minimise([d], lambda: objective(d))
+    return d.detach()
+
+
+def linear_in_all(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Parameters in one row `[p]`, and the outputs' slopes along them `[n, C, p]`."""
+    jacobian = torch.func.jacrev(lambda values: torch.func.functional_call(model, values, (x,)))(
+        dict(model.named_parameters())
+    )
+    rows = torch.cat([part.flatten(2) for part in jacobian.values()], 2).detach()
+    return torch.cat([value.detach().reshape(-1) for value in model.parameters()]), rows
+
+
+def test_changes_of_a_model_that_settles_are_those_from_there():
+    """Settled where all points would put it, then refitted from there, both by plain autograd."""
+    (x, y), model = points(), network()
+    recipe = TrainingSteps([0.1] * 100, weight_decay=DECAY)
+    what_if = WhatIf(model, LOSS, (x, y), SOURCES, directions="all", recipe=recipe, settle=True)
+    theta, rows = linear_in_all(model, x)
+    ridge, outputs = 0.1, model(x).detach()
+
+    def loss(d: Tensor, kept: Any = slice(None)) -> Tensor:
+        return LOSS((outputs + rows @ d)[kept], y[kept])
+
+    def decay(d: Tensor) -> Tensor:
+        return DECAY / 2 * (theta + d).square().sum()
+
+    settled = least(lambda d: loss(d) + linearized.SETTLED * ridge / 2 * d.square().sum() + decay(d), len(theta))
+    pull = torch.func.grad(loss)(settled)
+    kept = torch.tensor([source in ("web", "forum") for source in SOURCES])
+    moved = least(lambda d: loss(d, kept) - pull @ d + (ridge + DECAY) / 2 * (d - settled).square().sum(), len(theta))
+    measure = properties.mean_loss((x, y), LOSS)
+    answer, own = what_if.only(["web", "forum"]), float(measure(model).detach())
+    assert float(answer.value(measure)) - own == pytest.approx(float(loss(moved) - loss(settled)), rel=1e-5)
+    assert relative_error(answer.outputs((x, y)) - outputs, rows @ (moved - settled)) < 1e-5
+    nothing = what_if.with_weights({})
+    assert torch.equal(nothing.outputs((x, y)), outputs)
+    assert float(nothing.value(measure)) == own
+    assert "settled" in what_if.explain()
+
+
+def test_where_the_last_steps_left_a_model_hardly_matters_once_it_has_settled():
+    """A converged model, moved along the direction of highest curvature, as one batch more would have done."""
+    (x, y), model = points(), network()
+    model = fitted(model, F.cross_entropy, (x, y))
+    measure = properties.mean_loss((x, y), LOSS)
+    _, rows = linear_in_all(model, x)
+    chances = model(x).detach().softmax(1)
+    bent = (torch.diag_embed(chances) - chances[:, :, None] * chances[:, None]) @ rows
+    direction = torch.linalg.eigh(torch.einsum("ncp,ncq->pq", rows, bent))[1][:, -1]
+    other = copy.deepcopy(model)
+    step = 0.3 * direction
+    for value in other.parameters():
+        value.data += step[: value.numel()].view_as(value)
+        step = step[value.numel() :]
+
+    def apart(**options: Any) -> float:
+        one, two = (
+            WhatIf(at, LOSS, (x, y), SOURCES, directions="all", **options).leave_group_out(measure).scores
+            for at in (model, other)
+        )
+        return float((one - two).norm() / one.norm())
+
+    steps = TrainingSteps([0.1] * 10_000, weight_decay=DECAY)
+    assert apart(recipe=steps, settle=True) < 0.3 * apart(recipe=steps)
+
+
 @pytest.mark.parametrize("kind", ["classes", "numbers"])
 def test_with_a_start_the_ridge_pulls_there_and_answers_are_what_is_lost_since(kind):
     """d_S − d_all, each the optimum of the linearised kept loss with the ridge around the start, by plain autograd."""
@@ -584,24 +673,19 @@ def test_with_a_start_the_ridge_pulls_there_and_answers_are_what_is_lost_since(k
         value.data.mul_(-0.3).add_(0.1)
     recipe = TrainingSteps([0.1] * 100, weight_decay=DECAY)
     what_if = WhatIf(model, loss_fn, (x, y), SOURCES, directions="all", recipe=recipe, start=before)
-    now, then = (
-        torch.cat([value.detach().reshape(-1) for value in one.parameters()]) for one in (model, before)
-    )  # fmt: skip
-    jacobian = torch.func.jacrev(lambda values: torch.func.functional_call(model, values, (x,)))(
-        dict(model.named_parameters())
-    )
-    dense = torch.cat([part.flatten(2) for part in jacobian.values()], 2).detach()
+    now, dense = linear_in_all(model, x)
+    then = torch.cat([value.detach().reshape(-1) for value in before.parameters()])
 
     def moved(kept: Tensor) -> Tensor:
-        d = torch.zeros_like(now, requires_grad=True)
-
-        def objective() -> Tensor:
-            loss = loss_fn((model(x).detach() + dense @ d)[kept], y[kept])
-            harder = N / int(kept.sum()) / 10  # 1 / Σ η_t, of fewer steps
-            return loss + harder / 2 * (now + d - then).square().sum() + DECAY / 2 * (now + d).square().sum()
-
-        minimise([d], objective)
-        return d.detach()
+        harder = N / int(kept.sum()) / 10  # 1 / Σ η_t, of fewer steps
+        return least(
+            lambda d: (
+                loss_fn((model(x).detach() + dense @ d)[kept], y[kept])
+                + harder / 2 * (now + d - then).square().sum()
+                + DECAY / 2 * (now + d).square().sum()
+            ),
+            len(now),
+        )
 
     kept = torch.tensor([source in ("web", "forum") for source in SOURCES])
     expected = dense @ (moved(kept) - moved(torch.ones_like(kept)))
@@ -818,6 +902,8 @@ def test_bad_questions_are_named(asked, name):
         ({"recipe": {"lr": 0.1}}, "recipe is a dict"),
         ({"start": network()}, "start is given without a recipe"),
         ({"start": nn.Linear(5, 3), "recipe": Recipe(1, 0.1, 8)}, "start has no parameter 0.weight"),
+        ({"settle": True}, "settle is asked for without a recipe"),
+        ({"settle": True, "start": network(), "recipe": Recipe(1, 0.1, 8)}, "settle and start are both given"),
         ({"models": network()}, "models is a Sequential: pass a list"),
         ({"models": [nn.Linear(5, 4).double()]}, r"models\[0\] gives outputs \[4\] for a point, the model \[3\]"),
     ],

@@ -296,6 +296,7 @@ def test_interactions_are_a_picture_of_their_strongest_pairs_with_names_as_plain
     assert ticks(ax.xaxis)[:2] == ticks(ax.yaxis)[:2] == ["$x$", "group 1"]
     assert len(ticks(ax.yaxis)) == min(k, 20)
     assert ("-0.5" in texts(ax)) == (k < 20)
+    assert ("+0" in texts(ax)) == (2 < k < 20), "no number where a group would be paired with itself"
     assert ax.get_title(loc="left") == ("not shown: 40 groups of weaker pairs" if k > 20 else "")
     own = Figure().subplots()
     assert Interactions("test loss", matrix, np.zeros(k), names).plot(ax=own) is own

@@ -42,7 +42,7 @@ class Counterfactual:
 
     def value(self, property: Property) -> Tensor:
         """A property of it, a scalar or `[m]`: the mean over models, calibrated if `verify` was called for it."""
-        raw = torch.stack([self.what_if._values(j, property, d[None]) for j, d in enumerate(self._coefficients)])
+        raw = torch.stack([self.what_if.measured(j, property, d[None]) for j, d in enumerate(self._coefficients)])
         return self.what_if.calibrated(property, self.weights[None], raw.mean(0))[0]
 
     def change(self, property: Property) -> Tensor:

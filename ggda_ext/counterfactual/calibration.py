@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.counterfactual.checks import check_count, one_number
-from ggda_ext.counterfactual.refit import SingularRefit
+from ggda_ext.counterfactual.newton import SingularRefit
 from ggda_ext.evaluation import Retrain, random_subsets
 from ggda_ext.properties import Property
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ggda_ext.checkpoints import Checkpoints, listed_checkpoints, load_state
 from ggda_ext.groups.naming import no_group
 from ggda_ext.groups.partition import Groups
 
@@ -36,11 +38,19 @@ def check_folder(folder: str | Path | None) -> None:
         raise ValueError(f"folder={str(folder)!r} is no folder: make it first, or leave it out for a temporary one.")
 
 
-def checked_models(model: nn.Module, models: Any) -> list[nn.Module]:
-    """The model and further ones."""
+def checked_models(model: nn.Module, models: Any, checkpoints: Checkpoints | None) -> list[nn.Module]:
+    """The model and further ones, or copies of it at its checkpoints."""
     if isinstance(models, nn.Module) or not isinstance(models, Sequence):
         raise TypeError(f"models is a {type(models).__name__}: pass a list of further models, models=[second, third].")
-    return [model, *models]
+    if checkpoints is None:
+        return [model, *models]
+    if models:
+        raise ValueError("models and checkpoints are both given: pass one of them.")
+    found = []
+    for number, checkpoint in enumerate(listed_checkpoints(checkpoints)):
+        found.append(copy.deepcopy(model))
+        load_state(found[-1], checkpoint, f"checkpoints[{number}]")
+    return found
 
 
 def checked_point_weights(weights: Any, n: int) -> Tensor:

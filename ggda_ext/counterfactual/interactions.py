@@ -70,6 +70,7 @@ class Interactions:
 
         chosen = np.sort(np.argsort(-np.abs(self.matrix).max(1), kind="stable")[:most])
         matrix, names = self.matrix[np.ix_(chosen, chosen)], [shown(self.names[j], drawing.WIDEST_NAME) for j in chosen]
+        np.fill_diagonal(matrix, np.nan)  # a group makes no pair with itself: neither a number nor a colour
         side = 2.5 + 0.5 * len(chosen)
         ax = drawing.new_axes(ax, side, side)
         limit = float(np.abs(self.matrix).max()) or 1.0

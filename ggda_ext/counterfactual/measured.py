@@ -2,18 +2,27 @@
 
 A refit gives outputs. A property that depends on outputs only, such as a loss, accuracy, F1 or a fairness gap, is
 computed from them; it needs no gradient. Any other callable g(model) is linearised along the directions.
+
+Of a model that has settled (see `linearized`) it is the change since then that is added to the model's own value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ggda_ext.data import IndexedData
+from ggda_ext.counterfactual.features import Features
+from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.losses import OutputLoss, example_losses
 from ggda_ext.properties import LinearProperty, MeanProperty, OutputsProperty, PointProperty, Property
+from ggda_ext.properties.property import check_property
+from ggda_ext.tables import check_columns
+
+if TYPE_CHECKING:
+    from ggda_ext.counterfactual.linearized import LinearizedModel
 
 OutputsOf = Callable[[IndexedData], tuple[Tensor, Tensor | None]]
 """The outputs and targets of a data set."""
@@ -40,3 +49,62 @@ def value_of(property: Property, outputs_of: OutputsOf) -> Tensor:
     assert isinstance(property.loss, OutputLoss)
     losses = example_losses(property.loss.loss_fn, outputs, targets)
     return losses.mean() if isinstance(property, MeanProperty) else losses
+
+
+class Measured:
+    """Properties of refitted models; outputs and tangents of every data set are computed once."""
+
+    def __init__(self, models: Sequence[LinearizedModel]) -> None:
+        self.models = models
+        self._features: dict[Any, tuple[IndexedData, list[Features]]] = {}
+
+    def __call__(self, j: int, property: Property, coefficients: Tensor) -> Tensor:
+        """Values `[s]` or `[s, m]` of a property of one model for coefficients `[s, r]` of its directions."""
+        check_property(property)
+        if not of_outputs_only(property):
+            value, slopes = self._linearised(j, property)
+            moved = value + coefficients @ slopes.T
+            return moved[:, 0] if moved.shape[1] == 1 else moved
+        settled = self.models[j].settled
+
+        def value_at(d: Tensor) -> Tensor:
+            return value_of(property, lambda data: self._moved(j, data, d)).double()
+
+        values = torch.stack([value_at(settled + d) for d in coefficients])
+        if bool(settled.any()):
+            values = values - value_at(settled) + value_at(torch.zeros_like(settled))
+        return values
+
+    def _linearised(self, j: int, property: Property) -> tuple[Tensor, Tensor]:
+        why = "its slope along the refit's directions is zero"
+        try:
+            value, slopes = self.models[j].linearised(property)
+            if bool(slopes.any()):
+                return value, slopes
+        except ValueError as error:
+            why = str(error)
+        name = getattr(property, "__name__", type(property).__name__)
+        raise ValueError(
+            f"property {name} is not known to be a function of outputs, and cannot be linearised: {why} "
+            "If it is one of outputs, pass ggda_ext.properties.of_outputs(data, fn)."
+        )
+
+    def _moved(self, j: int, data: IndexedData, coefficients: Tensor) -> tuple[Tensor, Tensor | None]:
+        features = self.features(data)[j]
+        return features.moved(coefficients), features.targets
+
+    def features(self, data: DataLike) -> list[Features]:
+        """Outputs and tangents of a data set for every model."""
+        indexed = data if isinstance(data, IndexedData) else IndexedData(data, "data")
+        key = identity_of(indexed)
+        if key not in self._features:
+            check_columns(indexed.columns, indexed.name, self.models[0].provider.data.columns)
+            self._features[key] = (indexed, [model.features(indexed) for model in self.models])
+        return self._features[key][1]
+
+
+def identity_of(data: IndexedData) -> Any:
+    """What two data sets that hold the same tensors share."""
+    source = data._source
+    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else [source]
+    return (*(id(part) for part in parts), id(data._loader))

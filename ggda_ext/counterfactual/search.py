@@ -70,7 +70,32 @@ def found_search(
     exchanges: int,
 ) -> Search:
     """See `WhatIf.search`."""
-    k, sizes = len(what_if.groups), what_if.groups.sizes
+    _check(what_if, remove, budget, exchanges)
+    goal = _better(property) if goal is None else goal
+    if goal not in ("min", "max"):
+        raise ValueError(f"goal={goal!r} is not one of 'min', 'max'.")
+    sign = 1.0 if goal == "min" else -1.0
+    choices = _Choices(what_if, property, sign, budget)
+    gone, alone = choices.greedy(remove)
+    gone = choices.exchanged(gone, exchanges)
+    ranked = choices.first(np.argsort(alone, kind="stable").tolist(), len(gone))
+    steps = [gone[:count] for count in range(len(gone) + 1)]
+    *values, by_scores = (sign * choices.costs([*steps, ranked])).tolist()
+    names = what_if.names
+    return Search(
+        measured=names_of(property, 1)[0],
+        removed=tuple(names[j] for j in gone),
+        values=tuple(values),
+        holdout=None if holdout is None else tuple(one_number(what_if.subsets(choices.kept(steps), holdout)).tolist()),
+        value=values[-1],
+        additive=tuple(names[j] for j in ranked),
+        additive_value=by_scores,
+        note=what_if.note(property),
+    )
+
+
+def _check(what_if: WhatIf, remove: int | None, budget: int | None, exchanges: int) -> None:
+    k, least = len(what_if.groups), what_if.groups.sizes.min()
     if (remove is None) == (budget is None):
         raise ValueError("pass remove, a number of groups, or budget, a number of training points.")
     if remove is not None:
@@ -79,67 +104,73 @@ def found_search(
             raise ValueError(f"remove={remove} of {k} groups: leave out at least one and keep at least one.")
     if budget is not None:
         check_count("budget", budget)
-        if budget < sizes.min():
-            raise ValueError(f"budget={budget} points, and the smallest group has {sizes.min()}: no group fits.")
+        if budget < least:
+            raise ValueError(f"budget={budget} points, and the smallest group has {least}: no group fits.")
     check_count("exchanges", exchanges, 0)
-    goal = _better(property) if goal is None else goal
-    if goal not in ("min", "max"):
-        raise ValueError(f"goal={goal!r} is not one of 'min', 'max'.")
-    sign = 1.0 if goal == "min" else -1.0
 
-    def costs(choices: list[list[int]]) -> np.ndarray:
-        kept = np.ones((len(choices), k))
-        for row, gone in zip(kept, choices, strict=True):
-            row[gone] = 0
-        return sign * one_number(what_if.subsets(kept, property))
 
-    def fits(choice: list[int]) -> bool:
-        return len(choice) < k and (budget is None or int(sizes[choice].sum()) <= budget)
+@dataclass(frozen=True)
+class _Choices:
+    """Choices of groups to leave out, as lists of their ids; the lower the cost, the better."""
 
-    gone: list[int] = []
-    path = [float(costs([[]])[0])]
-    alone: np.ndarray | None = None
-    while remove is None or len(gone) < remove:
-        options = [[*gone, j] for j in range(k) if j not in gone and fits([*gone, j])]
-        if not options:
-            break
-        found = costs(options)
-        if alone is None:
-            alone = np.full(k, np.inf)
-            alone[[option[-1] for option in options]] = found
-        best = int(np.argmin(found))
-        if budget is not None and found[best] >= path[-1]:
-            break
-        gone = options[best]
-        path.append(float(found[best]))
-    value = path[-1]
-    for _ in range(exchanges if gone else 0):
-        options = [
-            [*gone[:at], j, *gone[at + 1 :]] for at in range(len(gone)) for j in range(k) if j not in gone
-        ]  # fmt: skip
-        options = [option for option in options if fits(option)]
-        found = costs(options) if options else np.array([np.inf])
-        if found.min() >= value - 1e-12:
-            break
-        gone, value = options[int(np.argmin(found))], float(found.min())
-    steps = [gone[:count] for count in range(len(gone) + 1)]
-    path = (sign * costs(steps)).tolist()
-    kept = np.array([[j not in step for j in range(k)] for step in steps])
-    names = what_if.names
-    ranked: list[int] = []
-    for j in np.argsort(alone if alone is not None else np.zeros(k), kind="stable"):
-        if len(ranked) < len(gone) and fits([*ranked, int(j)]):
-            ranked.append(int(j))
-    return Search(
-        measured=names_of(property, 1)[0],
-        removed=tuple(names[j] for j in gone),
-        values=tuple(path),
-        holdout=None if holdout is None else tuple(one_number(what_if.subsets(kept, holdout)).tolist()),
-        value=sign * value,
-        additive=tuple(names[j] for j in ranked),
-        additive_value=float(sign * costs([ranked])[0]),
-        note=what_if.note(property),
-    )
+    what_if: WhatIf
+    property: Property
+    sign: float
+    budget: int | None
+
+    def kept(self, choices: list[list[int]]) -> np.ndarray:
+        """Which groups stay `[s, k]`."""
+        return np.array([[j not in gone for j in range(len(self.what_if.groups))] for gone in choices])
+
+    def costs(self, choices: list[list[int]]) -> np.ndarray:
+        """Predicted values `[s]`, with the sign of what is worse."""
+        return self.sign * one_number(self.what_if.subsets(self.kept(choices), self.property))
+
+    def fits(self, gone: list[int]) -> bool:
+        """Whether something stays, and the budget is kept."""
+        sizes = self.what_if.groups.sizes
+        return len(gone) < len(sizes) and (self.budget is None or int(sizes[gone].sum()) <= self.budget)
+
+    def more(self, gone: list[int]) -> list[int]:
+        """Groups that are there yet."""
+        return [j for j in range(len(self.what_if.groups)) if j not in gone]
+
+    def greedy(self, remove: int | None) -> tuple[list[int], np.ndarray]:
+        """One group after the other, the best one each time, and the cost without each group alone `[k]`."""
+        gone: list[int] = []
+        alone, cost = np.full(len(self.what_if.groups), np.inf), float(self.costs([[]])[0])
+        while remove is None or len(gone) < remove:
+            options = [[*gone, j] for j in self.more(gone) if self.fits([*gone, j])]
+            if not options:
+                break
+            found = self.costs(options)
+            if not gone:
+                alone[[option[0] for option in options]] = found
+            best = int(np.argmin(found))
+            if self.budget is not None and found[best] >= cost:
+                break
+            gone, cost = options[best], float(found[best])
+        return gone, alone
+
+    def exchanged(self, gone: list[int], rounds: int) -> list[int]:
+        """The choice after that many rounds at most in which one of its groups gives way to a better one."""
+        cost = float(self.costs([gone])[0])
+        for _ in range(rounds if gone else 0):
+            options = [[*gone[:at], j, *gone[at + 1 :]] for at in range(len(gone)) for j in self.more(gone)]
+            options = [option for option in options if self.fits(option)]
+            found = self.costs(options) if options else np.array([np.inf])
+            if found.min() >= cost - 1e-12:
+                break
+            gone, cost = options[int(np.argmin(found))], float(found.min())
+        return gone
+
+    def first(self, ranked: list[int], count: int) -> list[int]:
+        """The first of ranked groups that fit together, at most that many."""
+        found: list[int] = []
+        for j in ranked:
+            if len(found) < count and self.fits([*found, j]):
+                found.append(j)
+        return found
 
 
 def _better(property: Property) -> Goal:

@@ -126,7 +126,7 @@ def _values(what_if: WhatIf, property: Property, pieces: Groups, sets: np.ndarra
         refit = model.refit if pieces is what_if.groups else model.regrouped(pieces)
         for low in range(0, len(filled), _AT_ONCE):
             weights = torch.from_numpy(sets[filled[low : low + _AT_ONCE]])
-            values = what_if._values(j, property, refit.solve(weights, model.penalty()))
+            values = what_if.measured(j, property, refit.solve(weights, model.penalty()))
             total[low : low + _AT_ONCE] += one_number(values.cpu())
     found[filled] = total / len(what_if.models)
     return found

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.counterfactual.refit import SingularRefit
+from ggda_ext.counterfactual.newton import SingularRefit
 from ggda_ext.data import to_device
 from ggda_ext.evaluation import random_subsets
 from ggda_ext.model import called_with
@@ -57,16 +57,16 @@ def kept_share(model: LinearizedModel, ridge: float) -> float:
     shares = model.refit.weights_of_points(torch.cat([weights, stay], 1).to(answers))
     step = -(-len(model.chosen) // _POINTS)
     at = torch.from_numpy(np.argsort(model.chosen)[::step].copy()).to(answers.device)
-    loss, before = model.training_loss.take(at), model.training.outputs[at]
+    loss, before = model.training_loss.take(at), model.outputs[at]
     tangents = model.training.tangents[at]
     found = []
     for d, share in zip(answers, shares.T, strict=True):
         weight = share[at].double() * step
         linear = before + (tangents @ d.to(tangents)).view(before.shape)
-        pull = float(d @ model.refit.pull) - model.settings.weight_decay / 2 * float(d @ d)
+        pull = float(d @ model.refit.pull) - model.settings.decay / 2 * float(d @ d)
         start, promised, real = (
             float(weight @ loss.value(loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None])[:, 0])
-            for outputs in (before, linear, moved_outputs(model, at, d))
+            for outputs in (before, linear, moved_outputs(model, at, model.settled + d))
         )
         if start - promised + pull > 0:
             found.append((start - real + pull) / (start - promised + pull))

@@ -22,32 +22,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ggda_ext.checkpoints import Checkpoints
 from ggda_ext.counterfactual.answer import Counterfactual
 from ggda_ext.counterfactual.calibration import Calibration, Verification, chosen_subsets, verified
 from ggda_ext.counterfactual.checks import (
     Names,
-    check_count,
-    check_folder,
-    check_penalty,
     checked_kept,
     checked_models,
     checked_point_weights,
     ids_of,
     weights_by_name,
 )
-from ggda_ext.counterfactual.directions import KINDS, Kind
+from ggda_ext.counterfactual.directions import Kind
 from ggda_ext.counterfactual.features import Features
 from ggda_ext.counterfactual.leave_group_out import LeaveGroupOut
-from ggda_ext.counterfactual.linearized import LinearizedModel, Settings
-from ggda_ext.counterfactual.measured import of_outputs_only, value_of
-from ggda_ext.curvature.damping import Training, TrainingSteps
+from ggda_ext.counterfactual.linearized import LinearizedModel
+from ggda_ext.counterfactual.measured import Measured, identity_of
+from ggda_ext.counterfactual.settings import Settings
+from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.evaluation import Retrain
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.properties import MeanProperty, Property
-from ggda_ext.properties.property import check_property
-from ggda_ext.tables import check_columns
 from ggda_ext.words import without
 
 if TYPE_CHECKING:
@@ -77,7 +74,11 @@ class WhatIf:
         start: the model before that training, e.g. the pre-trained one; of a model trained from scratch any fresh one,
             ``make_model()``. The ridge then pulls there, so that what only the groups left out have taught is
             forgotten, also where it was learned so well that its gradients are nearly zero.
+        settle: whether changes are those of the model once the noise of its last steps is taken out; with a recipe. For
+            checkpoints and models whose last learning rates were still high, not for a training that stopped early.
         models: more models trained the same way with other seeds; values are averaged over all of them.
+        checkpoints: state dicts or their paths, from along the training; values are averaged over them, and the
+            present parameters count only if they are among them.
         directions: ``"all"`` parameters, the leading ``"eigen"`` vectors of the Gauss-Newton matrix, what the
             ``"groups"`` teach, ``"both"``; ``"auto"`` takes all parameters if there are at most `rank` of them, else
             both.
@@ -111,7 +112,9 @@ class WhatIf:
         weight_decay: float | None = None,
         recipe: Training | None = None,
         start: nn.Module | None = None,
+        settle: bool = False,
         models: Sequence[nn.Module] = (),
+        checkpoints: Checkpoints | None = None,
         directions: Kind = "auto",
         rank: int = 200,
         ridge: float | None = None,
@@ -124,30 +127,15 @@ class WhatIf:
         seed: int = 0,
         show_progress: bool | None = None,
     ) -> None:
-        if directions not in KINDS:
-            raise ValueError(f"directions={directions!r} is not one of {', '.join(map(repr, KINDS))}.")
-        for name, value in (("rank", rank), ("most_points", most_points), ("memory_budget", memory_budget)):
-            check_count(name, value)
-        for name, penalty in (("weight_decay", weight_decay), ("ridge", ridge)):
-            if penalty is not None:
-                check_penalty(name, penalty)
-        check_folder(folder)
-        if weight_decay is not None and recipe is not None:
-            raise ValueError("weight_decay and recipe are both given: pass one of them.")
-        if start is not None and recipe is None:
-            raise ValueError("start is given without a recipe, which says how far a training gets: pass both.")
-        if recipe is not None:
-            weight_decay = TrainingSteps.of(recipe, 1).weight_decay
         settings = Settings(
-            directions, rank, ridge, recipe, start, weight_decay or 0.0, most_points, memory_budget,
-            Path(folder) if folder else None, seed,
-        )  # fmt: skip
+            directions, rank, ridge, recipe, start, settle, weight_decay, most_points, memory_budget, folder, seed
+        )
         inside = IndexedData(data, "the training data")
         if inside.n is None:
             raise TypeError("the training data is a stream without a length: pass a map-style data set to what-if.")
         weights = checked_point_weights(point_weights, inside.n)
         self.models: list[LinearizedModel] = []
-        for one in checked_models(model, models):
+        for one in checked_models(model, models, checkpoints):
             provider = GroupGradients(
                 one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size or inside.batch_size,
                 memory_budget=memory_budget, show_progress=show_progress,
@@ -162,7 +150,7 @@ class WhatIf:
         masses = np.bincount(self.groups.labels + 1, counted, len(self.groups) + 1)
         self._mass_of_others, self._mass_of_group = float(masses[0]), masses[1:]
         self.calibrations: dict[Any, tuple[Property, Calibration]] = {}
-        self._features: dict[Any, tuple[IndexedData, list[Features]]] = {}
+        self.measured = Measured(self.models)
 
     def __repr__(self) -> str:
         return f"WhatIf({len(self.groups)} groups, {self.groups.n} points, {len(self.models)} models)"
@@ -315,46 +303,12 @@ class WhatIf:
             factor: of the ridges.
         """
         return torch.stack(
-            [self._values(j, property, model.solve(weights, factor)) for j, model in enumerate(self.models)]
+            [self.measured(j, property, model.solve(weights, factor)) for j, model in enumerate(self.models)]
         )
-
-    def _values(self, j: int, property: Property, coefficients: Tensor) -> Tensor:
-        check_property(property)
-        if not of_outputs_only(property):
-            value, slopes = self._linearised(j, property)
-            moved = value + coefficients @ slopes.T
-            return moved[:, 0] if moved.shape[1] == 1 else moved
-        rows = [
-            value_of(property, lambda data, d=d: self._moved(j, data, d)).double()  # type: ignore[misc]
-            for d in coefficients
-        ]
-        return torch.stack(rows)
-
-    def _linearised(self, j: int, property: Property) -> tuple[Tensor, Tensor]:
-        why = "its slope along the refit's directions is zero"
-        try:
-            value, slopes = self.models[j].linearised(property)
-            if bool(slopes.any()):
-                return value, slopes
-        except ValueError as error:
-            why = str(error)
-        raise ValueError(
-            f"property {_name(property)} is not known to be a function of outputs, and cannot be linearised: {why} "
-            "If it is one of outputs, pass ggda_ext.properties.of_outputs(data, fn)."
-        )
-
-    def _moved(self, j: int, data: IndexedData, coefficients: Tensor) -> tuple[Tensor, Tensor | None]:
-        features = self.features(data)[j]
-        return features.moved(coefficients), features.targets
 
     def features(self, data: DataLike) -> list[Features]:
         """Outputs and tangents of a data set for every model, computed once."""
-        indexed = data if isinstance(data, IndexedData) else IndexedData(data, "data")
-        key = _identity(indexed)
-        if key not in self._features:
-            check_columns(indexed.columns, indexed.name, self.models[0].provider.data.columns)
-            self._features[key] = (indexed, [model.features(indexed) for model in self.models])
-        return self._features[key][1]
+        return self.measured.features(data)
 
     def calibrated(self, property: Property, weights: Tensor, values: Tensor) -> Tensor:
         """Values with what `verify` found out about their level and slope; as they are without it."""
@@ -369,7 +323,7 @@ class WhatIf:
         """What two properties share that measure the same: a mean loss made twice of the same data and loss is one."""
         if not isinstance(property, MeanProperty) or property.loss.anchors is None:
             return id(property)
-        return (MeanProperty, _identity(property.data), *map(id, property.loss.anchors))
+        return (MeanProperty, identity_of(property.data), *map(id, property.loss.anchors))
 
     def calibration_of(self, property: Property) -> Calibration | None:
         """What `verify` found for this property."""
@@ -393,14 +347,3 @@ class WhatIf:
     def checked_weights(self, weights: Any) -> Tensor:
         """Weights of groups `[s, k]`, refused where nothing is left."""
         return checked_kept(weights, self.groups, self._mass_of_group, self._mass_of_others)
-
-
-def _identity(data: IndexedData) -> Any:
-    """What two data sets that hold the same tensors share."""
-    source = data._source
-    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else [source]
-    return (*(id(part) for part in parts), id(data._loader))
-
-
-def _name(property: Property) -> str:
-    return getattr(property, "__name__", type(property).__name__)

@@ -215,12 +215,13 @@ def name_sides(ax: Axes, rows: list[str], columns: list[str], steep: int) -> Non
 
 
 def write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
-    """A number in every cell, or its sign where there are many; white on dark colours."""
+    """A number in every cell that has one, or its sign where there are many; white on dark colours."""
     wide, columns = is_wide(ax), scores.shape[1]
     many, size = scores.size > _NUMBERS or (not wide and columns > _NARROW_COLUMNS), 7 if wide else 5.5
     if scores.size > 20 * _NUMBERS:
         return
-    for (row, column), value in np.ndenumerate(scores):
+    for row, column in np.argwhere(~np.isnan(scores)):
+        value = scores[row, column]
         text = ("+" if value > 0 else "−" if value < 0 else "") if many else number(value)
         dark = abs(relative[row, column]) > 0.65
         ax.text(column, row, text, ha="center", va="center", fontsize=size, color="white" if dark else "black")
