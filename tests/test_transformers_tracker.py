@@ -267,6 +267,11 @@ def test_a_resumed_run_ends_with_the_sums_of_one_that_was_not_stopped(adam, tmp_
     assert relative_error(tracker.result.scores, whole.result.scores) <= 1e-6
     kept = json.loads((tmp_path / "two" / "checkpoint-3" / "ggda_tracker.json").read_text())
     assert kept["scored_steps"] == (1 if adam else 3)
+    if adam:  # what is scored against is kept with a checksum
+        array = tmp_path / "two" / "checkpoint-3" / "ggda_tracker.npy"
+        array.write_bytes(array.read_bytes()[:-20] + bytes(20))
+        with pytest.raises(ValueError, match=r"ggda_tracker.npy is damaged"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
     (tmp_path / "two" / "checkpoint-3" / "ggda_tracker.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"ggda_tracker.json is not there"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))

@@ -6,16 +6,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
 from scipy.stats import t as student
 from torch import Tensor
 
 from ggda_ext.groups import Groups
 from ggda_ext.sharing import add_up
-from ggda_ext.storage.files import read_sealed_json, write_sealed_json
+from ggda_ext.storage.files import (
+    DamagedFile,
+    is_sealed_array,
+    open_array,
+    read_sealed_json,
+    write_sealed_array,
+    write_sealed_json,
+)
 from ggda_transformers.adam import Momentum
-from ggda_transformers.checkpoints import read_tensors
 
 
 @dataclass
@@ -83,7 +89,9 @@ class TrackedSums:
             known = {"groups": self._names, "settings": self.settings, "scored_steps": self.steps,
                      "seconds": self.seconds, "totals": None if totals is None else totals.tolist()}  # fmt: skip
             if self.momentum is not None and self.momentum.total is not None:
-                save_file({"total": self.momentum.total}, folder / f"{self._file}.safetensors")
+                total = self.momentum.total.detach().cpu()
+                array = (total.float() if total.dtype.itemsize < 4 else total).numpy()  # which knows no bfloat16
+                write_sealed_array(folder / f"{self._file}.npy", self._seal, array.shape, array.dtype, [array])
                 known |= {"momentum": [self.momentum.weight, self.momentum.step]}
             write_sealed_json(folder / f"{self._file}.json", known)
 
@@ -107,8 +115,15 @@ class TrackedSums:
             totals = torch.tensor(kept["totals"], dtype=torch.float64)
             self.totals = totals if state.is_world_process_zero else torch.zeros_like(totals)
         if self.momentum is not None and "momentum" in kept:
-            weight, step = kept["momentum"]
-            self.momentum = Momentum(read_tensors(folder / f"{self._file}.safetensors")["total"], weight, step)
+            array = folder / f"{self._file}.npy"
+            if not is_sealed_array(array, self._seal):
+                raise DamagedFile(f"{array} is damaged, or of another step: resume from another checkpoint.")
+            self.momentum = Momentum(torch.from_numpy(np.array(open_array(array, sealed=True))), *kept["momentum"])
+
+    @property
+    def _seal(self) -> bytes:
+        """Ties the directions to the sums of as many steps."""
+        return f"directions after {self.steps} scored steps".encode()
 
     @property
     def _file(self) -> str:
