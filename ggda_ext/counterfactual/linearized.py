@@ -99,7 +99,8 @@ class LinearizedModel:
         self.settled = self.directions.rows.new_zeros(len(self.directions.rows), dtype=torch.float64)
         self.refit = self._refit(provider.groups)
         self.metric = torch.eye(self.refit.r, dtype=torch.float64, device=self.space.device)
-        self.zero = None if settings.recipe is None or self.is_linear else self._in_directions(None)
+        pulled = not self.is_linear and (settings.settle or settings.start is not None)
+        self.zero = self._in_directions(None) if pulled else None
         self.start = None if settings.start is None or self.is_linear else self._in_directions(settings.start)
         self.ridge, self._ridge_from = self._default_ridge() if settings.ridge is None else (settings.ridge, "given")
         if settings.settle and self.zero is not None and self.ridge:
