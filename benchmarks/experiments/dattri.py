@@ -197,9 +197,9 @@ def _methods(size: DattriScale) -> dict[str, Method]:
         f"{TRACIN}, 1 model": Method(tracin),
         TRACIN: Method(tracin, size.tracin_models),
         INFLUENCE: Method(influence),
-        CG: Method(conjugate_gradients),
         **{f"{TRAK}-{count}": Method(trak, count, of_halves=True) for count in size.trak_models},
         f"{INFLUENCE}, 3 models": Method(influence, 3),
+        CG: Method(conjugate_gradients),
     }
 
 
