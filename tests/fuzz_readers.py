@@ -24,7 +24,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ggda_trak import TRAKer
-from ggda_transformers.adam import AdamTracIn
+from ggda_transformers.adam import AdamTracIn, Momentum
 from ggda_transformers.checkpoints import TrainerCheckpoint
 from ggda_transformers.tracked_sums import TrackedSums
 from safetensors.torch import save_file
@@ -247,15 +247,17 @@ def make_tracker(folder: Path) -> None:
     arguments, state = TRAINER
     arguments.output_dir = folder
     (folder / "checkpoint-3").mkdir()
-    sums = TrackedSums(Groups(["north", "south", "east"]), steps=2, seconds=0.5)
+    directions = Momentum(torch.arange(8.0).reshape(2, 4), 1.9, 3)
+    sums = TrackedSums(Groups(["north", "south", "east"]), steps=2, seconds=0.5, momentum=directions)
     sums.add(torch.arange(6.0).reshape(2, 3), [0, 1, 2])
     sums.save(arguments, state)
 
 
 def read_tracker(folder: Path) -> dict[str, Any]:
-    sums = TrackedSums(Groups(["north", "south", "east"]))
+    sums = TrackedSums(Groups(["north", "south", "east"]), momentum=Momentum())
     sums.resume(folder / "checkpoint-3", TRAINER[1])
-    return {"scores": sums.scores.numpy(), "steps": sums.steps, "seconds": sums.seconds}
+    kept = {"directions": sums.momentum.total.numpy(), "weight": sums.momentum.weight, "step": sums.momentum.step}
+    return kept | {"scores": sums.scores.numpy(), "steps": sums.steps, "seconds": sums.seconds}
 
 
 def data_reader(name: str, layout: str) -> Reader:

@@ -189,11 +189,11 @@ def test_results_and_caches_are_never_written_through_a_link(
     ("content", "named"),
     [
         ("{", "not JSON"),
-        ('{"format": 5}', "no fingerprint"),
-        ('{"format": 5, "fingerprint": {}, "parts": {}}', "checksum"),
+        ('{"format": 6}', "no fingerprint"),
+        ('{"format": 6, "fingerprint": {}, "parts": {}}', "checksum"),
         ('{"format": 1}', "another format"),
         ("[" * 100_000, "nested too deeply|not JSON"),
-        ('{"format": 5, "fingerprint": {}, "parts": {"../a": {}}, "xxh3": 1}', "checksum"),
+        ('{"format": 6, "fingerprint": {}, "parts": {"../a": {}}, "xxh3": 1}', "checksum"),
         ("\udcff", "not JSON"),
     ],
 )

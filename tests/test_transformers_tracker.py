@@ -297,9 +297,9 @@ def test_a_trainer_may_have_two_trackers(tmp_path):
 def test_trackers_of_one_trainer_have_logs_and_sums_of_their_own_and_take_up_no_others(tmp_path):
     rows, tests = sources(examples("bert", N)), [examples("bert", 3, seed=seed) for seed in (1, 2)]
 
-    def trackers(property="eval_loss", **settings):
+    def trackers(property="eval_loss", groups="source", tests=tests, **settings):
         settings = {"show": False, "data_collator": collate} | settings
-        return [GroupTracker(rows, "source", property, eval_dataset=held_out, **settings) for held_out in tests]
+        return [GroupTracker(rows, groups, property, eval_dataset=held_out, **settings) for held_out in tests]
 
     def fitted(callbacks, **resume):
         trainer = trainer_of(made("bert"), rows, tmp_path, callbacks=callbacks, save_strategy="steps", save_steps=2)
@@ -315,6 +315,10 @@ def test_trackers_of_one_trainer_have_logs_and_sums_of_their_own_and_take_up_no_
     for changed in ({"property": "accuracy"}, {"every": 2}, {"tokens": "sum"}, {"preconditioner": "adam"}):
         with pytest.raises(ValueError, match=f"ggda_tracker.json is of {next(iter(changed))}="):
             fitted(trackers(**changed), **last)
+    with pytest.raises(ValueError, match=r"ggda_tracker\.json is of groups="):
+        fitted(trackers(groups=[row["source"] for row in rows[1:] + rows[:1]]), **last)
+    with pytest.raises(ValueError, match=r"ggda_tracker\.json is of test rows="):
+        fitted(trackers(tests=tests[::-1]), **last)
 
 
 def test_mixed_precision_is_scored_as_it_is_trained(tmp_path):

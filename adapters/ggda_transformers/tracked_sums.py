@@ -116,8 +116,8 @@ class TrackedSums:
             self.totals = totals if state.is_world_process_zero else torch.zeros_like(totals)
         if self.momentum is not None and "momentum" in kept:
             array = folder / f"{self._file}.npy"
-            if not is_sealed_array(array, self._seal):
-                raise DamagedFile(f"{array} is damaged, or of another step: resume from another checkpoint.")
+            if not array.exists() or not is_sealed_array(array, self._seal):
+                raise DamagedFile(f"{array} is damaged, missing, or of another step: resume from another checkpoint.")
             self.momentum = Momentum(torch.from_numpy(np.array(open_array(array, sealed=True))), *kept["momentum"])
 
     @property

@@ -26,13 +26,17 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from ggda_ext.attribution import property_directions
-from ggda_ext.data import to_device
+from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups import Groups
 from ggda_ext.losses.row_reductions import Tokens
+from ggda_ext.properties.classes import data_of
 from ggda_ext.properties.property import names_of
 from ggda_ext.results import Attribution, MethodFacts
 from ggda_ext.sharing import alone
+from ggda_ext.storage.content import Content
+from ggda_ext.storage.data_content import some_points
+from ggda_ext.storage.fingerprint import of_groups
 from ggda_ext.words import check_counts, without
 from ggda_transformers.adam import Momentum, live_divisors, steady
 from ggda_transformers.attribution import evaluated
@@ -307,14 +311,24 @@ class GroupTracker(TrainerCallback):
     def _settings(self) -> dict[str, Any]:
         """What the sums are of."""
         property = names_of(self._goal, getattr(self._goal, "components", None) or 1)
-        return {"property": property, "every": self.every, "batches": self.batches, "share": self.share,
-                "seed": self.seed, "preconditioner": self.preconditioner, "tokens": self.tokens}  # fmt: skip
+        tested = Content(lenient=True).text([_some_rows(data) for data in data_of(self._goal)], "eval_dataset")
+        return {"groups": of_groups(self.groups), "property": property, "test rows": tested, "every": self.every,
+                "batches": self.batches, "share": self.share, "seed": self.seed,
+                "preconditioner": self.preconditioner, "tokens": self.tokens}  # fmt: skip
 
     def _close(self) -> None:
         for undo in self._undo:
             undo()
         self._undo, self._provider = [], None
         self._pending.clear()
+
+
+def _some_rows(data: IndexedData) -> Any:
+    """Rows as the data set holds them, before a collator, which may draw at random, puts them in batches."""
+    source: Any = getattr(data, "_source", None)  # of a selection of others: none
+    if data._tensors is not None or data.is_stream or not hasattr(source, "__len__"):
+        return data._tensors
+    return [source[int(at)] for at in some_points(len(source))]
 
 
 def _learning_rates(optimizer: Any, provider: GroupGradients) -> Tensor | float:

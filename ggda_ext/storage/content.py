@@ -156,18 +156,19 @@ def _enum(content: Content, value: enum.Enum) -> bytes:
 
 def _tensor(content: Content, value: Tensor) -> bytes:
     kind = type(value)
-    own = _kind(content, value, nn.Parameter if kind is nn.Parameter else Tensor)
+    own = None if kind is nn.Parameter else _kind(content, value, Tensor)
     try:
-        pieces = _pieces(value)
-        if pieces is not None:
-            return content.parts("tensor", (str(value.dtype), str(value.layout), list(value.shape), own, *pieces))
+        if value.is_nested or value.layout is not torch.strided:
+            return content.parts(
+                "tensor", (str(value.dtype), str(value.layout), list(value.shape), own, *_pieces(value))
+            )
         return joined("tensor", str(value.dtype), list(value.shape), own, hash_of_bytes(bytes_of(value)))
     except (RuntimeError, NotImplementedError, TypeError) as error:
         return content.untold(value, str(error).partition("\n")[0])
 
 
-def _pieces(value: Tensor) -> Sequence[Tensor] | None:
-    """The plain tensors that a sparse or nested one is made of, None if it is plain itself."""
+def _pieces(value: Tensor) -> Sequence[Tensor]:
+    """The plain tensors that a sparse or nested one is made of."""
     if value.is_nested:
         return value.unbind()
     if value.layout is torch.sparse_coo:
@@ -176,7 +177,7 @@ def _pieces(value: Tensor) -> Sequence[Tensor] | None:
         return value.crow_indices(), value.col_indices(), value.values()
     if value.layout in (torch.sparse_csc, torch.sparse_bsc):
         return value.ccol_indices(), value.row_indices(), value.values()
-    return None
+    raise TypeError(f"its layout is {value.layout}")
 
 
 def _array(content: Content, value: np.ndarray) -> bytes:

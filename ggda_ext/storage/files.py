@@ -37,7 +37,8 @@ _USUAL = re.compile(
 _UNREADABLE = (ValueError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError, EOFError)  # of a header
 
 
-_encoded = json.JSONEncoder(sort_keys=True).encode
+as_text = json.JSONEncoder(sort_keys=True).encode
+"""A JSON value as text, whatever the order of entries in objects."""
 
 
 class DamagedFile(ValueError):
@@ -140,7 +141,7 @@ def _new(path: str) -> int:
 
 def seal(content: Any) -> str:
     """The checksum of a JSON value, whatever the order of entries in objects."""
-    return _checksum(_encoded(content))
+    return _checksum(as_text(content))
 
 
 def _checksum(text: str) -> str:
@@ -149,8 +150,13 @@ def _checksum(text: str) -> str:
 
 def write_sealed_json(path: str | Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
     """Write a JSON object with a checksum of itself."""
-    text = _encoded(content)
-    _write_text(path, f'{text[:-1]}{", " if content else ""}"xxh3": "{_checksum(text)}"}}\n', sync=sync)
+    write_sealed_text(path, as_text(content), sync=sync)
+
+
+def write_sealed_text(path: str | Path, text: str, *, sync: bool = True) -> None:
+    """The same for an object that is text already, as `as_text` gives it."""
+    between = "" if text == "{}" else ", "
+    _write_text(path, f'{text[:-1]}{between}"xxh3": "{_checksum(text)}"}}\n', sync=sync)
 
 
 def read_sealed_json(path: str | Path) -> dict[str, Any]:

@@ -127,7 +127,13 @@ def of_groups(groups: Groups) -> str:
 
 def of_parameters(model: nn.Module) -> str:
     """A hash of all parameters and buffers, also those that are not saved with the model."""
-    return of_state(dict((*model.named_parameters(), *model.named_buffers())))
+    return of_state(
+        {
+            f"{where}.{name}": value
+            for where, module in model.named_modules()
+            for name, value in (*module._parameters.items(), *module._buffers.items())
+        }
+    )
 
 
 def of_state(state: Mapping[str, Any]) -> str:
@@ -146,14 +152,15 @@ def sums_of(rows: Tensor) -> list[list[float]]:
     So a small row counts as much as a large one.
     """
     m, p = rows.shape
+    every = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy(force=True)
     sums, squares, step = np.zeros((_NUMBERS, m)), np.zeros(m), max(1, 2**21 // m)
     for low in range(0, p, step):
-        part = rows[:, low : low + step].detach().to("cpu", torch.float64).numpy()
+        part = every[:, low : low + step].astype(np.float64)
         sums += _cosines(1.1, low, low + part.shape[1]) @ part.T
         squares += (part * part).sum(1)
     lengths = [math.sqrt(square) if square > 0 else 1.0 for square in squares.tolist()]
     left = _cosines(1.7, 1, m + 1)
-    both = (left * sums / lengths).sum(1), (left * list(map(math.log, lengths))).sum(1)
+    both = (left * sums / lengths).sum(1), left @ list(map(math.log, lengths))
     return [[value if math.isfinite(value) else 0.0 for value in numbers.tolist()] for numbers in both]
 
 

@@ -17,7 +17,6 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,17 @@ import xxhash
 
 from ggda_ext.storage.files import (
     DamagedFile,
+    as_text,
     is_sealed_array,
     open_array,
     read_json,
     seal,
     write_sealed_array,
-    write_sealed_json,
+    write_sealed_text,
 )
 from ggda_ext.storage.folder_lock import LOCK, FolderLock
 
-FORMAT = 5
+FORMAT = 6
 CONTENTS = "store.json"
 _LEFTOVERS = (LOCK, CONTENTS + ".part")  # of a process that was killed before its first store.json
 SUMS_TOLERANCE = 1e-6
@@ -59,13 +59,13 @@ class Arrays:
     Args:
         folder: where they are.
         part: the part they belong to; its name stands before theirs.
-        made_with: all that they depend on, as JSON values.
+        made_with: all that they depend on, as JSON text.
         before_writing: makes the folder ready, and says whether to wait for the disk.
         is_new: whether nothing was written before, so that what lies there is not of these arrays.
     """
 
     def __init__(
-        self, folder: Path, part: str, made_with: Any, before_writing: Callable[[], bool], *, is_new: bool
+        self, folder: Path, part: str, made_with: str, before_writing: Callable[[], bool], *, is_new: bool
     ) -> None:
         self.folder, self._made_with, self._before_writing = folder, made_with, before_writing
         self._part, self._is_new = part, is_new
@@ -123,11 +123,7 @@ class Arrays:
         return _path(self.folder, _checked_name(name), self._part)
 
     def _key(self, name: str) -> bytes:
-        return f"{self._sealed} {name}".encode()
-
-    @cached_property
-    def _sealed(self) -> str:
-        return seal(self._made_with)
+        return f"{self._made_with} {name}".encode()
 
 
 class Store(Arrays):
@@ -170,13 +166,17 @@ class Store(Arrays):
             self._last_sync = time.monotonic()
             self.fingerprint: Mapping[str, Any] = fingerprint if found is None else found["fingerprint"]
             self.parts: dict[str, Mapping[str, Any]] = {} if found is None else found["parts"]
+            self._text, self._texts = (
+                as_text(self.fingerprint),
+                {name: as_text(part) for name, part in self.parts.items()},
+            )
             differing = difference(self.fingerprint, fingerprint)
             if differing is not None:
                 raise StoreMismatch(f"save_dir={str(folder)!r} {differing}")
         except BaseException:
             self.close()
             raise
-        super().__init__(folder, "", self.fingerprint, self._make_ready, is_new=found is None)
+        super().__init__(folder, "", self._text, self._make_ready, is_new=found is None)
 
     def __enter__(self) -> Store:
         return self
@@ -193,12 +193,23 @@ class Store(Arrays):
         known = self.parts.get(_checked_name(name))
         is_new = known is None
         if known is None:
-            known = self.parts[name] = fingerprint
+            self.parts[name] = fingerprint
+            self._texts[name] = as_text(fingerprint)
             self._is_kept = False
+        else:
+            self._refuse(name, known, fingerprint)
+        return Arrays(self.folder, name, f"{self._text} {self._texts[name]}", self._make_ready, is_new=is_new)
+
+    def check(self, within: str, fingerprint: Mapping[str, Any]) -> None:
+        """Refuse what the parts whose names begin with `within`, all alike in it, were not made with."""
+        known = next((part for name, part in self.parts.items() if name.startswith(f"{within}-")), None)
+        if known is not None:
+            self._refuse(within, {name: known.get(name) for name in fingerprint}, fingerprint)
+
+    def _refuse(self, name: str, known: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
         differing = difference(known, fingerprint)
         if differing is not None:
             raise StoreMismatch(f"save_dir={str(self.folder)!r}, in {name}, {differing}")
-        return Arrays(self.folder, name, [self.fingerprint, known], self._make_ready, is_new=is_new)
 
     def _make_ready(self) -> bool:
         """Write what `store.json` has to say before an array is; whether to wait for the disk.
@@ -208,8 +219,9 @@ class Store(Arrays):
         now = time.monotonic()
         sync = self._held_before or now - self._last_sync > SYNC_SECONDS
         if not self._is_kept or (sync and not self._is_synced):
-            content = {"format": FORMAT, "fingerprint": self.fingerprint, "parts": self.parts}
-            write_sealed_json(f"{self.folder}{os.sep}{CONTENTS}", content, sync=sync)
+            parts = ", ".join(f"{as_text(name)}: {text}" for name, text in sorted(self._texts.items()))
+            content = f'{{"fingerprint": {self._text}, "format": {FORMAT}, "parts": {{{parts}}}}}'
+            write_sealed_text(f"{self.folder}{os.sep}{CONTENTS}", content, sync=sync)
             self._is_kept, self._is_synced = True, sync
         self._last_sync = now if sync else self._last_sync
         return sync

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-import re
+import struct
 import sys
 import weakref
 from dataclasses import dataclass
@@ -19,18 +19,31 @@ from pathlib import Path
 from ggda_ext.storage.files import open_plain
 
 LOCK = "store.lock"
-_OURS = re.compile(rb"(process \d+)?")
+_FLOCK = {"linux": ("hhqqi4x", 0, 4), "darwin": ("qqihh", 3, 2)}  # struct flock, and where in it kind and process are
 
 if sys.platform == "win32":
     import msvcrt
 
     def _take(handle: int) -> None:
         msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+
+    def _owner(handle: int) -> str:
+        return "another process"
 else:
     import fcntl
 
     def _take(handle: int) -> None:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _owner(handle: int) -> str:
+        """Who holds the lock, as the system says; it does not know of processes on other machines."""
+        if sys.platform not in _FLOCK:
+            return "another process"
+        layout, kind, process = _FLOCK[sys.platform]
+        asked = [0] * 5
+        asked[kind] = fcntl.F_WRLCK
+        found = struct.unpack(layout, fcntl.fcntl(handle, fcntl.F_GETLK, struct.pack(layout, *asked)))[process]
+        return f"process {found}" if found > 0 else "another process"
 
 
 class FolderLock:
@@ -41,42 +54,52 @@ class FolderLock:
         reentrant: whether this process may lock the folder while it holds it already.
     """
 
-    _held: dict[str, _Holder] = {}  # noqa: RUF012  # the system's lock is blind within one process
+    _held: dict[tuple[int, int], _Holder] = {}  # noqa: RUF012  # the system's lock is blind within one process
 
     def __init__(self, folder: Path, *, reentrant: bool = False) -> None:
-        self.folder = os.path.realpath(folder)
-        holder = self._held.get(self.folder)
-        if holder is None or holder.process != os.getpid():
-            holder = _Holder(os.getpid(), _locked(folder))
-            self._held[self.folder] = holder
+        found = os.stat(folder)
+        key = found.st_dev, found.st_ino
+        mine = _Holder(os.getpid())
+        holder = self._held.setdefault(key, mine)  # in one step, as other threads may want it too
+        if holder.process != mine.process:  # of the process that this one was forked from
+            holder = self._held[key] = mine
+        if holder is mine:
+            try:
+                mine.handle = _locked(folder)
+            except BaseException:
+                del self._held[key]
+                raise
         elif not reentrant:
             raise RuntimeError(
                 f"save_dir={str(folder)!r} is in use by this process: close the store that is open, or pass another "
                 "save_dir."
             )
         holder.count += 1
-        self.release = weakref.finalize(self, _release, self._held, self.folder, holder)
+        self.release = weakref.finalize(self, _release, self._held, key, holder)
 
 
 @dataclass
 class _Holder:
-    """A process that holds a lock, and how often."""
+    """A process that holds a lock, and how often; without a handle in a folder that can only be read."""
 
     process: int
-    handle: int | None
+    handle: int | None = None
     count: int = 0
 
 
-def _release(held: dict[str, _Holder], folder: str, holder: _Holder) -> None:
+def _release(held: dict[tuple[int, int], _Holder], key: tuple[int, int], holder: _Holder) -> None:
     holder.count -= 1
     if holder.count == 0 and holder.process == os.getpid():
-        held.pop(folder, None)
+        held.pop(key, None)
         if holder.handle is not None:
             os.close(holder.handle)
 
 
 def _locked(folder: Path) -> int | None:
-    """The open and locked lock file of a folder; None in a folder that can only be read, which needs no lock."""
+    """The open and locked lock file of a folder; None in a folder that can only be read, which needs no lock.
+
+    Nothing is written to it: another file of that name, or a hard link to one, stays as it is.
+    """
     try:
         handle = open_plain(f"{folder}{os.sep}{LOCK}", os.O_RDWR | os.O_CREAT)
     except OSError as error:
@@ -86,7 +109,7 @@ def _locked(folder: Path) -> int | None:
     try:
         _take(handle)
     except OSError as error:
-        owner = os.read(handle, 32).decode(errors="replace") or "another process"
+        owner = _owner(handle)
         os.close(handle)
         if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
             raise
@@ -94,12 +117,4 @@ def _locked(folder: Path) -> int | None:
             f"save_dir={str(folder)!r} is in use by {owner}: wait until it has finished, or pass another save_dir to "
             "each process."
         ) from None
-    found = os.read(handle, 64)
-    if _OURS.fullmatch(found):  # another file of that name, or a hard link to one, stays as it is
-        mine = f"process {os.getpid()}".encode()
-        if found:
-            os.lseek(handle, 0, os.SEEK_SET)
-        os.write(handle, mine)
-        if len(found) > len(mine):  # not to 0 before: some file systems wait for the disk then on closing
-            os.ftruncate(handle, len(mine))
     return handle

@@ -19,7 +19,9 @@ def joined(*parts: Any) -> bytes:
 
 def bytes_of(value: Tensor) -> memoryview:
     """The values of a tensor in one piece, as hashes read them, without a copy where it lies so on the CPU."""
+    plain = value.detach()
     try:
-        return np.ascontiguousarray(value.numpy(force=True)).data
-    except TypeError:  # a number that NumPy does not know, such as bfloat16
-        return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return np.ascontiguousarray(plain.numpy()).data
+    except (TypeError, RuntimeError):  # on a GPU, a view of conjugates, a number that NumPy does not know: bfloat16
+        plain = plain.cpu().resolve_conj().resolve_neg().contiguous()
+        return plain.reshape(-1).view(torch.uint8).numpy().data

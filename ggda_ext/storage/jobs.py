@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,16 +158,11 @@ def _made(jobs: list[Job], dtype: torch.dtype) -> list[Tensor]:
     return [part.reshape(job.shape) for job, part in zip(jobs, parts, strict=True)]
 
 
-@contextmanager
-def opened(folder: Path, fingerprint: Callable[[], Mapping[str, Any]]) -> Iterator[Store | None]:
+def opened(folder: Path, fingerprint: Callable[[], Mapping[str, Any]]) -> AbstractContextManager[Store | None]:
     """A store on rank 0, None on other ranks; what goes wrong on opening it is raised on all of them."""
-    store: Store | None = None
+    found: AbstractContextManager[Store | None] = nullcontext()
     with together():
         if rank() == 0:
             with alone():
-                store = Store(folder, fingerprint())
-    try:
-        yield store
-    finally:
-        if store is not None:
-            store.close()
+                found = Store(folder, fingerprint())
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -24,7 +24,7 @@ from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.methods.scoring import Weight, sum_scores
 from ggda_ext.sharing import once, together
 from ggda_ext.storage import fingerprint
-from ggda_ext.storage.folder import Store, difference, read_array
+from ggda_ext.storage.folder import Arrays, Store, difference, read_array
 from ggda_ext.storage.hashing import joined
 from ggda_ext.storage.jobs import (
     Job,
@@ -54,15 +54,15 @@ class ScoreStore:
 
     def __init__(self, save_dir: str | Path, tag: str | None = None) -> None:
         self.folder, self.tag = Path(save_dir), tag
-        self._stack = ExitStack()
+        self._opened: AbstractContextManager[Store | None] | None = None
         self._store: Store | None = None
-        self._is_open = False
 
     def __enter__(self) -> ScoreStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        if self._store is not None:
+            self._store.close()
 
     def scores(
         self,
@@ -102,9 +102,16 @@ class ScoreStore:
         """Finished scores by one strategy; those by another answer another question."""
         tests, groups = _grid(provider, directions, plan)
         asked = asked | {"strategy": plan.strategy, "blocks": joined(tests, groups).hex()[:16]}
-        question = once(lambda: self._question(within, asked))
-        with together():
-            part = None if self._store is None else self._store.part(question, asked)
+        part: Arrays | None = None
+
+        def ask() -> str:
+            nonlocal part
+            assert self._store is not None
+            name = _question(self._store, within, asked)
+            part = self._store.part(name, asked)
+            return name
+
+        question = once(ask)
         jobs = _jobs(provider, directions, plan, tests, groups)
         made = finish(part, jobs, provider.space.dtype, f"{plan.strategy} group scores", provider.show_progress)
         return ScoreBlocks(self.folder, question, tests, groups, provider.space.dtype, made)
@@ -149,22 +156,14 @@ class ScoreStore:
 
     def _checkpoint(self, provider: GroupGradients, number: int, values: dict[str, Any]) -> str:
         """The name of a checkpoint, refused if it was made with another model, data or settings."""
-        if not self._is_open:
-            made_with = lambda: fingerprint.of_training(provider, self.tag)  # noqa: E731
-            self._store = self._stack.enter_context(opened(self.folder, made_with))
-            self._is_open = True
+        if self._opened is None:
+            self._opened = opened(self.folder, lambda: fingerprint.of_training(provider, self.tag))
+            self._store = self._opened.__enter__()
         name = f"checkpoint-{number:03d}"
         with together():
             if self._store is not None:
-                self._store.part(name, values)
+                self._store.check(name, values)
         return name
-
-    def _question(self, within: str, asked: dict[str, Any]) -> str:
-        """The name of a question that was asked before, or a new one."""
-        assert self._store is not None
-        known = self._store.parts
-        names = (f"{within}-scores-{number:03d}" for number in count())
-        return next(name for name in names if name not in known or difference(known[name], asked) is None)
 
     def stacked(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
         """Scores of some test points after others, from `(their positions, scores)`."""
@@ -206,6 +205,12 @@ class ScoreStore:
         return torch.from_numpy(read_array(self.folder, name)).to(dtype)
 
 
+def _question(store: Store, within: str, asked: dict[str, Any]) -> str:
+    """The name of a question that was asked before, or a new one."""
+    names = (f"{within}-scores-{number:03d}" for number in count())
+    return next(name for name in names if name not in store.parts or difference(store.parts[name], asked) is None)
+
+
 def _packed(done: Preconditioned, rows: Tensor) -> Tensor:
     """Directions like `rows` as bytes, and behind them, as text, what else is known of them."""
     told = bytearray(json.dumps([dict(done.settings), done.passes, done.notes]).encode())
@@ -236,7 +241,7 @@ def _jobs(
     @lru_cache(maxsize=1)
     def asked(at: Range) -> Directions:
         if isinstance(directions, Tensor):
-            return directions[slice(*at)]
+            return directions if at[1] - at[0] == len(directions) else directions[slice(*at)]
         some = PointGradients(directions.loss, SomePoints(directions.data, np.arange(*at)))
         return some if plan.strategy == "ghost" else gradients_of(provider, some).rows()
 
