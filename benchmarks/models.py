@@ -115,12 +115,12 @@ def texts(n: int, length: int = 64, seed: int = 0) -> dict[str, Tensor]:
 class TextClassifier(nn.Module):
     """A BERT with a classification head as a map from tokens `[b, 3, L]` to logits `[b, classes]`.
 
-    Tokens are input ids, attention mask and token types, as `benchmarks.data` gives them. The mask goes in with a
-    value for every pair of tokens, which BERT takes as it is: a plain one it inspects, and `vmap` forbids that.
-    Attention is not fused, so that Hessian-vector products work as well.
+    Tokens are input ids, attention mask and token types, as `benchmarks.data` gives them. The mask goes to the layers
+    with a value for every pair of tokens, past BERT's own `forward`: that inspects it, which `vmap` forbids, and before
+    transformers 5 takes none for pairs. Attention is not fused, so that Hessian-vector products work as well.
     """
 
-    def __init__(self, bert: nn.Module) -> None:
+    def __init__(self, bert: Any) -> None:
         super().__init__()
         self.bert = bert
 
@@ -130,7 +130,9 @@ class TextClassifier(nn.Module):
         dtype = next(self.bert.parameters()).dtype
         away = (1 - mask).to(dtype)[:, None, None, :] * torch.finfo(dtype).min
         away = away.expand(-1, -1, tokens.shape[-1], -1)
-        return self.bert(input_ids=ids, attention_mask=away, token_type_ids=types).logits
+        body: Any = self.bert.bert
+        states = body.encoder(body.embeddings(input_ids=ids, token_type_ids=types), attention_mask=away)[0]
+        return self.bert.classifier(self.bert.dropout(body.pooler(states)))
 
 
 def pretrained_bert(folder: Path, classes: int = 2) -> TextClassifier:
@@ -142,13 +144,11 @@ def pretrained_bert(folder: Path, classes: int = 2) -> TextClassifier:
     logging.set_verbosity_error()  # it reports that the head is new, which is meant
     logging.disable_progress_bar()
     try:
-        bert = BertForSequenceClassification.from_pretrained(
-            folder, num_labels=classes, dtype=torch.float32, attn_implementation="eager"
-        )
+        bert = BertForSequenceClassification.from_pretrained(folder, num_labels=classes, attn_implementation="eager")
     finally:
         logging.set_verbosity(shown)
         logging.enable_progress_bar()
-    return TextClassifier(bert)
+    return TextClassifier(bert.float())
 
 
 def random_bert(classes: int = 2) -> TextClassifier:

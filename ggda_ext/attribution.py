@@ -84,7 +84,7 @@ def attribute(
             data; solving with the curvature takes longer.
         frame: the pandas table whose columns `groups` names, with a row for every training point.
         models: more models trained the same way with other seeds. Scores are those of all of them, as over checkpoints:
-            a mean in the property's unit, which holds more of what any retrained model would do.
+            a mean in the property's unit. Their mean predicts other retrained models better than one model does.
         checkpoints: a state dict or its path, or several; the model's current parameters if left out. The model gets
             its own parameters back afterwards.
         weights: one weight per checkpoint, equal ones if left out. Scores in the property's unit are weighted means.

@@ -14,7 +14,7 @@ from sklearn.cluster import KMeans
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ggda_ext import Attribution, GradientStore, Groups, WhatIf, estimate, grouping, properties
+from ggda_ext import Attribution, GradientStore, Groups, WhatIf, estimate, evaluation, grouping, properties
 from ggda_ext.evaluation import Retrainer
 from ggda_ext.training import Recipe, initial_model, train_many, train_one
 from tests.test_mistakes import LOSS, MODEL, RECIPE, RESULT, TABLE, Mistake, N, X, Y, ask, leave
@@ -140,6 +140,24 @@ MISTAKES: dict[str, Mistake] = {
         lambda: Attribution.of(torch.ones(1, 3) * 1j, GROUPS), TypeError, "complex64: pass real numbers"
     ),
     # further doors
+    "an attack that was not made": (
+        lambda: properties.attacked_loss((X, Y), LOSS, properties.fgsm), TypeError, r"fgsm itself: .* fgsm\(eps\)"
+    ),
+    "no model at once": (
+        lambda: train_many(lambda: nn.Linear(4, 3), LOSS, (X, Y), RECIPE, seeds=[0], at_once=0), ValueError, "at_once=0"
+    ),
+    "no training at once": (lambda: leave(at_once=0), ValueError, "at_once=0: pass a positive number"),
+    "no subsets": (lambda: evaluation.random_subsets(GROUPS, 0), ValueError, "count=0: pass a positive number"),
+    "choices of other groups": (
+        lambda: evaluation.points_of(GROUPS, np.ones((2, 9), bool)), ValueError, r"kept has shape \[2, 9\]: .*, 3\]"
+    ),
+    "one fraction": (
+        lambda: evaluation.pruning_score(np.ones(3), GROUPS, retrainer(), 0.5), TypeError, r"fractions=0.5: .* \[0.1"
+    ),
+    "how many subsets": (lambda: retrainer()(5), TypeError, "subsets=5: pass a list of arrays of training indices"),
+    "a group beyond the last": (lambda: GROUPS.some([0, 9]), IndexError, "group id 9 is out of range: there are 3"),
+    "a group twice, by id": (lambda: GROUPS.some([1, 1]), ValueError, "ids holds 1 more than once: pass each group"),
+    "the name of a group beyond the last": (lambda: GROUPS.name(9), IndexError, "group id 9 is out of range: there"),
     "a model to estimate": (lambda: estimate(MODEL), TypeError, r"provider is a Sequential: pass GroupGradients\("),
     "a model to store": (lambda: GradientStore(MODEL, "folder"), TypeError, "provider is a Sequential: pass GroupGrad"),
 }  # fmt: skip

@@ -118,7 +118,7 @@ def _tuned_once(weights: Path, pairs: Sequence[Pair], models: Path | None) -> An
     made_of = np.frombuffer(f"{BEFORE} {pairs}".encode(), np.uint8)
     key = f"{QNLI_SOURCES}-{digest(made_of, np.fromfile(weights / 'config.json', np.uint8))}"
     kept = ModelFiles(models).trained_once(
-        key, lambda: BertModel.from_pretrained(weights, dtype=torch.float32), lambda: Trained(tuned(weights, pairs))
+        key, lambda: BertModel.from_pretrained(weights).float(), lambda: Trained(tuned(weights, pairs))
     )
     return kept.model
 

@@ -107,7 +107,7 @@ def spoiled(pairs: Sequence[Pair], source: str, seed: int) -> list[Pair]:
 def tuned(weights: Path, pairs: Sequence[Pair]) -> Any:
     """The pre-trained BERT after the fine-tuning before."""
     torch.manual_seed(0)
-    bert: Any = BertModel.from_pretrained(weights, dtype=torch.float32)
+    bert: Any = BertModel.from_pretrained(weights).float()
     model = UpperLayers(bert.encoder.layer[-BEFORE["layers"] :], bert.config.hidden_size)
     rows = states(weights, bert, BEFORE["layers"])(pairs, "before")
     trained(

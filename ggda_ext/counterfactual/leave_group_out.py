@@ -33,7 +33,7 @@ from ggda_ext.training.loop import LossFn, MakeModel
 from ggda_ext.training.many import layout_of, models_at_once
 from ggda_ext.training.order import by_falling_steps
 from ggda_ext.training.recipe import check_seeds, checked_data
-from ggda_ext.words import without
+from ggda_ext.words import check_counts, without
 
 Pair = tuple[Tensor, Tensor]
 PARTS, SMALLEST_STACK = 8, 32
@@ -178,6 +178,7 @@ def leave_group_out(
     groups = Groups.of(groups, len(x))
     ids = np.arange(len(groups)) if group_ids is None else _checked_ids(group_ids, groups)
     check_seeds(seeds)
+    check_counts(at_once=at_once)
     if loss_fn is None:
         raise TypeError("loss_fn is None: pass the training loss, e.g. nn.CrossEntropyLoss().")
     if not isinstance(recipe, Recipe):

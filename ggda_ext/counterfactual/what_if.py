@@ -59,9 +59,9 @@ class WhatIf:
     """A trained model's answers to *what if some groups had not been in the training set, or had weighed less?*
 
     The outputs are linearised along a few parameter directions, and the training problem of what is kept is solved
-    there; see `ggda_ext.counterfactual.refit`. Setting up takes about two passes over the training data and 2/3 of a
-    pass for every direction, or a few passes for every output where points use each parameter often (text, images); a
-    question then takes milliseconds.
+    there; see `ggda_ext.counterfactual.refit`. Setting up takes about one pass over the training data for every
+    direction, or a few passes for every output where points use each parameter often (text, images); a question then
+    takes milliseconds.
 
     Args:
         model: the model trained on all the data, in eval mode if it has dropout or BatchNorm.
@@ -272,7 +272,7 @@ class WhatIf:
 
         Args:
             retrain: training indices to keep, one array per subset → values of the property `[subsets, seeds]`; a
-                `ggda_ext.evaluation.Retrainer`, or your own. Pass all points first to it yourself for the full value.
+                `ggda_ext.evaluation.Retrainer`, or your own.
             property: the property that `retrain` measures, one number.
             subsets: which groups to keep `[s, k]`, or how many to choose: see `to_retrain`.
             fraction: of the groups that a random choice keeps: about what you are going to ask for.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ def _curve(
     importance: Any, groups: GroupsLike, retrain: Retrain, fractions: Sequence[float], aggregation: Aggregation,
     seed: int, *, largest_first: bool,
 ) -> RemovalCurve:  # fmt: skip
+    if not isinstance(fractions, Iterable):
+        raise TypeError(f"fractions={fractions!r}: pass a list of them, e.g. [0.1, 0.2].")
     groups = Groups.of(groups)
     values = aggregated(importance, groups, aggregation)
     removed = [removal_order(values, groups, f, largest_first=largest_first, seed=seed) for f in fractions]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +47,8 @@ class Retrainer:
 
     def __call__(self, subsets: Sequence[np.ndarray]) -> np.ndarray:
         """Values `[subsets, seeds]` of models trained on every subset; under several ranks each trains some of them."""
+        if not isinstance(subsets, Iterable):
+            raise TypeError(f"subsets={subsets!r}: pass a list of arrays of training indices.")
         jobs = [(subset, seed) for subset in subsets for seed in self.seeds]
 
         def values(some: list[int]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggda_ext.groups.partition import Groups, GroupsLike
+from ggda_ext.words import check_counts
 
 _DRAWS = 50  # choices drawn for each one that is taken, if they should be equal in points
 
@@ -23,6 +24,7 @@ def random_subsets(
             in size, and with a fixed number of epochs in training steps, which alone may explain their losses.
         seed: of the choice.
     """
+    check_counts(count=count)
     groups = Groups.of(groups)
     k = len(groups)
     size = round(fraction * k)
@@ -42,5 +44,7 @@ def random_subsets(
 def points_of(groups: GroupsLike, kept: np.ndarray) -> list[np.ndarray]:
     """The training indices of every choice of groups `[s, k]`; points in no group are in none."""
     groups = Groups.of(groups)
-    inside = groups.labels >= 0
-    return [np.flatnonzero(inside & choice[groups.labels]) for choice in np.asarray(kept, bool)]
+    inside, chosen = groups.labels >= 0, np.asarray(kept, bool)
+    if chosen.ndim != 2 or chosen.shape[1] != len(groups):
+        raise ValueError(f"kept has shape {list(chosen.shape)}: pass [subsets, {len(groups)}], a column per group.")
+    return [np.flatnonzero(inside & choice[groups.labels]) for choice in chosen]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -83,9 +83,11 @@ def spread_over(scores: Any, labels: np.ndarray, sizes: np.ndarray, how: Share, 
     return torch.cat([wide, column], -1).index_select(-1, at.to(wide.device))
 
 
-def labels_of_some(labels: np.ndarray, ids: Iterable[int], k: int) -> np.ndarray:
+def labels_of_some(labels: np.ndarray, ids: Sequence[int], k: int) -> np.ndarray:
     """Labels `[n]` where the groups `ids` are 0, 1, 2, … and all other points are left out."""
     new_id = np.full(k + 1, -1, np.int64)
     for place, number in enumerate(ids):
+        if new_id[number] >= 0:
+            raise ValueError(f"ids holds {number} more than once: pass each group once.")
         new_id[number] = place
     return new_id[labels]

@@ -178,7 +178,7 @@ class Groups:
 
     def name(self, group_id: int) -> Hashable:
         """Name of a group: the user's, or its id."""
-        return self._names[group_id] if self._names is not None else group_id
+        return self.all_names[self._within(group_id)]
 
     @property
     def all_names(self) -> Sequence[Hashable]:
@@ -207,6 +207,7 @@ class Groups:
 
     def some(self, ids: Sequence[int]) -> Groups:
         """Some of the groups, in the order of `ids`; the points of all others are left out."""
+        ids = [self._within(j) for j in ids]
         return Groups.with_labels(labels_of_some(self.labels, ids, len(self)), len(ids), [self.name(j) for j in ids])
 
     def spread(self, scores: Any, *, how: Share = "share", left_out: float = float("nan")) -> Tensor:
@@ -249,13 +250,17 @@ class Groups:
         return len(self._sizes)
 
     def __getitem__(self, group_id: int) -> np.ndarray:
-        k = len(self)
         if isinstance(group_id, str):
             raise TypeError(f"groups[{group_id!r}]: pass an id, or ask by name, groups.members({group_id!r}).")
+        group_id = self._within(group_id)
+        return self.order[self.offsets[group_id] : self.offsets[group_id + 1]]
+
+    def _within(self, group_id: int) -> int:
+        """The id, from 0 on; a negative one counts from the end."""
+        k = len(self)
         if not -k <= group_id < k:
             raise IndexError(f"group id {group_id} is out of range: there are {k} groups.")
-        group_id %= k
-        return self.order[self.offsets[group_id] : self.offsets[group_id + 1]]
+        return int(group_id) % k
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self[j] for j in range(len(self)))

@@ -66,8 +66,9 @@ class AttackedLoss(ExampleLoss):
     """
 
     def __init__(self, loss: ExampleLoss, attack: Attack) -> None:
-        if not callable(attack):
-            raise TypeError(f"attack is a {type(attack).__name__}: pass fgsm(eps) or pgd(eps, step, steps).")
+        if not callable(attack) or attack in (fgsm, pgd):
+            strange = f"{attack.__name__} itself" if callable(attack) else f"a {type(attack).__name__}"
+            raise TypeError(f"attack is {strange}: pass fgsm(eps) or pgd(eps, step, steps).")
         self.loss, self.attack = loss, attack
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:

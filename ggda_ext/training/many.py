@@ -23,6 +23,7 @@ from ggda_ext.training.mapped import MappedModel
 from ggda_ext.training.order import StepBatch, Walk, batches, by_falling_steps, walks
 from ggda_ext.training.recipe import BETA2, EPS, Recipe, check_seeds, checked_data, checked_subset
 from ggda_ext.training.stacked import StackedLayers
+from ggda_ext.words import check_counts
 
 WORKING_SET = 16 * 2**20
 """Bytes that the models of one stack touch in a step: about what stays in a processor's cache."""
@@ -130,6 +131,7 @@ def train_many(
     """
     x, y = checked_data(data)
     check_seeds(seeds, once=False)
+    check_counts(at_once=at_once)
     given = [None] * len(seeds) if subsets is None else list(subsets)
     if len(given) != len(seeds) or not given:
         raise ValueError(f"subsets has {len(given)} entries, seeds {len(seeds)}: pass one of each per model.")
