@@ -203,6 +203,7 @@ def _reason(facts: Facts, m: int, rows: bool, points: bool) -> str:
 
 
 CACHED_BLOCK_BYTES = 8 * 2**20
+Indices = np.ndarray | range
 
 
 @dataclass(frozen=True)
@@ -262,9 +263,10 @@ class Request:
         """Zeros `[m, k]` to add scores to, in double precision: a group may have a billion points."""
         return torch.zeros(m, len(self.groups), dtype=torch.float64, device=sums_on(self.space.device))
 
-    def natural_batches(self) -> Iterator[tuple[Tensor, Any]]:
-        """Our share of all points, in the order of the data set: `(their group ids, batch)`."""
+    def natural_batches(self) -> Iterator[tuple[Indices, Any]]:
+        """Our share of all points, in the order of the data set: `(which they are, batch)`."""
         low, high = self.within
+        fits = self.data.is_fit_for(self.space.device)
         for indices, batch in self._bar(self._in_order(), high - low):
             if indices[-1] >= self.groups.n:
                 raise ValueError(
@@ -272,8 +274,11 @@ class Request:
                     "build it with one label per point."
                 )
             at = range(int(indices[0]), int(indices[-1]) + 1) if self._complete else indices
-            labels = torch.from_numpy(self.groups.labels_of(at).astype(np.int64))
-            yield labels.to(self.space.device), to_device(batch, self.space.device)
+            yield at, batch if fits else to_device(batch, self.space.device)
+
+    def ids_of(self, points: Indices) -> Tensor:
+        """The group ids of points `[b]`."""
+        return torch.from_numpy(self.groups.labels_of(points).astype(np.int64)).to(self.space.device)
 
     @cached_property
     def _points(self) -> int:
