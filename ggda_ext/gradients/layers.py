@@ -95,7 +95,7 @@ class _Linear(LayerRule):
 
 
 def _add_dots(a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None, back: bool, scores: Tensor) -> None:
-    """Add ⟨W a + b, d⟩ of every row: by products with vectors, which are faster than `sum`, and than a wide bias in W a."""
+    """Add ⟨W a + b, d⟩ of every row, by products with vectors: faster than `sum`, and than a wide bias in W a."""
     if back:
         products = torch.mm(d, weight).mul_(a)
     elif weight.shape[0] > _FEW:
