@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.losses import cannot_take
-from ggda_ext.model import left_as_it_was, left_as_it_was_by_runs, may_change, sums_on, training_kernels, unwrapped
+from ggda_ext.model import (
+    all_finite,
+    left_as_it_was,
+    left_as_it_was_by_runs,
+    may_change,
+    sums_on,
+    training_kernels,
+    unwrapped,
+)
 from ggda_ext.sharing import adding_up, agreed
 
 Property = Callable[[nn.Module], Tensor]
@@ -51,7 +59,7 @@ def property_gradient(property: Property, model: nn.Module, parameters: Paramete
     if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] != p:
         got = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise ValueError(f"property.gradient returned {got}: return a tensor of shape [m, {p}].")
-    if not bool(rows.isfinite().all()):
+    if not all_finite(rows):
         j, at = torch.nonzero(~rows.isfinite())[0].tolist()
         raise ValueError(
             f"property has a gradient that is not finite: {rows[j, at].item()} at component {j}, in "
@@ -171,7 +179,7 @@ def checked_value(value: Any) -> Tensor:
 
 def finite_values(values: Tensor, of: str, first: int = 0) -> Tensor:
     """`values [m]`, if all are finite; errors call them `of` number `first`, `first` + 1, …"""
-    if not bool(values.isfinite().all()):
+    if not all_finite(values):
         j = int(torch.nonzero(~values.isfinite())[0])
         raise ValueError(
             f"property is not finite: {values[j].item()} at {of} {first + j}. Check the model's outputs "

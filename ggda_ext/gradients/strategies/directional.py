@@ -13,7 +13,7 @@ from torch import Tensor
 from ggda_ext.data import batch_length
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
-from ggda_ext.gradients.plan import Cost, Indices, Request, Strategy
+from ggda_ext.gradients.plan import Cost, Indices, Request, Strategy, joined
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
@@ -50,8 +50,8 @@ class _Sums:
             self._add_up()
 
     def _add_up(self) -> None:
-        ids = torch.cat([self.request.ids_of(points) for points, _ in self.waiting])
-        found = torch.cat([scores for _, scores in self.waiting], 1)
+        ids = joined([self.request.ids_of(points) for points, _ in self.waiting])
+        found = joined([scores for _, scores in self.waiting], 1)
         self.waiting, self.count = [], 0
         if self.alone:
             self.scores.scatter_(1, ids.expand(len(found), -1), found)
