@@ -54,9 +54,9 @@ class LayerRule:
         return segment_sum(d.flatten(2).sum(2) if d.dim() > 2 else d, starts)
 
 
-_FEW, _NARROW = 16, 64  # outputs or inputs of a layer, as matrix products go
+_FEW = 16  # outputs of a layer, as matrix products go
 _SMALL = 2**18  # numbers in a weight from which on its order in memory does not matter
-_NEAR, _ENOUGH = 2**18, 512  # numbers of a product that stay in the cache until they are used; rows of one at least
+_NEAR, _ENOUGH = 2**17, 512  # numbers of a product that stay in the cache until they are used; rows of one at least
 
 
 class _Linear(LayerRule):
@@ -70,9 +70,9 @@ class _Linear(LayerRule):
         out, into = weight.shape
         if d.dim() > 2:
             a, d = a.reshape(-1, into), d.reshape(-1, out)
-        rows, back = d.shape[0], out > into >= _NARROW
+        rows, back = d.shape[0], out > max(into, _FEW)
         found = scores if rows == scores.shape[0] else scores.new_zeros(rows)
-        step = max(_NEAR // (into if back else out), _ENOUGH)
+        step = max(_NEAR // max(into, out), _ENOUGH)
         if rows <= step or weight.numel() > _SMALL:  # a large weight would be fetched again for each block
             _add_dots(a, d, weight, bias, back, found)
         else:
@@ -84,7 +84,7 @@ class _Linear(LayerRule):
     def arranged(self, weight: Tensor) -> Tensor:
         """By columns, where `add_scores` multiplies inputs by a small weight."""
         out, into = weight.shape
-        turned = out > _FEW and not out > into >= _NARROW and weight.numel() <= _SMALL
+        turned = _FEW < out <= into and weight.numel() <= _SMALL
         return weight.T.contiguous().T if turned else weight
 
     def weight_rows(self, layer: nn.Linear, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
