@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any, TypeVar
 
 import torch
@@ -174,6 +175,12 @@ def full_precision(device: torch.device) -> Iterator[None]:
         yield
 
 
+def all_finite(values: Tensor) -> bool:
+    """Whether all numbers are finite; their sum mostly tells, in a third of the steps."""
+    values = values.detach()
+    return isfinite(float(values.sum())) or bool(values.isfinite().all())
+
+
 def sums_on(device: torch.device) -> torch.device:
     """Where sums in double precision can be kept for a model on a device."""
     return torch.device("cpu") if device.type == "mps" else device
@@ -197,24 +204,27 @@ class SavedState:
     Args:
         model: the model.
         names: of the parameters and buffers whose values are copied; all by default.
+
+    Attributes:
+        named: its parameters and buffers by name.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
         self.model = model
         self._modes = [(module, module.training) for module in model.modules()]
         self._held = [(held, dict(held)) for module in model.modules() for held in _held_by(module)]
-        self._now = _named_values(model)
-        self._required = {name: value.requires_grad for name, value in self._now.items()}
+        self.named = _named_values(model)
+        self._required = {name: value.requires_grad for name, value in self.named.items()}
         self._values: dict[str, Tensor] = {}
         self._versions: dict[str, Any] = {}
         self.copy_values(names)
 
     def copy_values(self, names: Iterable[str] | None = None) -> None:
         """Copy more values, as they are now."""
-        for name in self._now if names is None else names:
+        for name in self.named if names is None else names:
             if name not in self._values:
-                self._values[name] = self._now[name].detach().clone()
-                self._versions[name] = _version(self._now[name])
+                self._values[name] = self.named[name].detach().clone()
+                self._versions[name] = _version(self.named[name])
 
     def changed(self) -> list[str]:
         """Names of the copied values that are not as they were, or were written to."""
@@ -222,7 +232,7 @@ class SavedState:
         return [
             name
             for name, before in self._values.items()
-            if _version(self._now[name]) != self._versions[name] or not _same(now[name], before)
+            if _version(self.named[name]) != self._versions[name] or not _same(now[name], before)
         ]
 
     def _moved(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -237,7 +247,7 @@ class SavedState:
         """Refuse a model that has parameters which it did not have before."""
         if not self._moved():
             return
-        before, now = self._now, _named_values(self.model, "_parameters")
+        before, now = self.named, _named_values(self.model, "_parameters")
         for name, value in now.items():
             if before.get(name) is not value:
                 what = f"puts another parameter in place of {name!r}" if name in before else f"makes parameter {name!r}"
@@ -246,21 +256,25 @@ class SavedState:
                     "once before, or let it change values in place."
                 )
 
-    def restore(self) -> None:
-        """Give the model everything back."""
+    def restore(self) -> bool:
+        """Give the model everything back; whether any of the copied values had changed."""
+        changed = False
         for held, entries in self._moved():
+            changed = True
             held.clear()
             held.update(entries)
         with torch.no_grad():
             for name, before in self._values.items():
-                if not _same(self._now[name], before):
-                    self._now[name].copy_(before)
+                if not _same(self.named[name], before):
+                    changed = True
+                    self.named[name].copy_(before)
         for module, training in self._modes:
             if module.training != training:
                 module.training = training
         for name, required in self._required.items():
-            if self._now[name].requires_grad != required:
-                self._now[name].requires_grad_(required)
+            if self.named[name].requires_grad != required:
+                self.named[name].requires_grad_(required)
+        return changed
 
 
 def _held_by(module: nn.Module) -> list[dict[str, Any]]:
@@ -316,6 +330,45 @@ def left_as_it_was(
         finally:
             if restore:
                 saved.restore()
+
+
+_harmless: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Models whose runs were seen to change nothing, with what they looked like."""
+
+
+@contextmanager
+def left_as_it_was_by_runs(model: nn.Module) -> Iterator[None]:
+    """Like `left_as_it_was`, around nothing but runs of the model, which mostly change nothing.
+
+    All values are copied and compared once: for a large model that takes as long as a run. After that its parameters
+    are asked whether they were written to, and a model that does so only now is refused.
+    """
+    inner = unwrapped(model)
+    with only_thread(model):
+        looks = _looks(inner)
+        known = _harmless.get(inner) == looks
+        written = list(inner.parameters()) if known else []
+        versions = [_version(value) for value in written]
+        saved = SavedState(inner, _named_values(inner, "_buffers") if known else may_change(inner))
+        try:
+            yield
+        finally:
+            changed = saved.restore()
+        if not known and not changed:
+            _harmless[inner] = looks
+        for value, version in zip(written, versions, strict=True):
+            if _version(value) != version:
+                name = next(name for name, own in saved.named.items() if own is value)
+                raise ValueError(
+                    f"the model wrote to {name!r} when it ran, as it did not before, so it is no longer as it was: "
+                    "let its forward pass leave parameters alone."
+                )
+
+
+def _looks(model: nn.Module) -> Any:
+    """What tells whether a model is as it was when its runs were looked at; values of parameters may differ."""
+    modules = [(id(m), m.training, tuple(m._forward_hooks), tuple(m._forward_pre_hooks)) for m in model.modules()]
+    return modules, [id(parameter) for parameter in model.parameters()]
 
 
 def called_with(module: nn.Module, values: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from ggda_ext import properties
 from ggda_ext.data import IndexedData
 from ggda_ext.losses import BatchLoss
+from ggda_ext.model import SavedState
 from ggda_ext.properties import (
     accuracy,
     attacked_loss,
@@ -568,6 +569,47 @@ def test_a_property_that_switches_modes_or_updates_buffers_changes_nothing() -> 
     gradient(training, model)
     assert not any(module.training for module in model.modules())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_values_are_copied_once_to_see_that_a_model_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    copy = SavedState.copy_values
+    monkeypatch.setattr(SavedState, "copy_values", lambda saved, names=None: (copied.extend(names), copy(saved, names)))
+    model = build()
+    goal = mean_loss((X, Y), nn.CrossEntropyLoss())
+    first = gradient(goal, model)
+    assert set(copied) == {name for name, _ in model.named_parameters()}
+    copied.clear()
+    assert torch.equal(gradient(goal, model), first)
+    assert not copied
+    model.last.register_forward_hook(lambda *_: None)  # which may do anything
+    gradient(goal, model)
+    assert copied
+
+
+def test_a_model_that_writes_to_its_parameters_is_put_back_or_refused() -> None:
+    class Writes(nn.Module):
+        def __init__(self, from_call: int) -> None:
+            super().__init__()
+            self.linear, self.calls, self.from_call = nn.Linear(D, 3).double(), 0, from_call
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls >= self.from_call:
+                with torch.no_grad():
+                    self.linear.bias += 1
+            return self.linear(x)
+
+    goal = mean_loss((X, Y), nn.CrossEntropyLoss())
+    always = Writes(1)
+    before = always.linear.bias.detach().clone()
+    for _ in range(2):
+        gradient(goal, always)
+        assert torch.equal(always.linear.bias, before)
+    late = Writes(2)
+    gradient(goal, late)
+    with pytest.raises(ValueError, match=r"wrote to 'linear\.bias'.*as it did not before"):
+        gradient(goal, late)
 
 
 # Bad input ----------------------------------------------------------------------------------------

@@ -73,10 +73,11 @@ def as_batch_of_one(example: Any) -> Any:
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor on `device`, and fit for autograd if it was made in inference mode."""
     with torch.inference_mode(False):
-        return map_tensors(lambda tensor: _fit_for(tensor, device), batch)
+        return map_tensors(lambda tensor: fit_for(tensor, device), batch)
 
 
-def _fit_for(tensor: Tensor, device: torch.device) -> Tensor:
+def fit_for(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`, without a graph; itself if it is so already."""
     if tensor.is_inference():
         tensor = tensor.clone()
     if tensor.requires_grad:  # of inputs nobody asks for a gradient

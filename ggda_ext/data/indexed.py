@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from ggda_ext.data.batches import (
     as_tensors,
     batch_length,
+    fit_for,
     holds_tensors,
     map_tensors,
     parts_of,
@@ -154,6 +155,11 @@ class IndexedData:
     def tensors(self) -> Any:
         """The tensors that hold the examples, in their order; None if the data is not made of tensors."""
         return self._tensors if self._order is None else None
+
+    def is_fit_for(self, device: torch.device) -> bool:
+        """Whether all batches are such that `to_device` leaves them as they are."""
+        tensors = [] if self._tensors is None else tensors_in(getattr(self._tensors, "tensors", self._tensors))
+        return bool(tensors) and all(fit_for(tensor, device) is tensor for tensor in tensors)
 
     def _length(self) -> int | None:
         if self._order is not None:

@@ -37,12 +37,12 @@ class LayerRule:
         """layer(a; weight, bias), linear in (weight, bias)."""
         raise NotImplementedError
 
-    def row_scores(self, layer: Any, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """⟨layer(a; weight, bias), d⟩ of every row `[b]`."""
-        return self.apply(layer, a, weight, bias).mul_(d).reshape(len(d), -1).sum(1)
+    def add_scores(self, layer: Any, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None, scores: Tensor) -> None:
+        """Add ⟨layer(a; weight, bias), d⟩ of every example, which may have several rows, to its score `[b]`."""
+        scores += self.apply(layer, a, weight, bias).mul_(d).reshape(scores.shape[0], -1).sum(1)
 
     def arranged(self, weight: Tensor) -> Tensor:
-        """The same numbers, in the order in memory in which `row_scores` reads them fastest."""
+        """The same numbers, in the order in memory in which `add_scores` reads them fastest."""
         return weight
 
     def weight_rows(self, layer: Any, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
@@ -54,35 +54,37 @@ class LayerRule:
         return segment_sum(d.flatten(2).sum(2) if d.dim() > 2 else d, starts)
 
 
-_FEW, _NARROW = 16, 64  # outputs or inputs of a layer, as matrix products go
+_FEW = 16  # outputs of a layer, as matrix products go
 _SMALL = 2**18  # numbers in a weight from which on its order in memory does not matter
+_NEAR, _ENOUGH = 2**17, 512  # numbers of a product that stay in the cache until they are used; rows of one at least
 
 
 class _Linear(LayerRule):
     def apply(self, layer: nn.Linear, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(a, weight, bias)
 
-    def row_scores(self, layer: nn.Linear, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """By W a or by Wᵀ d, as matrix products are faster; rows are added up by a product with ones, not by `sum`."""
-        size, (out, into) = d.shape[0], weight.shape
-        a, d = a.reshape(-1, into), d.reshape(-1, out)
-        back = out > into >= _NARROW
-        if back:
-            products = torch.mm(d, weight).mul_(a)
-        elif out > _FEW:
-            products = (torch.mm(a, weight.T) if bias is None else torch.addmm(bias, a, weight.T)).mul_(d)
-        else:  # a product with few columns is slow, one with few rows is not
-            turned = torch.mm(weight, a.T) if bias is None else torch.addmm(bias[:, None], weight, a.T)
-            products = turned.mul_(d.T).T
-        scores = torch.mv(products, products.new_ones(products.shape[1]))
-        if bias is not None and back:
-            scores = torch.addmv(scores, d, bias)
-        return scores if scores.shape[0] == size else scores.reshape(size, -1).sum(1)
+    def add_scores(
+        self, layer: nn.Linear, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None, scores: Tensor
+    ) -> None:
+        """By W a or by Wᵀ d, as matrix products are faster, in blocks of rows whose products stay in the cache."""
+        out, into = weight.shape
+        if d.dim() > 2:
+            a, d = a.reshape(-1, into), d.reshape(-1, out)
+        rows, back = d.shape[0], out > max(into, _FEW)
+        found = scores if rows == scores.shape[0] else scores.new_zeros(rows)
+        step = max(_NEAR // max(into, out), _ENOUGH)
+        if rows <= step or weight.numel() > _SMALL:  # a large weight would be fetched again for each block
+            _add_dots(a, d, weight, bias, back, found)
+        else:
+            for block in zip(a.split(step), d.split(step), found.split(step), strict=True):
+                _add_dots(*block[:2], weight, bias, back, block[2])
+        if found is not scores:
+            scores += found.view(scores.shape[0], -1).sum(1)
 
     def arranged(self, weight: Tensor) -> Tensor:
-        """By columns, where `row_scores` multiplies inputs by a small weight."""
+        """By columns, where `add_scores` multiplies inputs by a small weight."""
         out, into = weight.shape
-        turned = out > _FEW and not out > into >= _NARROW and weight.numel() <= _SMALL
+        turned = _FEW < out <= into and weight.numel() <= _SMALL
         return weight.T.contiguous().T if turned else weight
 
     def weight_rows(self, layer: nn.Linear, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
@@ -92,14 +94,28 @@ class _Linear(LayerRule):
         return segment_sum(d.flatten(1, -2).sum(1) if d.dim() > 2 else d, starts)
 
 
+def _add_dots(a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None, back: bool, scores: Tensor) -> None:
+    """Add ⟨W a + b, d⟩ of every row, by products with vectors: faster than `sum`, and than a wide bias in W a."""
+    if back:
+        products = torch.mm(d, weight).mul_(a)
+    elif weight.shape[0] > _FEW:
+        products = torch.mm(a, weight.T).mul_(d)
+    else:  # a product with few columns is slow, one with few rows is not
+        turned = torch.mm(weight, a.T) if bias is None else torch.addmm(bias[:, None], weight, a.T)
+        products, bias = turned.mul_(d.T).T, None
+    scores.addmv_(products, products.new_ones(products.shape[1]))
+    if bias is not None:
+        scores.addmv_(d, bias)
+
+
 class _TransposedLinear(_Linear):
     """The `Conv1D` of Hugging Face's GPT-2: a Linear layer with its weight stored [in, out]."""
 
     def apply(self, layer: nn.Module, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(a, weight.T, bias)
 
-    def row_scores(self, layer: Any, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super().row_scores(layer, a, d, weight.T, bias)
+    def add_scores(self, layer: Any, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None, scores: Tensor) -> None:
+        super().add_scores(layer, a, d, weight.T, bias, scores)
 
     def arranged(self, weight: Tensor) -> Tensor:
         """As it is: by columns already."""
@@ -295,11 +311,11 @@ class Layer:
             weight = torch.zeros_like(self.module.weight)  # type: ignore[arg-type]
         return self.rule.apply(self.module, a, weight, bias)
 
-    def row_scores(self, a: Tensor, d: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """⟨layer(a; weight, bias), d⟩ of every row `[b]`, with zeros for a parameter that was not chosen."""
+    def add_scores(self, a: Tensor, d: Tensor, weight: Tensor | None, bias: Tensor | None, scores: Tensor) -> None:
+        """Add ⟨layer(a; weight, bias), d⟩ of every example to its score `[b]`, with zeros for what was not chosen."""
         if weight is None:
             weight = torch.zeros_like(self.module.weight)  # type: ignore[arg-type]
-        return self.rule.row_scores(self.module, a, d, weight, bias)
+        self.rule.add_scores(self.module, a, d, weight, bias, scores)
 
 
 def known_layers(space: ParameterSpace, copies_output: bool = False) -> tuple[list[Layer], dict[str, str]]:

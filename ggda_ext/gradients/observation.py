@@ -17,7 +17,7 @@ gradient of a parameter, something else uses it (a functional call, a penalty), 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -249,7 +249,7 @@ class Observation:
         self._loss.prepare(self._space.model, batch)
         run = _Run(self._space, batch_length(batch), observer, allowed)
         calls = run.calls
-        with self._given_instead(run):
+        with self._given_instead(run) if self._copied or self._biases else _AS_IT_IS:
             self._run = run
             try:
                 with calls.watch:
@@ -262,7 +262,7 @@ class Observation:
                     f"take one for each ({str(error).partition(chr(10))[0]})"
                 ) from error
             finally:
-                self._run = None  # a checkpoint calls layers again on the way back
+                self._run, run.ran = None, True  # a checkpoint calls layers again on the way back
             calls.losses = losses.detach()
             calls.alters = altered_gradients(losses, calls.watch) if alters else None
             if losses.requires_grad:
@@ -273,9 +273,6 @@ class Observation:
     @contextmanager
     def _given_instead(self, run: _Run) -> Iterator[None]:
         """With copies in place of parameters and biases, where layers ask for it."""
-        if not self._copied and not self._biases:
-            yield
-            return
         with given_copies(self._copied, run.size) as copied, given_biases(self._biases, run.share):
             for layer, copies in copied:
                 run.tell_of_copies(layer, copies)
@@ -312,16 +309,33 @@ class _Run:
     """One batch under observation: what happened so far."""
 
     def __init__(self, space: ParameterSpace, size: int, observer: Observer, allowed: float) -> None:
-        self.space, self.size, self.observer = space, size, observer
+        self.dtype, self.size, self.observer = space.dtype, size, observer
         self.calls, self.order = Calls(Watch(size)), _Order(allowed)
+        self.ran = False  # whether the losses are known, and gradients are those of their sum
         self.leaves: list[Tensor] = []
         self.shared: str | None = None  # a layer whose only row was given to every example
 
     def tell_of_copies(self, layer: Layer, copies: Tensor) -> None:
         """Tell of a parameter's copies, and of their gradient."""
         self.leaves.append(copies)
-        kept = self.observer.forward(layer, copies.detach().view(self.size, *_of(layer.weight).shape))
-        copies.register_hook(self.order.of(layer, _backward(self.observer, layer, kept, 1, self.space), 1))
+        shape = self.size, *_of(layer.weight).shape
+        kept = self.observer.forward(layer, copies.detach().view(shape))
+        back = self._back(layer, kept, 1)
+        copies.register_hook(lambda d: back(d.view(shape)))
+
+    def _back(self, layer: Layer, kept: Any, repeats: int) -> Callable[[Tensor], None]:
+        """What is done with the gradient at the output of a layer; `kept` is let go of once the loss has used it."""
+        order, observer, dtype, held = self.order, self.observer, self.dtype, [kept]
+
+        def on_gradient(d: Tensor) -> None:
+            d = d.detach()
+            if order.wanted and order.saw(layer, d, repeats):
+                return
+            own = held.pop() if self.ran else held[0]  # a loss may take gradients of its own while it runs
+            with _exactly(d):
+                observer.backward(layer, own, _in_full(d, dtype), repeats)
+
+        return on_gradient
 
     def tap(self, layer: Layer, a: Tensor, output: Tensor) -> Tensor:
         """Tell of a layer's input; what goes on in place of its output tells of its gradient."""
@@ -336,14 +350,14 @@ class _Run:
                 "so its rows cannot be told apart by example"
             )
         self.calls.rows.append((layer.name, repeats))
-        kept = _told(self.observer.forward, layer, _in_full(a, self.space))
+        with _exactly(a):
+            kept = self.observer.forward(layer, _in_full(a, self.dtype))
         tapped = output
         if not output.requires_grad:
             tapped = output.detach().requires_grad_()
             self.leaves.append(tapped)
             output = tapped.clone() if layer.copies_output else tapped
-        told = _backward(self.observer, layer, kept, repeats, self.space)
-        tapped.register_hook(self.order.of(layer, told, repeats))
+        tapped.register_hook(self._back(layer, kept, repeats))
         return output
 
     def share(self, layer: Layer, positions: Tensor, bias: Tensor) -> Tensor:
@@ -351,10 +365,11 @@ class _Run:
         if bias.dim() != 4 or len(bias) != 1 or bias.shape[2:] != positions.shape:
             raise UnknownLayer(f"layer {layer.name!r} gives scores {list(bias.shape)}, which are not [1, h, q, k]")
         self.calls.rows.append((layer.name, 1))
-        kept = _told(self.observer.forward, layer, positions.expand(self.size, *positions.shape))
+        with _exactly(positions):
+            kept = self.observer.forward(layer, positions.expand(self.size, *positions.shape))
         copies = bias.detach().expand(self.size, *bias.shape[1:]).requires_grad_()
         self.leaves.append(copies)
-        back = self.order.of(layer, _backward(self.observer, layer, kept, 1, self.space), 1)
+        back = self._back(layer, kept, 1)
         copies.register_hook(lambda d: back(d.permute(0, 2, 3, 1)))
         return copies
 
@@ -382,18 +397,13 @@ class _Order:
         self._first.reverse()
         return self._weights
 
-    def of(self, layer: Layer, told: Callable[[Tensor], None], repeats: int) -> Callable[[Tensor], None]:
-        """What is done with a gradient at the output of a layer."""
-
-        def on_gradient(d: Tensor) -> None:
-            if self._weights is not None:
-                self._compare(layer, d.detach(), repeats)
-                return
-            if self.wanted:
-                self._first.append((layer, d.detach().clone()))
-            told(d)
-
-        return on_gradient
+    def saw(self, layer: Layer, d: Tensor, repeats: int) -> bool:
+        """Keep the gradient at the output of a layer, or compare it with what was kept; whether it is compared."""
+        if self._weights is None:
+            self._first.append((layer, d.clone()))
+            return False
+        self._compare(layer, d, repeats)
+        return True
 
     def _compare(self, layer: Layer, d: Tensor, repeats: int) -> None:
         before, first = self._first.pop() if self._first else (None, d)
@@ -449,23 +459,12 @@ def _swaps(held: dict[str, Any], own: dict[str, nn.Parameter]) -> tuple[Callable
     return swap, back
 
 
-def _backward(observer: Observer, layer: Layer, kept: Any, repeats: int, space: ParameterSpace) -> Callable[..., None]:
-    def on_gradient(d: Tensor) -> None:
-        d = d.detach()
-        if layer.copied is not None:
-            d = d.view(len(d), *_of(layer.weight).shape)
-        _told(observer.backward, layer, kept, _in_full(d, space), repeats)
-
-    return on_gradient
+_AS_IT_IS = nullcontext()
 
 
-def _told(observer: Callable[..., Any], layer: Layer, *values: Any) -> Any:
-    """What an observer answers; its arithmetic is not for autocast to round."""
-    device = values[0].device if isinstance(values[0], Tensor) else values[1].device
-    if not torch.is_autocast_enabled(device.type):
-        return observer(layer, *values)
-    with full_precision(device):
-        return observer(layer, *values)
+def _exactly(values: Tensor) -> AbstractContextManager[None]:
+    """An observer's arithmetic is not for autocast to round."""
+    return full_precision(values.device) if torch.is_autocast_enabled(values.device.type) else _AS_IT_IS
 
 
 def _of(parameter: nn.Parameter | None) -> nn.Parameter:
@@ -477,6 +476,6 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _in_full(values: Tensor, space: ParameterSpace) -> Tensor:
+def _in_full(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Activations in the precision of the parameters; autocast makes them smaller."""
-    return values.to(space.dtype) if values.is_floating_point() and values.dtype != space.dtype else values
+    return values.to(dtype) if values.dtype != dtype and values.is_floating_point() else values

@@ -25,7 +25,7 @@ from ggda_ext.gradients.proof import CapturedLayers
 from ggda_ext.groups.batches import GroupBatch
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace, full_precision, sums_on
+from ggda_ext.model import ParameterSpace, all_finite, full_precision, sums_on
 from ggda_ext.sharing import share_of_stream
 
 
@@ -203,6 +203,7 @@ def _reason(facts: Facts, m: int, rows: bool, points: bool) -> str:
 
 
 CACHED_BLOCK_BYTES = 8 * 2**20
+Indices = np.ndarray | range
 
 
 @dataclass(frozen=True)
@@ -262,9 +263,10 @@ class Request:
         """Zeros `[m, k]` to add scores to, in double precision: a group may have a billion points."""
         return torch.zeros(m, len(self.groups), dtype=torch.float64, device=sums_on(self.space.device))
 
-    def natural_batches(self) -> Iterator[tuple[Tensor, Any]]:
-        """Our share of all points, in the order of the data set: `(their group ids, batch)`."""
+    def natural_batches(self) -> Iterator[tuple[Indices, Any]]:
+        """Our share of all points, in the order of the data set: `(which they are, batch)`."""
         low, high = self.within
+        fits = self.data.is_fit_for(self.space.device)
         for indices, batch in self._bar(self._in_order(), high - low):
             if indices[-1] >= self.groups.n:
                 raise ValueError(
@@ -272,8 +274,11 @@ class Request:
                     "build it with one label per point."
                 )
             at = range(int(indices[0]), int(indices[-1]) + 1) if self._complete else indices
-            labels = torch.from_numpy(self.groups.labels_of(at).astype(np.int64))
-            yield labels.to(self.space.device), to_device(batch, self.space.device)
+            yield at, batch if fits else to_device(batch, self.space.device)
+
+    def ids_of(self, points: Indices) -> Tensor:
+        """The group ids of points `[b]`."""
+        return torch.from_numpy(self.groups.labels_of(points).astype(np.int64)).to(self.space.device)
 
     @cached_property
     def _points(self) -> int:
@@ -358,27 +363,28 @@ def merge_pieces(pieces: Iterator[tuple[Tensor, Tensor, bool]], max_rows: int) -
         if begun is not None:
             piece_rows, begun = begun.to(piece_rows), None
         if rows and sum(map(len, rows)) + len(piece_rows) > max_rows:
-            yield _joined(ids), _joined(rows)
+            yield joined(ids), joined(rows)
             ids, rows = [], []
         ids.append(piece_ids)
         rows.append(piece_rows)
     if rows:
-        yield _joined(ids), _joined(rows)
+        yield joined(ids), joined(rows)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)  # cat copies even a single part
+def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """Parts one after the other; a single one as it is, which `cat` would copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def check_finite_scores(scores: Tensor, groups: Groups) -> None:
     """Refuse scores `[m, k]` that are not finite, naming the groups."""
-    if not bool(torch.isfinite(scores.sum())):
+    if not all_finite(scores):
         _refuse(~torch.isfinite(scores).all(0), groups, "scores")
 
 
 def check_finite_rows(rows: Tensor, ids: Tensor, groups: Groups) -> None:
     """Refuse gradient rows `[b, p]` or `[b, w, p]` of the groups `ids` that are not finite, naming the groups."""
-    if not bool(torch.isfinite(rows.sum())):
+    if not all_finite(rows):
         bad = torch.zeros(len(groups), dtype=torch.bool, device=rows.device)
         bad[ids.to(rows.device)] = ~torch.isfinite(rows).flatten(1).all(1)
         _refuse(bad, groups, "gradients")

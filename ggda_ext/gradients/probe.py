@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ggda_ext.data import IndexedData, batch_length, pick, tensors_in, to_device
-from ggda_ext.gradients.descent import descent
+from ggda_ext.gradients.descent import descent, storage_of
 from ggda_ext.gradients.layers import Layer, copied_parameter, known_layers
 from ggda_ext.gradients.mixing import check_batch, check_reduction
 from ggda_ext.gradients.observation import Observer, hidden_hooks
@@ -529,7 +529,7 @@ class Sample:
             if first is None:
                 return
             self.output_dims[name] = first.dim()
-            if is_leaf:
+            if is_leaf and not _is_given(first, args):
                 self._seen += first.numel() * first.element_size()
             self._work += _multiplications(module, first)
             if first.is_floating_point() and torch.finfo(first.dtype).eps > torch.finfo(self.precision).eps:
@@ -601,6 +601,12 @@ def _multiplications(module: nn.Module, output: Tensor) -> float:
         return 0.0
     channels = output.shape[1] if max(value.dim() for value in own) > 2 and output.dim() > 1 else output.shape[-1]
     return sum(value.numel() for value in own) * output.numel() / max(channels, 1)
+
+
+def _is_given(output: Tensor, args: Any) -> bool:
+    """Whether a module returns the memory it was given, as activations in place and dropout that is off do."""
+    where = storage_of(output)
+    return where is not None and any(storage_of(given) == where for given in tensors_in(args))
 
 
 def _first_tensor(output: Any) -> Tensor | None:

@@ -29,6 +29,7 @@ from ggda_ext.losses import ExampleLoss, as_example_loss
 from ggda_ext.model import (
     ParameterChoice,
     ParameterSpace,
+    all_finite,
     check_deterministic_modules,
     only_thread,
     training_kernels,
@@ -431,7 +432,7 @@ class GroupGradients:
                 f"directions has shape {list(directions.shape)}: pass [m, {self.p}], one row per direction."
             )
         directions = to_device(directions.detach(), self.space.device).to(self.space.dtype)
-        if not bool(torch.isfinite(directions.sum())) and not bool(torch.isfinite(directions).all()):
+        if not all_finite(directions):
             raise ValueError(
                 "directions holds NaN or infinite numbers: look at the property or test point they are of."
             )

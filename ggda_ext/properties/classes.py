@@ -35,6 +35,9 @@ BATCH_SIZE = 256
 class _DataProperty(ReadyProperty):
     """A property of a test set, run batch by batch in the order of the data."""
 
+    only_runs = True
+    """It does nothing with the model but run it."""
+
     def __init__(
         self, data: DataLike, batch_size: int | None, source: str, name: str, higher_is_better: bool | None
     ) -> None:

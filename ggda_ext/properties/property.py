@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.losses import cannot_take
-from ggda_ext.model import left_as_it_was, may_change, sums_on, training_kernels, unwrapped
+from ggda_ext.model import (
+    all_finite,
+    left_as_it_was,
+    left_as_it_was_by_runs,
+    may_change,
+    sums_on,
+    training_kernels,
+    unwrapped,
+)
 from ggda_ext.sharing import adding_up, agreed
 
 Property = Callable[[nn.Module], Tensor]
@@ -45,15 +53,14 @@ def property_gradient(property: Property, model: nn.Module, parameters: Paramete
     if not parameters:
         raise ValueError("parameters is empty: pass at least one parameter of the model.")
     model, own = unwrapped(model), getattr(property, "gradient", None)
-    with _differentiable(model, parameters):
+    with _differentiable(model, parameters, only_runs=getattr(property, "only_runs", False)):
         rows = own(model, parameters) if callable(own) else _plain_gradient(property, model, parameters)
     p = sum(parameter.numel() for parameter in parameters.values())
     if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] != p:
         got = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise ValueError(f"property.gradient returned {got}: return a tensor of shape [m, {p}].")
-    wrong = torch.nonzero(~rows.isfinite())
-    if len(wrong):
-        j, at = wrong[0].tolist()
+    if not all_finite(rows):
+        j, at = torch.nonzero(~rows.isfinite())[0].tolist()
         raise ValueError(
             f"property has a gradient that is not finite: {rows[j, at].item()} at component {j}, in "
             f"parameter {_name_at(at, parameters)!r}. Look for sqrt, log or a division at 0."
@@ -89,9 +96,16 @@ def _plain_gradient(property: Property, model: nn.Module, parameters: Parameters
 
 
 @contextmanager
-def _differentiable(model: nn.Module, parameters: Parameters) -> Iterator[None]:
-    """Let `parameters` require grad, and put back whatever a property may change in the model."""
-    with left_as_it_was(model, may_change(model)), training_kernels(), torch.enable_grad():
+def _differentiable(model: nn.Module, parameters: Parameters, *, only_runs: bool) -> Iterator[None]:
+    """Let `parameters` require grad, and put back whatever a property may change in the model.
+
+    Args:
+        model: the model.
+        parameters: of it.
+        only_runs: whether the property does nothing but run the model; a user's own may do anything with it.
+    """
+    kept = left_as_it_was_by_runs(model) if only_runs else left_as_it_was(model, may_change(model))
+    with kept, training_kernels(), torch.enable_grad():
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         yield
@@ -165,9 +179,8 @@ def checked_value(value: Any) -> Tensor:
 
 def finite_values(values: Tensor, of: str, first: int = 0) -> Tensor:
     """`values [m]`, if all are finite; errors call them `of` number `first`, `first` + 1, …"""
-    wrong = torch.nonzero(~values.isfinite())
-    if len(wrong):
-        j = int(wrong[0])
+    if not all_finite(values):
+        j = int(torch.nonzero(~values.isfinite())[0])
         raise ValueError(
             f"property is not finite: {values[j].item()} at {of} {first + j}. Check the model's outputs "
             "and the test data there."

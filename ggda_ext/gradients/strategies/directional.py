@@ -7,56 +7,87 @@ length p is ever formed, so group size 1 costs what group size 1024 costs.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 from torch import Tensor
 
+from ggda_ext.data import batch_length
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
-from ggda_ext.gradients.plan import Cost, Request, Strategy
+from ggda_ext.gradients.plan import Cost, Indices, Request, Strategy, joined
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
-    alone = request.groups.are_singletons  # nothing to add up
     directions = _in_fast_precision(directions)
-    m, k = len(directions), len(request.groups)
-    result = directions.new_zeros(m, k) if alone else request.empty_scores(m)
-    nothing: list[Tensor | None] = [None] * len(directions)
-    parts: Parts = defaultdict(lambda: nothing)
-    parts |= {id(value): list(request.space.part(directions, value)) for value in request.space.parameters.values()}
-    for layer in request.layers:
-        if layer.weight is not None:
-            parts[id(layer.weight)] = [
-                layer.rule.arranged(part) for part in parts[id(layer.weight)] if part is not None
-            ]
+    m, sums = len(directions), _Sums(request, directions)
+    parts = {id(value): request.space.part(directions, value) for value in request.space.parameters.values()}
+    along = {id(layer): _along(layer, parts, m) for layer in request.layers}
     with request.captured.held(request.data.tensors is not None):
-        for labels, batch in request.natural_batches():
-            observer = _PointScores(parts, directions.new_zeros(len(directions), labels.shape[0]))
+        for points, batch in request.natural_batches():
+            observer = _PointScores(along, directions.new_zeros(m, batch_length(batch)))
             request.observe(batch, observer)
-            if alone:
-                result.scatter_(1, labels.expand(m, -1), observer.scores)
-            else:
-                result.index_add_(1, labels, observer.scores.to(result))
-    return result
+            sums.add(points, observer.scores)
+    return sums.result()
 
 
-Parts = defaultdict[int, list[Tensor | None]]
-"""By id of a parameter, its part of every direction."""
+_TOGETHER = 2**17  # scores of points that are added up at once; what is done once per batch counts
+
+
+class _Sums:
+    """Adds up scores of points by group `[m, k]`, those of several batches at once."""
+
+    def __init__(self, request: Request, directions: Tensor) -> None:
+        self.request, self.waiting = request, list[tuple[Indices, Tensor]]()
+        self.count, (m, k) = 0, (len(directions), len(request.groups))
+        self.alone = request.groups.are_singletons  # nothing to add up
+        self.scores = directions.new_zeros(m, k) if self.alone else request.empty_scores(m)
+
+    def add(self, points: Indices, scores: Tensor) -> None:
+        """Add scores of points `[m, b]`."""
+        self.waiting.append((points, scores))
+        self.count += scores.numel()
+        if self.count >= _TOGETHER:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        ids = joined([self.request.ids_of(points) for points, _ in self.waiting])
+        found = joined([scores for _, scores in self.waiting], 1)
+        self.waiting, self.count = [], 0
+        if self.alone:
+            self.scores.scatter_(1, ids.expand(len(found), -1), found)
+        else:
+            self.scores.index_add_(1, ids, found.to(self.scores))
+
+    def result(self) -> Tensor:
+        """The sums of all that was added."""
+        if self.waiting:
+            self._add_up()
+        return self.scores
+
+
+Along = list[tuple[Tensor | None, Tensor | None]]
+"""The parts of every direction that are a layer's: of its weight and of its bias, None for what is not chosen."""
+
+
+def _along(layer: Layer, parts: dict[int, Tensor], m: int) -> Along:
+    weights, biases = (parts.get(id(value)) for value in (layer.weight, layer.bias))
+    nothing = [None] * m
+    return list(zip(
+        nothing if weights is None else [layer.rule.arranged(weight) for weight in weights],
+        nothing if biases is None else biases,
+        strict=True,
+    ))  # fmt: skip
 
 
 class _PointScores(Observer):
-    def __init__(self, parts: Parts, scores: Tensor) -> None:
-        self.parts, self.scores = parts, scores
-        self.rows = list(scores)
+    def __init__(self, along: dict[int, Along], scores: Tensor) -> None:
+        self.along, self.scores, self.dtype, self.rows = along, scores, scores.dtype, scores.unbind()
 
     def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
-        weights, biases = self.parts[id(layer.weight)], self.parts[id(layer.bias)]
-        kept, d = kept.to(self.scores) if kept.is_floating_point() else kept, d.to(self.scores)
-        for row, weight, bias in zip(self.rows, weights, biases, strict=True):
-            found = layer.row_scores(kept, d, weight, bias)
-            row += found if repeats == 1 else found.reshape(row.shape[0], -1).sum(1)
+        if d.dtype != self.dtype:
+            kept, d = kept.to(self.dtype) if kept.is_floating_point() else kept, d.to(self.dtype)
+        for row, (weight, bias) in zip(self.rows, self.along[id(layer)], strict=True):
+            layer.add_scores(kept, d, weight, bias, row)
 
 
 def _in_fast_precision(directions: Tensor) -> Tensor:

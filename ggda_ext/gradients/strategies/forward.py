@@ -26,13 +26,14 @@ def scores(request: Request, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
     result = request.empty_scores(len(directions))
     moves = [request.space.split(direction) for direction in directions]
-    for labels, batch in request.natural_batches():
+    for points, batch in request.natural_batches():
+        ids = request.ids_of(points)
         for number, (row, tangent) in enumerate(zip(result, moves, strict=True)):
             found, losses, watch = watched_scores(request.loss_module, request.space, tangent, batch)
             if number == 0:
                 request.captured.check_forward(batch, tangent, found, watch)
                 request.captured.check_apart(batch, losses, watch)
-            row.index_add_(0, labels, found.to(row))
+            row.index_add_(0, ids, found.to(row))
     return result
 
 

@@ -26,11 +26,11 @@ def scores(request: Request, tests: Request) -> Tensor:
     factors = _factors_of(tests)
     m = tests.groups.n
     result = request.empty_scores(m)
-    for labels, batch in request.natural_batches():
+    for points, batch in request.natural_batches():
         dtype, device = request.space.dtype, request.space.device
-        observer = _PairScores(factors, torch.zeros(m, len(labels), dtype=dtype, device=device))
+        observer = _PairScores(factors, torch.zeros(m, len(points), dtype=dtype, device=device))
         request.observe(batch, observer)
-        result.index_add_(1, labels, observer.scores.to(result))
+        result.index_add_(1, request.ids_of(points), observer.scores.to(result))
     return result
 
 
