@@ -9,6 +9,7 @@ training. A copy has every parameter changed at random by a third of its size, s
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -20,12 +21,14 @@ SIZE = 0.3
 0.3 and 0.6."""
 
 
-@torch.no_grad()
-def copy_nearby(provider: GroupGradients, generator: torch.Generator) -> nn.Module:
-    """A copy of a provider's model with the parameters that count changed at random."""
-    found = copy.deepcopy(provider.model)
-    own = dict(found.named_parameters())
-    for name in provider.space.parameters:
-        noise = torch.randn(own[name].shape, generator=generator, dtype=torch.float64)
-        own[name].mul_(1 + SIZE * noise.to(own[name]))
-    return found
+def copies_nearby(providers: Sequence[GroupGradients], count: int, seed: int) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Copies of every provider's model, one of each in turn, and the names of the parameters that count."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for provider in providers:
+            found, names = copy.deepcopy(provider.model), list(provider.space.parameters)
+            own = dict(found.named_parameters())
+            for name in names:
+                noise = torch.randn(own[name].shape, generator=generator, dtype=torch.float64)
+                own[name].data.mul_(1 + SIZE * noise.to(own[name]))
+            yield found, names

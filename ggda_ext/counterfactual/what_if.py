@@ -39,7 +39,7 @@ from ggda_ext.counterfactual.features import Features
 from ggda_ext.counterfactual.leave_group_out import LeaveGroupOut
 from ggda_ext.counterfactual.linearized import LinearizedModel
 from ggda_ext.counterfactual.measured import Measured, identity_of
-from ggda_ext.counterfactual.nearby import copy_nearby
+from ggda_ext.counterfactual.nearby import copies_nearby
 from ggda_ext.counterfactual.settings import Settings
 from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike, IndexedData
@@ -141,27 +141,23 @@ class WhatIf:
             raise TypeError("the training data is a stream without a length: pass a map-style data set to what-if.")
         weights = checked_point_weights(point_weights, inside.n)
 
-        def linearized(one: nn.Module, settings: Settings, parameters: Any) -> LinearizedModel:
+        def linearized(one: nn.Module, parameters: Any, settings: Settings) -> LinearizedModel:
             provider = GroupGradients(
                 one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size or inside.batch_size,
                 memory_budget=memory_budget, show_progress=show_progress,
             )  # fmt: skip
             return LinearizedModel(provider, settings, weights)
 
-        first = [linearized(one, settings, parameters) for one in checked_models(model, models, checkpoints)]
+        first = [linearized(one, parameters, settings) for one in checked_models(model, models, checkpoints)]
         self.models, self.own = [*first], len(first)
         self.groups = self.models[0].provider.groups
         for j, other in enumerate(first[1:]):
             same, own = first[0].output_shape, other.output_shape
             if own != same:
                 raise ValueError(f"models[{j}] gives outputs {own} for a point, the model {same}: pass models alike.")
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(0 if first[0].is_linear else nearby):  # refits of a linear model are exact
-            for one in first:
-                moved = copy_nearby(one.provider, generator)
-                self.models.append(
-                    linearized(moved, replace(settings, settle=True), list(one.provider.space.parameters))
-                )
+        if not first[0].is_linear:  # refits of a linear model are exact
+            copies = copies_nearby([one.provider for one in first], nearby, seed)
+            self.models += [linearized(one, names, replace(settings, settle=True)) for one, names in copies]
         counted = self.models[0].point_weights.cpu().numpy()
         masses = np.bincount(self.groups.labels + 1, counted, len(self.groups) + 1)
         self._mass_of_others, self._mass_of_group = float(masses[0]), masses[1:]
