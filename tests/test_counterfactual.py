@@ -663,6 +663,43 @@ def test_where_the_last_steps_left_a_model_hardly_matters_once_it_has_settled():
     assert apart(recipe=steps, settle=True) < 0.3 * apart(recipe=steps)
 
 
+def test_answers_of_copies_nearby_are_changes_added_to_the_models_own_values():
+    """Each copy settles and is refitted; its change counts, as it would in a what-if of its own."""
+    (x, y), model = points(), network()
+    recipe = TrainingSteps([0.1] * 100, weight_decay=DECAY)
+    what_if = WhatIf(model, LOSS, (x, y), SOURCES, directions="all", recipe=recipe, nearby=2)
+    measure, shift = properties.mean_loss((x, y), LOSS), ["web", "forum"]
+    own = float(measure(model).detach())
+    copies = [linear.provider.model for linear in what_if.models]
+    assert copies[0] is model
+    alone = [
+        WhatIf(one, LOSS, (x, y), SOURCES, directions="all", recipe=recipe, settle=one is not model) for one in copies
+    ]
+    changes = [float(one.only(shift).change(measure)) for one in alone]
+    assert len(set(changes)) == 3
+    answer = what_if.only(shift)
+    assert float(answer.value(measure)) == pytest.approx(own + np.mean(changes), rel=1e-9)
+    assert float(answer.change(measure)) == pytest.approx(np.mean(changes), rel=1e-9)
+    assert float(what_if.with_weights({}).value(measure)) == pytest.approx(own, rel=1e-14)
+    assert float(what_if.with_weights({}).change(measure)) == 0
+    assert torch.equal(what_if.with_weights({}).outputs((x, y)), model(x).detach())
+    kept = np.array([[name in shift for name in what_if.names]])
+    assert what_if.values(measure, what_if.checked_weights(kept)).shape == (1, 1), "copies are no models of their own"
+    assert float(what_if.subsets(kept, measure)) == pytest.approx(own + np.mean(changes), rel=1e-9)
+
+    def size(one: nn.Module) -> Tensor:
+        return torch.stack([value.square().sum() for value in one.parameters()]).sum()
+
+    assert float(what_if.with_weights({}).value(size)) == pytest.approx(float(size(model).detach()), rel=1e-9)
+    assert "2 copies nearby" in what_if.explain()
+
+
+def test_copies_of_a_linear_model_are_left_out_because_its_refits_are_exact():
+    recipe = TrainingSteps([0.1] * 100, weight_decay=DECAY)
+    what_if = WhatIf(nn.Linear(5, 3).double(), LOSS, points(), SOURCES, recipe=recipe, nearby=2)
+    assert len(what_if.models) == 1
+
+
 @pytest.mark.parametrize("kind", ["classes", "numbers"])
 def test_with_a_start_the_ridge_pulls_there_and_answers_are_what_is_lost_since(kind):
     """d_S − d_all, each the optimum of the linearised kept loss with the ridge around the start, by plain autograd."""
@@ -904,6 +941,9 @@ def test_bad_questions_are_named(asked, name):
         ({"start": nn.Linear(5, 3), "recipe": Recipe(1, 0.1, 8)}, "start has no parameter 0.weight"),
         ({"settle": True}, "settle is asked for without a recipe"),
         ({"settle": True, "start": network(), "recipe": Recipe(1, 0.1, 8)}, "settle and start are both given"),
+        ({"nearby": 2}, "nearby=2 is asked for without a recipe"),
+        ({"nearby": 2, "start": network(), "recipe": Recipe(1, 0.1, 8)}, "nearby and start are both given"),
+        ({"nearby": -1}, "nearby=-1: pass a whole number, at least 0"),
         ({"models": network()}, "models is a Sequential: pass a list"),
         ({"models": [nn.Linear(5, 4).double()]}, r"models\[0\] gives outputs \[4\] for a point, the model \[3\]"),
     ],

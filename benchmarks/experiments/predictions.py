@@ -126,11 +126,16 @@ class Predictor:
 
     @cached_property
     def _one(self) -> Timed[WhatIf]:
-        return timed(what_if, [self.bench.subject], self.groups)
+        return self._asked([self.bench.subject])
 
     @cached_property
     def _three(self) -> Timed[WhatIf]:
-        return timed(what_if, [self.bench.subject, *self._others], self.groups)
+        return self._asked([self.bench.subject, *self._others])
+
+    def _asked(self, subjects: list[Subject]) -> Timed[WhatIf]:
+        size = self.bench.size.lds
+        assert size is not None
+        return timed(what_if, subjects, self.groups, nearby=size.nearby, settled=size.settled_checkpoints)
 
 
 def _refitted(asked: Timed[WhatIf], truth: Truth, bench: Bench) -> Prediction:

@@ -7,21 +7,41 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from torch import nn
 
 from benchmarks.experiments.subject import Subject
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups, WhatIf
+from ggda_ext.checkpoints import load_state
 from ggda_ext.training import train_many
 
 WARM_EPOCHS, SLOWER = 3, 10.0  # of a warm start, with a tenth of the learning rate
 
 
-def what_if(subjects: Sequence[Subject], groups: Groups) -> WhatIf:
-    """The refit of one model, or of several whose answers are averaged."""
-    first, *others = subjects
-    return WhatIf(
-        first.model, LOSS, first.train, groups, recipe=first.task.recipe, models=[other.model for other in others]
+def what_if(subjects: Sequence[Subject], groups: Groups, nearby: int = 0, settled: bool = False) -> WhatIf:
+    """The refit of one model, or of several whose answers are averaged.
+
+    Args:
+        subjects: the models.
+        groups: the groups.
+        nearby: copies of every model, see `WhatIf`.
+        settled: whether to take all checkpoints of every model, settled, in place of the last.
+    """
+    first, *others = (
+        model for subject in subjects for model in (_checkpoints(subject) if settled else [subject.model])
     )
+    return WhatIf(
+        first, LOSS, subjects[0].train, groups,
+        recipe=subjects[0].task.recipe, models=others, nearby=nearby, settle=settled,
+    )  # fmt: skip
+
+
+def _checkpoints(subject: Subject) -> list[nn.Module]:
+    """Copies of a model, one at each checkpoint of its training."""
+    found = [copy.deepcopy(subject.model) for _ in subject.trained.checkpoints]
+    for model, state in zip(found, subject.trained.checkpoints, strict=True):
+        load_state(model, state)
+    return found
 
 
 def warm_started(subject: Subject, subsets: Sequence[np.ndarray]) -> np.ndarray:

@@ -3,7 +3,8 @@
 A refit gives outputs. A property that depends on outputs only, such as a loss, accuracy, F1 or a fairness gap, is
 computed from them; it needs no gradient. Any other callable g(model) is linearised along the directions.
 
-Of a model that has settled (see `linearized`) it is the change since then that is added to the model's own value.
+Of a model that has settled (see `linearized`), and of copies `nearby`, it is the change since then that is added to the
+model's own value.
 """
 
 from __future__ import annotations
@@ -52,10 +53,15 @@ def value_of(property: Property, outputs_of: OutputsOf) -> Tensor:
 
 
 class Measured:
-    """Properties of refitted models; outputs and tangents of every data set are computed once."""
+    """Properties of refitted models; outputs and tangents of every data set are computed once.
 
-    def __init__(self, models: Sequence[LinearizedModel]) -> None:
-        self.models = models
+    Args:
+        models: models, and then copies of all of them in the same order, as often as there are copies.
+        own: how many are no copies.
+    """
+
+    def __init__(self, models: Sequence[LinearizedModel], own: int) -> None:
+        self.models, self.own = models, own
         self._features: dict[Any, tuple[IndexedData, list[Features]]] = {}
 
     def __call__(self, j: int, property: Property, coefficients: Tensor) -> Tensor:
@@ -63,16 +69,19 @@ class Measured:
         check_property(property)
         if not of_outputs_only(property):
             value, slopes = self._linearised(j, property)
+            if j >= self.own:
+                value, _ = self._linearised(j % self.own, property)
             moved = value + coefficients @ slopes.T
             return moved[:, 0] if moved.shape[1] == 1 else moved
         settled = self.models[j].settled
 
-        def value_at(d: Tensor) -> Tensor:
-            return value_of(property, lambda data: self._moved(j, data, d)).double()
+        def value_at(d: Tensor, of: int = j) -> Tensor:
+            return value_of(property, lambda data: self._moved(of, data, d)).double()
 
         values = torch.stack([value_at(settled + d) for d in coefficients])
-        if bool(settled.any()):
-            values = values - value_at(settled) + value_at(torch.zeros_like(settled))
+        if bool(settled.any()) or j >= self.own:
+            own = torch.zeros_like(self.models[j % self.own].settled)
+            values = values - value_at(settled) + value_at(own, j % self.own)
         return values
 
     def _linearised(self, j: int, property: Property) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ class Settings:
     recipe: Training | None
     start: nn.Module | None
     settle: bool
+    nearby: int
     weight_decay: float | None
     most_points: int
     memory_budget: int
@@ -33,6 +34,7 @@ class Settings:
             raise ValueError(f"directions={self.directions!r} is not one of {', '.join(map(repr, KINDS))}.")
         for name in ("rank", "most_points", "memory_budget"):
             check_count(name, getattr(self, name))
+        check_count("nearby", self.nearby, 0)
         for name in ("weight_decay", "ridge"):
             if getattr(self, name) is not None:
                 check_penalty(name, getattr(self, name))
@@ -41,10 +43,13 @@ class Settings:
             raise ValueError("weight_decay and recipe are both given: pass one of them.")
         if self.start is not None and self.recipe is None:
             raise ValueError("start is given without a recipe, which says how far a training gets: pass both.")
-        if self.settle and self.recipe is None:
-            raise ValueError("settle is asked for without a recipe, which says how far a training gets: pass both.")
-        if self.settle and self.start is not None:
-            raise ValueError("settle and start are both given: pass one of them.")
+        for name, asked in (("settle", self.settle), (f"nearby={self.nearby}", self.nearby)):
+            if asked and self.recipe is None:
+                raise ValueError(
+                    f"{name} is asked for without a recipe, which says how far a training gets: pass both."
+                )
+            if asked and self.start is not None:
+                raise ValueError(f"{name.partition('=')[0]} and start are both given: pass one of them.")
         _ = self.decay  # of what is no recipe, refused
 
     @property

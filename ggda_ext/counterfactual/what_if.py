@@ -15,6 +15,7 @@ torch.Size([])
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +39,7 @@ from ggda_ext.counterfactual.features import Features
 from ggda_ext.counterfactual.leave_group_out import LeaveGroupOut
 from ggda_ext.counterfactual.linearized import LinearizedModel
 from ggda_ext.counterfactual.measured import Measured, identity_of
+from ggda_ext.counterfactual.nearby import copies_nearby
 from ggda_ext.counterfactual.settings import Settings
 from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike, IndexedData
@@ -76,6 +78,8 @@ class WhatIf:
             forgotten, also where it was learned so well that its gradients are nearly zero.
         settle: whether changes are those of the model once the noise of its last steps is taken out; with a recipe. For
             checkpoints and models whose last learning rates were still high, not for a training that stopped early.
+        nearby: copies of every model, changed at random and settled, that are refitted beside it; with a recipe. Values
+            are averaged over them, which takes their time but no training; see `counterfactual.nearby`.
         models: more models trained the same way with other seeds; values are averaged over all of them.
         checkpoints: state dicts or their paths, from along the training; values are averaged over them, and the
             present parameters count only if they are among them.
@@ -113,6 +117,7 @@ class WhatIf:
         recipe: Training | None = None,
         start: nn.Module | None = None,
         settle: bool = False,
+        nearby: int = 0,
         models: Sequence[nn.Module] = (),
         checkpoints: Checkpoints | None = None,
         directions: Kind = "auto",
@@ -128,32 +133,39 @@ class WhatIf:
         show_progress: bool | None = None,
     ) -> None:
         settings = Settings(
-            directions, rank, ridge, recipe, start, settle, weight_decay, most_points, memory_budget, folder, seed
-        )
+            directions, rank, ridge, recipe, start, settle, nearby, weight_decay, most_points, memory_budget, folder,
+            seed,
+        )  # fmt: skip
         inside = IndexedData(data, "the training data")
         if inside.n is None:
             raise TypeError("the training data is a stream without a length: pass a map-style data set to what-if.")
         weights = checked_point_weights(point_weights, inside.n)
-        self.models: list[LinearizedModel] = []
-        for one in checked_models(model, models, checkpoints):
+
+        def linearized(one: nn.Module, parameters: Any, settings: Settings) -> LinearizedModel:
             provider = GroupGradients(
                 one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size or inside.batch_size,
                 memory_budget=memory_budget, show_progress=show_progress,
             )  # fmt: skip
-            self.models.append(LinearizedModel(provider, settings, weights))
+            return LinearizedModel(provider, settings, weights)
+
+        first = [linearized(one, parameters, settings) for one in checked_models(model, models, checkpoints)]
+        self.models, self.own = [*first], len(first)
         self.groups = self.models[0].provider.groups
-        for j, other in enumerate(self.models[1:]):
-            same, own = self.models[0].output_shape, other.output_shape
+        for j, other in enumerate(first[1:]):
+            same, own = first[0].output_shape, other.output_shape
             if own != same:
                 raise ValueError(f"models[{j}] gives outputs {own} for a point, the model {same}: pass models alike.")
+        if not first[0].is_linear:  # refits of a linear model are exact
+            copies = copies_nearby([one.provider for one in first], nearby, seed)
+            self.models += [linearized(one, names, replace(settings, settle=True)) for one, names in copies]
         counted = self.models[0].point_weights.cpu().numpy()
         masses = np.bincount(self.groups.labels + 1, counted, len(self.groups) + 1)
         self._mass_of_others, self._mass_of_group = float(masses[0]), masses[1:]
         self.calibrations: dict[Any, tuple[Property, Calibration]] = {}
-        self.measured = Measured(self.models)
+        self.measured = Measured(self.models, self.own)
 
     def __repr__(self) -> str:
-        return f"WhatIf({len(self.groups)} groups, {self.groups.n} points, {len(self.models)} models)"
+        return f"WhatIf({len(self.groups)} groups, {self.groups.n} points, {self.own} models)"
 
     @property
     def names(self) -> list[Hashable]:
@@ -162,7 +174,9 @@ class WhatIf:
 
     def explain(self) -> str:
         """What was chosen for every model, why, and what was calibrated."""
-        lines = [f"model {j}: {model.explain()}" for j, model in enumerate(self.models)]
+        lines = [f"model {j}: {model.explain()}" for j, model in enumerate(self.models[: self.own])]
+        if len(self.models) > self.own:
+            lines.append(f"and {len(self.models) // self.own - 1} copies nearby of each, settled; values are averaged")
         if not self.calibrations:
             lines.append(NOT_CALIBRATED)
         return "\n".join(lines + [found.explain() for _, found in self.calibrations.values()])
@@ -295,16 +309,16 @@ class WhatIf:
         return chosen_subsets(self, property, count, fraction, seed, among)
 
     def values(self, property: Property, weights: Tensor, factor: float = 1.0) -> Tensor:
-        """Values `[models, s]` or `[models, s, m]` of a property for weights of groups `[s, k]`, not calibrated.
+        """Values `[models, s]` or `[models, s, m]` of a property for weights of groups `[s, k]`, not calibrated; those
+        of a model and its copies nearby are one.
 
         Args:
             property: what is asked.
             weights: of the groups.
             factor: of the ridges.
         """
-        return torch.stack(
-            [self.measured(j, property, model.solve(weights, factor)) for j, model in enumerate(self.models)]
-        )
+        found = [self.measured(j, property, model.solve(weights, factor)) for j, model in enumerate(self.models)]
+        return torch.stack(found).unflatten(0, (-1, self.own)).mean(0)
 
     def features(self, data: DataLike) -> list[Features]:
         """Outputs and tangents of a data set for every model, computed once."""

@@ -13,12 +13,13 @@ import torch
 from cases import gradient_rows
 from dattri.metric import lds as upstream_lds
 from dattri.task import AttributionTask
+from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import data, experiments
-from benchmarks.experiments import bench, dattri, groupings, lds, methods, noisy, retrainings
+from benchmarks.experiments import bench, dattri, groupings, lds, methods, noisy, refits, retrainings
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.methods import METHODS, attributed
 from benchmarks.experiments.predictions import Predictor, Truth
@@ -324,6 +325,20 @@ def test_a_calibration_leaves_the_refit_as_it_was(folder: ResultFolder) -> None:
     np.testing.assert_array_equal(first.values, again.values)
     assert first.calibrated is not None
     np.testing.assert_array_equal(first.calibrated, again.calibrated)
+
+
+def test_what_if_explains_settled_checkpoints_and_copies_nearby_where_they_are_asked_for(subject: Subject) -> None:
+    network = replace(subject.task, make_model=lambda: nn.Sequential(nn.Linear(23, 4), nn.Tanh(), nn.Linear(4, 2)))
+    subject = Subject(network, subject.methods, 0, models=subject.models)
+    groups = groupings.grouped(subject, "Random", 16, seed=0).value
+    found = refits.what_if([subject, subject], groups, nearby=2, settled=True)
+    count = len(subject.trained.checkpoints)
+    assert (found.own, len(found.models)) == (2 * count, 3 * 2 * count)
+    first, last = (dict(found.models[j].provider.model.named_parameters()) for j in (0, count - 1))
+    for name, value in subject.model.named_parameters():
+        assert torch.equal(first[name], subject.trained.checkpoints[0][name])
+        assert torch.equal(last[name], value)
+    assert all(bool(model.settled.any()) for model in found.models)
 
 
 def test_groupings_of_inputs_are_made_once_for_all_models(
