@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.experiments.subject import Subject
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups, WhatIf
-from ggda_ext.training import train_many
+from ggda_ext.training import initial_model, train_many
 
 WARM_EPOCHS, SLOWER = 3, 10.0  # of a warm start, with a tenth of the learning rate
 
@@ -22,6 +22,14 @@ def what_if(subjects: Sequence[Subject], groups: Groups) -> WhatIf:
     return WhatIf(
         first.model, LOSS, first.train, groups, recipe=first.task.recipe, models=[other.model for other in others]
     )
+
+
+def from_start(subject: Subject, groups: Groups) -> WhatIf:
+    """The refit of the whole training, with features of its first checkpoint: for one that stops early."""
+    return WhatIf(
+        subject.model, LOSS, subject.train, groups, recipe=subject.task.recipe,
+        start=initial_model(subject.task.make_model, subject.seed), checkpoints=subject.trained.checkpoints[:1],
+    )  # fmt: skip
 
 
 def warm_started(subject: Subject, subsets: Sequence[np.ndarray]) -> np.ndarray:
