@@ -713,6 +713,16 @@ def test_with_a_start_refits_begin_at_its_outputs_and_answers_are_what_is_lost_s
     assert float(what_if.with_weights({}).value(size)) == pytest.approx(float(size(model)))
 
 
+def test_of_a_linear_model_neither_a_start_nor_checkpoints_change_answers():
+    data, model, before = points(), nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
+    recipe = TrainingSteps([0.1] * 100, weight_decay=DECAY)
+    plain, whole = (
+        WhatIf(model, LOSS, data, SOURCES, recipe=recipe, directions="all", **options).without("web").outputs(data)
+        for options in ({}, {"start": before, "checkpoints": [before.state_dict()]})
+    )
+    assert relative_error(whole, plain) < 1e-9
+
+
 def test_directions_hold_what_learned_groups_have_taught():
     """Of points that are learned the gradient is nearly zero; what would take them back is among the directions."""
     data, model = points(), network()

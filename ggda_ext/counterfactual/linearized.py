@@ -50,8 +50,8 @@ ADAM = 1.0
 on HELOC with 2,000 points and MNIST with 4,000, one grouping each, then halved on three groupings of HELOC with ANN-S;
 1 is what a quadratic loss would have."""
 FROM_START = 0.1
-"""The ridge of a refit from the start, in units of the recipe's: gradients that measure it are larger early on. Chosen on
-MNIST with 4,000 points, two groupings; ranks are as good with 0.03 to 0.3."""
+"""The ridge of a refit from the start, in units of the recipe's. Chosen on MNIST with 4,000 points, two groupings, for
+changes of about the right size; ranks were as good with 0.03 to 1."""
 SETTLED = 10.0
 """The ridge with which a model settles, in units of its own: for Adam the damping of influence functions. With 1, one
 that stopped early would be trained on. Chosen on HELOC with ANN-S and on MNIST with 4,000 points, one grouping each."""
@@ -110,9 +110,7 @@ class LinearizedModel:
         self.settled = self.directions.rows.new_zeros(len(self.directions.rows), dtype=torch.float64)
         self.zero: Tensor | None = None
         self._start: Tensor | None = None
-        if (
-            self.is_linear and explained is not None
-        ):  # features are the same everywhere: refits begin at the model itself
+        if self.is_linear and explained is not None:  # its features are those of the model, where refits then begin
             self.training = replace(self.training, outputs=self._outputs_of(explained, looked_at)[0])
         elif settings.start is not None and not self.is_linear:
             start = copy.deepcopy(settings.start).to(self.space.device).eval()
