@@ -21,7 +21,9 @@ WHAT_IF, WARM_START = REFITS = ("What-if", "Warm start")
 INFLUENCE_3, WHAT_IF_3 = "Influence, 3 models", "What-if, 3 models"
 AVERAGED = {INFLUENCE_3: INFLUENCE, WHAT_IF_3: WHAT_IF}
 """Methods whose predictions are averaged over three models, and the method of one model."""
-LDS_METHODS = (*PAPER_METHODS, CG, *OURS, RATES, PER_POINT, *AVERAGED, *REFITS)
+FROM_START = "What-if from the start"
+"""What-if of the whole training, from the untrained model, with features of the first checkpoint."""
+LDS_METHODS = (*PAPER_METHODS, CG, *OURS, RATES, PER_POINT, *AVERAGED, *REFITS, FROM_START)
 """Methods of LDS in the order of tables, beside the trivial ones."""
 KEPT_POINTS, CLASS_BALANCE = TRIVIAL = ("Kept points", "Class balance")
 NO_REMOVAL, RANDOM_REMOVAL = BASELINES = ("No removal", "Random removal")

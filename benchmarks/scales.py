@@ -14,6 +14,7 @@ from benchmarks.names import (
     EQUAL_GRAD_K_MEANS,
     EQUAL_K_MEANS,
     FISHER,
+    FROM_START,
     GRAD_K_MEANS,
     GROUPINGS,
     HALVES,
@@ -65,13 +66,13 @@ _TWO_GROUPINGS = (RANDOM, GRAD_K_MEANS)
 _METHODS = (*PAPER_METHODS, CG, *OURS, RATES, PER_POINT, WHAT_IF, WARM_START)
 _FEW_METHODS = (TRACIN, FISHER, PER_POINT)
 _LDS_METHODS = (*_METHODS, INFLUENCE_3, WHAT_IF_3)  # those that are averaged over models explain three of them
-_FEW_LDS_METHODS = (TRACIN, CG, INFLUENCE, WHAT_IF, WARM_START)
+_FEW_LDS_METHODS = (TRACIN, CG, INFLUENCE, WHAT_IF, FROM_START, WARM_START)  # of trainings that stop early
 
 _SMALL_CELLS = CellScale(_METHODS, _groups(_TWO_GROUPINGS, 16))
 _SMALL = ExperimentScale(
     NoisyScale(_SMALL_CELLS, seeds=1),
     RemovalScale(_SMALL_CELLS, seeds=2, removed=(0.2,), pruned=(0.5,)),
-    LdsScale(replace(_SMALL_CELLS, methods=_LDS_METHODS), subsets=8, seeds=1, left_out_groups=4),
+    LdsScale(replace(_SMALL_CELLS, methods=(*_LDS_METHODS, FROM_START)), subsets=8, seeds=1, left_out_groups=4),
     MethodScale(trak_models=1, lissa_depth=10, lissa_repeats=1),
 )
 _SMALL_NOISY = replace(_SMALL, noisy=NoisyScale(replace(_SMALL_CELLS, methods=_FEW_METHODS), 1), removal=None, lds=None)

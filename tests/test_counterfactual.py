@@ -700,28 +700,38 @@ def test_copies_of_a_linear_model_are_left_out_because_its_refits_are_exact():
     assert len(what_if.models) == 1
 
 
-@pytest.mark.parametrize("kind", ["classes", "numbers"])
-def test_with_a_start_the_ridge_pulls_there_and_answers_are_what_is_lost_since(kind):
-    """d_S − d_all, each the optimum of the linearised kept loss with the ridge around the start, by plain autograd."""
+@pytest.mark.parametrize("kind", ["classes", "numbers", "checkpoint"])
+def test_with_a_start_refits_begin_at_its_outputs_and_answers_are_what_is_lost_since(kind):
+    """d_S − d_all, each the optimum of the linearised kept loss with the ridge around the start, by plain autograd.
+
+    Features are those of a checkpoint, if there is one; what changes are the outputs of the model as it is.
+    """
     (x, y), model, before = points(), network(), network()
-    loss_fn: Any = LOSS if kind == "classes" else nn.MSELoss()
-    y = y if kind == "classes" else x[:, :3].sin()
+    loss_fn: Any = nn.MSELoss() if kind == "numbers" else LOSS
+    y = x[:, :3].sin() if kind == "numbers" else y
     for value in before.parameters():
         value.data.mul_(-0.3).add_(0.1)
     recipe = TrainingSteps([0.1] * 100, weight_decay=DECAY)
-    what_if = WhatIf(model, loss_fn, (x, y), SOURCES, directions="all", recipe=recipe, start=before)
-    now, dense = linear_in_all(model, x)
-    then = torch.cat([value.detach().reshape(-1) for value in before.parameters()])
+    early = copy.deepcopy(model)
+    if kind == "checkpoint":
+        for value in early.parameters():
+            value.data.mul_(0.5)
+    checkpoints = [early.state_dict()] if kind == "checkpoint" else None
+    what_if = WhatIf(
+        model, loss_fn, (x, y), SOURCES, directions="all", recipe=recipe, start=before, checkpoints=checkpoints
+    )
+    _, dense = linear_in_all(early, x)
+    then, _ = linear_in_all(before, x)
 
     def moved(kept: Tensor) -> Tensor:
-        harder = N / int(kept.sum()) / 10  # 1 / Σ η_t, of fewer steps
+        harder = linearized.FROM_START * N / int(kept.sum()) / 10  # 1 / Σ η_t, of fewer steps
         return least(
             lambda d: (
-                loss_fn((model(x).detach() + dense @ d)[kept], y[kept])
-                + harder / 2 * (now + d - then).square().sum()
-                + DECAY / 2 * (now + d).square().sum()
+                loss_fn((before(x).detach() + dense @ d)[kept], y[kept])
+                + harder / 2 * d.square().sum()
+                + DECAY / 2 * (then + d).square().sum()
             ),
-            len(now),
+            len(then),
         )
 
     kept = torch.tensor([source in ("web", "forum") for source in SOURCES])
@@ -733,6 +743,21 @@ def test_with_a_start_the_ridge_pulls_there_and_answers_are_what_is_lost_since(k
     alone = torch.stack([what_if.subsets(row[None], measure)[0] for row in kept_rows()])
     assert torch.allclose(what_if.subsets(kept_rows(), measure), alone, rtol=1e-9)
     assert "where the training started" in what_if.explain()
+
+    def size(at: nn.Module) -> Tensor:
+        return torch.stack([value.square().sum() for value in at.parameters()]).sum()
+
+    assert float(what_if.with_weights({}).value(size)) == pytest.approx(float(size(model)))
+
+
+def test_of_a_linear_model_neither_a_start_nor_checkpoints_change_answers():
+    data, model, before = points(), nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
+    recipe = TrainingSteps([0.1] * 100, weight_decay=DECAY)
+    plain, whole = (
+        WhatIf(model, LOSS, data, SOURCES, recipe=recipe, directions="all", **options).without("web").outputs(data)
+        for options in ({}, {"start": before, "checkpoints": [before.state_dict()]})
+    )
+    assert relative_error(whole, plain) < 1e-9
 
 
 def test_directions_hold_what_learned_groups_have_taught():

@@ -20,6 +20,7 @@ from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.predictions import Prediction, Predictor, Truth, two_halves
 from benchmarks.experiments.retrainings import Retrainings, Wanted
 from benchmarks.names import (
+    FROM_START,
     GRAD_K_MEANS,
     HALVES,
     KEEP_80,
@@ -102,7 +103,9 @@ def _methods(bench: Bench, size: LdsScale, cell: Cell) -> Iterator[str]:
     """Methods in the order of tables; learning rates with the paper's best grouping, refits with few groups."""
     single = cell.grouping == SINGLE_POINTS
     for method in (*(one for one in LDS_METHODS if one in size.cells.methods), *TRIVIAL):
-        if method in (*REFITS, WHAT_IF_3) and (single or not bench.is_refitted(size.cells, cell.group_size)):
+        if method in (*REFITS, WHAT_IF_3, FROM_START) and (
+            single or not bench.is_refitted(size.cells, cell.group_size)
+        ):
             continue
         if (method != PER_POINT or single) and (method != RATES or single or cell.grouping == GRAD_K_MEANS):
             yield method

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import names
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.methods import attributed
-from benchmarks.experiments.refits import class_shift, warm_started, what_if
+from benchmarks.experiments.refits import class_shift, from_start, warm_started, what_if
 from benchmarks.experiments.subject import Subject, Timed, timed
 from ggda_ext import Groups, WhatIf
 from ggda_ext.evaluation import Correlation, additive_ceiling, points_of
@@ -99,6 +99,8 @@ class Predictor:
                 return _refitted(self._one, truth, self.bench)
             case names.WHAT_IF_3:
                 return _refitted(self._three, truth, self.bench)
+            case names.FROM_START:
+                return _refitted(self._from_start, truth, self.bench)
             case names.WARM_START:
                 found = timed(warm_started, subject, subsets)
                 return Prediction(found.value, "a few epochs on what is kept", {"scoring": found.seconds})
@@ -136,6 +138,10 @@ class Predictor:
         size = self.bench.size.lds
         assert size is not None
         return timed(what_if, subjects, self.groups, nearby=size.nearby, settled=size.settled_checkpoints)
+
+    @cached_property
+    def _from_start(self) -> Timed[WhatIf]:
+        return timed(from_start, self.bench.subject, self.groups)
 
 
 def _refitted(asked: Timed[WhatIf], truth: Truth, bench: Bench) -> Prediction:

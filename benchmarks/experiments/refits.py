@@ -13,7 +13,7 @@ from benchmarks.experiments.subject import Subject
 from benchmarks.tasks import LOSS
 from ggda_ext import Groups, WhatIf
 from ggda_ext.checkpoints import load_state
-from ggda_ext.training import train_many
+from ggda_ext.training import initial_model, train_many
 
 WARM_EPOCHS, SLOWER = 3, 10.0  # of a warm start, with a tenth of the learning rate
 
@@ -42,6 +42,14 @@ def _checkpoints(subject: Subject) -> list[nn.Module]:
     for model, state in zip(found, subject.trained.checkpoints, strict=True):
         load_state(model, state)
     return found
+
+
+def from_start(subject: Subject, groups: Groups) -> WhatIf:
+    """The refit of the whole training, with features of its first checkpoint: for one that stops early."""
+    return WhatIf(
+        subject.model, LOSS, subject.train, groups, recipe=subject.task.recipe,
+        start=initial_model(subject.task.make_model, subject.seed), checkpoints=subject.trained.checkpoints[:1],
+    )  # fmt: skip
 
 
 def warm_started(subject: Subject, subsets: Sequence[np.ndarray]) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from benchmarks.names import AVERAGED, BASELINES, GRAD_K_MEANS, REFITS, SINGLE_POINTS
+from benchmarks.names import AVERAGED, BASELINES, FROM_START, GRAD_K_MEANS, REFITS, SINGLE_POINTS
 from benchmarks.report import paper
 from benchmarks.report.formats import Table, three_digits
 from benchmarks.report.rows import PARTS, SECONDS, Results, data_model, grouping_title, of_sums, ordered
@@ -59,7 +59,8 @@ def cost(results: Results) -> pd.DataFrame:
     if "seconds_total" not in results.rows:
         return pd.DataFrame()
     rows = of_sums(results.rows[results.rows["seconds_total"].notna()])
-    rows = rows[~rows["method"].isin((*BASELINES, *REFITS, *AVERAGED))]  # those take their time for every choice
+    refitted = (*BASELINES, *REFITS, *AVERAGED, FROM_START)  # those take their time for every choice
+    rows = rows[~rows["method"].isin(refitted)]
     keys = ["setting", "method", "grouping", "group_size"]
     found = ordered(rows.groupby(keys, sort=False)[list(SECONDS)].mean().reset_index())
     single = found[found["group_size"] == 1].groupby(["setting", "method"])["seconds_total"].first()

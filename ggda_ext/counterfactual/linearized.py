@@ -11,6 +11,8 @@ where all points together put it with a ridge that leaves be what the training h
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,9 @@ ADAM = 1.0
 """The ridge of a training by Adam that ended before its optimum, in units of √v_j / Σ η_t (`curvature.damping`). Chosen
 on HELOC with 2,000 points and MNIST with 4,000, one grouping each, then halved on three groupings of HELOC with ANN-S;
 1 is what a quadratic loss would have."""
+FROM_START = 0.1
+"""The ridge of a refit from the start, in units of the recipe's. Chosen on MNIST with 4,000 points, two groupings, for
+changes of about the right size; ranks were as good with 0.03 to 1."""
 SETTLED = 10.0
 """The ridge with which a model settles, in units of its own: for Adam the damping of influence functions. With 1, one
 that stopped early would be trained on. Chosen on HELOC with ANN-S and on MNIST with 4,000 points, one grouping each."""
@@ -61,14 +66,19 @@ class LinearizedModel:
         provider: the model, its loss, the training data, the groups and the parameters that count.
         settings: directions, ridge and limits.
         point_weights: of every training point in the loss `[n]`.
+        explained: the model whose outputs are changed, if that is not the one that is linearised.
     """
 
-    def __init__(self, provider: GroupGradients, settings: Settings, point_weights: Tensor) -> None:
+    def __init__(
+        self, provider: GroupGradients, settings: Settings, point_weights: Tensor, explained: nn.Module | None = None
+    ) -> None:
         self.provider, self.space, self.settings = provider, provider.space, settings
-        check_deterministic_modules(provider.model)
+        self._explained = explained
+        for model in (provider.model, *([] if explained is None else [explained])):
+            check_deterministic_modules(model)
         facts = provider.plan(None).facts
-        batch_size = facts.batch_size
-        outputs, targets = training_outputs(provider, batch_size)
+        self._batch_size = batch_size = facts.batch_size
+        outputs, targets = self._outputs_of(provider.model, provider.data)
         self.output_shape = list(outputs.shape[1:])
         loss = convex_loss(provider.loss, outputs, targets)
         ignored = ignored_targets(getattr(provider.loss, "loss_fn", None), targets)
@@ -93,18 +103,24 @@ class LinearizedModel:
         self.chosen, self._chosen_weights = _evenly_drawn(
             provider.groups, self.point_weights, settings.most_points, settings.seed
         )
-        self.training = self._linearizer.features(_Chosen(provider.data, self.chosen))
+        looked_at = _Chosen(provider.data, self.chosen)
+        self.training = self._linearizer.features(looked_at)
         self.training_loss = loss.take(torch.from_numpy(self.chosen).to(outputs.device))
         self.is_linear = self._linear()
         self.settled = self.directions.rows.new_zeros(len(self.directions.rows), dtype=torch.float64)
+        self.zero: Tensor | None = None
+        self._start: Tensor | None = None
+        if self.is_linear and explained is not None:  # its features are those of the model, where refits then begin
+            self.training = replace(self.training, outputs=self._outputs_of(explained, looked_at)[0])
+        elif settings.start is not None and not self.is_linear:
+            start = copy.deepcopy(settings.start).to(self.space.device).eval()
+            self.zero = self._zero_from(start)
+            self._start, _ = self._outputs_of(start, looked_at)
         self.refit = self._refit(provider.groups)
         self.metric = torch.eye(self.refit.r, dtype=torch.float64, device=self.space.device)
-        pulled = not self.is_linear and (settings.settle or settings.start is not None)
-        self.zero = self._in_directions(None) if pulled else None
-        self.start = None if settings.start is None or self.is_linear else self._in_directions(settings.start)
         self.ridge, self._ridge_from = self._default_ridge() if settings.ridge is None else (settings.ridge, "given")
-        if settings.settle and self.zero is not None and self.ridge:
-            here = Penalty(SETTLED * self.ridge * self.metric, settings.decay, self.settled, self.zero)
+        if settings.settle and not self.is_linear and self.ridge:
+            here = Penalty(SETTLED * self.ridge * self.metric, settings.decay, self._zero_from(provider.model))
             self.settled = self.refit.settle(here)
 
     def _refit(self, groups: Groups) -> Refit:
@@ -130,8 +146,8 @@ class LinearizedModel:
 
     @property
     def outputs(self) -> Tensor:
-        """Of the training points that a refit looks at, once the model has settled."""
-        return self.training.moved(self.settled)
+        """Of the training points that a refit looks at, where it starts: those of the start, or once it has settled."""
+        return self.training.moved(self.settled) if self._start is None else self._start
 
     @property
     def module(self) -> nn.Module:
@@ -141,18 +157,16 @@ class LinearizedModel:
     def penalty(self, ridge: float | None = None) -> Penalty:
         """Weight decay and ridge in the directions, and where they pull."""
         size = self.ridge if ridge is None else ridge
-        zero = None if self.start is None else self.zero
-        return Penalty(size * self.metric, self.settings.decay, self.start, zero)
+        return Penalty(size * self.metric, self.settings.decay, self.zero)
 
-    def _in_directions(self, other: nn.Module | None) -> Tensor:
-        """Where in the directions the parameters are those of another model `[r]`, or zero."""
-        rows, own = self.directions.rows, self.space.parameters
-        first = {} if other is None else dict(other.named_parameters())
-        for name, value in own.items() if other is not None else ():
-            if name not in first or first[name].shape != value.shape:
+    def _zero_from(self, model: nn.Module) -> Tensor:
+        """Where in the directions parameters are zero `[r]`, seen from those of a model."""
+        rows, found = self.directions.rows, dict(model.named_parameters())
+        for name, value in self.space.parameters.items():
+            if name not in found or found[name].shape != value.shape:
                 raise ValueError(f"start has no parameter {name} of shape {list(value.shape)}: pass a model alike.")
-        away = [(first[name].detach().to(rows) if first else 0) - value.detach() for name, value in own.items()]
-        return rows.double() @ self.space.flatten(away, rows.new_zeros(self.space.size)).double()
+        values = [found[name].detach().to(rows) for name in self.space.parameters]
+        return -(rows.double() @ self.space.flatten(values, rows.new_zeros(self.space.size)).double())
 
     def regrouped(self, groups: Groups) -> Refit:
         """The small problem of other groups of the same points, with the same features."""
@@ -161,12 +175,25 @@ class LinearizedModel:
     def features(self, data: IndexedData) -> Features:
         """Outputs and tangents of any data."""
         data.suit(self.provider.model)
-        return self._linearizer.features(data)
+        found = self._linearizer.features(data)
+        return found if self._explained is None else replace(found, outputs=self._outputs_of(self._explained, data)[0])
+
+    @torch.no_grad()
+    def _outputs_of(self, model: nn.Module, data: IndexedData) -> tuple[Tensor, Tensor | None]:
+        """Outputs of a model for all points, and their targets if they have any."""
+        outputs, targets = [], []
+        for _, batch in data.sequential(self._batch_size):
+            output, target = model_output(model, to_device(batch, self.space.device))
+            outputs.append(output)
+            targets.append(target)
+        joined = torch.cat(outputs)
+        check_finite(joined, "outputs", data.name)
+        return joined, None if targets[0] is None else torch.cat([target for target in targets if target is not None])
 
     def linearised(self, property: Property) -> tuple[Tensor, Tensor]:
         """Values `[m]` of a property at the model's parameters and their slopes `[m, r]` along the directions."""
         with torch.no_grad():
-            value = torch.as_tensor(property(self.provider.model)).detach().double().reshape(-1)
+            value = torch.as_tensor(property(self._explained or self.provider.model)).detach().double().reshape(-1)
         gradient = property_gradient(property, self.provider.model, self.space.parameters)
         return value, (gradient @ self.directions.rows.T).double()
 
@@ -190,7 +217,7 @@ class LinearizedModel:
             source, own = of_recipe(
                 self.provider, self.provider.data, self.provider.groups.n, self.settings.recipe
             )  # fmt: skip
-            own = (own - self.settings.decay).clamp_min(0)
+            own = (own - self.settings.decay).clamp_min(0) * (1.0 if self._start is None else FROM_START)
             if own.dim() == 0:
                 return float(own), source
             rows = self.directions.rows.double()
@@ -221,8 +248,9 @@ class LinearizedModel:
             f"{self.directions.why}; {of} training points; the model is {kind}; weight decay "
             f"{self.settings.decay:.3g}, ridge {self.ridge:.3g} (from: {self._ridge_from})"
         )
-        if self.start is not None:
-            return f"{told}, towards where the training started"
+        if self._start is not None:
+            at = "" if self._explained is None else "; features of a checkpoint"
+            return f"{told}, towards where the training started{at}"
         if self.is_linear or len(self.provider.groups) < 2:
             return told
         if bool(self.settled.any()):
@@ -242,19 +270,6 @@ class _Chosen(IndexedData):
     def batches(self, index_batches: Any) -> Any:
         """One batch for every sequence of indices among the chosen."""
         return self._inner.batches(self._chosen[np.asarray(indices)] for indices in index_batches)
-
-
-@torch.no_grad()
-def training_outputs(provider: GroupGradients, batch_size: int) -> tuple[Tensor, Tensor | None]:
-    """Outputs of all training points, and their targets if they have any."""
-    outputs, targets = [], []
-    for _, batch in provider.data.sequential(batch_size):
-        output, target = model_output(provider.model, to_device(batch, provider.space.device))
-        outputs.append(output)
-        targets.append(target)
-    joined = torch.cat(outputs)
-    check_finite(joined, "outputs", provider.data.name)
-    return joined, None if targets[0] is None else torch.cat([target for target in targets if target is not None])
 
 
 def _group_after_group(labels: np.ndarray, k: int) -> np.ndarray:

@@ -29,13 +29,12 @@ class Penalty:
     Attributes:
         ridge: R `[r, r]`.
         decay: λ.
-        start: a `[r]`, where the training started; None if that is not known, and the ridge pulls to d = 0.
-        zero: o `[r]`, where parameters would be zero; only with a start.
+        zero: o `[r]`, where parameters would be zero, if d = 0 is where the training started; None for a refit that
+            starts at the model itself.
     """
 
     ridge: Tensor
     decay: float = 0.0
-    start: Tensor | None = None
     zero: Tensor | None = None
 
 
@@ -45,9 +44,9 @@ class Subsets:
     def __init__(self, problem: Refit, weights: Tensor, penalty: Penalty, first: Tensor | None = None) -> None:
         self.problem, self.weights, self.penalty = problem, weights, penalty
         self.pull, self.harder = problem.pull.expand(len(weights), -1), torch.ones_like(weights[:, :1])
-        if penalty.start is not None and penalty.zero is not None:
+        if penalty.zero is not None:
             self.harder = 1 / problem.steps(weights)[:, None]
-            self.pull = (penalty.start @ penalty.ridge) * self.harder + penalty.decay * penalty.zero
+            self.pull = (penalty.decay * penalty.zero).expand(len(weights), -1)
         self.share = problem.weights_of_points(weights)
         self.d = torch.zeros(len(weights), problem.r, dtype=torch.float64, device=weights.device)
         self.columns = problem.outputs[:, :, None].expand(-1, -1, len(weights)).contiguous()
@@ -83,7 +82,7 @@ class Subsets:
         floor = 1e-7 if self.problem.dtype == torch.float32 else 1e-12
         scale = matrix.diagonal(dim1=1, dim2=2).mean(1)
         ridge = self.penalty.ridge
-        found = matrix + (ridge if self.penalty.start is None else ridge * self.harder[:, :, None])
+        found = matrix + (ridge if self.penalty.zero is None else ridge * self.harder[:, :, None])
         found.diagonal(dim1=1, dim2=2).add_((floor * scale + 1e-30)[:, None] + self.penalty.decay)
         return torch.linalg.cholesky(found)
 

@@ -11,11 +11,13 @@ where outputs have moved by the loss's radius, because with a class left out not
 
 A training that stopped early has another reason to be where it is: what its points did not teach is as it was at the
 start. There gradients tell little, those of points that are learned are nearly zero, and nothing above would forget
-them. So, if the start a is known, the ridge R pulls there, the harder the fewer points (and so steps) there are,
+them. So, if the start and its outputs f⁰ are known, the training is done again from there, with a ridge R that pulls
+back to it, the harder the fewer points (and so steps) there are,
 
-    d_S = argmin_d  Σ_i w_i ℓ_i(f_i + Φ_i d) / Σ_i w_i  +  n/2n_S (d − a)ᵀ R (d − a)  +  λ/2 |d − o|²
+    d_S = argmin_d  Σ_i w_i ℓ_i(f⁰_i + Φ_i d) / Σ_i w_i  +  n/2n_S dᵀ R d  +  λ/2 |d − o|²
 
-with the weight decay λ towards parameters of zero, o, and the answer is d_S − d_all: nothing, if nothing changes.
+with the weight decay λ towards parameters of zero, o, and the answer is d_S − d_all: nothing, if nothing changes. Φ may
+be that of an early checkpoint: at the end of a training features know the groups that are to be left out.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Refit:
     """Refits of one linearised model.
 
     Args:
-        outputs: columns of the training outputs `[n, c]`, points group after group.
+        outputs: columns of the training outputs at d = 0 `[n, c]`, points group after group.
         tangents: Φ in those columns `[n, c, r]`, likewise.
         loss: the training loss of these points.
         starts: where every group starts, and where the last one ends `[k + 1]`; later points are in no group and stay.
@@ -75,7 +77,7 @@ class Refit:
         """What is known at d = 0: the gradient ḡ of all points, and the groups' curvature."""
         self.pull = torch.zeros(self.r, dtype=torch.float64, device=self.flat.device)
         self.pull = Subsets(self, self._everything, Penalty(self.pull.new_zeros(self.r, self.r))).gradient()[0]
-        self._curvature = self._group_curvature()
+        self._curvature = self._group_curvature(torch.zeros_like(self.pull))
 
     def settle(self, penalty: Penalty) -> Tensor:
         """Begin anew at the optimum of all points, with a start; where it was `[r]`."""
@@ -95,8 +97,9 @@ class Refit:
         if not len(changed):
             return found
         everything = torch.zeros_like(found[:1])
-        if penalty.start is not None:
+        if penalty.zero is not None:
             everything = self._solved(self._everything, penalty, everything)
+            self._curvature = self._group_curvature(everything[0])  # answers are nearer to it than to the start
         for rows in changed.split(self._at_once()):
             found[rows] = self._solved(weights[rows], penalty, everything) - everything
         return found
@@ -123,7 +126,7 @@ class Refit:
         raise singular(len(going))
 
     def curvature(self, weights: Tensor) -> Tensor:
-        """At d = 0, of every subset `[s, r, r]`, or of all points `[1, r, r]`."""
+        """Near its answer, of every subset `[s, r, r]`, or of all points `[1, r, r]`."""
         if self._curvature.shape[0] == 1:
             return self._curvature.double() / self.masses.sum()
         flat = weights.to(self._curvature) @ self._curvature.flatten(1)
@@ -133,12 +136,13 @@ class Refit:
         """Steps of a training `[s]`, as a share of those on all points: a point that counts twice is seen once."""
         return weights.clamp(max=1) @ self.masses / self.masses.sum()
 
-    def _group_curvature(self) -> Tensor:
-        """Σ_{i∈G} Φᵀ A Φ of every group at d = 0 `[k + 1, r, r]`; only their sum `[1, r, r]` if they are too many."""
+    def _group_curvature(self, d: Tensor) -> Tensor:
+        """Σ_{i∈G} Φᵀ A Φ of every group at d `[k + 1, r, r]`; only their sum `[1, r, r]` if they are too many."""
         apart = (self.k + 1) * self.r**2 * self.flat.element_size() <= self.most_bytes
         found = self.flat.new_zeros(self.k + 1 if apart else 1, self.r, self.r)
         for low, high, loss in self.chunks(1):
-            state = loss.state(self.outputs[low:high, :, None])
+            moved = self.outputs[low:high] + self.tangents(low, high) @ d.to(self.flat)
+            state = loss.state(moved[:, :, None])
             roots = loss.root(state) * self.point_weights[low:high, None, None].clamp_min(0).sqrt()
             rows = torch.bmm(roots, self.tangents(low, high))
             edges = np.unique(np.clip(self._bounds, low, high)) if apart else np.array([low, high])

@@ -74,15 +74,16 @@ class WhatIf:
         recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: for its weight decay and for
             the ridge of a training that stopped before its optimum. For one that has converged pass `weight_decay`.
         start: the model before that training, e.g. the pre-trained one; of a model trained from scratch any fresh one,
-            ``make_model()``. The ridge then pulls there, so that what only the groups left out have taught is
-            forgotten, also where it was learned so well that its gradients are nearly zero.
+            ``make_model()``. Refits then begin at its outputs, so that what only the groups left out have taught is
+            not learned, also where it was learned so well that its gradients are nearly zero.
         settle: whether changes are those of the model once the noise of its last steps is taken out; with a recipe. For
             checkpoints and models whose last learning rates were still high, not for a training that stopped early.
         nearby: copies of every model, changed at random and settled, that are refitted beside it; with a recipe. Values
             are averaged over them, which takes their time but no training; see `counterfactual.nearby`.
         models: more models trained the same way with other seeds; values are averaged over all of them.
         checkpoints: state dicts or their paths, from along the training; values are averaged over them, and the
-            present parameters count only if they are among them.
+            present parameters count only if they are among them. With a start outputs are linearised there, and
+            changes are those of the model as it is: best one from early in the training.
         directions: ``"all"`` parameters, the leading ``"eigen"`` vectors of the Gauss-Newton matrix, what the
             ``"groups"`` teach, ``"both"``; ``"auto"`` takes all parameters if there are at most `rank` of them, else
             both.
@@ -146,7 +147,8 @@ class WhatIf:
                 one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size or inside.batch_size,
                 memory_budget=memory_budget, show_progress=show_progress,
             )  # fmt: skip
-            return LinearizedModel(provider, settings, weights)
+            explained = model if start is not None and checkpoints is not None else None
+            return LinearizedModel(provider, settings, weights, explained)
 
         first = [linearized(one, parameters, settings) for one in checked_models(model, models, checkpoints)]
         self.models, self.own = [*first], len(first)

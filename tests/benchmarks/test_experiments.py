@@ -30,6 +30,7 @@ from benchmarks.names import (
     CG,
     DATTRI_TASKS,
     EQUAL_GROUPINGS,
+    FROM_START,
     GRAD_K_MEANS,
     GROUPINGS,
     INFLUENCE,
@@ -207,7 +208,7 @@ def test_a_run_writes_all_rows_and_goes_on_where_it_was_stopped(folder: ResultFo
     experiments.run(names, [TASK], scale, folder)
     rows = folder.rows
     assert {row["experiment"] for row in rows} == set(names)
-    predictors = {*METHODS, *AVERAGED, *TRIVIAL, LEAVE_GROUP_OUT}
+    predictors = {*METHODS, *AVERAGED, FROM_START, *TRIVIAL, LEAVE_GROUP_OUT}
     assert {row["method"] for row in rows} == {*predictors, "No removal", "Random removal"}
     for row in rows:
         assert row["data"] == "HELOC"
