@@ -20,7 +20,7 @@ from benchmarks.model_files import ModelFiles
 from benchmarks.sizes import Scale
 from ggda_ext.storage.folder import digest
 from ggda_ext.training import Recipe, Trained, initial_model, train_many, train_one
-from ggda_ext.training.many import layout_of
+from ggda_ext.training.many_models import layout_of
 from ggda_ext.training.recipe import checked_subset
 
 LOSS = nn.CrossEntropyLoss()

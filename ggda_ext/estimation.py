@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ggda_ext.data import SomePoints
-from ggda_ext.data.kept import first_points
+from ggda_ext.data.in_memory import first_points
 from ggda_ext.gradients import GroupGradients, Plan
 from ggda_ext.gradients.provider import check_provider
 from ggda_ext.groups.partition import Groups

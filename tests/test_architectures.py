@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from ggda_ext import GroupGradients, Groups
-from ggda_ext.gradients.proof import USUAL
+from ggda_ext.gradients.proof.findings import USUAL
 
 N = 9
 LABELS = [0, 1, 0, 2, 2, 1, 0, 2, 2]

@@ -26,7 +26,7 @@ from ggda_ext.counterfactual.convex import (
     TwoClassLoss,
 )
 from ggda_ext.counterfactual.features import Linearizer
-from ggda_ext.counterfactual.recognized import convex_loss
+from ggda_ext.counterfactual.known_losses import convex_loss
 from ggda_ext.curvature.damping import TrainingSteps
 from ggda_ext.data import IndexedData
 from ggda_ext.losses import as_example_loss

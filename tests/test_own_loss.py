@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers_cases import MODELS, collate, examples, gradients, made, own_loss
 
 from ggda_ext import GroupGradients, Groups
-from ggda_ext.losses.own import OwnLoss
+from ggda_ext.losses.model_loss import OwnLoss
 from ggda_ext.losses.row_reductions import RowReductions
 
 LABELS = [0, 1, 0, 2, 2, 1, 0, 2, 2, 1, 1]

@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from ggda_ext.training import Recipe, TrainedModels, initial_model, train_many, train_one
 from ggda_ext.training.denormals import flushes_denormals
-from ggda_ext.training.many import layout_of
-from ggda_ext.training.mapped import MappedModel
+from ggda_ext.training.many_models import layout_of
 from ggda_ext.training.stacked import StackedLayers
+from ggda_ext.training.vmapped import MappedModel
 
 N, CLASSES = 90, 3
 LOSS = nn.CrossEntropyLoss()

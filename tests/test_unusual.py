@@ -32,8 +32,8 @@ from unusual_rare import (
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import probe
-from ggda_ext.gradients.descent import storage_of
 from ggda_ext.gradients.observation import Watch
+from ggda_ext.gradients.proof.descent import storage_of
 from ggda_ext.losses import BatchLoss, FunctionalLoss, OutputLoss, as_example_loss
 
 CE = nn.CrossEntropyLoss()

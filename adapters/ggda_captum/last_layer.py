@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ggda_ext import GroupGradients, PointGradients
 from ggda_ext.data import IndexedData, to_device
-from ggda_ext.gradients.proof import recall, remember
+from ggda_ext.gradients.proof.findings import recall, remember
 from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
 from ggda_ext.methods.scoring import KeptScores, ScoresInMemory
 from ggda_ext.model import check_deterministic_modules, only_thread, training_kernels

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.losses.own import OwnLoss
+from ggda_ext.losses.model_loss import OwnLoss
 from ggda_ext.losses.row_reductions import RowReductions, Tokens
 from ggda_transformers.peft_models import base_of
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from benchmarks.check.measure import quiet
 from benchmarks.compare.hessians import Hessians
-from ggda_ext.gradients.proof import forget
+from ggda_ext.gradients.proof.findings import forget
 
 TURNS, FIRST_CALLS = 4, 2
 LEFT_ALONE = 0.7

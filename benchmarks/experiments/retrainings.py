@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from benchmarks.tasks import LOSS, Task
 from ggda_ext.storage.folder import Store, digest
 from ggda_ext.training import train_many
-from ggda_ext.training.many import layout_of, models_at_once
+from ggda_ext.training.many_models import layout_of, models_at_once
 
 _STACKS = 2  # stacks of models between two writes
 

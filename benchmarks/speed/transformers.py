@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.speed.timing import Row, best_times
 from ggda_ext import GroupGradients
-from ggda_ext.losses.own import OwnLoss
+from ggda_ext.losses.model_loss import OwnLoss
 
 GOAL, TOKENS, BATCH, VOCABULARY, CLASSES = 1.3, 64, 8, 2000, 4
 STEPS = (1, 4, 16)

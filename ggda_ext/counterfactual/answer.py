@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ggda_ext.counterfactual.measured import of_outputs_only
+from ggda_ext.counterfactual.property_values import of_outputs_only
 from ggda_ext.data import DataLike
 from ggda_ext.properties import Property
 

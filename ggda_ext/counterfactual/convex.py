@@ -1,7 +1,7 @@
 """Training losses as functions of the outputs: their values, slopes and curvatures for many counterfactuals at once.
 
 A refit needs ℓ(z), ∂ℓ/∂z and (∂²ℓ/∂z²) t of every point, for outputs z `[n, c, s]` of s counterfactuals. Three families
-have closed forms, with constants per point (`ggda_ext.counterfactual.recognized` reads them off the loss):
+have closed forms, with constants per point (`ggda_ext.counterfactual.known_losses` reads them off the loss):
 
 * softmax   ℓ = w log Σ exp z − Σ_c q_c z_c      cross-entropy, with class weights, label smoothing, soft labels;
 * logistic  ℓ = a log(1 + e^−z) + b log(1 + e^z)  binary cross-entropy; also softmax of two classes, of z₁ − z₀;

@@ -29,9 +29,9 @@ from ggda_ext.storage import fingerprint
 from ggda_ext.storage.folder import digest
 from ggda_ext.storage.jobs import Job, finish, opened
 from ggda_ext.training import Recipe, TrainedModels, initial_model, train_many
+from ggda_ext.training.batch_order import by_falling_steps
 from ggda_ext.training.loop import LossFn, MakeModel
-from ggda_ext.training.many import layout_of, models_at_once
-from ggda_ext.training.order import by_falling_steps
+from ggda_ext.training.many_models import layout_of, models_at_once
 from ggda_ext.training.recipe import check_seeds, checked_data
 from ggda_ext.words import check_counts, without
 

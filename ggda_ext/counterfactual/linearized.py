@@ -28,8 +28,8 @@ from ggda_ext.counterfactual.features import (
     check_finite,
     check_forward_mode,
 )
+from ggda_ext.counterfactual.known_losses import convex_loss
 from ggda_ext.counterfactual.newton import Penalty
-from ggda_ext.counterfactual.recognized import convex_loss
 from ggda_ext.counterfactual.refit import Refit
 from ggda_ext.counterfactual.settings import Settings
 from ggda_ext.counterfactual.trust import kept_share, moved_outputs, trusted_ridge

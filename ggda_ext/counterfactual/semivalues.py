@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.counterfactual.checks import check_count, one_number
-from ggda_ext.counterfactual.measured import of_outputs_only, value_of
+from ggda_ext.counterfactual.property_values import of_outputs_only, value_of
 from ggda_ext.data import IndexedData
 from ggda_ext.groups.partition import Groups
 from ggda_ext.properties import Property

@@ -38,8 +38,8 @@ from ggda_ext.counterfactual.directions import Kind
 from ggda_ext.counterfactual.features import Features
 from ggda_ext.counterfactual.leave_group_out import LeaveGroupOut
 from ggda_ext.counterfactual.linearized import LinearizedModel
-from ggda_ext.counterfactual.measured import Measured, identity_of
 from ggda_ext.counterfactual.nearby import copies_nearby
+from ggda_ext.counterfactual.property_values import Measured, identity_of
 from ggda_ext.counterfactual.settings import Settings
 from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike, IndexedData

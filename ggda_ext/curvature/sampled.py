@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from ggda_ext.curvature.hessian import GaussNewton, Hessian, NoCurvature
 from ggda_ext.data import IndexedData, SomePoints, to_device
-from ggda_ext.data.kept import RememberedPoints, first_points
+from ggda_ext.data.in_memory import RememberedPoints, first_points
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
-from ggda_ext.losses.own import OwnLoss
+from ggda_ext.losses.model_loss import OwnLoss
 
 CurvatureKind = Literal["auto", "gauss-newton", "hessian", "fisher"]
 KINDS: tuple[str, ...] = get_args(CurvatureKind)

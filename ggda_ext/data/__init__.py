@@ -1,7 +1,7 @@
 """Data sets as the library reads them: any kind of data by index, in batches, with a bar over the points.
 
 `indexed` has one interface to whatever holds the examples, `batches` what is done with a batch of any shape, `loaders`
-what has to be known of a DataLoader, `kept` points that stay in memory.
+what has to be known of a DataLoader, `in_memory` points that stay in memory.
 """
 
 from ggda_ext.data.batches import _Selected as _Selected

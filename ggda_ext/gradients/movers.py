@@ -1,8 +1,8 @@
 """Functions that may move rows of a batch to other places: an index along the batch, a sort, a roll.
 
 By function, whether a call may do so, given the number of examples and its arguments. What reads rows together, or
-moves them by what it reads, is found without a list (`ggda_ext.gradients.descent`); these may leave a small batch as it
-is.
+moves them by what it reads, is found without a list (`ggda_ext.gradients.proof.descent`); these may leave a small batch
+as it is.
 """
 
 from __future__ import annotations

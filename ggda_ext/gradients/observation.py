@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ggda_ext.data import batch_length
-from ggda_ext.gradients.given import UnderVmap, given_biases, given_copies
+from ggda_ext.gradients.example_copies import UnderVmap, given_biases, given_copies
 from ggda_ext.gradients.layers import Layer, UnknownLayer
 from ggda_ext.gradients.movers import MOVERS
 from ggda_ext.losses import ExampleLoss

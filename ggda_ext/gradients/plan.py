@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ggda_ext.data import IndexedData, to_device, with_progress
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
-from ggda_ext.gradients.proof import CapturedLayers
+from ggda_ext.gradients.proof.captured_layers import CapturedLayers
 from ggda_ext.groups.batches import GroupBatch
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from ggda_ext.data import DataLike, IndexedData, to_device
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Plan, Request, check_finite_rows, check_finite_scores, check_strategy, choose
-from ggda_ext.gradients.probe import Probe
-from ggda_ext.gradients.proof import Unproven
+from ggda_ext.gradients.proof.captured_layers import Unproven
+from ggda_ext.gradients.proof.probe import Probe
 from ggda_ext.gradients.strategies import BY_NAME, norms
 from ggda_ext.groups.batches import GroupBatch
 from ggda_ext.groups.partition import Groups, GroupsLike

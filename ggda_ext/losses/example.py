@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import as_batch_of_one, batch_length
-from ggda_ext.losses import misfits
+from ggda_ext.losses import errors
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -132,7 +132,7 @@ def as_example_loss(loss_fn: Any) -> ExampleLoss:
     if _is_known(loss_fn):
         return OutputLoss(loss_fn)
     if loss_fn is None:
-        from ggda_ext.losses.own import OwnLoss  # which is an ExampleLoss
+        from ggda_ext.losses.model_loss import OwnLoss
 
         return OwnLoss()
     if isinstance(loss_fn, type):
@@ -167,7 +167,7 @@ def model_output(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
     try:
         output, target = _called(model, batch)
     except (RuntimeError, TypeError, AttributeError) as error:
-        explained = misfits.of_model(error, model, batch)
+        explained = errors.of_model(error, model, batch)
         if explained is error:
             raise
         raise explained from error
@@ -292,7 +292,7 @@ def _is_comparable(loss_fn: Any, output: Tensor, target: Any) -> bool:
         return False
     by_number = classes and output.dim() == 2 and not target.is_complex()
     if by_number and ((target.dim() == 1) == target.is_floating_point() or output.shape[1] == 1):
-        misfits.check_classes(type(loss_fn).__name__, output, target)
+        errors.check_classes(type(loss_fn).__name__, output, target)
     return True
 
 
@@ -314,7 +314,7 @@ def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor:
             flat, size = rows.shape == output.shape[:1], output.shape[0]
         rows = rows if flat else rows.reshape(size, -1)
     except (RuntimeError, IndexError) as error:
-        explained = misfits.of_loss(error, type(loss_fn).__name__, output, target)
+        explained = errors.of_loss(error, type(loss_fn).__name__, output, target)
         if explained is error:
             raise
         raise explained from error

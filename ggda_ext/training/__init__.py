@@ -12,7 +12,7 @@ torch.Size([2, 60, 3])
 """
 
 from ggda_ext.training.loop import Trained, initial_model, train_one
-from ggda_ext.training.many import TrainedModels, train_many
+from ggda_ext.training.many_models import TrainedModels, train_many
 from ggda_ext.training.recipe import Recipe
 
 __all__ = ["Recipe", "train_one", "train_many", "Trained", "TrainedModels", "initial_model"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ggda_ext.checkpoints import State
-from ggda_ext.training.order import StepBatch
+from ggda_ext.training.batch_order import StepBatch
 
 _aten = torch.ops.aten
 Activate = Callable[[Tensor], Tensor]

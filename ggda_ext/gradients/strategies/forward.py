@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ggda_ext.data import batch_length
 from ggda_ext.gradients.observation import Watch
 from ggda_ext.gradients.plan import Cost, LossModule, Request, Strategy
-from ggda_ext.gradients.proof import CapturedLayers
-from ggda_ext.gradients.truth import FAILS, first_line
+from ggda_ext.gradients.proof.captured_layers import CapturedLayers
+from ggda_ext.gradients.proof.truth import FAILS, first_line
 from ggda_ext.model import ParameterSpace, called_with
 
 

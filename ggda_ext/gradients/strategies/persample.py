@@ -12,8 +12,8 @@ from torch.func import grad, vmap
 from ggda_ext.data import as_batch_of_one, batch_length, pick
 from ggda_ext.gradients.layers import segment_sum
 from ggda_ext.gradients.plan import Cost, LossModule, Request, Strategy, merge_pieces
-from ggda_ext.gradients.proof import CapturedLayers
-from ggda_ext.gradients.truth import FAILS, first_line
+from ggda_ext.gradients.proof.captured_layers import CapturedLayers
+from ggda_ext.gradients.proof.truth import FAILS, first_line
 from ggda_ext.model import ParameterSpace, called_with
 
 

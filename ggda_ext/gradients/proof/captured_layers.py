@@ -1,38 +1,31 @@
-"""What has been proven about a model: kept for the next call, and watched while a pass lasts.
+"""The layers of a model, watched while a pass lasts: what was proven on a few examples must hold for its batches.
 
-A large model takes seconds to look at, so findings are kept per model, without references to it. They are taken up only
-where nothing changed that they rest on: the modules and their hooks, modes and parameters, the loss function, the data.
-Values of parameters may change.
-
-What was compared with autograd on a few examples holds for a batch only if the model treats it alike. So a pass
-looks at three things. The first batches: are the rows of some examples what they are in a batch without the others?
-(A model may reorder its batch, or cut it.) Every batch: is each layer called as often, with as many rows per example,
-as when it was compared, does the model call the same functions, and does nothing but its layers use a parameter? Where
-a function may move rows, join examples or tell them by their places, all rows of the batch are looked at. And
-parameters that no example touched so far: does one touch them now? What is new is compared with autograd there and
-then; what differs raises `Unproven`, never a number.
+It does only if the model treats a batch alike. So a pass looks at three things. The first batches: are the rows of some
+examples what they are in a batch without the others? (A model may reorder its batch, or cut it.) Every batch: is each
+layer called as often, with as many rows per example, as when it was compared, does the model call the same functions,
+and does nothing but its layers use a parameter? Where a function may move rows, join examples or tell them by their
+places, all rows of the batch are looked at. And parameters that no example touched so far: does one touch them now?
+What is new is compared with autograd there and then; what differs raises `Unproven`, never a number.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ggda_ext.data import IndexedData, batch_length, pick
-from ggda_ext.gradients.descent import RANDOM, Descent, descent
-from ggda_ext.gradients.layers import Layer, UnknownLayer, copied_layer, known_layers
-from ggda_ext.gradients.mixing import check_losses, check_sum, cuts, halves, splits
-from ggda_ext.gradients.observation import Calls, Observation, Observer, Signature, Watch, observe
-from ggda_ext.gradients.truth import (
+from ggda_ext.data import batch_length, pick
+from ggda_ext.gradients.layers import Layer, UnknownLayer
+from ggda_ext.gradients.observation import Calls, Observation, Observer, Watch, observe
+from ggda_ext.gradients.proof.descent import RANDOM, descent
+from ggda_ext.gradients.proof.findings import Findings
+from ggda_ext.gradients.proof.mixing import check_losses, check_sum, cuts, halves, splits
+from ggda_ext.gradients.proof.truth import (
     Tolerance,
-    Truth,
     captured_scores,
     plain_run,
     random_direction,
@@ -41,193 +34,6 @@ from ggda_ext.gradients.truth import (
 )
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
-
-_MOST_KEPT = 8  # sets of findings per model
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is compared with autograd before layers are trusted.
-
-    Attributes:
-        examples: of the data that are looked at first.
-        more: that are looked at once more for a parameter that the first ones do not touch.
-        rows: examples in batches whose rows were compared, after which order and cuts are trusted.
-        compared: examples of such a batch.
-    """
-
-    examples: int
-    more: int
-    rows: int
-    compared: int
-
-
-USUAL = Effort(8, 16, 32, 4)
-LITTLE = Effort(2, 2, 1, 2)  # for a model that takes seconds for eight examples
-
-
-LEAST_PLACES, MOST_PLACES = 32, 1024  # of a batch to be compared where rows may be told by their places
-
-
-@dataclass
-class Findings:
-    """What a look at some examples has found."""
-
-    batches: list[Any]
-    truth: Truth
-    precision: torch.dtype
-    activation_bytes: int
-    """Of one example."""
-    changing: list[str] = field(default_factory=list)
-    """Names of buffers and parameters that `forward` changes."""
-    uncovered: dict[str, str] = field(default_factory=dict)
-    """Parameters whose gradients the layers do not give: name → why."""
-    copied: dict[str, tuple[str, str, tuple[int, ...]]] = field(default_factory=dict)
-    """Parameters given as copies: name → module, name there, shape of a copy."""
-    copies_output: bool = False
-    """Whether the model overwrites outputs of layers in place."""
-    work: float = 0.0
-    ghost_work: float = 0.0
-    refused: dict[str, str] = field(default_factory=dict)
-    """Strategies that do not give the gradients of this model: name → why."""
-    looked_at: set[str] = field(default_factory=set)
-    """Strategies that were compared with autograd."""
-    proven: set[Signature] = field(default_factory=set)
-    alters: str | None = None
-    """What makes gradients of this model other than derivatives: a hook, an autograd function of its own."""
-    forward_proven: set[int] = field(default_factory=set)
-    """Functions that were called when `forward` was compared with autograd."""
-    told: set[int] = field(default_factory=set)
-    """Functions that were called, and numbers told, in batches which were compared with their examples alone."""
-    joins: str | None = None
-    """A function that may join examples, so that every batch is compared with smaller ones."""
-    placed: bool = False
-    """Whether something is made for the places of a batch, so that rows are compared with the same in other places."""
-    places: int = 1
-    """So many were compared."""
-    most_places: int = LEAST_PLACES
-    """So many are to be compared, if a batch has them."""
-    apart: dict[int, int] = field(default_factory=dict)
-    """Functions that were called → examples of the largest batch whose losses and gradients those of small ones are."""
-    unseen: set[str] = field(default_factory=set)
-    rows_compared: int = 0
-    effort: Effort = USUAL
-
-    def look_at(self, seen: Descent) -> None:
-        """Keep what may mix examples."""
-        self.joins = seen.joins if seen.joins == RANDOM else self.joins or seen.joins
-        self.placed = self.placed or seen.placed
-
-    def new_places(self, size: int) -> int:
-        """How many places of a batch are to be compared with others; 0 if none, or if that was done."""
-        wanted = min(size, self.most_places) if self.placed else 0
-        return wanted if wanted > self.places else 0
-
-    @property
-    def hooked(self) -> bool:
-        """Whether hooks change gradients of this model."""
-        return self.alters is not None and "hook" in self.alters
-
-    def layers(self, space: ParameterSpace) -> list[Layer]:
-        """The layers of a model, as they were compared with autograd."""
-        layers, _ = known_layers(space, self.copies_output)
-        modules = dict(space.model.named_modules())
-        for name, (module, key, shape) in self.copied.items():
-            layers.append(copied_layer(module, modules[module], key, space.parameters[name], shape))
-        return layers
-
-
-class _Kept:
-    """Findings with what they rest on; objects by weak reference, so that nothing is kept alive."""
-
-    def __init__(self, key: Hashable, anchors: tuple[Any, ...], findings: Findings) -> None:
-        self.key, self.findings = key, findings
-        self._anchors = [weakref.ref(anchor) for anchor in anchors]
-
-    def fits(self, key: Hashable, anchors: tuple[Any, ...]) -> bool:
-        same = len(anchors) == len(self._anchors) and all(
-            kept() is anchor for kept, anchor in zip(self._anchors, anchors, strict=True)
-        )
-        return same and self.key == key
-
-
-_kept: weakref.WeakKeyDictionary[nn.Module, list[_Kept]] = weakref.WeakKeyDictionary()
-
-
-def recall(space: ParameterSpace, loss: ExampleLoss, data: IndexedData, settings: Hashable) -> Findings | None:
-    """What was found earlier about the same model, loss and data, or None."""
-    anchors = _anchors(loss, data)
-    if anchors is None:
-        return None
-    key = _structure(space, settings)
-    return next((kept.findings for kept in _kept.get(space.model, []) if kept.fits(key, anchors)), None)
-
-
-def remember(
-    findings: Findings, space: ParameterSpace, loss: ExampleLoss, data: IndexedData, settings: Hashable
-) -> None:
-    """Keep findings for the next call."""
-    anchors = _anchors(loss, data)
-    if anchors is None:
-        return
-    try:
-        kept = _Kept(_structure(space, settings), anchors, findings)
-    except TypeError:  # something that cannot be referred to weakly, such as a list
-        return
-    _kept.setdefault(space.model, []).insert(0, kept)
-    del _kept[space.model][_MOST_KEPT:]
-
-
-def forget() -> None:
-    """Let every model be looked at anew, as in a new process."""
-    _kept.clear()
-
-
-def _anchors(loss: ExampleLoss, data: IndexedData) -> tuple[Any, ...] | None:
-    return None if loss.anchors is None or data.anchors is None else (*loss.anchors, *data.anchors)
-
-
-def _structure(space: ParameterSpace, settings: Hashable) -> Hashable:
-    seen: dict[int, Any] = {}
-    modules = tuple(
-        (name, type(module), id(vars(type(module)).get("forward")), tuple(module._forward_hooks),
-         tuple(module._forward_pre_hooks), tuple(module._backward_hooks), _plain(vars(module), seen))
-        for name, module in space.model.named_modules()
-    )  # fmt: skip
-    parameters = tuple((id(p), tuple(p.shape), p.dtype, p.device, p in space) for p in space.model.parameters())
-    device = space.device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return modules, parameters, tuple(space.parameters), autocast, settings
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_OWN = frozenset(vars(nn.Module())) - {"training"}
-_MOST_ENTRIES, _DEEPEST = 256, 3
-
-
-def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
-    """What can be told of a Python value, so that a change is seen: a flag, a setting, an object's own settings."""
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, Tensor | nn.Module):
-        return type(value)  # looked at elsewhere
-    if id(value) in seen:
-        return seen[id(value)]
-    told: Any = (type(value), id(value)) if depth else type(value)
-    seen[id(value)] = told
-    parts: dict[Any, Any] = {}
-    if isinstance(value, dict):
-        told, parts = type(value), value
-    elif isinstance(value, list | tuple | set | frozenset):
-        told, parts = type(value), dict(enumerate(value))
-    elif depth and hasattr(value, "__dict__") and not callable(value):
-        parts = vars(value)
-    if depth < _DEEPEST and len(parts) <= (_MOST_ENTRIES if depth else len(parts)):
-        held = ((key, part) for key, part in parts.items() if depth or key not in _OWN)
-        told = told, tuple((str(key), _plain(part, seen, depth + 1)) for key, part in held)
-    seen[id(value)] = told
-    return told
-
 
 _TRIED = 64  # examples of a batch that are looked at for one that touches a parameter
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ggda_ext.data import batch_length, pick
-from ggda_ext.gradients.truth import PlainRun, Tolerance, Truth, plain_run, random_direction, total_scores
+from ggda_ext.gradients.proof.truth import PlainRun, Tolerance, Truth, plain_run, random_direction, total_scores
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 

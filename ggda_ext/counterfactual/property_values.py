@@ -25,6 +25,7 @@ from ggda_ext.tables import check_columns
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.linearized import LinearizedModel
 
+
 OutputsOf = Callable[[IndexedData], tuple[Tensor, Tensor | None]]
 """The outputs and targets of a data set."""
 

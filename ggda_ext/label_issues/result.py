@@ -15,6 +15,7 @@ from ggda_ext.results.table import aligned_lines, shown
 if TYPE_CHECKING:
     import pandas
 
+
 RankedBy = Literal["loss", "self_influence", "influence", "loss and influence"]
 TOP_SHARE = 0.1
 """Which share of the points counts as the top, for overlaps and for groups."""

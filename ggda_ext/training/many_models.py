@@ -17,12 +17,12 @@ from torch.optim.adam import adam
 
 from ggda_ext.checkpoints import State, load_state, state_on_cpu
 from ggda_ext.data import ProgressBar
+from ggda_ext.training.batch_order import StepBatch, Walk, batches, by_falling_steps, walks
 from ggda_ext.training.denormals import denormals_flushed
 from ggda_ext.training.loop import LossFn, MakeModel, initial_model, train_one
-from ggda_ext.training.mapped import MappedModel
-from ggda_ext.training.order import StepBatch, Walk, batches, by_falling_steps, walks
 from ggda_ext.training.recipe import BETA2, EPS, Recipe, check_seeds, checked_data, checked_subset
 from ggda_ext.training.stacked import StackedLayers
+from ggda_ext.training.vmapped import MappedModel
 from ggda_ext.words import check_counts
 
 WORKING_SET = 16 * 2**20

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ggda_ext.data import batch_length, pick, tensors_in
 from ggda_ext.gradients.observation import TELLERS, Watch
-from ggda_ext.gradients.truth import FAILS
+from ggda_ext.gradients.proof.truth import FAILS
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 

@@ -15,8 +15,8 @@ from torch.func import grad, vmap
 
 from ggda_ext.checkpoints import State
 from ggda_ext.model import called_with
+from ggda_ext.training.batch_order import StepBatch
 from ggda_ext.training.loop import LossFn
-from ggda_ext.training.order import StepBatch
 
 MOST_PARAMETERS = 100_000
 """Larger models gain nothing from standing in a stack."""
