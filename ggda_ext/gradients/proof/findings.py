@@ -19,9 +19,7 @@ from ggda_ext.data import IndexedData
 from ggda_ext.gradients.layers import Layer, copied_layer, known_layers
 from ggda_ext.gradients.observation import Signature
 from ggda_ext.gradients.proof.descent import RANDOM, Descent
-from ggda_ext.gradients.proof.truth import (
-    Truth,
-)
+from ggda_ext.gradients.proof.truth import Truth
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 

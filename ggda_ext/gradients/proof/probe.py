@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ggda_ext.data import IndexedData, batch_length, pick, tensors_in, to_device
+from ggda_ext.data import IndexedData, batch_length, pick, to_device
 from ggda_ext.gradients.layers import Layer, copied_parameter, known_layers
 from ggda_ext.gradients.observation import Observer, hidden_hooks
 from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.proof.captured_layers import CapturedLayers, strays
-from ggda_ext.gradients.proof.descent import descent, storage_of
+from ggda_ext.gradients.proof.descent import descent
 from ggda_ext.gradients.proof.findings import LEAST_PLACES, MOST_PLACES, USUAL, Findings, recall, remember
 from ggda_ext.gradients.proof.mixing import check_batch, check_reduction
 from ggda_ext.gradients.proof.sample import Members, Sample, runs_of
@@ -399,9 +399,3 @@ def _other_layer(layers: list[Layer]) -> str | None:
 def _shared_parameter(layers: list[Layer]) -> str | None:
     seen = [id(value) for layer in layers for value in (layer.weight, layer.bias) if value is not None]
     return "two layers share a parameter" if len(set(seen)) < len(seen) else None
-
-
-def _is_given(output: Tensor, args: Any) -> bool:
-    """Whether a module returns the memory it was given, as activations in place and dropout that is off do."""
-    where = storage_of(output)
-    return where is not None and any(storage_of(given) == where for given in tensors_in(args))

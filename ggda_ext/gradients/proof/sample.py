@@ -17,10 +17,7 @@ from torch import Tensor, nn
 
 from ggda_ext.data import IndexedData, batch_length, pick, tensors_in, to_device
 from ggda_ext.gradients.proof.findings import LITTLE, USUAL
-from ggda_ext.gradients.proof.probe import _is_given
-from ggda_ext.gradients.proof.truth import (
-    check_same_losses,
-)
+from ggda_ext.gradients.proof.truth import check_same_losses
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, SavedState, may_change
 
@@ -221,3 +218,9 @@ def _first_tensor(output: Any) -> Tensor | None:
         return output
     values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple | list) else ()
     return next((value for value in values if isinstance(value, Tensor)), None)
+
+
+def _is_given(output: Tensor, args: Any) -> bool:
+    """Whether a module returns the memory it was given, as activations in place and dropout that is off do."""
+    where = storage_of(output)
+    return where is not None and any(storage_of(given) == where for given in tensors_in(args))
