@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import IndexedData, batch_length, pick, tensors_in, to_device
+from ggda_ext.gradients.proof.descent import storage_of
 from ggda_ext.gradients.proof.findings import LITTLE, USUAL
 from ggda_ext.gradients.proof.truth import check_same_losses
 from ggda_ext.losses import ExampleLoss
