@@ -37,7 +37,7 @@ from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ignored_targets, model_output
-from ggda_ext.model import check_deterministic_modules
+from ggda_ext.model import check_deterministic_modules, only_thread
 from ggda_ext.properties import Property, property_gradient
 from ggda_ext.sharing import in_shares
 
@@ -160,14 +160,17 @@ class LinearizedModel:
 
     def features(self, data: IndexedData) -> Features:
         """Outputs and tangents of any data."""
-        data.suit(self.provider.model)
-        return self._linearizer.features(data)
+        with only_thread(self.provider.model):
+            data.suit(self.provider.model)
+            return self._linearizer.features(data)
 
     def linearised(self, property: Property) -> tuple[Tensor, Tensor]:
         """Values `[m]` of a property at the model's parameters and their slopes `[m, r]` along the directions."""
-        with torch.no_grad():
-            value = torch.as_tensor(property(self.provider.model)).detach().double().reshape(-1)
-        gradient = property_gradient(property, self.provider.model, self.space.parameters)
+        model = self.provider.model
+        with only_thread(model):
+            with torch.no_grad():
+                value = torch.as_tensor(property(model)).detach().double().reshape(-1)
+            gradient = property_gradient(property, model, self.space.parameters)
         return value, (gradient @ self.directions.rows.T).double()
 
     def _linear(self) -> bool:

@@ -44,6 +44,7 @@ from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.evaluation import Retrain
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import GroupsLike
+from ggda_ext.model import only_thread
 from ggda_ext.properties import MeanProperty, Property
 from ggda_ext.words import without
 
@@ -136,11 +137,12 @@ class WhatIf:
         weights = checked_point_weights(point_weights, inside.n)
         self.models: list[LinearizedModel] = []
         for one in checked_models(model, models, checkpoints):
-            provider = GroupGradients(
-                one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size or inside.batch_size,
-                memory_budget=memory_budget, show_progress=show_progress,
-            )  # fmt: skip
-            self.models.append(LinearizedModel(provider, settings, weights))
+            with only_thread(one):
+                provider = GroupGradients(
+                    one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size or inside.batch_size,
+                    memory_budget=memory_budget, show_progress=show_progress,
+                )  # fmt: skip
+                self.models.append(LinearizedModel(provider, settings, weights))
         self.groups = self.models[0].provider.groups
         for j, other in enumerate(self.models[1:]):
             same, own = self.models[0].output_shape, other.output_shape
