@@ -459,6 +459,11 @@ class ParameterSpace:
     @contextmanager
     def require_gradients(self, of_chosen: bool, also: Iterable[nn.Parameter] = ()) -> Iterator[None]:
         """Let the chosen parameters alone require gradients, or (``of_chosen=False``) none at all but `also`."""
+        with only_thread(self.model), self._required(of_chosen, also):
+            yield
+
+    @contextmanager
+    def _required(self, of_chosen: bool, also: Iterable[nn.Parameter]) -> Iterator[None]:
         before = [(parameter, parameter.requires_grad) for parameter in self._every]
         wanted = self.spans.keys() if of_chosen else {id(parameter) for parameter in also}
         saved = SavedState(self.model, self.changing) if self.changing else None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ggda_ext import GroupGradients, attribute, properties
+from ggda_ext import GroupGradients, WhatIf, attribute, properties
 from ggda_ext.model import only_thread
 
 LOSS = nn.CrossEntropyLoss()
@@ -50,7 +52,27 @@ def ask_rows(net: nn.Module, seed: int) -> torch.Tensor:
     return torch.cat([rows.clone() for _, rows in provider.blocks()])
 
 
-@pytest.mark.parametrize("others", [[ask_attribute], [ask_at_checkpoints, ask_part_of_the_parameters, ask_rows]])
+def ask_what_if(net: nn.Module, seed: int) -> torch.Tensor:
+    what_if = WhatIf(net, LOSS, data(), torch.arange(60) % 7, weight_decay=0.1, rank=8)
+    goals = properties.mean_loss(data(seed), LOSS), lambda model: model(data(seed)[0]).square().mean()
+    return torch.stack([what_if.without([1, 2]).change(goal) for goal in goals])
+
+
+def ask_in_a_folder(net: nn.Module, seed: int) -> torch.Tensor:
+    with tempfile.TemporaryDirectory() as folder:
+        goal = properties.point_losses(data(seed), LOSS)
+        found = attribute(net, LOSS, data(), torch.arange(60) % 7, goal, method="tracin", save_dir=Path(folder) / "a")
+        return found.scores.clone()
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [ask_attribute],
+        [ask_at_checkpoints, ask_part_of_the_parameters, ask_rows],
+        [ask_what_if, ask_at_checkpoints, ask_in_a_folder],
+    ],
+)
 def test_threads_on_one_model_get_the_right_scores_and_leave_it_as_it_was(
     others: list[Callable[[nn.Module, int], torch.Tensor]],
 ) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ggda_ext.checkpoints import Checkpoints, listed_checkpoints, load_state
 from ggda_ext.groups.naming import no_group
 from ggda_ext.groups.partition import Groups
+from ggda_ext.model import only_thread
 
 Names = Hashable | Iterable[Hashable]
 
@@ -48,7 +49,8 @@ def checked_models(model: nn.Module, models: Any, checkpoints: Checkpoints | Non
         raise ValueError("models and checkpoints are both given: pass one of them.")
     found = []
     for number, checkpoint in enumerate(listed_checkpoints(checkpoints)):
-        found.append(copy.deepcopy(model))
+        with only_thread(model):
+            found.append(copy.deepcopy(model))
         load_state(found[-1], checkpoint, f"checkpoints[{number}]")
     return found
 

@@ -39,7 +39,7 @@ from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ignored_targets, model_output
-from ggda_ext.model import check_deterministic_modules
+from ggda_ext.model import check_deterministic_modules, only_thread
 from ggda_ext.properties import Property, property_gradient
 from ggda_ext.sharing import in_shares
 
@@ -174,27 +174,31 @@ class LinearizedModel:
 
     def features(self, data: IndexedData) -> Features:
         """Outputs and tangents of any data."""
-        data.suit(self.provider.model)
-        found = self._linearizer.features(data)
+        with only_thread(self.provider.model):
+            data.suit(self.provider.model)
+            found = self._linearizer.features(data)
         return found if self._explained is None else replace(found, outputs=self._outputs_of(self._explained, data)[0])
 
     @torch.no_grad()
     def _outputs_of(self, model: nn.Module, data: IndexedData) -> tuple[Tensor, Tensor | None]:
         """Outputs of a model for all points, and their targets if they have any."""
         outputs, targets = [], []
-        for _, batch in data.sequential(self._batch_size):
-            output, target = model_output(model, to_device(batch, self.space.device))
-            outputs.append(output)
-            targets.append(target)
+        with only_thread(model):
+            for _, batch in data.sequential(self._batch_size):
+                output, target = model_output(model, to_device(batch, self.space.device))
+                outputs.append(output)
+                targets.append(target)
         joined = torch.cat(outputs)
         check_finite(joined, "outputs", data.name)
         return joined, None if targets[0] is None else torch.cat([target for target in targets if target is not None])
 
     def linearised(self, property: Property) -> tuple[Tensor, Tensor]:
         """Values `[m]` of a property at the model's parameters and their slopes `[m, r]` along the directions."""
-        with torch.no_grad():
-            value = torch.as_tensor(property(self._explained or self.provider.model)).detach().double().reshape(-1)
-        gradient = property_gradient(property, self.provider.model, self.space.parameters)
+        model, own = self.provider.model, self._explained or self.provider.model
+        with only_thread(own), torch.no_grad():
+            value = torch.as_tensor(property(own)).detach().double().reshape(-1)
+        with only_thread(model):
+            gradient = property_gradient(property, model, self.space.parameters)
         return value, (gradient @ self.directions.rows.T).double()
 
     def _linear(self) -> bool:

@@ -46,6 +46,7 @@ from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.evaluation import Retrain
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import GroupsLike
+from ggda_ext.model import only_thread
 from ggda_ext.properties import MeanProperty, Property
 from ggda_ext.words import without
 
@@ -143,12 +144,13 @@ class WhatIf:
         weights = checked_point_weights(point_weights, inside.n)
 
         def linearized(one: nn.Module, parameters: Any, settings: Settings) -> LinearizedModel:
-            provider = GroupGradients(
-                one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size or inside.batch_size,
-                memory_budget=memory_budget, show_progress=show_progress,
-            )  # fmt: skip
             explained = model if start is not None and checkpoints is not None else None
-            return LinearizedModel(provider, settings, weights, explained)
+            with only_thread(one):
+                provider = GroupGradients(
+                    one, loss_fn, inside, groups, parameters=parameters, batch_size=batch_size or inside.batch_size,
+                    memory_budget=memory_budget, show_progress=show_progress,
+                )  # fmt: skip
+                return LinearizedModel(provider, settings, weights, explained)
 
         first = [linearized(one, parameters, settings) for one in checked_models(model, models, checkpoints)]
         self.models, self.own = [*first], len(first)
