@@ -89,8 +89,8 @@ def sources_task(scale: Scale, folder: Path | None, models: Path | None = None) 
     parts = [_packed(read(some, "")) for some in (pairs, dev[: size.data.test])]
     longest = max(x.shape[1] for x, _ in parts)
     parts = [(pad(x, (0, 0, 0, longest - x.shape[1])), y) for x, y in parts]
-    last = deepcopy(bert)
-    last.set_attn_implementation("eager")
+    last: Any = BertModel.from_pretrained(weights.path, attn_implementation="eager").float()
+    last.load_state_dict(bert.state_dict())
 
     def make_model() -> nn.Module:
         return OnStates(deepcopy(last.encoder.layer[-1:]), bert.config.hidden_size).eval()
