@@ -193,7 +193,8 @@ class LinearizedModel:
     def linearised(self, property: Property) -> tuple[Tensor, Tensor]:
         """Values `[m]` of a property at the model's parameters and their slopes `[m, r]` along the directions."""
         with torch.no_grad():
-            value = torch.as_tensor(property(self._explained or self.provider.model)).detach().double().reshape(-1)
+            own = self.provider.model if self._explained is None else self._explained
+            value = torch.as_tensor(property(own)).detach().double().reshape(-1)
         gradient = property_gradient(property, self.provider.model, self.space.parameters)
         return value, (gradient @ self.directions.rows.T).double()
 
