@@ -194,7 +194,8 @@ class LinearizedModel:
 
     def linearised(self, property: Property) -> tuple[Tensor, Tensor]:
         """Values `[m]` of a property at the model's parameters and their slopes `[m, r]` along the directions."""
-        model, own = self.provider.model, self._explained or self.provider.model
+        model = self.provider.model
+        own = model if self._explained is None else self._explained
         with only_thread(own), torch.no_grad():
             value = torch.as_tensor(property(own)).detach().double().reshape(-1)
         with only_thread(model):
