@@ -12,7 +12,8 @@ from torch import nn
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
-from ggda_ext.gradients.strategies import BY_NAME
+from ggda_ext.gradients import layers
+from ggda_ext.gradients.strategies import BY_NAME, directional
 from ggda_ext.losses import OutputLoss
 
 LOSS = nn.CrossEntropyLoss()
@@ -66,6 +67,30 @@ def test_batch_size_does_not_change_a_score(model, strategy):
         provider = GroupGradients(case.model, LOSS, case.data, groups, strategy=strategy, batch_size=batch_size)
         scores, truth = scores_along(provider, case, strategy)
         assert relative_error(scores, groups.sum(truth)) <= 1e-12, batch_size
+
+
+@pytest.mark.parametrize("groups", [Groups(UNEVEN), Groups.singletons(N)], ids=["uneven", "singletons"])
+@pytest.mark.parametrize("model", [model for model in MODELS if usable(model, "directional")])
+def test_blocks_of_rows_and_of_batches_do_not_change_a_score(model, groups, monkeypatch):
+    monkeypatch.setattr(layers, "_NEAR", 1)
+    monkeypatch.setattr(layers, "_ENOUGH", 2)
+    monkeypatch.setattr(directional, "_TOGETHER", 8)
+    case = make_case(model)
+    provider = GroupGradients(case.model, LOSS, case.data, groups, strategy="directional", batch_size=5)
+    scores, truth = scores_along(provider, case, "directional")
+    assert relative_error(scores, groups.sum(truth)) <= 1e-12
+
+
+@pytest.mark.parametrize(("out", "into"), [(2, 5), (40, 5), (20, 30)], ids=["few", "wide", "narrow"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 1500])
+def test_scores_of_a_linear_layer_are_products_with_its_output(out, into, bias, rows):
+    layer, rule = nn.Linear(into, out, bias).double().requires_grad_(False), layers.rule_for(nn.Linear(into, out))
+    for shape in ([rows], [rows, 3]):
+        a, d = torch.randn(*shape, into).double(), torch.randn(*shape, out).double()
+        scores = torch.ones(rows).double()
+        rule.add_scores(layer, a, d, rule.arranged(layer.weight), layer.bias, scores)
+        assert relative_error(scores - 1, (layer(a) * d).flatten(1).sum(1)) <= 1e-12
 
 
 @pytest.mark.parametrize("strategy", [*FORM_ROWS, "auto"])

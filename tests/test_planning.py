@@ -121,3 +121,25 @@ def test_groups_by_rule_are_groups() -> None:
 def test_a_rule_that_is_no_partition_is_refused(k: int, rule: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Groups.by_rule(10, k, rule)
+
+
+def test_many_directions_are_read_for_many_groups_at_once_within_the_budget_and_the_users_batch():
+    model, data = nn.Linear(4, 2), (torch.randn(4_000, 4), torch.zeros(4_000, dtype=torch.long))
+
+    def batches(**options):
+        provider = GroupGradients(model, LOSS, data, np.arange(4_000) // 8, strategy="segmented", **options)
+        request = provider._request(provider.plan(100))
+        return request.batch_size, request.of_groups(100).batch_size, request.room
+
+    usual, larger, room = batches(memory_budget=2**14)
+    assert usual < larger <= room
+    assert batches(batch_size=64)[:2] == (64, 64)
+
+
+def test_memory_that_a_module_returns_as_it_was_given_is_counted_once():
+    def batch_size(*layers):
+        model = nn.Sequential(nn.Linear(4, 64), *layers, nn.Linear(64, 2))
+        data = torch.randn(4_000, 4), torch.zeros(4_000, dtype=torch.long)
+        return GroupGradients(model, LOSS, data, np.arange(4_000) // 8, memory_budget=2**19).batch_size
+
+    assert batch_size(nn.Dropout().eval(), nn.ReLU(inplace=True)) == batch_size() > batch_size(nn.ReLU())

@@ -10,8 +10,9 @@ its own for every group also has a fixed price.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,8 @@ class Facts:
     """Strategies whose own comparison with autograd was made: others that have one are not chosen by ``"auto"``."""
     batch_size: int
     working_bytes: int
+    room: int
+    """Points of the largest batch: more than `batch_size` where the user leaves it to us and the budget allows it."""
 
     @property
     def group_size(self) -> float:
@@ -221,6 +224,8 @@ class Request:
     title: str = "ggda"
     within: tuple[int, int] = (0, 0)
     """Our share of the points: a run of ``groups.order`` for `grouped_batches`, of the data for `natural_batches`."""
+    room: int = 0
+    """Points of the largest batch that may be run, where larger ones serve."""
     weights: Tensor | None = None
     """Weightings of the points `[w, n]`: rows are then sums of w_i ∇ℓ_i, one for each weighting `[b, w, p]`."""
 
@@ -321,6 +326,12 @@ class Request:
         low, high = self.within
         for groups, batch in self._bar(pairs, high - low):
             yield groups, to_device(batch, self.space.device)
+
+    def of_groups(self, count: int) -> Request:
+        """The same in batches that hold about so many groups, as far as there is room, all about equally large."""
+        each = ceil(self._points / len(self.groups))
+        batches = ceil(self._points / max(self.batch_size, min(count * each, self.room - each)))
+        return replace(self, batch_size=max(self.batch_size, min(ceil(self._points / batches) + each, self.room)))
 
     def scores_of(self, blocks: Iterable[tuple[Tensor, Tensor]], directions: Tensor) -> Tensor:
         """Inner products of directions `[m, p]` with streamed rows `[m, k]`."""

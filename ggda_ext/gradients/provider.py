@@ -449,6 +449,7 @@ class GroupGradients:
         return Request(
             self.space, self.loss, self.data, self.groups, self._probe.captured, plan.facts.batch_size,
             self.memory_budget, self.show_progress, f"{plan.strategy} group scores", within or self._share(whole),
+            plan.facts.room,
         )  # fmt: skip
 
     def _share(self, whole: range | None) -> tuple[int, int]:

@@ -50,6 +50,7 @@ from ggda_ext.model import ParameterSpace
 LARGEST_BATCH = 2**17
 CACHED_BYTES = 26 * 2**20  # of activations of a batch, near the cache
 ENOUGH_WORK = 2**27  # multiplications; a batch of fewer may be twice as large: what is done once per batch counts there
+LARGER = 3  # times a batch that is near the cache, where something is read once per batch
 ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
 _BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent
 _ROUNDS = 2  # of looking at more examples for a parameter that the first ones do not touch
@@ -97,6 +98,7 @@ class Probe:
         fitting = _batch_size(self._bytes_per_point, max(self._found.work, 1.0), memory_budget)
         self._most_points = batch_size or min(fitting, at_most or fitting)
         self._even = batch_size is None and at_most is None
+        self._room = min(memory_budget // self._bytes_per_point, LARGER * fitting)
         self._points, self._groups = int(groups.sizes.sum()), len(groups)
 
     @cached_property
@@ -115,7 +117,7 @@ class Probe:
             work_per_point=max(found.work, 1.0),
             ghost_work=found.ghost_work, uncovered=found.uncovered, refused=dict(found.refused),
             compared=frozenset(found.looked_at),
-            batch_size=size, working_bytes=self._bytes_per_point * size,
+            batch_size=size, working_bytes=self._bytes_per_point * size, room=self._room if self._even else size,
         )  # fmt: skip
 
     def on(self, groups: Groups) -> Probe:

@@ -21,6 +21,7 @@ BUFFER_BYTES = 8 * 2**20
 def scores(request: Request, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
     result = request.empty_scores(len(directions))
+    request = request.of_groups(len(directions))  # all directions are read once for each batch
     buffer = _Buffer(request.space.dtype, request.space.device)
     for groups, batch in request.grouped_batches():
         ids = torch.from_numpy(groups.ids).to(result.device)
@@ -59,7 +60,7 @@ class _SegmentScores(Observer):
     ) -> None:
         self.space, self.directions, self.buffer = request.space, directions, buffer
         self.starts, self.ids, self.scores = starts, ids, scores
-        self.budget, self.many = request.memory_budget // 4, len(directions) // 3
+        self.budget, self.many = request.memory_budget // 4, len(directions)
 
     def _at_once(self, weight: nn.Parameter) -> int:
         """Groups whose rows are formed together: a few, but more where all of many directions are read for them."""
