@@ -17,7 +17,7 @@ from transformers_cases import MODELS, collate, exactness, examples, gradients, 
 
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.curvature import kronecker
-from ggda_ext.gradients import probe
+from ggda_ext.gradients.proof import sample
 
 N = 11
 
@@ -298,7 +298,7 @@ class Multiplications(TorchDispatchMode):
 
 
 def test_a_first_look_at_a_heavy_model_takes_less_than_a_batch(monkeypatch):
-    monkeypatch.setattr(probe, "HEAVY", 0)
+    monkeypatch.setattr(sample, "HEAVY", 0)
     model, data = made("gpt2", torch.float32), collate(examples("gpt2", 32))
 
     def counted(run):

@@ -31,8 +31,8 @@ from unusual_rare import (
 
 from ggda_ext import STRATEGIES, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
-from ggda_ext.gradients import probe
 from ggda_ext.gradients.observation import Watch
+from ggda_ext.gradients.proof import sample
 from ggda_ext.gradients.proof.descent import storage_of
 from ggda_ext.losses import BatchLoss, FunctionalLoss, OutputLoss, as_example_loss
 
@@ -126,7 +126,7 @@ def test_what_has_no_answer_is_refused_under_every_strategy(name, strategy):
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_examples_of_a_heavy_model_tell_as_much(name, monkeypatch):
-    monkeypatch.setattr(probe, "HEAVY", -1)
+    monkeypatch.setattr(sample, "HEAVY", -1)
     case, (model, points) = CASES[name], make(name, 0)
     provider = GroupGradients(model, case.loss, points, GROUPS, parameters=case.parameters, batch_size=5)
     if case.refused is not None:
