@@ -109,9 +109,9 @@ def _locked(folder: Path) -> int | None:
     try:
         _take(handle)
     except OSError as error:
-        owner = _owner(handle)
+        owner = _owner(handle) if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK) else None
         os.close(handle)
-        if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+        if owner is None:
             raise
         raise RuntimeError(
             f"save_dir={str(folder)!r} is in use by {owner}: wait until it has finished, or pass another save_dir to "
