@@ -17,8 +17,8 @@ from torch import nn
 from ggda_ext.gradients import GroupGradients
 
 SIZE = 0.3
-"""By how much parameters are changed, in units of their own size. Chosen on HELOC with ANN-S, two groupings, among 0.1,
-0.3 and 0.6."""
+"""By how much parameters are changed, in units of their own size. Chosen on HELOC with ANN-S among 0.1 (one grouping),
+0.3 and 0.6 (two)."""
 
 
 def copies_nearby(providers: Sequence[GroupGradients], count: int, seed: int) -> Iterator[tuple[nn.Module, list[str]]]:
