@@ -221,7 +221,7 @@ def _first_tensor(output: Any) -> Tensor | None:
     return next((value for value in values if isinstance(value, Tensor)), None)
 
 
-def _is_given(output: Tensor, args: Any) -> bool:
+def _is_given(output: Tensor, args: tuple[Any, ...]) -> bool:
     """Whether a module returns the memory it was given, as activations in place and dropout that is off do."""
     where = storage_of(output)
-    return where is not None and any(storage_of(given) == where for given in tensors_in(args))
+    return where is not None and any(storage_of(given) == where for given in args if isinstance(given, Tensor))
