@@ -19,7 +19,10 @@ from pathlib import Path
 from ggda_ext.storage.files import open_plain
 
 LOCK = "store.lock"
-_FLOCK = {"linux": ("hhqqi4x", 0, 4), "darwin": ("qqihh", 3, 2)}  # struct flock, and where in it kind and process are
+_FLOCK = {
+    "linux": ("hhqqi4x", 0, 4),
+    "darwin": ("qqihh", 3, 2),
+}  # struct flock of 64 bits, and where kind and process are
 
 if sys.platform == "win32":
     import msvcrt
@@ -37,7 +40,7 @@ else:
 
     def _owner(handle: int) -> str:
         """Who holds the lock, as the system says; it does not know of processes on other machines."""
-        if sys.platform not in _FLOCK:
+        if sys.platform not in _FLOCK or sys.maxsize < 2**32:
             return "another process"
         layout, kind, process = _FLOCK[sys.platform]
         asked = [0] * 5
