@@ -18,11 +18,11 @@ INFLUENCE, EKFAC, FULL_FISHER = OURS = ("Influence", "EK-FAC", "Fisher")
 LEAVE_GROUP_OUT = "Leave-group-out"
 WHAT_IF, WARM_START = REFITS = ("What-if", "Warm start")
 """Methods that predict each choice of groups by itself: their predictions do not add up."""
-INFLUENCE_3, WHAT_IF_3 = "Influence, 3 models", "What-if, 3 models"
-AVERAGED = {INFLUENCE_3: INFLUENCE, WHAT_IF_3: WHAT_IF}
-"""Methods whose predictions are averaged over three models, and the method of one model."""
 FROM_START = "What-if from the start"
 """What-if of the whole training, from the untrained model, with features of the first checkpoint."""
+INFLUENCE_3, WHAT_IF_3, FROM_START_3 = "Influence, 3 models", "What-if, 3 models", "What-if from the start, 3 models"
+AVERAGED = {INFLUENCE_3: INFLUENCE, WHAT_IF_3: WHAT_IF, FROM_START_3: FROM_START}
+"""Methods whose predictions are averaged over three models, and the method of one model."""
 LDS_METHODS = (*PAPER_METHODS, CG, *OURS, RATES, PER_POINT, *AVERAGED, *REFITS, FROM_START)
 """Methods of LDS in the order of tables, beside the trivial ones."""
 KEPT_POINTS, CLASS_BALANCE = TRIVIAL = ("Kept points", "Class balance")

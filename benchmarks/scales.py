@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.names import (
+    AVERAGED,
     CG,
     EKFAC,
     EQUAL_GRAD_K_MEANS,
@@ -72,7 +73,7 @@ _SMALL_CELLS = CellScale(_METHODS, _groups(_TWO_GROUPINGS, 16))
 _SMALL = ExperimentScale(
     NoisyScale(_SMALL_CELLS, seeds=1),
     RemovalScale(_SMALL_CELLS, seeds=2, removed=(0.2,), pruned=(0.5,)),
-    LdsScale(replace(_SMALL_CELLS, methods=(*_LDS_METHODS, FROM_START)), subsets=8, seeds=1, left_out_groups=4),
+    LdsScale(replace(_SMALL_CELLS, methods=(*_METHODS, *AVERAGED, FROM_START)), subsets=8, seeds=1, left_out_groups=4),
     MethodScale(trak_models=1, lissa_depth=10, lissa_repeats=1),
 )
 _SMALL_NOISY = replace(_SMALL, noisy=NoisyScale(replace(_SMALL_CELLS, methods=_FEW_METHODS), 1), removal=None, lds=None)

@@ -21,6 +21,7 @@ from benchmarks.experiments.predictions import Prediction, Predictor, Truth, two
 from benchmarks.experiments.retrainings import Retrainings, Wanted
 from benchmarks.names import (
     FROM_START,
+    FROM_START_3,
     GRAD_K_MEANS,
     HALVES,
     KEEP_80,
@@ -103,7 +104,7 @@ def _methods(bench: Bench, size: LdsScale, cell: Cell) -> Iterator[str]:
     """Methods in the order of tables; learning rates with the paper's best grouping, refits with few groups."""
     single = cell.grouping == SINGLE_POINTS
     for method in (*(one for one in LDS_METHODS if one in size.cells.methods), *TRIVIAL):
-        if method in (*REFITS, WHAT_IF_3, FROM_START) and (
+        if method in (*REFITS, WHAT_IF_3, FROM_START, FROM_START_3) and (
             single or not bench.is_refitted(size.cells, cell.group_size)
         ):
             continue

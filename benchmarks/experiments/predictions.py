@@ -101,6 +101,8 @@ class Predictor:
                 return _refitted(self._three, truth, self.bench)
             case names.FROM_START:
                 return _refitted(self._from_start, truth, self.bench)
+            case names.FROM_START_3:
+                return _refitted(self._three_from_start, truth, self.bench)
             case names.WARM_START:
                 found = timed(warm_started, subject, subsets)
                 return Prediction(found.value, "a few epochs on what is kept", {"scoring": found.seconds})
@@ -141,7 +143,11 @@ class Predictor:
 
     @cached_property
     def _from_start(self) -> Timed[WhatIf]:
-        return timed(from_start, self.bench.subject, self.groups)
+        return timed(from_start, [self.bench.subject], self.groups)
+
+    @cached_property
+    def _three_from_start(self) -> Timed[WhatIf]:
+        return timed(from_start, [self.bench.subject, *self._others], self.groups)
 
 
 def _refitted(asked: Timed[WhatIf], truth: Truth, bench: Bench) -> Prediction:

@@ -44,11 +44,14 @@ def _checkpoints(subject: Subject) -> list[nn.Module]:
     return found
 
 
-def from_start(subject: Subject, groups: Groups) -> WhatIf:
-    """The refit of the whole training, with features of its first checkpoint: for one that stops early."""
+def from_start(subjects: Sequence[Subject], groups: Groups) -> WhatIf:
+    """The refit of the first model's whole training, with features of every model's first checkpoint: for a training
+    that stops early."""
+    explained = subjects[0]
     return WhatIf(
-        subject.model, LOSS, subject.train, groups, recipe=subject.task.recipe,
-        start=initial_model(subject.task.make_model, subject.seed), checkpoints=subject.trained.checkpoints[:1],
+        explained.model, LOSS, explained.train, groups, recipe=explained.task.recipe,
+        start=initial_model(explained.task.make_model, explained.seed),
+        checkpoints=[subject.trained.checkpoints[0] for subject in subjects],
     )  # fmt: skip
 
 

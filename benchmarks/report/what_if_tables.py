@@ -6,12 +6,23 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from benchmarks.names import CG, FROM_START, INFLUENCE, INFLUENCE_3, REFITS, TRACIN, TRIVIAL, WHAT_IF, WHAT_IF_3
+from benchmarks.names import (
+    CG,
+    FROM_START,
+    FROM_START_3,
+    INFLUENCE,
+    INFLUENCE_3,
+    REFITS,
+    TRACIN,
+    TRIVIAL,
+    WHAT_IF,
+    WHAT_IF_3,
+)
 from benchmarks.report.formats import Table, interval
 from benchmarks.report.lds_tables import CEILING_NOTE, CEILINGS
 from benchmarks.report.rows import grouping_title, mean_interval, of_sums
 
-_REFITTED = (WHAT_IF, FROM_START, WHAT_IF_3)
+_REFITTED = (WHAT_IF, WHAT_IF_3, FROM_START, FROM_START_3)
 _SHOWN = (*_REFITTED, *(name for name in REFITS if name != WHAT_IF), INFLUENCE, INFLUENCE_3, TRACIN, CG, *TRIVIAL)
 _KEYS = ["setting", "protocol", "grouping", "group_size"]
 _NAMES = ["Data / model", "Protocol", "Groups"]
