@@ -11,8 +11,8 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -165,14 +165,13 @@ def training_kernels() -> Iterator[None]:
                     _uncompiled = None
 
 
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Turn autocast off for our own arithmetic, which it would round."""
-    if not torch.is_autocast_enabled(device.type):
-        yield
-        return
-    with torch.autocast(device.type, enabled=False):
-        yield
+_AS_IT_IS = nullcontext()
+
+
+def full_precision(values: Tensor) -> AbstractContextManager[Any]:
+    """Autocast turned off for our own arithmetic with some values, which it would round."""
+    kind = values.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 def all_finite(values: Tensor) -> bool:
@@ -345,30 +344,76 @@ def left_as_it_was_by_runs(model: nn.Module) -> Iterator[None]:
     """
     inner = unwrapped(model)
     with only_thread(model):
-        looks = _looks(inner)
-        known = _harmless.get(inner) == looks
-        written = list(inner.parameters()) if known else []
-        versions = [_version(value) for value in written]
+        structure = structure_of(inner)
+        known = _harmless.get(inner) == structure
+        parameters = _Versions(inner.parameters() if known else ())
         saved = SavedState(inner, _named_values(inner, "_buffers") if known else may_change(inner))
         try:
             yield
         finally:
             changed = saved.restore()
         if not known and not changed:
-            _harmless[inner] = looks
-        for value, version in zip(written, versions, strict=True):
-            if _version(value) != version:
-                name = next(name for name, own in saved.named.items() if own is value)
-                raise ValueError(
-                    f"the model wrote to {name!r} when it ran, as it did not before, so it is no longer as it was: "
-                    "let its forward pass leave parameters alone."
-                )
+            _harmless[inner] = structure
+        for name in parameters.written(inner):
+            raise ValueError(
+                f"the model wrote to {name!r} when it ran, as it did not before, so it is no longer as it was: "
+                "let its forward pass leave parameters alone."
+            )
 
 
-def _looks(model: nn.Module) -> Any:
-    """What tells whether a model is as it was when its runs were looked at; values of parameters may differ."""
-    modules = [(id(m), m.training, tuple(m._forward_hooks), tuple(m._forward_pre_hooks)) for m in model.modules()]
-    return modules, [id(parameter) for parameter in model.parameters()]
+class _Versions:
+    """How often some parameters and buffers were written to so far."""
+
+    def __init__(self, values: Iterable[Tensor]) -> None:
+        self._values = [(value, _version(value)) for value in values]
+
+    def written(self, model: nn.Module) -> list[str]:
+        """Names in a model of those that were written to since."""
+        changed = {id(value) for value, before in self._values if _version(value) != before}
+        return [name for name, value in _named_values(model).items() if id(value) in changed] if changed else []
+
+
+# what it is made of
+
+
+def structure_of(model: nn.Module) -> Hashable:
+    """What tells whether a model is the one that was looked at before: all but the values of parameters and buffers."""
+    seen: dict[int, Any] = {}
+    modules = tuple(
+        (name, type(module), id(vars(type(module)).get("forward")), tuple(module._forward_hooks),
+         tuple(module._forward_pre_hooks), tuple(module._backward_hooks), _plain(vars(module), seen))
+        for name, module in model.named_modules()
+    )  # fmt: skip
+    return modules, tuple((id(p), tuple(p.shape), p.dtype, p.device) for p in model.parameters())
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_OWN = frozenset(vars(nn.Module())) - {"training"}
+_MOST_ENTRIES, _DEEPEST = 256, 3
+
+
+def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
+    """What can be told of a Python value, so that a change is seen: a flag, a setting, an object's own settings."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor | nn.Module):
+        return type(value)  # looked at elsewhere
+    if id(value) in seen:
+        return seen[id(value)]
+    told: Any = (type(value), id(value)) if depth else type(value)
+    seen[id(value)] = told
+    parts: dict[Any, Any] = {}
+    if isinstance(value, dict):
+        told, parts = type(value), value
+    elif isinstance(value, list | tuple | set | frozenset):
+        told, parts = type(value), dict(enumerate(value))
+    elif depth and hasattr(value, "__dict__") and not callable(value):
+        parts = vars(value)
+    if depth < _DEEPEST and len(parts) <= (_MOST_ENTRIES if depth else len(parts)):
+        held = ((key, part) for key, part in parts.items() if depth or key not in _OWN)
+        told = told, tuple((str(key), _plain(part, seen, depth + 1)) for key, part in held)
+    seen[id(value)] = told
+    return told
 
 
 def called_with(module: nn.Module, values: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
@@ -459,33 +504,23 @@ class ParameterSpace:
     @contextmanager
     def require_gradients(self, of_chosen: bool, also: Iterable[nn.Parameter] = ()) -> Iterator[None]:
         """Let the chosen parameters alone require gradients, or (``of_chosen=False``) none at all but `also`."""
-        with only_thread(self.model), self._required(of_chosen, also):
-            yield
-
-    @contextmanager
-    def _required(self, of_chosen: bool, also: Iterable[nn.Parameter]) -> Iterator[None]:
-        before = [(parameter, parameter.requires_grad) for parameter in self._every]
-        wanted = self.spans.keys() if of_chosen else {id(parameter) for parameter in also}
-        saved = SavedState(self.model, self.changing) if self.changing else None
-        versions = [_version(value) for value in self._written]
-        try:
-            for parameter, _ in before:
-                parameter.requires_grad_(id(parameter) in wanted)
-            with training_kernels(), torch.enable_grad():
-                yield
-        finally:
-            for parameter, required in before:
-                parameter.requires_grad_(required)
-            if saved is not None:
-                saved.restore()
-        if self.changing is not None and versions != [_version(value) for value in self._written]:
-            self._refuse_changes(versions, self.changing)
-
-    def _refuse_changes(self, versions: list[tuple[int, int]], known: list[str]) -> None:
-        """Refuse a model that wrote to something, though it did not when it was looked at."""
-        names = {id(value): name for name, value in _named_values(self.model).items()}
-        written = [names.get(id(v), "") for v, old in zip(self._written, versions, strict=True) if _version(v) != old]
-        others = [name for name in written if name not in known]
+        with only_thread(self.model):
+            before = [(parameter, parameter.requires_grad) for parameter in self._every]
+            wanted = self.spans.keys() if of_chosen else {id(parameter) for parameter in also}
+            saved = SavedState(self.model, self.changing) if self.changing else None
+            values = _Versions(self._written)
+            try:
+                for parameter, _ in before:
+                    parameter.requires_grad_(id(parameter) in wanted)
+                with training_kernels(), torch.enable_grad():
+                    yield
+            finally:
+                for parameter, required in before:
+                    parameter.requires_grad_(required)
+                if saved is not None:
+                    saved.restore()
+            known = self.changing
+            others = [] if known is None else [name for name in values.written(self.model) if name not in known]
         if others:
             raise ValueError(
                 f"the model wrote to {others[0]!r} when it ran on a batch, as it did not on the examples that were "

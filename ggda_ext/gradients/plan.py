@@ -337,7 +337,7 @@ class Request:
         """Inner products of directions `[m, p]` with streamed rows `[m, k]`."""
         scores = self.empty_scores(len(directions))
         for ids, rows in blocks:
-            with full_precision(rows.device):
+            with full_precision(rows):
                 scores[:, ids.to(scores.device)] = (directions @ rows.T).to(scores)
         return scores
 

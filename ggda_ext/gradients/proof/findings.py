@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients.layers import Layer, copied_layer, known_layers
@@ -21,7 +21,7 @@ from ggda_ext.gradients.observation import Signature
 from ggda_ext.gradients.proof.descent import RANDOM, Descent
 from ggda_ext.gradients.proof.truth import Truth
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace
+from ggda_ext.model import ParameterSpace, structure_of
 
 _MOST_KEPT = 8  # sets of findings per model
 
@@ -140,7 +140,7 @@ def recall(space: ParameterSpace, loss: ExampleLoss, data: IndexedData, settings
     anchors = _anchors(loss, data)
     if anchors is None:
         return None
-    key = _structure(space, settings)
+    key = _key(space, settings)
     return next((kept.findings for kept in _kept.get(space.model, []) if kept.fits(key, anchors)), None)
 
 
@@ -152,7 +152,7 @@ def remember(
     if anchors is None:
         return
     try:
-        kept = _Kept(_structure(space, settings), anchors, findings)
+        kept = _Kept(_key(space, settings), anchors, findings)
     except TypeError:  # something that cannot be referred to weakly, such as a list
         return
     _kept.setdefault(space.model, []).insert(0, kept)
@@ -168,43 +168,7 @@ def _anchors(loss: ExampleLoss, data: IndexedData) -> tuple[Any, ...] | None:
     return None if loss.anchors is None or data.anchors is None else (*loss.anchors, *data.anchors)
 
 
-def _structure(space: ParameterSpace, settings: Hashable) -> Hashable:
-    seen: dict[int, Any] = {}
-    modules = tuple(
-        (name, type(module), id(vars(type(module)).get("forward")), tuple(module._forward_hooks),
-         tuple(module._forward_pre_hooks), tuple(module._backward_hooks), _plain(vars(module), seen))
-        for name, module in space.model.named_modules()
-    )  # fmt: skip
-    parameters = tuple((id(p), tuple(p.shape), p.dtype, p.device, p in space) for p in space.model.parameters())
+def _key(space: ParameterSpace, settings: Hashable) -> Hashable:
     device = space.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return modules, parameters, tuple(space.parameters), autocast, settings
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_OWN = frozenset(vars(nn.Module())) - {"training"}
-_MOST_ENTRIES, _DEEPEST = 256, 3
-
-
-def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
-    """What can be told of a Python value, so that a change is seen: a flag, a setting, an object's own settings."""
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, Tensor | nn.Module):
-        return type(value)  # looked at elsewhere
-    if id(value) in seen:
-        return seen[id(value)]
-    told: Any = (type(value), id(value)) if depth else type(value)
-    seen[id(value)] = told
-    parts: dict[Any, Any] = {}
-    if isinstance(value, dict):
-        told, parts = type(value), value
-    elif isinstance(value, list | tuple | set | frozenset):
-        told, parts = type(value), dict(enumerate(value))
-    elif depth and hasattr(value, "__dict__") and not callable(value):
-        parts = vars(value)
-    if depth < _DEEPEST and len(parts) <= (_MOST_ENTRIES if depth else len(parts)):
-        held = ((key, part) for key, part in parts.items() if depth or key not in _OWN)
-        told = told, tuple((str(key), _plain(part, seen, depth + 1)) for key, part in held)
-    seen[id(value)] = told
-    return told
+    return structure_of(space.model), tuple(space.parameters), autocast, settings
