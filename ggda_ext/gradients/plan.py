@@ -23,6 +23,8 @@ from ggda_ext.data import IndexedData, to_device, with_progress
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.proof.captured_layers import CapturedLayers
+from ggda_ext.gradients.proof.findings import Findings
+from ggda_ext.gradients.proof.truth import Subject
 from ggda_ext.groups.batches import GroupBatch
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
@@ -105,8 +107,8 @@ class Strategy:
         cost: what `auto` compares.
         from_layers: whether it sees gradients only where layers show them; these are compared with autograd for all.
         of_points: whether directions have to be the gradients of test points.
-        compare: why it does not give what autograd gave for some examples, or None if it does; needed unless it is
-            plain autograd or `from_layers`.
+        compare: ``compare(subject, findings)``, why it does not give what autograd gave for some examples, or None if
+            it does; needed unless it is plain autograd or `from_layers`.
     """
 
     name: str
@@ -115,7 +117,7 @@ class Strategy:
     blocks: Callable[[Request, int], Iterator[tuple[Tensor, Tensor]]] | None = None
     from_layers: bool = False
     of_points: bool = False
-    compare: Callable[[CapturedLayers, Tensor], str | None] | None = None
+    compare: Callable[[Subject, Findings], str | None] | None = None
 
     def refusal(self, facts: Facts, *, rows: bool, points: bool) -> str | None:
         """Why it cannot answer the question, or None if it can.
