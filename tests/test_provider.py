@@ -448,3 +448,34 @@ def test_code_that_makes_batches_sees_the_model_without_our_hooks():
     assert bool(score_of_ones.isfinite().all())
     assert len(seen) >= 40
     assert not any(seen)
+
+
+class Switched(nn.Module):
+    """Units that are 0 but for rounding, which is not the same for an example alone and in a batch."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.mixes = nn.Linear(4, 3), nn.Linear(3, 2), mixes
+        nn.init.zeros_(self.first.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x) + (1e-9 if len(x) == 1 else -1e-9)
+        return self.last(hidden.relu() + (1e-2 * hidden.mean(0) if self.mixes else 0))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "backward"])
+def test_a_unit_that_rounding_switches_on_is_no_mixing_of_examples(strategy):
+    torch.manual_seed(0)
+    model, x, y = Switched(mixes=False), torch.randn(24, 4), torch.randint(0, 2, (24,))
+    x[[0, -1]] = 0
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = GroupGradients(model, LOSS, (x, y), np.arange(24) // 6, strategy=strategy)
+    rows = found.rows()
+    truth = torch.stack([torch.cat([part.flatten() for part in torch.autograd.grad(
+        F.cross_entropy(model(x[low : low + 6]), y[low : low + 6], reduction="sum"), list(model.parameters()))])
+        for low in range(0, 24, 6)])  # fmt: skip
+    assert relative_error(rows, truth) < 1e-5
+    assert strategy != "auto" or found.plan(1).strategy == "directional"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="mixes the examples of a batch"):
+        GroupGradients(Switched(mixes=True), LOSS, (x, y), strategy=strategy).rows()

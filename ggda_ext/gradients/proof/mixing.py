@@ -16,6 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ggda_ext.data import batch_length, pick
 from ggda_ext.gradients.proof.truth import PlainRun, Subject, Tolerance, Truth
 
+
+class Mixed(ValueError):
+    """The examples of a batch are mixed."""
+
+
 _PIECE = 4  # examples of a batch, at most half of it, that are run together, to see whether more have other losses
 _MOST_PIECES, _SAMPLED = 32, 8  # parts of a batch
 
@@ -169,7 +174,7 @@ def _refuse_mixing(
         ),
         "",
     )
-    raise ValueError(
+    raise Mixed(
         f"the model or the loss mixes the examples of a batch: {name} has an example with a loss of "
         f"{float(losses[worst]):.6g} in a batch of {size or len(losses)} and of {float(alone[worst]):.6g} {apart}, or "
         f"its gradient differs{who}. So the gradient of a group has no fixed value: use statistics that do not depend "

@@ -29,9 +29,9 @@ from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.proof.captured_layers import CapturedLayers, strays, used_elsewhere
 from ggda_ext.gradients.proof.descent import descent
 from ggda_ext.gradients.proof.findings import LEAST_PLACES, MOST_PLACES, USUAL, Findings, recall, remember
-from ggda_ext.gradients.proof.mixing import check_batch, check_reduction
+from ggda_ext.gradients.proof.mixing import Mixed, check_batch, check_reduction
 from ggda_ext.gradients.proof.sample import Members, Sample, runs_of
-from ggda_ext.gradients.proof.truth import FAILS, Subject, Truth, first_line, tolerance
+from ggda_ext.gradients.proof.truth import FAILS, Subject, Truth, beside, first_line, tolerance
 from ggda_ext.gradients.strategies import BY_NAME
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
@@ -130,22 +130,30 @@ class Probe:
             members: where the examples are drawn from.
             most: examples that may be run at once.
         """
-        space, nothing = self._space, Truth.of_nothing(len(self._space.parameters))
         at_once = min(USUAL.examples, most)
-        sample = Sample(space, self._loss, self._data, members, at_once)
-        space.changing = sample.changing
-        self._found = Findings(
-            [], nothing, sample.precision, sample.bytes_per_example, space.changing, effort=sample.effort
-        )
-        self._found.alters = hidden_hooks(space.model, list(space.parameters.values()))
-        self._subject = Subject(space, self._loss, tolerance(sample.precision))
-        try:
-            for batch, alone in sample.chosen():
-                self._add(batch, alone)
-            sample.check_repeats(self._found.truth.losses)
+        sample = Sample(self._space, self._loss, self._data, members, at_once)
+        self._space.changing = sample.changing
+        self._subject = Subject(self._space, self._loss, tolerance(sample.precision))
+        chosen = sample.chosen()
+
+        def compare() -> None:
             if not self._data.is_stream:
                 self._look_further(members, at_once)
             self._check_batches(self._layers(sample.output_dims))
+
+        try:
+            self._begin(sample, chosen)
+            sample.check_repeats(self._found.truth.losses)
+            try:
+                compare()
+            except Mixed as error:  # or an activation is 0 but for rounding, and switches a unit on or off
+                with beside(self._space):
+                    self._begin(sample, chosen)
+                    try:
+                        compare()
+                    except Mixed:
+                        raise error from None
+                self._found.truth = self._truth_now()
         except ValueError:
             sample.check_repeats()  # what is random may look like anything
             raise
@@ -155,6 +163,16 @@ class Probe:
         if self._found.uncovered:
             self._found.work = self._counted_work()
         self._found.unseen = set(self._untouched())
+
+    def _begin(self, sample: Sample, chosen: Sequence[tuple[Any, Sequence[Any]]]) -> None:
+        """Findings about nothing but the truth about the chosen examples."""
+        space, nothing = self._space, Truth.of_nothing(len(self._space.parameters))
+        self._found = Findings(
+            [], nothing, sample.precision, sample.bytes_per_example, sample.changing, effort=sample.effort
+        )
+        self._found.alters = hidden_hooks(space.model, list(space.parameters.values()))
+        for batch, alone in chosen:
+            self._add(batch, alone)
 
     def _check_batches(self, seen: list[Tensor] | None) -> None:
         """Refuse a loss of batches that is not made of the losses of their examples.
@@ -192,13 +210,15 @@ class Probe:
             if compare is None:
                 continue
             if not fresh:
-                found.truth, fresh = (
-                    self._subject.truth([one for batch in found.batches for one in _apart(batch)]),
-                    True,
-                )
+                found.truth, fresh = self._truth_now(), True
             why = compare(self._subject, found) or self._unproven()
             found.refused |= {} if why is None else {name: why}
             found.looked_at.add(name)
+
+    def _truth_now(self) -> Truth:
+        """The truth about the examples at the parameters that the model has now."""
+        batches = self._found.batches
+        return self._subject.truth([pick(batch, [at]) for batch in batches for at in range(batch_length(batch))])
 
     def _add(self, batch: Any, alone: Sequence[Any]) -> None:
         """Find the truth about the examples of a batch, and keep it to compare strategies with."""
@@ -324,11 +344,6 @@ class Probe:
             f"no example of {self._data.name} was found whose loss depends on parameter {untouched[0]!r}, so its "
             "gradient cannot be compared with autograd"
         )
-
-
-def _apart(batch: Any) -> list[Any]:
-    """The examples of a batch, each as a batch of one."""
-    return [pick(batch, [at]) for at in range(batch_length(batch))]
 
 
 def _members(groups: Groups) -> Members:

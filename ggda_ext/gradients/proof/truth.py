@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,7 @@ from ggda_ext.data import batch_length
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Calls, Observer, Watch, altered_gradients, observe
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace
+from ggda_ext.model import ParameterSpace, left_as_it_was
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,22 @@ class Subject:
         space, observer = self.space, _ParameterScores(self.space, self.direction, batch_length(batch), watcher)
         calls = observe(space, layers, self.loss, batch, observer, alters=True)
         return torch.stack([observer.scores[id(own)] for own in space.parameters.values()], 1).cpu(), calls
+
+
+_BESIDE = 1e-3  # of the usual size of a parameter
+
+
+@contextmanager
+def beside(space: ParameterSpace) -> Iterator[None]:
+    """With all chosen parameters moved a little, so that an activation which was 0 but for rounding is so no longer."""
+    parameters, generator = list(space.parameters.values()), torch.Generator(space.device).manual_seed(1)
+    usual = (sum(float(wide(own.detach()).square().sum()) for own in parameters) / space.size) ** 0.5
+    with left_as_it_was(space.model, list(space.parameters)):
+        with torch.no_grad():
+            for own in parameters:
+                drawn = torch.randn(own.shape, generator=generator, dtype=own.dtype, device=own.device)
+                own.add_(drawn, alpha=_BESIDE * usual)
+        yield
 
 
 @dataclass(frozen=True)
