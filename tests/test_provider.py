@@ -284,6 +284,17 @@ def test_plans_say_which_strategy_and_why():
     assert provider(strategy="backward").plan(3).explain().startswith("backward: asked for by name")
 
 
+def test_a_plan_names_the_memory_of_its_directions_and_their_scores():
+    model, data = nn.Linear(500, 20), (torch.randn(64, 500), torch.zeros(64, dtype=torch.long))
+    found = GroupGradients(model, LOSS, data, np.arange(64) // 4)
+    one, many = found.plan(1).working_bytes, found.plan(1001).working_bytes
+    assert many - one >= 1000 * (found.p * 4 + 16 * 4)
+    assert f"{many / 2**20:.0f} MB of working memory" in found.plan(1001).explain()
+    points = PointGradients(LOSS, (torch.randn(1001, 500), torch.zeros(1001, dtype=torch.long)))
+    assert found.plan(points).strategy == "ghost"
+    assert found.plan(points).working_bytes < many / 2  # points are kept, not their gradients
+
+
 def test_auto_follows_directions_and_group_size():
     x, y = torch.randn(4096, 300), torch.zeros(4096, dtype=torch.long)
     model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10))

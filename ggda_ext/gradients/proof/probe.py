@@ -103,7 +103,8 @@ class Probe:
             work_per_point=max(found.work, 1.0),
             ghost_work=found.ghost_work, uncovered=found.uncovered, refused=dict(found.refused),
             compared=frozenset(found.looked_at),
-            batch_size=size, working_bytes=self._bytes_per_point * size, room=self._room if self._even else size,
+            batch_size=size, working_bytes=self._bytes_per_point * size, itemsize=self._space.dtype.itemsize,
+            room=self._room if self._even else size,
         )  # fmt: skip
 
     def on(self, groups: Groups) -> Probe:
