@@ -180,7 +180,15 @@ class GroupGradients:
             return Groups.singletons(self.data.n or 0)
         if self.data.index is not None:
             groups = aligned(groups, self.data.index, "groups", self.data.name)
-        return Groups.of(groups, self.data.n)
+        try:
+            return Groups.of(groups, self.data.n)
+        except ValueError as error:
+            if not self.data.dropped:
+                raise
+            raise ValueError(
+                f"{error} {self.data.name} is a DataLoader with drop_last=True, which leaves out {self.data.dropped} "
+                "points: pass one with drop_last=False, or the data set itself."
+            ) from error
 
     def plan(self, directions: int | Directions | None = 1) -> Plan:
         """What will be done for a number of directions, for test points, or (None) for gradient rows."""
