@@ -277,6 +277,10 @@ class GroupGradients:
             weights: weightings of the points `[w, n]`: rows are `[b, w, p]`, for each weighting the sums of w_i ∇ℓ_i,
                 all from one pass.
         """
+        if weights is not None and (weights.dim() != 2 or weights.shape[1] != self.groups.n):
+            raise ValueError(
+                f"weights has shape {list(weights.shape)}: pass [w, {self.groups.n}], a row for each weighting."
+            )
         return self._blocks(max_rows, range(len(self.groups)), weights)
 
     def small_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
