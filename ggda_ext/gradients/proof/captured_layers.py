@@ -236,7 +236,7 @@ class CapturedLayers:
         positions = self._telling(batch, touched) if touched else self._some(size)
         truth = self.subject.truth([pick(batch, [at]) for at in positions])
         with self._named():
-            scores, _ = self.subject.captured(self.layers, pick(batch, positions), _Silent())
+            scores, _ = self.subject.captured(self.layers, pick(batch, positions), Observer())
         hidden = used_elsewhere(self.subject, truth, scores)
         if hidden:
             raise Unproven(hidden)
@@ -285,22 +285,17 @@ def strays(space: ParameterSpace, calls: Calls) -> dict[str, str]:
     }
 
 
-class _Silent(Observer):
-    def backward(self, layer: Layer, kept: Any, d: Tensor, repeats: int) -> None:
-        pass
-
-
 class _Recorder(Observer):
     """Keeps the rows of some examples of a batch, layer call by layer call, while another observer does the work."""
 
     def __init__(self, positions: list[int], size: int, worker: Observer | None = None) -> None:
-        self.positions, self.size, self.worker = positions, size, worker
+        self.positions, self.size, self.worker = positions, size, worker or Observer()
         self.inputs: list[tuple[str, Tensor]] = []
         self.gradients: dict[int, tuple[Tensor, float]] = {}
 
     def forward(self, layer: Layer, a: Tensor) -> tuple[int, Any]:
         self.inputs.append((layer.name, self._rows(a)))
-        return len(self.inputs) - 1, self.worker.forward(layer, a) if self.worker is not None else None
+        return len(self.inputs) - 1, self.worker.forward(layer, a)
 
     def backward(self, layer: Layer, kept: tuple[int, Any], d: Tensor, repeats: int) -> None:
         number, own = kept
@@ -310,8 +305,7 @@ class _Recorder(Observer):
         if not isfinite(norm):
             norm = float(wide(d).nan_to_num(0, 0, 0).norm())
         self.gradients[number] = rows, norm / self.size**0.5
-        if self.worker is not None:
-            self.worker.backward(layer, own, d, repeats)
+        self.worker.backward(layer, own, d, repeats)
 
     def _rows(self, values: Tensor) -> Tensor:
         return values.reshape(self.size, -1, *values.shape[1:])[self.positions]
