@@ -490,3 +490,16 @@ def test_a_unit_that_rounding_switches_on_is_no_mixing_of_examples(strategy):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match="mixes the examples of a batch"):
         GroupGradients(Switched(mixes=True), LOSS, (x, y), strategy=strategy).rows()
+
+
+def test_examples_that_are_mixed_at_some_parameters_only_are_refused():
+    class AtOnes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mixes = bool((self.weight == 1).all())
+            return super().forward(x) + (x.mean() if mixes else 0.0) * torch.arange(3)
+
+    torch.manual_seed(0)
+    model, data = AtOnes(4, 3), (torch.randn(24, 4), torch.randint(0, 3, (24,)))
+    nn.init.ones_(model.weight)
+    with pytest.raises(ValueError, match="mixes the examples of a batch"):
+        GroupGradients(model, LOSS, data).rows()

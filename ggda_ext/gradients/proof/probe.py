@@ -135,7 +135,7 @@ class Probe:
         sample = Sample(self._space, self._loss, self._data, members, at_once)
         self._space.changing = sample.changing
         self._subject = Subject(self._space, self._loss, tolerance(sample.precision))
-        chosen = sample.chosen()
+        mixed: Mixed | None = None
 
         def compare() -> None:
             if not self._data.is_stream:
@@ -143,17 +143,19 @@ class Probe:
             self._check_batches(self._layers(sample.output_dims))
 
         try:
+            chosen = sample.chosen()
             self._begin(sample, chosen)
             sample.check_repeats(self._found.truth.losses)
             try:
                 compare()
             except Mixed as error:  # or an activation is 0 but for rounding, and switches a unit on or off
-                with beside(self._space):
-                    self._begin(sample, chosen)
-                    try:
+                mixed = error
+                try:
+                    with beside(self._space):
+                        self._begin(sample, chosen)
                         compare()
-                    except Mixed:
-                        raise error from None
+                except FAILS:
+                    raise mixed from None
                 self._found.truth = self._truth_now()
         except ValueError:
             sample.check_repeats()  # what is random may look like anything
@@ -161,6 +163,8 @@ class Probe:
         self._found.most_places = max(LEAST_PLACES, min(len(members) // 32, MOST_PLACES))
         most = most if sample.effort is USUAL else sample.effort.examples
         self._found.look_at(descent(self._subject, max(self._found.batches, key=batch_length), most))
+        if mixed is not None and self._found.joins is not None:
+            raise mixed
         if self._found.uncovered:
             self._found.work = self._counted_work()
         self._found.unseen = set(self._untouched())
