@@ -226,7 +226,8 @@ def left_as_it_was_by_runs(model: nn.Module) -> Iterator[None]:
     """Like `left_as_it_was`, around nothing but runs of the model, which mostly change nothing.
 
     All values are copied and compared once: for a large model that takes as long as a run. After that its parameters
-    are asked whether they were written to, and a model that does so only now is refused.
+    are asked whether they were written to, and a model that does so only now is refused. One whose attributes differ
+    from call to call, such as a counter, is looked at each time.
     """
     inner = unwrapped(model)
     with only_thread(model):
