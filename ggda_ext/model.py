@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -165,14 +165,13 @@ def training_kernels() -> Iterator[None]:
                     _uncompiled = None
 
 
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Turn autocast off for our own arithmetic, which it would round."""
-    if not torch.is_autocast_enabled(device.type):
-        yield
-        return
-    with torch.autocast(device.type, enabled=False):
-        yield
+_AS_IT_IS = nullcontext()
+
+
+def full_precision(values: Tensor) -> AbstractContextManager[Any]:
+    """Autocast turned off for our own arithmetic with some values, which it would round."""
+    kind = values.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 def all_finite(values: Tensor) -> bool:
@@ -332,43 +331,16 @@ def left_as_it_was(
                 saved.restore()
 
 
-_harmless: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""Models whose runs were seen to change nothing, with what they looked like."""
+class Versions:
+    """How often some parameters and buffers were written to so far."""
 
+    def __init__(self, values: Iterable[Tensor]) -> None:
+        self._values = [(value, _version(value)) for value in values]
 
-@contextmanager
-def left_as_it_was_by_runs(model: nn.Module) -> Iterator[None]:
-    """Like `left_as_it_was`, around nothing but runs of the model, which mostly change nothing.
-
-    All values are copied and compared once: for a large model that takes as long as a run. After that its parameters
-    are asked whether they were written to, and a model that does so only now is refused.
-    """
-    inner = unwrapped(model)
-    with only_thread(model):
-        looks = _looks(inner)
-        known = _harmless.get(inner) == looks
-        written = list(inner.parameters()) if known else []
-        versions = [_version(value) for value in written]
-        saved = SavedState(inner, _named_values(inner, "_buffers") if known else may_change(inner))
-        try:
-            yield
-        finally:
-            changed = saved.restore()
-        if not known and not changed:
-            _harmless[inner] = looks
-        for value, version in zip(written, versions, strict=True):
-            if _version(value) != version:
-                name = next(name for name, own in saved.named.items() if own is value)
-                raise ValueError(
-                    f"the model wrote to {name!r} when it ran, as it did not before, so it is no longer as it was: "
-                    "let its forward pass leave parameters alone."
-                )
-
-
-def _looks(model: nn.Module) -> Any:
-    """What tells whether a model is as it was when its runs were looked at; values of parameters may differ."""
-    modules = [(id(m), m.training, tuple(m._forward_hooks), tuple(m._forward_pre_hooks)) for m in model.modules()]
-    return modules, [id(parameter) for parameter in model.parameters()]
+    def written(self, model: nn.Module) -> list[str]:
+        """Names in a model of those that were written to since."""
+        changed = {id(value) for value, before in self._values if _version(value) != before}
+        return [name for name, value in _named_values(model).items() if id(value) in changed] if changed else []
 
 
 def called_with(module: nn.Module, values: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
@@ -459,33 +431,23 @@ class ParameterSpace:
     @contextmanager
     def require_gradients(self, of_chosen: bool, also: Iterable[nn.Parameter] = ()) -> Iterator[None]:
         """Let the chosen parameters alone require gradients, or (``of_chosen=False``) none at all but `also`."""
-        with only_thread(self.model), self._required(of_chosen, also):
-            yield
-
-    @contextmanager
-    def _required(self, of_chosen: bool, also: Iterable[nn.Parameter]) -> Iterator[None]:
-        before = [(parameter, parameter.requires_grad) for parameter in self._every]
-        wanted = self.spans.keys() if of_chosen else {id(parameter) for parameter in also}
-        saved = SavedState(self.model, self.changing) if self.changing else None
-        versions = [_version(value) for value in self._written]
-        try:
-            for parameter, _ in before:
-                parameter.requires_grad_(id(parameter) in wanted)
-            with training_kernels(), torch.enable_grad():
-                yield
-        finally:
-            for parameter, required in before:
-                parameter.requires_grad_(required)
-            if saved is not None:
-                saved.restore()
-        if self.changing is not None and versions != [_version(value) for value in self._written]:
-            self._refuse_changes(versions, self.changing)
-
-    def _refuse_changes(self, versions: list[tuple[int, int]], known: list[str]) -> None:
-        """Refuse a model that wrote to something, though it did not when it was looked at."""
-        names = {id(value): name for name, value in _named_values(self.model).items()}
-        written = [names.get(id(v), "") for v, old in zip(self._written, versions, strict=True) if _version(v) != old]
-        others = [name for name in written if name not in known]
+        with only_thread(self.model):
+            before = [(parameter, parameter.requires_grad) for parameter in self._every]
+            wanted = self.spans.keys() if of_chosen else {id(parameter) for parameter in also}
+            saved = SavedState(self.model, self.changing) if self.changing else None
+            values = Versions(self._written)
+            try:
+                for parameter, _ in before:
+                    parameter.requires_grad_(id(parameter) in wanted)
+                with training_kernels(), torch.enable_grad():
+                    yield
+            finally:
+                for parameter, required in before:
+                    parameter.requires_grad_(required)
+                if saved is not None:
+                    saved.restore()
+            known = self.changing
+            others = [] if known is None else [name for name in values.written(self.model) if name not in known]
         if others:
             raise ValueError(
                 f"the model wrote to {others[0]!r} when it ran on a batch, as it did not on the examples that were "

@@ -17,7 +17,7 @@ gradient of a parameter, something else uses it (a functional call, a penalty), 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -143,8 +143,7 @@ class Observer:
         return a
 
     def backward(self, layer: Layer, kept: Any, d: Tensor, repeats: int) -> None:
-        """Use the gradient at the layer's output d `[b·r, …]`; each example has r = `repeats` rows."""
-        raise NotImplementedError
+        """Use the gradient at the layer's output d `[b·r, …]`, of r = `repeats` rows per example; here, do not."""
 
 
 @dataclass
@@ -249,7 +248,7 @@ class Observation:
         self._loss.prepare(self._space.model, batch)
         run = _Run(self._space, batch_length(batch), observer, allowed)
         calls = run.calls
-        with self._given_instead(run) if self._copied or self._biases else _AS_IT_IS:
+        with self._given_instead(run) if self._copied or self._biases else nullcontext():
             self._run = run
             try:
                 with calls.watch:
@@ -297,11 +296,10 @@ def observe(
     loss: ExampleLoss,
     batch: Any,
     observer: Observer,
-    unseen: Iterable[nn.Parameter] = (),
     **looking: Any,
 ) -> Calls:
     """Run one batch under observation; see `Observation.run`."""
-    with Observation(space, layers, loss, unseen).on() as observation:
+    with Observation(space, layers, loss).on() as observation:
         return observation.run(batch, observer, **looking)
 
 
@@ -332,7 +330,7 @@ class _Run:
             if order.wanted and order.saw(layer, d, repeats):
                 return
             own = held.pop() if self.ran else held[0]  # a loss may take gradients of its own while it runs
-            with _exactly(d):
+            with full_precision(d):
                 observer.backward(layer, own, _in_full(d, dtype), repeats)
 
         return on_gradient
@@ -350,7 +348,7 @@ class _Run:
                 "so its rows cannot be told apart by example"
             )
         self.calls.rows.append((layer.name, repeats))
-        with _exactly(a):
+        with full_precision(a):
             kept = self.observer.forward(layer, _in_full(a, self.dtype))
         tapped = output
         if not output.requires_grad:
@@ -365,7 +363,7 @@ class _Run:
         if bias.dim() != 4 or len(bias) != 1 or bias.shape[2:] != positions.shape:
             raise UnknownLayer(f"layer {layer.name!r} gives scores {list(bias.shape)}, which are not [1, h, q, k]")
         self.calls.rows.append((layer.name, 1))
-        with _exactly(positions):
+        with full_precision(positions):
             kept = self.observer.forward(layer, positions.expand(self.size, *positions.shape))
         copies = bias.detach().expand(self.size, *bias.shape[1:]).requires_grad_()
         self.leaves.append(copies)
@@ -457,14 +455,6 @@ def _swaps(held: dict[str, Any], own: dict[str, nn.Parameter]) -> tuple[Callable
         given.clear()
 
     return swap, back
-
-
-_AS_IT_IS = nullcontext()
-
-
-def _exactly(values: Tensor) -> AbstractContextManager[None]:
-    """An observer's arithmetic is not for autocast to round."""
-    return full_precision(values.device) if torch.is_autocast_enabled(values.device.type) else _AS_IT_IS
 
 
 def _of(parameter: nn.Parameter | None) -> nn.Parameter:

@@ -8,7 +8,8 @@ Values of parameters may change.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from ggda_ext.gradients.observation import Signature
 from ggda_ext.gradients.proof.descent import RANDOM, Descent
 from ggda_ext.gradients.proof.truth import Truth
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace
+from ggda_ext.model import ParameterSpace, SavedState, Versions, may_change, only_thread, unwrapped
 
 _MOST_KEPT = 8  # sets of findings per model
 
@@ -140,7 +141,7 @@ def recall(space: ParameterSpace, loss: ExampleLoss, data: IndexedData, settings
     anchors = _anchors(loss, data)
     if anchors is None:
         return None
-    key = _structure(space, settings)
+    key = _key(space, settings)
     return next((kept.findings for kept in _kept.get(space.model, []) if kept.fits(key, anchors)), None)
 
 
@@ -152,7 +153,7 @@ def remember(
     if anchors is None:
         return
     try:
-        kept = _Kept(_structure(space, settings), anchors, findings)
+        kept = _Kept(_key(space, settings), anchors, findings)
     except TypeError:  # something that cannot be referred to weakly, such as a list
         return
     _kept.setdefault(space.model, []).insert(0, kept)
@@ -168,17 +169,21 @@ def _anchors(loss: ExampleLoss, data: IndexedData) -> tuple[Any, ...] | None:
     return None if loss.anchors is None or data.anchors is None else (*loss.anchors, *data.anchors)
 
 
-def _structure(space: ParameterSpace, settings: Hashable) -> Hashable:
+def _key(space: ParameterSpace, settings: Hashable) -> Hashable:
+    device = space.device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    return _structure(space.model), tuple(space.parameters), autocast, settings
+
+
+def _structure(model: nn.Module) -> Hashable:
+    """What tells whether a model is the one that was looked at before: all but the values of parameters and buffers."""
     seen: dict[int, Any] = {}
     modules = tuple(
         (name, type(module), id(vars(type(module)).get("forward")), tuple(module._forward_hooks),
          tuple(module._forward_pre_hooks), tuple(module._backward_hooks), _plain(vars(module), seen))
-        for name, module in space.model.named_modules()
+        for name, module in model.named_modules()
     )  # fmt: skip
-    parameters = tuple((id(p), tuple(p.shape), p.dtype, p.device, p in space) for p in space.model.parameters())
-    device = space.device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return modules, parameters, tuple(space.parameters), autocast, settings
+    return modules, tuple((id(p), tuple(p.shape), p.dtype, p.device) for p in model.parameters())
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -208,3 +213,36 @@ def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
         told = told, tuple((str(key), _plain(part, seen, depth + 1)) for key, part in held)
     seen[id(value)] = told
     return told
+
+
+# runs that change nothing
+
+_harmless: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Models whose runs were seen to change nothing, with what they looked like."""
+
+
+@contextmanager
+def left_as_it_was_by_runs(model: nn.Module) -> Iterator[None]:
+    """Like `left_as_it_was`, around nothing but runs of the model, which mostly change nothing.
+
+    All values are copied and compared once: for a large model that takes as long as a run. After that its parameters
+    are asked whether they were written to, and a model that does so only now is refused. One whose attributes differ
+    from call to call, such as a counter, is looked at each time.
+    """
+    inner = unwrapped(model)
+    with only_thread(model):
+        structure = _structure(inner)
+        known = _harmless.get(inner) == structure
+        parameters = Versions(inner.parameters() if known else ())
+        saved = SavedState(inner, [name for name, _ in inner.named_buffers()] if known else may_change(inner))
+        try:
+            yield
+        finally:
+            changed = saved.restore()
+        if not known and not changed:
+            _harmless[inner] = structure
+        for name in parameters.written(inner):
+            raise ValueError(
+                f"the model wrote to {name!r} when it ran, as it did not before, so it is no longer as it was: "
+                "let its forward pass leave parameters alone."
+            )

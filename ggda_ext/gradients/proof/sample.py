@@ -7,8 +7,7 @@ such models may mix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from ggda_ext.gradients.proof.descent import storage_of
 from ggda_ext.gradients.proof.findings import LITTLE, USUAL
 from ggda_ext.gradients.proof.truth import check_same_losses
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace, SavedState, may_change
+from ggda_ext.model import ParameterSpace, left_as_it_was, may_change
 
 HEAVY = 2**30
 """Multiplications of a forward pass over one example, from which on a look at eight examples takes seconds."""
@@ -65,17 +64,9 @@ class Sample:
 
     def _is_reduced_as_known(self, batch: Any) -> bool:
         """Whether it is known what makes up the loss of a batch: any example may show a function of the user's own."""
-        with self._put_back(), self._space.require_gradients(of_chosen=False):
-            return self._loss.reduced(self._space.model, batch) is None
-
-    @contextmanager
-    def _put_back(self) -> Iterator[SavedState]:
-        """Give the model back what it changes."""
-        saved = SavedState(self._space.model, may_change(self._space.model))
-        try:
-            yield saved
-        finally:
-            saved.restore()
+        model = self._space.model
+        with left_as_it_was(model, may_change(model)), self._space.require_gradients(of_chosen=False):
+            return self._loss.reduced(model, batch) is None
 
     def _fetch(self, runs: Sequence[Any]) -> list[Any]:
         """The batches of some runs of indices."""
@@ -95,7 +86,7 @@ class Sample:
             if not isinstance(module, torch.jit.ScriptModule)
             and (id(module) in leaves or any(True for _ in module.named_parameters(recurse=False)))
         ]
-        with self._put_back() as saved:
+        with left_as_it_was(self._space.model, may_change(self._space.model)) as saved:
             try:
                 losses = [self._each(batch) for batch in batches]
             finally:
