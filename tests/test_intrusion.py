@@ -23,7 +23,14 @@ from benchmarks.data import cache
 from benchmarks.model_files import ModelFiles
 from benchmarks.results import ResultFolder
 from ggda_ext import GradientStore, GroupGradients, attribute, properties
-from ggda_ext.storage.files import DamagedFile, create_array, open_array, replaced
+from ggda_ext.storage.files import (
+    DamagedFile,
+    create_array,
+    open_array,
+    read_made_with,
+    replaced,
+    write_sealed_array,
+)
 from ggda_ext.storage.folder import Store, StoreDamaged, StoreMismatch
 
 TASK, SECRET = "image_classification", "thesis: do not touch"
@@ -82,14 +89,14 @@ def save_again(folder: Path) -> None:
         store.save("b", store.load("a"))
 
 
-@pytest.mark.parametrize("name", ["store.lock", "store.json", "store.json.part", "a.npy", "a.npy.part"])
+@pytest.mark.parametrize("name", ["store.lock", "a.npy", "a.npy.part"])
 def test_a_store_never_writes_through_a_link(name: str, tmp_path: Path, secret: Path) -> None:
     folder = tmp_path / "store"
     with Store(folder, {}) as store:
         store.save("a", np.zeros(3))
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(secret)
-    refused = name in ("store.lock", "store.json")
+    refused = name == "store.lock"
     with pytest.raises(StoreMismatch, match=rf"{name}.*symbolic link") if refused else nullcontext():
         save_again(folder)
     assert is_untouched(secret)
@@ -108,7 +115,7 @@ def test_no_file_of_a_folder_is_written_or_read_through_a_link(
             kept = place.read_bytes() if place.exists() else None
             place.unlink(missing_ok=True)
             place.symlink_to(secret)
-            refused = place.name in ("store.lock", "store.json")
+            refused = place.name == "store.lock"
             with pytest.raises(StoreMismatch, match="symbolic link") if refused else nullcontext():
                 assert torch.equal(run(folder), expected)
             assert is_untouched(secret)
@@ -186,30 +193,47 @@ def test_results_and_caches_are_never_written_through_a_link(
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("{", "not JSON"),
-        ('{"format": 6}', "no fingerprint"),
-        ('{"format": 6, "fingerprint": {}, "parts": {}}', "checksum"),
-        ('{"format": 1}', "another format"),
-        ("[" * 100_000, "nested too deeply|not JSON"),
-        ('{"format": 6, "fingerprint": {}, "parts": {"../a": {}}, "xxh3": 1}', "checksum"),
-        ("\udcff", "not JSON"),
-    ],
-)
-def test_contents_that_are_not_ours_are_named(content: str, named: str, tmp_path: Path) -> None:
+    "told",
+    ["{", "[]", '{"format": 7}', '{"format": 7, "fingerprint": [], "part": null}', "[" * 100_000,
+     '{"format": 7, "fingerprint": {}, "part": {}}', '{"format": 7, "fingerprint": {}, "part": 1}'],
+)  # fmt: skip
+def test_an_array_that_does_not_say_what_it_was_made_with_is_not_of_a_store(told: str, tmp_path: Path) -> None:
+    write_sealed_array(tmp_path / "a.npy", told, (3,), np.dtype(float), [np.zeros(3)])
+    kept = (tmp_path / "a.npy").read_bytes()
+    with pytest.raises(StoreMismatch, match=r"not a store.*a\.npy"):
+        Store(tmp_path, {})
+    assert (tmp_path / "a.npy").read_bytes() == kept
+    (tmp_path / "store.lock").touch()  # where a store was, it is a damaged array of it
+    with Store(tmp_path, {}) as store:
+        assert "a" not in store
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": 1}', "[" * 100_000, "\udcff"])
+def test_a_file_that_is_not_of_a_store_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "store.json").write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(StoreMismatch, match=rf"store\.json.*({named})"):
+    with pytest.raises(StoreMismatch, match=r"not a store.*store\.json"):
         Store(tmp_path, {})
 
 
-def test_a_changed_store_json_is_found(tmp_path: Path) -> None:
-    scores_in(tmp_path)
-    found = json.loads((tmp_path / "store.json").read_text())
-    found["fingerprint"]["groups"] += "!"
-    (tmp_path / "store.json").write_text(json.dumps(found))
-    with pytest.raises(StoreDamaged, match=r"damaged store\.json.*checksum"):
+def test_what_an_array_was_made_with_cannot_be_changed_unseen(tmp_path: Path) -> None:
+    expected = scores_in(tmp_path)
+    for path in tmp_path.glob("*.npy"):
+        path.write_bytes(path.read_bytes().replace(b"groups of", b"groups or"))
+    assert torch.equal(scores_in(tmp_path), expected)
+    for path in tmp_path.glob("*.npy"):  # by a forger
+        told = {**read_made_with(path), "fingerprint": {"groups": "others"}}
+        values = open_array(path, sealed=True)
+        write_sealed_array(path, json.dumps(told), values.shape, values.dtype, [np.array(values)])
+    with pytest.raises(StoreMismatch, match="was made with groups = 'others'"):
         scores_in(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [1, 16, 40, 500])
+def test_a_store_whose_only_array_was_cut_makes_it_again(cut: int, tmp_path: Path) -> None:
+    expected = scores_in(tmp_path)
+    for path in tmp_path.glob("*.npy"):
+        os.truncate(path, path.stat().st_size - cut)
+    assert torch.equal(scores_in(tmp_path), expected)
 
 
 @pytest.mark.parametrize("shape", ["(1000000000000,)", "(-1,)", "(2, 2)", "(99999999999999999999999,)", "((", "'"])
