@@ -315,6 +315,31 @@ def test_a_record_of_traks_with_another_number_is_not_believed(name: str, tmp_pa
     ends_as_if_undisturbed(given, tmp_path)
 
 
+@pytest.mark.parametrize("groups", [uneven_labels(), np.arange(N)])
+def test_a_trak_folder_without_the_flags_of_its_points_has_them_again(groups: np.ndarray, tmp_path: Path) -> None:
+    given = case(TASK)
+    expected = scores(TRAKer, given, tmp_path, groups=groups)
+    (tmp_path / "0" / "_is_featurized.mmap").unlink()
+    made = traker(tmp_path, groups=groups)
+    featurize(made, given, given.checkpoints(1))
+    assert error(scored(made, given, given.checkpoints(1)), expected) < 2e-5
+
+
+def test_what_stands_in_the_way_of_a_trak_folder_is_named(tmp_path: Path) -> None:
+    given = case(TASK)
+    scores(TRAKer, given, tmp_path, groups=uneven_labels())
+    rows = tmp_path / "0" / "test_grads.mmap"
+    rows.unlink()
+    rows.mkdir()
+    made = traker(tmp_path)
+    with pytest.raises(OSError, match=r"test_grads\.mmap cannot be written to save_dir"):
+        scored(made, given, given.checkpoints(1))
+    (tmp_path / "0" / "grads.mmap").unlink()
+    made = traker(tmp_path)
+    with pytest.raises(ValueError, match=r"grads\.mmap, are not in save_dir"):
+        featurize(made, given, given.checkpoints(1))
+
+
 def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
     given = half_done(tmp_path)
     (tmp_path / "0" / "_journal.npz").write_bytes(b"PK nonsense")

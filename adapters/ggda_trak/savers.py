@@ -118,7 +118,8 @@ class CheckedSaver(MmapSaver):
         """As TRAK's, with a checksum; targets whose files are not whole are begun anew."""
         rows, scores = self.save_dir / str(model_id) / f"{exp_name}_grads.mmap", self._scores_file(exp_name)
         if rows.exists() and not (_is_whole(rows) and _is_whole(scores)):
-            rows.unlink()
+            with clear_errors(self.save_dir, rows.name):
+                rows.unlink()
         super().init_experiment(exp_name, num_targets, model_id)
         _write_records(self.experiments_file, self.experiments)
 
@@ -192,6 +193,8 @@ class CheckedSaver(MmapSaver):
             try:
                 return checked_kind(self._opened(path), path, shape, kind)
             except FileNotFoundError:
+                if path.name == "_is_featurized.mmap":  # told again by the rows that are there
+                    return self._load(fname, shape, "w+", dtype)
                 return None  # as TRAK does: its gradients may be deleted
 
     def _opened(self, path: Path) -> np.ndarray:
