@@ -315,6 +315,22 @@ def test_a_record_of_traks_with_another_number_is_not_believed(name: str, tmp_pa
     ends_as_if_undisturbed(given, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["_is_featurized.mmap", "features.mmap", "out_to_loss.mmap"])
+def test_a_half_done_trak_folder_without_a_file_that_is_made_of_its_sums_goes_on(name: str, tmp_path: Path) -> None:
+    given = half_done(tmp_path / "a")
+    (tmp_path / "a" / "0" / name).unlink()
+    ends_as_if_undisturbed(given, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["features.mmap", "out_to_loss.mmap"])
+def test_a_finished_trak_folder_without_a_file_is_refused(name: str, tmp_path: Path) -> None:
+    scores(TRAKer, case(TASK), tmp_path, groups=uneven_labels())
+    (tmp_path / "0" / name).unlink()
+    for _ in range(2):
+        with pytest.raises(StoreDamaged, match=rf"{name} is damaged"):
+            traker(tmp_path).finalize_scores("test", model_ids=[0])
+
+
 @pytest.mark.parametrize("groups", [uneven_labels(), np.arange(N)])
 def test_a_trak_folder_without_the_flags_of_its_points_has_them_again(groups: np.ndarray, tmp_path: Path) -> None:
     given = case(TASK)

@@ -34,6 +34,7 @@ __all__ = ["AbstractSaver", "MmapSaver", "ModelIDException"]
 
 _NEW = {"is_featurized": 0, "is_finalized": 0}
 _ROWS, _FINISHED = ("grads", "out_to_loss"), ("features", "out_to_loss")
+_MADE_AGAIN = ("_is_featurized.mmap", "features.mmap", "out_to_loss.mmap")  # from rows; finished ones have checksums
 
 
 class CheckedSaver(MmapSaver):
@@ -193,7 +194,7 @@ class CheckedSaver(MmapSaver):
             try:
                 return checked_kind(self._opened(path), path, shape, kind)
             except FileNotFoundError:
-                if path.name == "_is_featurized.mmap":  # told again by the rows that are there
+                if path.name in _MADE_AGAIN:
                     return self._load(fname, shape, "w+", dtype)
                 return None  # as TRAK does: its gradients may be deleted
 
