@@ -410,11 +410,12 @@ def test_a_file_or_a_folder_of_another_program_is_named(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.tex"]
 
 
-def test_a_disk_without_room_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [0, 100, 500, 3_000])
+def test_a_disk_without_room_is_an_error_and_not_the_end_of_the_process(room: int, tmp_path: Path) -> None:
     def work() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, 3_000))
-        with pytest.raises(OSError, match="cannot be written"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+        with pytest.raises(OSError, match="cannot be written to save_dir"):
             traker(tmp_path).load_checkpoint(case(TASK).checkpoints(1)[0], 0)
 
     assert end(start(work)) == 0

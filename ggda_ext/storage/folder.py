@@ -249,6 +249,8 @@ def clear_errors(folder: Path, name: str, intact: Callable[[], str] | None = Non
     try:
         yield
     except OSError as error:
+        if "cannot be written to save_dir" in str(error):  # said already, by a step within this one
+            raise
         raise OSError(
             error.errno,
             f"{name} cannot be written to save_dir={str(folder)!r} ({error.strerror}): free space or make it "
