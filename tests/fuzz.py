@@ -14,8 +14,11 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import warnings
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,8 @@ from benchmarks.data.errors import DataError
 from tests.children import said
 from tests.fuzz_readers import READERS, Reader, mutate
 
-SECONDS = 30  # a reader that takes longer hangs
+CPU_SECONDS, WAITING_SECONDS = 30.0, 120  # a reader that takes longer hangs
+TICK = 1.0
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # the readers are tried, not the disk
 REFUSALS = (ValueError, DataError, OSError)
 
@@ -46,15 +50,13 @@ def trouble(reader: Reader, pristine: Path, expected: dict[str, Any], seed: str,
         mutate(folder, random.Random(seed), outside)
     else:
         reader.forge(folder, random.Random(seed))
-    signal.alarm(SECONDS)
     try:
-        found = reader.read(folder)
+        with limited():
+            found = reader.read(folder)
     except REFUSALS as error:
         found = {} if str(error) else {"": "an error without a word"}
     except Exception as error:
         return f"a raw {type(error).__name__}: {error}"
-    finally:
-        signal.alarm(0)
     if reader.forge is not None:
         found = {name: expected[name] for name in found}
     other = [name for name in found if name not in expected or not same(found[name], expected[name])]
@@ -65,14 +67,29 @@ def trouble(reader: Reader, pristine: Path, expected: dict[str, Any], seed: str,
     return None
 
 
-def hang(*_: Any) -> None:
-    raise AssertionError("it hangs")
+@contextmanager
+def limited() -> Iterator[None]:
+    """Raise where the work inside hangs, by its CPU time, or by ticks of a clock if it waits for something.
+
+    A process that is stopped from outside gets the ticks of that time as one.
+    """
+    begun, ticks = time.process_time(), count(1)
+
+    def tick(*_: Any) -> None:
+        if time.process_time() - begun > CPU_SECONDS or next(ticks) * TICK > WAITING_SECONDS:
+            raise AssertionError("it hangs")
+
+    signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, TICK, TICK)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def troubles(name: str, count: int, first: int = 0) -> list[str]:
+def troubles(name: str, many: int, first: int = 0) -> list[str]:
     """What went wrong with some mutations for one reader."""
     reader, found = READERS[name], []
-    signal.signal(signal.SIGALRM, hang)
     logging.disable(logging.CRITICAL)
     with (
         tempfile.TemporaryDirectory(dir=IN_MEMORY) as made,
@@ -84,7 +101,7 @@ def troubles(name: str, count: int, first: int = 0) -> list[str]:
         warnings.simplefilter("ignore")
         reader.make(Path(made))
         expected = reader.read(Path(shutil.copytree(made, Path(space) / "folder")))
-        for number in range(first, first + count):
+        for number in range(first, first + many):
             problem = trouble(reader, Path(made), expected, f"{name} {number}", Path(space))
             if problem is not None:
                 found.append(f"{name}, number {number}: {problem}")
@@ -92,9 +109,9 @@ def troubles(name: str, count: int, first: int = 0) -> list[str]:
     return found
 
 
-def in_child(name: str, count: int) -> list[str]:
+def in_child(name: str, many: int) -> list[str]:
     """The same in a process of its own; a crash is trouble too."""
-    text, status = said(lambda: "\n".join(troubles(name, count)))
+    text, status = said(lambda: "\n".join(troubles(name, many)))
     return [f"{name}: the process ended with status {status}"] if status else text.splitlines()
 
 

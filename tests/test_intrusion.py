@@ -23,7 +23,14 @@ from benchmarks.data import cache
 from benchmarks.model_files import ModelFiles
 from benchmarks.results import ResultFolder
 from ggda_ext import GradientStore, GroupGradients, attribute, properties
-from ggda_ext.storage.files import DamagedFile, create_array, open_array, replaced
+from ggda_ext.storage.files import (
+    DamagedFile,
+    create_array,
+    open_array,
+    read_made_with,
+    replaced,
+    write_sealed_array,
+)
 from ggda_ext.storage.folder import Store, StoreDamaged, StoreMismatch
 
 TASK, SECRET = "image_classification", "thesis: do not touch"
@@ -82,14 +89,14 @@ def save_again(folder: Path) -> None:
         store.save("b", store.load("a"))
 
 
-@pytest.mark.parametrize("name", ["store.lock", "store.json", "store.json.part", "a.npy", "a.npy.part"])
+@pytest.mark.parametrize("name", ["store.lock", "a.npy", "a.npy.part"])
 def test_a_store_never_writes_through_a_link(name: str, tmp_path: Path, secret: Path) -> None:
     folder = tmp_path / "store"
     with Store(folder, {}) as store:
         store.save("a", np.zeros(3))
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(secret)
-    refused = name in ("store.lock", "store.json")
+    refused = name == "store.lock"
     with pytest.raises(StoreMismatch, match=rf"{name}.*symbolic link") if refused else nullcontext():
         save_again(folder)
     assert is_untouched(secret)
@@ -108,7 +115,7 @@ def test_no_file_of_a_folder_is_written_or_read_through_a_link(
             kept = place.read_bytes() if place.exists() else None
             place.unlink(missing_ok=True)
             place.symlink_to(secret)
-            refused = place.name in ("store.lock", "store.json")
+            refused = place.name == "store.lock"
             with pytest.raises(StoreMismatch, match="symbolic link") if refused else nullcontext():
                 assert torch.equal(run(folder), expected)
             assert is_untouched(secret)
@@ -186,30 +193,47 @@ def test_results_and_caches_are_never_written_through_a_link(
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("{", "not JSON"),
-        ('{"format": 6}', "no fingerprint"),
-        ('{"format": 6, "fingerprint": {}, "parts": {}}', "checksum"),
-        ('{"format": 1}', "another format"),
-        ("[" * 100_000, "nested too deeply|not JSON"),
-        ('{"format": 6, "fingerprint": {}, "parts": {"../a": {}}, "xxh3": 1}', "checksum"),
-        ("\udcff", "not JSON"),
-    ],
-)
-def test_contents_that_are_not_ours_are_named(content: str, named: str, tmp_path: Path) -> None:
+    "told",
+    ["{", "[]", '{"format": 7}', '{"format": 7, "fingerprint": [], "part": null}', "[" * 100_000,
+     '{"format": 7, "fingerprint": {}, "part": {}}', '{"format": 7, "fingerprint": {}, "part": 1}'],
+)  # fmt: skip
+def test_an_array_that_does_not_say_what_it_was_made_with_is_not_of_a_store(told: str, tmp_path: Path) -> None:
+    write_sealed_array(tmp_path / "a.npy", told, (3,), np.dtype(float), [np.zeros(3)])
+    kept = (tmp_path / "a.npy").read_bytes()
+    with pytest.raises(StoreMismatch, match=r"not a store.*a\.npy"):
+        Store(tmp_path, {})
+    assert (tmp_path / "a.npy").read_bytes() == kept
+    (tmp_path / "store.lock").touch()  # where a store was, it is a damaged array of it
+    with Store(tmp_path, {}) as store:
+        assert "a" not in store
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": 1}', "[" * 100_000, "\udcff"])
+def test_a_file_that_is_not_of_a_store_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "store.json").write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(StoreMismatch, match=rf"store\.json.*({named})"):
+    with pytest.raises(StoreMismatch, match=r"not a store.*store\.json"):
         Store(tmp_path, {})
 
 
-def test_a_changed_store_json_is_found(tmp_path: Path) -> None:
-    scores_in(tmp_path)
-    found = json.loads((tmp_path / "store.json").read_text())
-    found["fingerprint"]["groups"] += "!"
-    (tmp_path / "store.json").write_text(json.dumps(found))
-    with pytest.raises(StoreDamaged, match=r"damaged store\.json.*checksum"):
+def test_what_an_array_was_made_with_cannot_be_changed_unseen(tmp_path: Path) -> None:
+    expected = scores_in(tmp_path)
+    for path in tmp_path.glob("*.npy"):
+        path.write_bytes(path.read_bytes().replace(b"groups of", b"groups or"))
+    assert torch.equal(scores_in(tmp_path), expected)
+    for path in tmp_path.glob("*.npy"):  # by a forger
+        told = {**read_made_with(path), "fingerprint": {"groups": "others"}}
+        values = open_array(path, sealed=True)
+        write_sealed_array(path, json.dumps(told), values.shape, values.dtype, [np.array(values)])
+    with pytest.raises(StoreMismatch, match="was made with groups = 'others'"):
         scores_in(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [1, 16, 40, 500])
+def test_a_store_whose_only_array_was_cut_makes_it_again(cut: int, tmp_path: Path) -> None:
+    expected = scores_in(tmp_path)
+    for path in tmp_path.glob("*.npy"):
+        os.truncate(path, path.stat().st_size - cut)
+    assert torch.equal(scores_in(tmp_path), expected)
 
 
 @pytest.mark.parametrize("shape", ["(1000000000000,)", "(-1,)", "(2, 2)", "(99999999999999999999999,)", "((", "'"])
@@ -291,6 +315,47 @@ def test_a_record_of_traks_with_another_number_is_not_believed(name: str, tmp_pa
     ends_as_if_undisturbed(given, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["_is_featurized.mmap", "features.mmap", "out_to_loss.mmap"])
+def test_a_half_done_trak_folder_without_a_file_that_is_made_of_its_sums_goes_on(name: str, tmp_path: Path) -> None:
+    given = half_done(tmp_path / "a")
+    (tmp_path / "a" / "0" / name).unlink()
+    ends_as_if_undisturbed(given, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["features.mmap", "out_to_loss.mmap"])
+def test_a_finished_trak_folder_without_a_file_is_refused(name: str, tmp_path: Path) -> None:
+    scores(TRAKer, case(TASK), tmp_path, groups=uneven_labels())
+    (tmp_path / "0" / name).unlink()
+    for _ in range(2):
+        with pytest.raises(StoreDamaged, match=rf"{name} is damaged"):
+            traker(tmp_path).finalize_scores("test", model_ids=[0])
+
+
+@pytest.mark.parametrize("groups", [uneven_labels(), np.arange(N)])
+def test_a_trak_folder_without_the_flags_of_its_points_has_them_again(groups: np.ndarray, tmp_path: Path) -> None:
+    given = case(TASK)
+    expected = scores(TRAKer, given, tmp_path, groups=groups)
+    (tmp_path / "0" / "_is_featurized.mmap").unlink()
+    made = traker(tmp_path, groups=groups)
+    featurize(made, given, given.checkpoints(1))
+    assert error(scored(made, given, given.checkpoints(1)), expected) < 2e-5
+
+
+def test_what_stands_in_the_way_of_a_trak_folder_is_named(tmp_path: Path) -> None:
+    given = case(TASK)
+    scores(TRAKer, given, tmp_path, groups=uneven_labels())
+    rows = tmp_path / "0" / "test_grads.mmap"
+    rows.unlink()
+    rows.mkdir()
+    made = traker(tmp_path)
+    with pytest.raises(OSError, match=r"test_grads\.mmap cannot be written to save_dir"):
+        scored(made, given, given.checkpoints(1))
+    (tmp_path / "0" / "grads.mmap").unlink()
+    made = traker(tmp_path)
+    with pytest.raises(ValueError, match=r"grads\.mmap, are not in save_dir"):
+        featurize(made, given, given.checkpoints(1))
+
+
 def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
     given = half_done(tmp_path)
     (tmp_path / "0" / "_journal.npz").write_bytes(b"PK nonsense")
@@ -345,11 +410,12 @@ def test_a_file_or_a_folder_of_another_program_is_named(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.tex"]
 
 
-def test_a_disk_without_room_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [0, 100, 500, 3_000])
+def test_a_disk_without_room_is_an_error_and_not_the_end_of_the_process(room: int, tmp_path: Path) -> None:
     def work() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, 3_000))
-        with pytest.raises(OSError, match="cannot be written"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+        with pytest.raises(OSError, match="cannot be written to save_dir"):
             traker(tmp_path).load_checkpoint(case(TASK).checkpoints(1)[0], 0)
 
     assert end(start(work)) == 0

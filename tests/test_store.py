@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import tempfile
@@ -23,7 +22,8 @@ import ggda_ext.storage.fingerprint
 from ggda_ext import GradientStore, GroupGradients, Groups, PointGradients, attribute, properties
 from ggda_ext.data import IndexedData
 from ggda_ext.losses import as_example_loss
-from ggda_ext.storage.folder import CONTENTS, Store, StoreMismatch
+from ggda_ext.storage.files import read_made_with, write_sealed_array
+from ggda_ext.storage.folder import Store, StoreMismatch
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -157,13 +157,13 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"thesis.npy", "store.lock"}
 
 
-@pytest.mark.parametrize(
-    ("content", "named"), [("{", "damaged"), ('{"format": 99}', "another format"), ("[]", "format")]
-)
-def test_contents_that_cannot_be_read_are_refused(tmp_path: Path, content: str, named: str) -> None:
-    made(tmp_path, {})
-    (tmp_path / CONTENTS).write_text(content)
-    with pytest.raises(StoreMismatch, match=named):
+def test_a_store_of_another_format_is_refused(tmp_path: Path) -> None:
+    write_sealed_array(tmp_path / "a.npy", '{"format": 99}', (1,), np.dtype(float), [np.zeros(1)])
+    with pytest.raises(StoreMismatch, match=r"a\.npy of another format"):
+        Store(tmp_path, {})
+    (tmp_path / "a.npy").unlink()
+    (tmp_path / "store.json").write_text('{"format": 6, "fingerprint": {}, "parts": {}}')  # as it was once written
+    with pytest.raises(StoreMismatch, match=r"not a store.*store\.json"):
         Store(tmp_path, {})
 
 
@@ -512,9 +512,9 @@ def test_scores_of_stored_gradients_larger_than_the_budget_are_memory_maps(case:
     assert torch.equal(gradients.scores(goal), found)
 
 
-def test_contents_are_plain_json(case: Case, tmp_path: Path) -> None:
+def test_every_array_says_what_it_was_made_with(case: Case, tmp_path: Path) -> None:
     stored(case, tmp_path)
-    found = json.loads((tmp_path / CONTENTS).read_text())
+    found = read_made_with(min(tmp_path.glob("checkpoint-000-scores-000+*.npy")))
     assert found["fingerprint"]["groups"].startswith("9 groups of 23 points")
     assert found["fingerprint"]["loss"].startswith("CrossEntropyLoss")
-    assert found["parts"]["checkpoint-000-scores-000"]["asked for"].startswith("MeanProperty")
+    assert found["part"]["asked for"].startswith("MeanProperty")

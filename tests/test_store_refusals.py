@@ -26,6 +26,7 @@ from ggda_ext import GradientStore, GroupGradients, attribute, properties
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
 from ggda_ext.curvature.damping import TrainingSteps
 from ggda_ext.storage.content import UnknownContent
+from ggda_ext.storage.files import read_made_with
 from ggda_ext.storage.fingerprint import SampledData
 from ggda_ext.storage.folder import StoreMismatch
 from ggda_ext.training import Recipe
@@ -249,7 +250,8 @@ def test_a_lazy_data_set_is_sampled_which_is_said_and_a_tag_is_asked_for(tmp_pat
     given = replace(Given(), data=Rows(make_data(), keep=False))
     with pytest.warns(SampledData, match="pass tag="):
         run_attribute(given, tmp_path / "a")
-    assert "256 of them looked at" in (tmp_path / "a" / "store.json").read_text()
+    told = read_made_with(next((tmp_path / "a").glob("*.npy")))
+    assert "256 of them looked at" in told["fingerprint"]["data"]
     other = replace(given, data=Rows(changed_points(), keep=False))
     with pytest.warns(SampledData), pytest.raises(StoreMismatch, match="was made with data = "):
         run_attribute(other, tmp_path / "a")

@@ -21,7 +21,7 @@ from ggda_ext.storage.files import (
     write_sealed_json,
 )
 from ggda_ext.storage.fingerprint import of_parameters
-from ggda_ext.storage.folder import StoreDamaged, StoreMismatch, check_folder, difference
+from ggda_ext.storage.folder import StoreDamaged, StoreMismatch, check_folder, clear_errors, difference
 from ggda_ext.storage.folder_lock import LOCK
 from ggda_trak.hashes import row_hashes
 
@@ -73,15 +73,17 @@ def keep_settings(folder: Path, settings: Mapping[str, Any], *, load: bool) -> N
         differing = difference({name: before.get(name) for name in settings}, settings)
         if differing is not None:
             raise StoreMismatch(f"save_dir={str(folder)!r} {differing}")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_sealed_json(path, settings)
+    with clear_errors(folder, SETTINGS):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_sealed_json(path, settings)
 
 
 def keep_checkpoint(folder: Path, model: nn.Module, *, new: bool) -> None:
     """Remember the parameters of a new checkpoint; refuse other ones than those whose sums are in its folder."""
     path, found = folder / CHECKPOINT, {"values of the parameters": of_parameters(model)}
     if new or not path.exists():
-        write_sealed_json(path, found)
+        with clear_errors(folder, CHECKPOINT):
+            write_sealed_json(path, found)
         return
     differing = difference(_read_ours(path), found)
     if differing is not None:
@@ -93,7 +95,8 @@ def keep_targets(folder: Path, experiment: str, rows: np.ndarray, indices: np.nd
     path = folder / f"{experiment}_targets.npz"
     known = _target_hashes(path, len(rows))
     known[indices] = row_hashes(np.asarray(rows[indices]))
-    write_sealed_arrays(path, {"rows": known})
+    with clear_errors(folder, path.name):
+        write_sealed_arrays(path, {"rows": known})
 
 
 def check_targets(folder: Path, experiment: str, rows: np.ndarray | None) -> None:

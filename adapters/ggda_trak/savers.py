@@ -34,6 +34,7 @@ __all__ = ["AbstractSaver", "MmapSaver", "ModelIDException"]
 
 _NEW = {"is_featurized": 0, "is_finalized": 0}
 _ROWS, _FINISHED = ("grads", "out_to_loss"), ("features", "out_to_loss")
+_MADE_AGAIN = ("_is_featurized.mmap", "features.mmap", "out_to_loss.mmap")  # from rows; finished ones have checksums
 
 
 class CheckedSaver(MmapSaver):
@@ -56,10 +57,11 @@ class CheckedSaver(MmapSaver):
         self._sealed = 0
         self._arrays: dict[Path, tuple[tuple[int, ...], np.ndarray]] = {}
         folder = Path(save_dir).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        if kwargs.get("load_from_save_dir", True):
-            _mend(folder, metadata)
-        super().__init__(save_dir, metadata, *args, **kwargs)
+        with clear_errors(folder, METADATA):
+            folder.mkdir(parents=True, exist_ok=True)
+            if kwargs.get("load_from_save_dir", True):
+                _mend(folder, metadata)
+            super().__init__(save_dir, metadata, *args, **kwargs)
         for model_id, record in self.model_ids.items():
             self.notes[model_id] = {name: record.pop(name) for name in set(record) - set(_NEW)}
             del self.notes[model_id]["xxh3"]
@@ -88,8 +90,9 @@ class CheckedSaver(MmapSaver):
         """As TRAK's, with checksums: of new rows, of finished features, and of the record itself."""
         if self.sealed_at_once is not None:
             self._seal_rows(self.sealed_at_once)
-        super().serialize_current_model_id_metadata(already_exists)
         model_id = self.current_model_id
+        with clear_errors(self.save_dir, f"id_{model_id}.json"):
+            super().serialize_current_model_id_metadata(already_exists)
         record, notes = self.model_ids[model_id], self.notes.setdefault(model_id, {})
         if record["is_finalized"]:
             notes |= {f"{name}_xxh3": self._hash_of(name) for name in _FINISHED} | {"features_of": self._features_of}
@@ -118,8 +121,10 @@ class CheckedSaver(MmapSaver):
         """As TRAK's, with a checksum; targets whose files are not whole are begun anew."""
         rows, scores = self.save_dir / str(model_id) / f"{exp_name}_grads.mmap", self._scores_file(exp_name)
         if rows.exists() and not (_is_whole(rows) and _is_whole(scores)):
-            rows.unlink()
-        super().init_experiment(exp_name, num_targets, model_id)
+            with clear_errors(self.save_dir, rows.name):
+                rows.unlink()
+        with clear_errors(self.save_dir, self.experiments_file.name):
+            super().init_experiment(exp_name, num_targets, model_id)
         _write_records(self.experiments_file, self.experiments)
 
     def begin_scores(self, exp_name: str) -> None:
@@ -192,6 +197,8 @@ class CheckedSaver(MmapSaver):
             try:
                 return checked_kind(self._opened(path), path, shape, kind)
             except FileNotFoundError:
+                if path.name in _MADE_AGAIN:
+                    return self._load(fname, shape, "w+", dtype)
                 return None  # as TRAK does: its gradients may be deleted
 
     def _opened(self, path: Path) -> np.ndarray:
@@ -209,7 +216,8 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 def _write_records(path: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
     sealed = {name: {**record, "xxh3": seal({"name": name, **record})} for name, record in records.items()}
-    write_json(path, sealed, sync=False)
+    with clear_errors(path.parent, path.name):
+        write_json(path, sealed, sync=False)
 
 
 def _mend(folder: Path, metadata: Mapping[str, Any]) -> None:

@@ -180,8 +180,13 @@ class TRAKer(trak.TRAKer):
         if self.groups is None or not (self._grouped or loaded):
             super().featurize(batch, inds, num_samples)
             return
-        if not loaded or (self._grouped and self._sums is None):
+        if not loaded:
             raise ValueError("no checkpoint is loaded for featurizing: call load_checkpoint first.")
+        if self._grouped and self._sums is None:
+            raise ValueError(
+                f"the sums of model id {self.saver.current_model_id}, grads.mmap, are not in save_dir="
+                f"{str(self._save_dir)!r} any more: score with its features, or featurize in another save_dir."
+            )
         batch = check_batch(batch)
         n = self.groups.n
         indices = given_indices(inds, num_samples, self._last_ind, len(batch[0]), n, "training points")

@@ -15,6 +15,7 @@ from ggda_ext.groups import Groups
 from ggda_ext.sharing import add_up
 from ggda_ext.storage.files import (
     DamagedFile,
+    as_text,
     is_sealed_array,
     open_array,
     read_sealed_json,
@@ -91,7 +92,7 @@ class TrackedSums:
             if self.momentum is not None and self.momentum.total is not None:
                 total = self.momentum.total.detach().cpu()
                 array = (total.float() if total.dtype.itemsize < 4 else total).numpy()  # which knows no bfloat16
-                write_sealed_array(folder / f"{self._file}.npy", self._seal, array.shape, array.dtype, [array])
+                write_sealed_array(folder / f"{self._file}.npy", self._made_with, array.shape, array.dtype, [array])
                 known |= {"momentum": [self.momentum.weight, self.momentum.step]}
             write_sealed_json(folder / f"{self._file}.json", known)
 
@@ -116,14 +117,14 @@ class TrackedSums:
             self.totals = totals if state.is_world_process_zero else torch.zeros_like(totals)
         if self.momentum is not None and "momentum" in kept:
             array = folder / f"{self._file}.npy"
-            if not array.exists() or not is_sealed_array(array, self._seal):
+            if not array.exists() or not is_sealed_array(array, self._made_with):
                 raise DamagedFile(f"{array} is damaged, missing, or of another step: resume from another checkpoint.")
             self.momentum = Momentum(torch.from_numpy(np.array(open_array(array, sealed=True))), *kept["momentum"])
 
     @property
-    def _seal(self) -> bytes:
+    def _made_with(self) -> str:
         """Ties the directions to the sums of as many steps."""
-        return f"directions after {self.steps} scored steps".encode()
+        return as_text({"scored_steps": self.steps})
 
     @property
     def _file(self) -> str:

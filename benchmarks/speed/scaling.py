@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +101,10 @@ def saving(quick: bool) -> Iterator[Row]:
         def run(model: nn.Module = model, **options: Any) -> None:
             attribute(model, LOSS, data, groups, goal, **options, method="tracin")  # noqa: B023  # called before the next turn
 
-        def saved() -> None:
-            folder = Path(tempfile.mkdtemp())
-            run(save_dir=folder / "store")
-            shutil.rmtree(folder)
-
-        times = best_times({"plain": run, "saved": saved}, repeats=25 if n == 100_000 else 3)
+        with tempfile.TemporaryDirectory() as folder:
+            new = (Path(folder) / str(number) for number in count())
+            cases = {"plain": run, "saved": lambda: run(save_dir=next(new))}  # noqa: B023  # called before the next turn
+            times = best_times(cases, repeats=25 if n == 100_000 else 3)
         ratio = times["saved"] / times["plain"]
         yield Row("scaling", name, "with save_dir", n // 1_000, times["saved"], "without", ratio, "times", 1.15,
                   f"{n:,} points in memory, random groups")  # fmt: skip

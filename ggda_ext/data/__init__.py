@@ -4,13 +4,13 @@
 what has to be known of a DataLoader, `in_memory` points that stay in memory.
 """
 
-from ggda_ext.data.batches import _Selected as _Selected
-from ggda_ext.data.batches import as_batch_of_one, batch_length, pick, take, tensors_in, to_device
+from ggda_ext.data.batches import SelectedRows, as_batch_of_one, batch_length, pick, take, tensors_in, to_device
 from ggda_ext.data.indexed import DataLike, IndexedData, ProgressBar, SomePoints, progress, with_progress
 
 __all__ = [
     "DataLike",
     "IndexedData",
+    "SelectedRows",
     "SomePoints",
     "ProgressBar",
     "progress",

@@ -123,7 +123,7 @@ def as_tensors(source: Any, name: str) -> Any:
         return source.tensors
     if type(source) is Subset:
         inner = as_tensors(source.dataset, name)
-        return None if inner is None else _Selected(inner, _from_the_front(source, name))
+        return None if inner is None else SelectedRows(inner, _from_the_front(source, name))
     if isinstance(source, Dataset) or not isinstance(source, Mapping | tuple | list):
         return tensor_of(source, name) if isinstance(source, np.ndarray) or is_table(source) else None
     arrays = parts_of(source)
@@ -162,7 +162,7 @@ def _from_the_front(subset: Subset, name: str) -> np.ndarray:
     return np.where(indices < 0, indices + n, indices)
 
 
-class _Selected:
+class SelectedRows:
     """Some rows of tensors, as `Subset` selects them, without copying them."""
 
     def __init__(self, tensors: Any, positions: np.ndarray) -> None:
@@ -174,7 +174,7 @@ class _Selected:
 
 def rows_at(tensors: Any, indices: np.ndarray | range) -> Any:
     """Some rows of tensors, as a batch; rows that follow one another as a view."""
-    if isinstance(tensors, _Selected):
+    if isinstance(tensors, SelectedRows):
         return rows_at(tensors.tensors, tensors.positions[np.asarray(indices)])
     if isinstance(indices, range):
         is_run = len(indices) > 0 and indices.step == 1

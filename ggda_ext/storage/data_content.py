@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from ggda_ext.data import IndexedData, _Selected, take
+from ggda_ext.data import IndexedData, SelectedRows, take
 
 POINTS = 256
 _ROWS = 2**16
@@ -74,16 +74,16 @@ def _tensors_behind(source: Any) -> Any:
         return source.tensors
     if type(source) is Subset:
         inner = _tensors_behind(source.dataset)
-        return None if inner is None else _Selected(inner, np.asarray(source.indices))
+        return None if inner is None else SelectedRows(inner, np.asarray(source.indices))
     return None
 
 
 def _read(tensors: Any) -> Any:
     """Tensors as they are; of selected rows these alone, a run at a time."""
-    if not isinstance(tensors, _Selected):
+    if not isinstance(tensors, SelectedRows):
         return tensors
     inner, positions = tensors.tensors, tensors.positions
-    while isinstance(inner, _Selected):
+    while isinstance(inner, SelectedRows):
         inner, positions = inner.tensors, inner.positions[positions]
     values = list(inner.values()) if isinstance(inner, Mapping) else [inner] if isinstance(inner, Tensor) else inner
     return [value[positions[low : low + _ROWS]] for value in values for low in range(0, len(positions), _ROWS)]

@@ -25,10 +25,10 @@ import numpy as np
 import xxhash
 
 JSON_BYTES = 256 * 2**20
-SEAL_BYTES = 16
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 _HEADER_BYTES, _USUAL_BYTES = 10_000, 256
+_END_BYTES = 8 + 16 + 16  # the length of the text behind an array, its checksum, and that of the whole file
 _USUAL = re.compile(
     rb"\x93NUMPY\x02\x00(....){'descr': '([<|][biuf][1-8])', 'fortran_order': False, "
     rb"'shape': \(([0-9, ]{0,80})\), } *\n",
@@ -84,23 +84,21 @@ def read_json(path: str | Path, most: int = JSON_BYTES) -> Any:
         FileNotFoundError: there is none.
         DamagedFile: it is not JSON, or nested too deeply.
     """
+    return _parsed(path, read_plain(path, most))
+
+
+def _parsed(path: str | Path, content: bytes) -> Any:
     try:
-        return json.loads(read_plain(path, most))
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, DamagedFile):
-            raise
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise DamagedFile(f"{path} is damaged: it is not JSON ({reason}).") from None
 
 
 def write_json(path: str | Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
     """Write a JSON object as a whole or not at all."""
-    _write_text(path, json.dumps(content), sync=sync)  # an indent would leave the fast encoder out
-
-
-def _write_text(path: str | Path, text: str, *, sync: bool) -> None:
     with replaced(path, sync=sync) as file:
-        file.write(text.encode())
+        file.write(json.dumps(content).encode())
 
 
 @contextmanager
@@ -141,22 +139,12 @@ def _new(path: str) -> int:
 
 def seal(content: Any) -> str:
     """The checksum of a JSON value, whatever the order of entries in objects."""
-    return _checksum(as_text(content))
-
-
-def _checksum(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return xxhash.xxh3_128_hexdigest(as_text(content).encode())
 
 
 def write_sealed_json(path: str | Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
     """Write a JSON object with a checksum of itself."""
-    write_sealed_text(path, as_text(content), sync=sync)
-
-
-def write_sealed_text(path: str | Path, text: str, *, sync: bool = True) -> None:
-    """The same for an object that is text already, as `as_text` gives it."""
-    between = "" if text == "{}" else ", "
-    _write_text(path, f'{text[:-1]}{between}"xxh3": "{_checksum(text)}"}}\n', sync=sync)
+    write_json(path, {**content, "xxh3": seal(content)}, sync=sync)
 
 
 def read_sealed_json(path: str | Path) -> dict[str, Any]:
@@ -197,21 +185,59 @@ def read_sealed_arrays(path: Path) -> dict[str, np.ndarray]:
 
 def write_sealed_array(
     path: str | Path,
-    key: bytes,
+    made_with: str,
     shape: tuple[int, ...],
     dtype: np.dtype,
     parts: Iterable[np.ndarray],
     *,
     sync: bool = True,
 ) -> None:
-    """Write a `.npy` file, from consecutive runs of its rows, that ends with the checksum of `key` and of itself."""
-    found = xxhash.xxh3_128(key)
-    whole = (np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8).data for part in parts)
+    """Write a `.npy` file, from consecutive runs of its rows, and behind them what they were made with and checksums.
+
+    Args:
+        path: the file.
+        made_with: a JSON object as text.
+        shape: of the array.
+        dtype: of the array.
+        parts: its rows.
+        sync: as in `replaced`.
+    """
+    name, text = os.path.basename(path).encode(), made_with.encode()
+    end = (text, len(text).to_bytes(8, "little"), xxhash.xxh3_128_digest(name + text))
+    rows: Iterable[Any] = (np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8).data for part in parts)
+    found = xxhash.xxh3_128(name)
     with replaced(path, sync=sync) as file:
-        for plain in chain([memoryview(_header(shape, dtype))], whole):
+        for plain in chain([_header(shape, dtype)], rows, end):
             found.update(plain)
             file.write(plain)
         file.write(found.digest())
+
+
+def read_made_with(path: str | Path) -> dict[str, Any]:
+    """What an array was made with, as `write_sealed_array` was told; the array itself is not looked at.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedFile: it has no such end.
+    """
+    with os.fdopen(open_plain(path), "rb") as file:
+        text = _end(path, file)
+    found = _parsed(path, text)
+    if not isinstance(found, dict):
+        raise DamagedFile(f"{path} is damaged: what it was made with is not told.")
+    return found
+
+
+def _end(path: str | Path, file: BinaryIO) -> bytes:
+    """The text behind a sealed array of this name."""
+    whole = os.fstat(file.fileno()).st_size - _END_BYTES
+    file.seek(max(whole, 0))
+    length, checksum = int.from_bytes(file.read(8), "little"), file.read(16)
+    file.seek(max(whole - length, 0))
+    text = file.read(min(length, JSON_BYTES, max(whole, 0)))
+    if len(text) != length or xxhash.xxh3_128_digest(os.path.basename(path).encode() + text) != checksum:
+        raise DamagedFile(f"{path} is damaged: it does not end as it was written.")
+    return text
 
 
 def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
@@ -221,20 +247,22 @@ def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
     return b"\x93NUMPY\x02\x00" + len(text).to_bytes(4, "little") + text.encode()
 
 
-def is_sealed_array(path: str | Path, key: bytes) -> bool:
-    """Whether a file is what `write_sealed_array` wrote with this key.
+def is_sealed_array(path: str | Path, made_with: str) -> bool:
+    """Whether a file is what `write_sealed_array` wrote under this name, made with the same.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    found = xxhash.xxh3_128(key)
+    found = xxhash.xxh3_128(os.path.basename(path).encode())
     try:
-        with os.fdopen(open_plain(path), "rb", buffering=0) as file:
-            rest = os.fstat(file.fileno()).st_size - SEAL_BYTES
+        with os.fdopen(open_plain(path), "rb") as file:
+            told = _end(path, file)
+            file.seek(0)
+            rest = os.fstat(file.fileno()).st_size - 16
             while rest > 0 and (chunk := file.read(min(rest, 2**20))):
                 found.update(chunk)
                 rest -= len(chunk)
-            return rest == 0 and file.read() == found.digest()
+            return rest == 0 and file.read() == found.digest() and told == made_with.encode()
     except DamagedFile:
         return False
 
@@ -271,11 +299,11 @@ def open_array(path: str | Path, mode: Any = "c", *, sealed: bool = False) -> np
     Args:
         path: the file.
         mode: copy on write unless it says otherwise.
-        sealed: whether it ends with a checksum, as `write_sealed_array` makes it; that is not looked at here.
+        sealed: whether it is of `write_sealed_array`; the checksum of the array is not looked at here.
     """
     flags = os.O_RDONLY if mode in ("c", "r") else os.O_RDWR
     with os.fdopen(open_plain(path, flags), "rb" if flags == os.O_RDONLY else "r+b") as file:
-        shape, fortran, dtype, start = _read_header(path, file, SEAL_BYTES if sealed else 0)
+        shape, fortran, dtype, start = _read_header(path, file, len(_end(path, file)) + _END_BYTES if sealed else 0)
         return _mapped(path, file, mode, start, shape, dtype, "F" if fortran else "C")
 
 
@@ -289,6 +317,7 @@ def _mapped(
 
 def _described(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     """What a header says; the usual ones are not left to NumPy, which parses them as Python."""
+    file.seek(0)
     usual = _USUAL.match(file.read(_USUAL_BYTES))
     if usual is not None and len(usual[0]) == 12 + int.from_bytes(usual[1], "little"):
         file.seek(len(usual[0]))

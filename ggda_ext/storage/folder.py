@@ -1,9 +1,9 @@
 """A folder of finished arrays that survives being killed, and refuses what does not belong to it.
 
-Every array is a `.npy` file with a checksum at its end, of its content, its name and what it was made with (the
-*fingerprint*), written to a `.part` file first and renamed. A small `store.json` holds the fingerprint, and a checksum
-of its own; it is written before the first array. Opened again, a store hands back what is finished; an array that is
-missing or changed on disk counts as not made.
+Every array is a `.npy` file, behind whose numbers stand, as JSON, what it was made with (the *fingerprint*) and
+checksums of that and of the file. It is written to a `.part` file first and renamed. There is no other record: a store
+is made with what its arrays say. Opened again, it hands back what is finished; an array that is missing or changed on
+disk counts as not made.
 """
 
 from __future__ import annotations
@@ -28,20 +28,16 @@ from ggda_ext.storage.files import (
     as_text,
     is_sealed_array,
     open_array,
-    read_json,
-    seal,
+    read_made_with,
     write_sealed_array,
-    write_sealed_text,
 )
 from ggda_ext.storage.folder_lock import LOCK, FolderLock
 
-FORMAT = 6
-CONTENTS = "store.json"
-_LEFTOVERS = (LOCK, CONTENTS + ".part")  # of a process that was killed before its first store.json
+FORMAT = 7
 SUMS_TOLERANCE = 1e-6
 SYNC_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-_KINDS = {"fingerprint": dict, "parts": dict}
+_ARRAY = re.compile(r"(?:([A-Za-z0-9][\w.-]*)\+)?([A-Za-z0-9][\w.-]*)\.npy")
 _logger = logging.getLogger(__name__)
 
 
@@ -60,23 +56,19 @@ class Arrays:
         folder: where they are.
         part: the part they belong to; its name stands before theirs.
         made_with: all that they depend on, as JSON text.
-        before_writing: makes the folder ready, and says whether to wait for the disk.
-        is_new: whether nothing was written before, so that what lies there is not of these arrays.
+        before_writing: says whether to wait for the disk.
     """
 
-    def __init__(
-        self, folder: Path, part: str, made_with: str, before_writing: Callable[[], bool], *, is_new: bool
-    ) -> None:
-        self.folder, self._made_with, self._before_writing = folder, made_with, before_writing
-        self._part, self._is_new = part, is_new
+    def __init__(self, folder: Path, part: str, made_with: str, before_writing: Callable[[], bool]) -> None:
+        self.folder, self._part, self._made_with, self._before_writing = folder, part, made_with, before_writing
         self._checked: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         """Whether an array is finished and intact; its checksum is looked at once."""
-        if name in self._checked or self._is_new:
-            return name in self._checked
+        if name in self._checked:
+            return True
         try:
-            intact = is_sealed_array(self._path(name), self._key(name))
+            intact = is_sealed_array(self._path(name), self._made_with)
         except FileNotFoundError:
             return False
         if intact:
@@ -91,8 +83,7 @@ class Arrays:
     @property
     def names(self) -> list[str]:
         """Names of the arrays that are there; `in` says of each whether it is intact."""
-        found = (path.stem.rpartition("+") for path in self.folder.glob("*.npy"))
-        return sorted(name for part, _, name in found if part == self._part)
+        return [name for part, name in _arrays_in(self.folder) if part == self._part]
 
     def load(self, name: str) -> np.ndarray:
         """A finished array as a memory map; changes to it stay in memory."""
@@ -112,8 +103,7 @@ class Arrays:
         if dtype.kind not in "biufc":
             raise TypeError(f"{name!r} has dtype {dtype}: only plain numbers are stored.")
         with clear_errors(self.folder, name, self._how_many):
-            sync = self._before_writing()
-            write_sealed_array(path, self._key(name), shape, dtype, parts, sync=sync)
+            write_sealed_array(path, self._made_with, shape, dtype, parts, sync=self._before_writing())
         self._checked.add(name)
 
     def _how_many(self) -> str:
@@ -121,9 +111,6 @@ class Arrays:
 
     def _path(self, name: str) -> str:
         return _path(self.folder, _checked_name(name), self._part)
-
-    def _key(self, name: str) -> bytes:
-        return f"{self._made_with} {name}".encode()
 
 
 class Store(Arrays):
@@ -151,32 +138,26 @@ class Store(Arrays):
 
     def __init__(self, folder: str | Path, fingerprint: Mapping[str, Any]) -> None:
         folder = Path(folder)
-        with clear_errors(folder, CONTENTS):
+        with clear_errors(folder, LOCK):
             try:
                 os.mkdir(folder)
             except OSError:
                 check_folder(folder)
                 folder.mkdir(parents=True, exist_ok=True)
-                _refuse_foreign(folder)  # before a lock file is left there
+                read_store(folder)  # what is not a store is refused before a lock file is left there
             self._lock = _take_lock(folder)
         try:
-            found = read_contents(folder)
-            self._is_kept = self._is_synced = found is not None  # what store.json has to say
-            self._held_before = found is not None
-            self._last_sync = time.monotonic()
-            self.fingerprint: Mapping[str, Any] = fingerprint if found is None else found["fingerprint"]
-            self.parts: dict[str, Mapping[str, Any]] = {} if found is None else found["parts"]
-            self._text, self._texts = (
-                as_text(self.fingerprint),
-                {name: as_text(part) for name, part in self.parts.items()},
-            )
+            found, self.parts = read_store(folder)
+            self._held_before, self._last_sync = found is not None, time.monotonic()
+            self.fingerprint: Mapping[str, Any] = fingerprint if found is None else found
             differing = difference(self.fingerprint, fingerprint)
             if differing is not None:
                 raise StoreMismatch(f"save_dir={str(folder)!r} {differing}")
         except BaseException:
             self.close()
             raise
-        super().__init__(folder, "", self._text, self._make_ready, is_new=found is None)
+        self._text = as_text(self.fingerprint)
+        super().__init__(folder, "", self._told("null"), self._must_wait)
 
     def __enter__(self) -> Store:
         return self
@@ -191,14 +172,11 @@ class Store(Arrays):
     def part(self, name: str, fingerprint: Mapping[str, Any]) -> Arrays:
         """The arrays of the part `name`, refused if it was made with something else than now."""
         known = self.parts.get(_checked_name(name))
-        is_new = known is None
         if known is None:
-            self.parts[name] = fingerprint
-            self._texts[name] = as_text(fingerprint)
-            self._is_kept = False
+            known = self.parts[name] = fingerprint
         else:
             self._refuse(name, known, fingerprint)
-        return Arrays(self.folder, name, f"{self._text} {self._texts[name]}", self._make_ready, is_new=is_new)
+        return Arrays(self.folder, name, self._told(as_text(known)), self._must_wait)
 
     def check(self, within: str, fingerprint: Mapping[str, Any]) -> None:
         """Refuse what the parts whose names begin with `within`, all alike in it, were not made with."""
@@ -211,18 +189,17 @@ class Store(Arrays):
         if differing is not None:
             raise StoreMismatch(f"save_dir={str(self.folder)!r}, in {name}, {differing}")
 
-    def _make_ready(self) -> bool:
-        """Write what `store.json` has to say before an array is; whether to wait for the disk.
+    def _told(self, part: str) -> str:
+        """What arrays say that they were made with, as JSON text."""
+        return f'{{"fingerprint": {self._text}, "format": {FORMAT}, "part": {part}}}'
 
-        It is waited for where a power failure could cost what was there before, or long work; a kill needs no waiting.
+    def _must_wait(self) -> bool:
+        """Whether to wait for the disk: where a power failure could cost what was there before, or long work.
+
+        A kill needs no waiting.
         """
         now = time.monotonic()
         sync = self._held_before or now - self._last_sync > SYNC_SECONDS
-        if not self._is_kept or (sync and not self._is_synced):
-            parts = ", ".join(f"{as_text(name)}: {text}" for name, text in sorted(self._texts.items()))
-            content = f'{{"fingerprint": {self._text}, "format": {FORMAT}, "parts": {{{parts}}}}}'
-            write_sealed_text(f"{self.folder}{os.sep}{CONTENTS}", content, sync=sync)
-            self._is_kept, self._is_synced = True, sync
         self._last_sync = now if sync else self._last_sync
         return sync
 
@@ -242,14 +219,9 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _refuse_foreign(folder: Path) -> None:
-    names = os.listdir(folder)
-    foreign = [] if CONTENTS in names else sorted(name for name in names if name not in _LEFTOVERS)
-    if foreign:
-        raise StoreMismatch(
-            f"save_dir={str(folder)!r} is not empty and not a store (it holds {foreign[0]!r}): pass a new or empty "
-            "folder."
-        )
+def _arrays_in(folder: Path) -> list[tuple[str, str]]:
+    """Part and name of the arrays in a folder."""
+    return sorted((found[1] or "", found[2]) for found in map(_ARRAY.fullmatch, os.listdir(folder)) if found)
 
 
 def check_folder(folder: Path) -> None:
@@ -277,6 +249,8 @@ def clear_errors(folder: Path, name: str, intact: Callable[[], str] | None = Non
     try:
         yield
     except OSError as error:
+        if "cannot be written to save_dir" in str(error):  # said already, by a step within this one
+            raise
         raise OSError(
             error.errno,
             f"{name} cannot be written to save_dir={str(folder)!r} ({error.strerror}): free space or make it "
@@ -299,28 +273,48 @@ def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str | Non
     return None
 
 
-def read_contents(folder: Path) -> dict[str, Any] | None:
-    """What `store.json` says, None if there is none.
+def read_store(folder: Path) -> tuple[Mapping[str, Any] | None, dict[str, Mapping[str, Any]]]:
+    """What the arrays of a folder say they were made with: all of them (None if there is no array), and by part.
+
+    One that does not say it is damaged, and left out.
 
     Raises:
-        StoreDamaged: it does not hold what it was written with.
-        StoreMismatch: it is of another format.
+        StoreMismatch: it holds something else than a store, or one of another format.
     """
-    try:
-        found = read_json(f"{folder}{os.sep}{CONTENTS}")
-    except FileNotFoundError:
-        return None
-    except DamagedFile as error:
-        raise StoreDamaged(f"save_dir={str(folder)!r} has a damaged {CONTENTS} ({error}): delete the folder.") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    fingerprint: Mapping[str, Any] | None = None
+    parts: dict[str, Mapping[str, Any]] = {}
+    for part, name in _arrays_in(folder):
+        if part not in parts:
+            try:
+                told = read_made_with(_path(folder, name, part))
+            except (DamagedFile, FileNotFoundError):
+                continue
+            if told.get("format") != FORMAT:
+                raise StoreMismatch(
+                    f"save_dir={str(folder)!r} holds a {name}.npy of another format: pass another save_dir, or delete "
+                    "the folder."
+                )
+            of_all, of_part = told.get("fingerprint"), told.get("part")
+            if isinstance(of_all, dict) and isinstance(of_part, dict if part else None.__class__):
+                fingerprint = of_all if fingerprint is None else fingerprint
+                if of_all == fingerprint:
+                    parts[part] = of_part or {}
+    if fingerprint is None:
+        _refuse_foreign(folder)
+    parts.pop("", None)
+    return fingerprint, parts
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Refuse a folder in which more lies than a store leaves behind that was killed before its first array."""
+    names = os.listdir(folder)
+    ours = [LOCK, *(name for name in names if LOCK in names and _ARRAY.fullmatch(name.removesuffix(".part")))]
+    foreign = sorted(set(names).difference(ours))
+    if foreign:
         raise StoreMismatch(
-            f"save_dir={str(folder)!r} has a {CONTENTS} of another format: pass another save_dir, or delete the folder."
+            f"save_dir={str(folder)!r} is not empty and not a store (it holds {foreign[0]!r}): pass a new or empty "
+            "folder."
         )
-    missing = [name for name, kind in _KINDS.items() if not isinstance(found.get(name), kind)]
-    if missing or found.pop("xxh3", None) != seal(found):
-        reason = f"it has no {missing[0]}" if missing else "its checksum is another"
-        raise StoreDamaged(f"save_dir={str(folder)!r} has a damaged {CONTENTS} ({reason}): delete the folder.")
-    return found
 
 
 def digest(*arrays: np.ndarray) -> str:
