@@ -52,6 +52,23 @@ def inner_names(named: Mapping[str, T], model: nn.Module) -> dict[str, T]:
     return {inner_name(name, model): value for name, value in named.items()}
 
 
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module of a model once, with its name and in the order of its own `named_modules`, in a tenth of its time.
+
+    A call asks for them a dozen times, which is a share of it where a model has hundreds.
+    """
+    found, seen, waiting = list[tuple[str, nn.Module]](), set[int](), [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found.append((name, module))
+            if inside := module._modules:  # most have none
+                prefix = f"{name}." if name else ""
+                waiting += [(prefix + key, part) for key, part in reversed(inside.items()) if part is not None]
+    return found
+
+
 # one thread at a time
 
 
@@ -112,7 +129,7 @@ def only_thread(model: nn.Module) -> Iterator[None]:
 
 def check_deterministic_modules(model: nn.Module) -> None:
     """Refuse a model with active dropout or batch statistics, naming the module and the fix."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         mixes = isinstance(module, _BatchNorm)
         random = isinstance(module, _DropoutNd) and module.p > 0
         if module.training and (mixes or random):
@@ -187,7 +204,7 @@ def sums_on(device: torch.device) -> torch.device:
 
 def may_change(model: nn.Module) -> list[str]:
     """Names of what a forward pass may change: buffers and parameters, but for frozen ones too large to be copied."""
-    values = _named_values(model)
+    values = named_values(model)
     frozen = {name for name, value in values.items() if isinstance(value, nn.Parameter) and not value.requires_grad}
     large = sum(values[name].nbytes for name in frozen) > _COPIED
     return [name for name in values if not (large and name in frozen)]
@@ -210,24 +227,31 @@ class SavedState:
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
         self.model = model
-        self._modes = [(module, module.training) for module in model.modules()]
-        self._held = [(held, dict(held)) for module in model.modules() for held in _held_by(module)]
-        self.named = _named_values(model)
+        modules = [module for _, module in named_modules(model)]
+        self._modes = [(module, module.training) for module in modules]
+        self._held = [(held, dict(held)) for module in modules for held in _held_by(module)]
+        self.named = named_values(model)
         self._required = {name: value.requires_grad for name, value in self.named.items()}
         self._values: dict[str, Tensor] = {}
         self._versions: dict[str, Any] = {}
         self.copy_values(names)
 
-    def copy_values(self, names: Iterable[str] | None = None) -> None:
-        """Copy more values, as they are now."""
+    def copy_values(self, names: Iterable[str] | None = None, *, but_for: Any = None) -> None:
+        """Copy more values, as they are now.
+
+        Args:
+            names: of which; all by default.
+            but_for: a state dict of this very model that holds its memory, not copies: what it holds is left out.
+        """
+        held = but_for if isinstance(but_for, Mapping) else {}
         for name in self.named if names is None else names:
-            if name not in self._values:
+            if name not in self._values and not _same_memory(self.named[name], held.get(name)):
                 self._values[name] = self.named[name].detach().clone()
                 self._versions[name] = _version(self.named[name])
 
     def changed(self) -> list[str]:
         """Names of the copied values that are not as they were, or were written to."""
-        now = _named_values(self.model)
+        now = named_values(self.model)
         return [
             name
             for name, before in self._values.items()
@@ -246,7 +270,7 @@ class SavedState:
         """Refuse a model that has parameters which it did not have before."""
         if not self._moved():
             return
-        before, now = self.named, _named_values(self.model, "_parameters")
+        before, now = self.named, named_values(self.model, "_parameters")
         for name, value in now.items():
             if before.get(name) is not value:
                 what = f"puts another parameter in place of {name!r}" if name in before else f"makes parameter {name!r}"
@@ -288,12 +312,21 @@ def _version(tensor: Tensor) -> tuple[int, int]:
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
+def _same_memory(value: Tensor, other: Any) -> bool:
+    """Whether a tensor is another one: the same numbers in the same places."""
+    return (
+        isinstance(other, Tensor) and value.layout is other.layout is torch.strided and value.dtype is other.dtype
+        and value.device == other.device and value.data_ptr() == other.data_ptr() != 0
+        and value.shape == other.shape and value.stride() == other.stride()
+    )  # fmt: skip
+
+
 def _same(now: Tensor, before: Tensor) -> bool:
     """Whether all values are equal; one that is no number is equal to itself."""
     return torch.equal(now, before) or torch.equal(now.nan_to_num(), before.nan_to_num())
 
 
-def _named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
+def named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
     """Parameters and buffers by name, each once; several times as fast as `named_parameters`, and asked for often.
 
     Args:
@@ -301,7 +334,7 @@ def _named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
         kinds: ``"_parameters"`` or ``"_buffers"``; both by default.
     """
     found, seen = dict[str, Tensor](), set[int]()
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         for kind in kinds or ("_parameters", "_buffers"):
             for name, value in (vars(module).get(kind) or getattr(module, kind)).items():  # a traced module hides them
                 if value is not None and id(value) not in seen:
@@ -340,7 +373,7 @@ class Versions:
     def written(self, model: nn.Module) -> list[str]:
         """Names in a model of those that were written to since."""
         changed = {id(value) for value, before in self._values if _version(value) != before}
-        return [name for name, value in _named_values(model).items() if id(value) in changed] if changed else []
+        return [name for name, value in named_values(model).items() if id(value) in changed] if changed else []
 
 
 def called_with(module: nn.Module, values: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
@@ -353,7 +386,7 @@ def called_with(module: nn.Module, values: Mapping[str, Tensor], arguments: tupl
     given = {id(held[name]): value for name, value in values.items()}
     places = {
         f"{path}.{key}" if path else key: given[id(own)]
-        for path, part in module.named_modules()
+        for path, part in named_modules(module)
         for key, own in part._parameters.items()
         if id(own) in given
     }
@@ -375,8 +408,8 @@ class ParameterSpace:
     def __init__(self, model: nn.Module, chosen: ParameterChoice = None) -> None:
         self.model = unwrapped(model)
         self.parameters = _chosen(self.model, chosen)
-        self._every = list(self.model.parameters())
-        self._written = [*self._every, *self.model.buffers()]
+        self._every = list(named_values(self.model, "_parameters").values())
+        self._written = [*self._every, *named_values(self.model, "_buffers").values()]
         self.spans: dict[int, tuple[int, int]] = {}
         end = 0
         for parameter in self.parameters.values():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ggda_ext import properties
+from ggda_ext.model import SavedState
 from tests.captum_cases import CLASSES, CURVED, TRACIN, UNEVEN, N, Problem, load, ours, problem, score
 
 
@@ -113,6 +114,38 @@ def test_a_checkpoint_that_does_not_load_leaves_the_model_alone(name: str) -> No
         score(ours(name, given, groups=UNEVEN, checkpoints_load_func=_half_loaded), given.test)
     assert _is_unchanged(given.model, before)
     assert not given.model.training
+
+
+@pytest.mark.parametrize("name", TRACIN)
+def test_after_the_models_own_state_dict_a_failure_still_leaves_the_model_alone(name: str) -> None:
+    def loaded(model: nn.Module, checkpoint: dict[str, Tensor]) -> float:
+        model.load_state_dict(checkpoint)  # of which the second lacks a layer, after others were loaded
+        return 0.1
+
+    given = problem()
+    broken = {key: value + 1 for key, value in given.model.state_dict().items() if key != list(_state(given.model))[-1]}
+    given.checkpoints = [given.model.state_dict(), broken]  # type: ignore[list-item]
+    before = _state(given.model)
+    with pytest.raises(ValueError, match=r"checkpoint of type \w*[dD]ict does not load"):
+        score(ours(name, given, groups=UNEVEN, checkpoints_load_func=loaded), given.test)
+    assert _is_unchanged(given.model, before)
+
+
+def test_before_a_load_only_what_the_checkpoint_does_not_hold_itself_is_copied() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    own = model.state_dict()
+    for checkpoint, copied in (
+        (own, []),
+        (own | {"1.bias": own["1.bias"].clone()}, ["1.bias"]),
+        (own | {"1.weight": own["1.weight"].t().reshape(2, 3)}, ["1.weight"]),
+        ("a path", list(own)),
+    ):
+        saved = SavedState(model, ())
+        saved.copy_values(but_for=checkpoint)
+        with torch.no_grad():
+            for value in model.parameters():
+                value.add_(1)
+        assert saved.changed() == copied
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -17,6 +17,7 @@ from ggda_ext.data import IndexedData
 from ggda_ext.gradients.plan import Cost
 from ggda_ext.gradients.strategies import BY_NAME
 from ggda_ext.losses import BatchLoss, OutputLoss
+from ggda_ext.model import named_modules
 
 LOSS = nn.CrossEntropyLoss()
 LABELS = np.arange(N) % 4
@@ -114,6 +115,29 @@ def test_non_finite_gradients_name_the_group(strategy):
     if strategy in ("segmented", "backward", "persample"):
         with pytest.raises(ValueError, match="non-finite gradients, first group 'site 1'"):
             list(found.blocks())
+
+
+def test_rows_through_a_linear_map_are_the_mapped_rows_and_name_the_group_that_is_not_finite():
+    found = provider()
+    matrix = torch.randn(found.p, 3, dtype=found.space.dtype)
+    rows = found.rows() @ matrix
+    for ids, mapped in found.blocks(2, through=lambda rows: rows @ matrix):
+        assert relative_error(mapped, rows[ids]) < 1e-6
+    case = make_case("mlp")
+    case.x[9] = float("nan")
+    spoiled = GroupGradients(case.model, LOSS, case.data, LABELS)
+    with pytest.raises(ValueError, match="1 of 4 groups have non-finite gradients, first group 1 "):
+        list(spoiled.blocks(through=lambda rows: rows @ matrix))
+
+
+@pytest.mark.parametrize("model", [
+    nn.Sequential(shared := nn.Linear(2, 2), nn.Sequential(nn.ReLU(), shared), nn.ModuleDict({"a": nn.Identity()})),
+    nn.TransformerEncoderLayer(4, 2), torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))),
+])  # fmt: skip
+def test_modules_are_those_of_torch_in_its_order(model):
+    if isinstance(model, nn.Sequential):
+        model.register_module("none", None)
+    assert named_modules(model) == list(model.named_modules())
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,10 @@ class CheckpointLoader:
 
     @contextmanager
     def undone_on_failure(self, model: nn.Module) -> Iterator[None]:
-        """After an exception in here the model is as it was; its values are copied before they are first loaded."""
+        """After an exception in here the model is as it was; its values are copied before they are first loaded.
+
+        What a checkpoint holds in the model's own memory, as ``model.state_dict()`` does, cannot change by loading it.
+        """
         with left_as_it_was(model, (), only_on_failure=True) as self._before:
             try:
                 yield
@@ -80,7 +83,7 @@ class CheckpointLoader:
 
     def __call__(self, model: nn.Module, checkpoint: Any) -> float:
         if self._before is not None:
-            self._before.copy_values()
+            self._before.copy_values(but_for=checkpoint)
         try:
             return self.load(model, checkpoint)
         except Exception as error:

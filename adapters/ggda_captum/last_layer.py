@@ -21,7 +21,7 @@ from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients.proof.findings import recall, remember
 from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
 from ggda_ext.methods.scoring import KeptScores, ScoresInMemory
-from ggda_ext.model import check_deterministic_modules, only_thread, training_kernels
+from ggda_ext.model import check_deterministic_modules, named_modules, only_thread, training_kernels
 from ggda_ext.properties import property_gradient
 from ggda_ext.sharing import world_size
 
@@ -110,7 +110,7 @@ def _in_place_of(data: IndexedData, known: Features) -> IndexedData:
 def owner_of(parameters: Sequence[nn.Parameter], model: nn.Module) -> nn.Linear | None:
     """The linear layer inside of the model that holds all of these parameters; None if there is none."""
     chosen = {id(parameter) for parameter in parameters}
-    owners = [one for one in model.modules() if any(id(own) in chosen for own in one.parameters(recurse=False))]
+    owners = [one for _, one in named_modules(model) if any(id(own) in chosen for own in one._parameters.values())]
     (owner,) = owners if len(owners) == 1 else (None,)
     return owner if type(owner) is nn.Linear and owner is not model else None
 

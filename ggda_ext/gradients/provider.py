@@ -265,7 +265,12 @@ class GroupGradients:
             raise ValueError(f"strategy={plan.strategy!r} cannot be used here: {error}. Use 'auto'.") from error
         self._probe.give_up(error.why, error.refused)
 
-    def blocks(self, max_rows: int | None = None, weights: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def blocks(
+        self,
+        max_rows: int | None = None,
+        weights: Tensor | None = None,
+        through: Callable[[Tensor], Tensor] | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """The group-summed gradients, as `(group ids [b], rows [b, p])`; under several ranks, of this rank's groups.
 
         Every group is on one rank, whole, and the ranks do not wait for each other: whoever adds something up over
@@ -276,12 +281,14 @@ class GroupGradients:
                 to form, large ones are for consumers that have a cost per block, such as random projections.
             weights: weightings of the points `[w, n]`: rows are `[b, w, p]`, for each weighting the sums of w_i ∇ℓ_i,
                 all from one pass.
+            through: a linear map of the last dimension, such as a projection, which is given in place of the rows; it
+                alone is looked through for numbers that are not finite, as it is so much shorter.
         """
         if weights is not None and (weights.dim() != 2 or weights.shape[1] != self.groups.n):
             raise ValueError(
                 f"weights has shape {list(weights.shape)}: pass [w, {self.groups.n}], a row for each weighting."
             )
-        return self._blocks(max_rows, range(len(self.groups)), weights)
+        return self._blocks(max_rows, range(len(self.groups)), weights, through)
 
     def small_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`blocks()` of few rows that stay near the cache: the fastest way where each row is used once."""
@@ -302,7 +309,11 @@ class GroupGradients:
             yield ids, rows
 
     def _blocks(
-        self, max_rows: int | None, ids: range, weights: Tensor | None = None
+        self,
+        max_rows: int | None,
+        ids: range,
+        weights: Tensor | None = None,
+        through: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         with only_thread(self.model):
             check_deterministic_modules(self.model)
@@ -314,8 +325,9 @@ class GroupGradients:
                     form = BY_NAME[plan.strategy].blocks
                     assert form is not None  # or the plan would be another
                     for some, rows in form(request, max_rows or request.rows_in_budget):
-                        check_finite(rows, self.groups, some)
-                        yield some, rows
+                        given = rows if through is None else through(rows)
+                        check_finite(given, self.groups, some)
+                        yield some, given
                         within = int(self.groups.offsets[int(some[-1]) + 1]), within[1]
                     return
                 except Unproven as error:

@@ -16,12 +16,13 @@ from torch import Tensor
 from trak.projectors import BasicProjector, BasicSingleBlockProjector, ChunkedCudaProjector, CudaProjector
 
 from ggda_ext import GroupGradients
-from ggda_ext.gradients.plan import CACHED_BLOCK_BYTES
 from ggda_ext.model import ParameterSpace
 from ggda_trak.projection.factored import FactoredProjector
 
 KEPT_BYTES = 128 * 2**20
 """The largest matrix that is kept."""
+BLOCK_BYTES = 24 * 2**20
+"""Of rows to project at once: every batch has a price of its own, and larger blocks are given fresh memory each."""
 
 
 class Projection:
@@ -42,8 +43,8 @@ class Projection:
         self._kept = KeptMatrix(projector) if fits else None
         self.collects = basic and not fits
         """Whether a call has a large price of its own, so that rows are better collected."""
-        by_cache = max(self.dim, CACHED_BLOCK_BYTES // row, 1)  # fewer would read the matrix more often than the rows
-        self._rows_at_once = None if self.collects or self.most_rows else by_cache
+        by_bytes = max(self.dim, BLOCK_BYTES // row, 1)  # fewer would read the matrix more often than the rows
+        self._rows_at_once = None if self.collects or self.most_rows else by_bytes
 
     @property
     def dim(self) -> int:
@@ -74,8 +75,7 @@ class Projection:
             for ids, rows in projector.blocks(gradients, model_id, weights):
                 yield ids, rows / self.scale
             return
-        for ids, rows in gradients.blocks(self._rows_at_once, weights):
-            yield ids, self(rows, model_id)
+        yield from gradients.blocks(self._rows_at_once, weights, lambda rows: self(rows, model_id))
 
     def __call__(self, rows: Tensor, model_id: int) -> Tensor:
         """Project rows `[…, d]` to `[…, dim]`, in the dtype of the rows."""

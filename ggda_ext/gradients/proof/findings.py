@@ -22,7 +22,16 @@ from ggda_ext.gradients.observation import Signature
 from ggda_ext.gradients.proof.descent import RANDOM, Descent
 from ggda_ext.gradients.proof.truth import Truth
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace, SavedState, Versions, may_change, only_thread, unwrapped
+from ggda_ext.model import (
+    ParameterSpace,
+    SavedState,
+    Versions,
+    may_change,
+    named_modules,
+    named_values,
+    only_thread,
+    unwrapped,
+)
 
 _MOST_KEPT = 8  # sets of findings per model
 
@@ -181,9 +190,11 @@ def _structure(model: nn.Module) -> Hashable:
     modules = tuple(
         (name, type(module), id(vars(type(module)).get("forward")), tuple(module._forward_hooks),
          tuple(module._forward_pre_hooks), tuple(module._backward_hooks), _plain(vars(module), seen))
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
     )  # fmt: skip
-    return modules, tuple((id(p), tuple(p.shape), p.dtype, p.device) for p in model.parameters())
+    return modules, tuple(
+        (id(p), tuple(p.shape), p.dtype, p.device) for p in named_values(model, "_parameters").values()
+    )
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -233,8 +244,8 @@ def left_as_it_was_by_runs(model: nn.Module) -> Iterator[None]:
     with only_thread(model):
         structure = _structure(inner)
         known = _harmless.get(inner) == structure
-        parameters = Versions(inner.parameters() if known else ())
-        saved = SavedState(inner, [name for name, _ in inner.named_buffers()] if known else may_change(inner))
+        parameters = Versions(named_values(inner, "_parameters").values() if known else ())
+        saved = SavedState(inner, named_values(inner, "_buffers") if known else may_change(inner))
         try:
             yield
         finally:
