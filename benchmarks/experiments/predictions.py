@@ -163,7 +163,7 @@ def _refitted(asked: Timed[WhatIf], truth: Truth, bench: Bench) -> Prediction:
 
 def _verified(refit: WhatIf, truth: Truth, bench: Bench) -> np.ndarray:
     """Calibrated predictions of the other half; the refit is left as it was, for the other protocols."""
-    measure, ridges = bench.subject.property, [model.ridge for model in refit.models]
+    measure, ridges = bench.subject.property, [model.ridge for model in refit.linearized]
     first, second = two_halves(len(truth.kept))
     chosen = refit.to_retrain(measure, RETRAINED, among=truth.kept[first])
     places = [int(np.flatnonzero((truth.kept == one).all(1))[0]) for one in chosen]
@@ -172,5 +172,5 @@ def _verified(refit: WhatIf, truth: Truth, bench: Bench) -> np.ndarray:
         return refit.subsets(truth.kept[second], measure).numpy()
     finally:
         refit.calibrations.clear()
-        for model, ridge in zip(refit.models, ridges, strict=True):
+        for model, ridge in zip(refit.linearized, ridges, strict=True):
             model.ridge = ridge

@@ -24,7 +24,7 @@ class Counterfactual:
 
     def __init__(self, what_if: WhatIf, weights: Tensor) -> None:
         self.what_if, self.weights = what_if, weights
-        self._solved: dict[tuple[float, ...], list[Tensor]] = {}
+        self._solved: dict[tuple[float, ...], list[list[Tensor]]] = {}
         _ = self._coefficients  # a question without an answer is refused when it is asked
 
     def __repr__(self) -> str:
@@ -32,17 +32,17 @@ class Counterfactual:
         return f"Counterfactual(weights {changed}, others 1)"
 
     @property
-    def _coefficients(self) -> list[Tensor]:
-        """The answers d `[r]` of every model with its present ridge, which `verify` may change."""
-        models = self.what_if.models
-        ridges = tuple(model.ridge for model in models)
+    def _coefficients(self) -> list[list[Tensor]]:
+        """The answers d `[1, r]` of every model and its copies with their present ridges, which `verify` may change."""
+        ridges = tuple(model.ridge for model in self.what_if.linearized)
         if ridges not in self._solved:
-            self._solved = {ridges: [model.solve(self.weights[None])[0] for model in models]}
+            self._solved = {ridges: [one.solve(self.weights[None]) for one in self.what_if.models]}
         return self._solved[ridges]
 
     def value(self, property: Property) -> Tensor:
         """A property of it, a scalar or `[m]`: the mean over models, calibrated if `verify` was called for it."""
-        raw = torch.stack([self.what_if.measured(j, property, d[None]) for j, d in enumerate(self._coefficients)])
+        models = zip(self.what_if.models, self._coefficients, strict=True)
+        raw = torch.stack([one.values(property, solved) for one, solved in models])
         return self.what_if.calibrated(property, self.weights[None], raw.mean(0))[0]
 
     def change(self, property: Property) -> Tensor:
@@ -65,7 +65,7 @@ class Counterfactual:
 
     def outputs(self, data: DataLike, model: int = 0) -> Tensor:
         """Outputs on any data `[N]` or `[N, C]`, of one of the models."""
-        return self.what_if.features(data)[model].moved(self._coefficients[model])
+        return self.what_if.models[model].features(data)[0].moved(self._coefficients[model][0][0])
 
     def is_linearised(self, property: Property) -> bool:
         """Whether a property is taken to first order, because it is not known to depend on outputs only."""

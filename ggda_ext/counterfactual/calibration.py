@@ -9,13 +9,13 @@ real rises are compared with those predicted with each,
 Level and share are what a refit does not see: a model of fewer points takes fewer steps, and the one explained had its
 luck. Outside of the shares that were retrained they are in proportion to the share, so nothing left out changes nothing
 and what several groups do together is not blamed for it. A refit that is right has slope 1 and nothing more. So the
-slope comes from a normal distribution around 1, level and share from normal ones around 0, and the logarithm of the
-ridge from one around the present ridge: the ridge is the one under which the retrainings are most likely, slope, level
-and share have their means given the retrainings (Bayesian linear regression, the sizes of the error and of the level
-integrated out). Few retrainings that agree on nothing leave predictions as they are. Eight tell a slope only if their
-predictions lie apart, so the subsets to retrain are chosen by them: of many random ones, those whose predictions are
-spread evenly from the lowest to the highest. Choosing by the prediction leaves the relation of real to predicted rises
-unbiased.
+slope comes from a normal distribution around 1, level and share (in units of the mean share) from normal ones around 0,
+and the logarithm of the ridge from one around the present ridge: the ridge is the one under which the retrainings are
+most likely, slope, level and share have their means given the retrainings (Bayesian linear regression, the sizes of the
+error and of the level integrated out). Few retrainings that agree on nothing leave predictions as they are. Eight tell
+a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many random ones, those
+whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves the relation of
+real to predicted rises unbiased.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ that of the present one. Chosen on small problems; see benchmarks/RESULTS.md."""
 _LEVELS = np.array([0.1, 1.0, 10.0, 100.0])  # variances of level and share to integrate over, in units of the error's
 _FITTED = 2  # numbers that a calibration fits freely, about: those around which it draws the rest count less
 _ERRORS = np.logspace(-12, 0.5, 101)  # squared errors to integrate over, in units of the predictions' own
-_UNEVEN = 1e-3  # spread of the shares left out, in units of their mean, below which they are the same
 
 
 @dataclass(frozen=True)
@@ -157,11 +156,11 @@ def verified(
     factor, line = _likeliest(path, removed, rises)
     others = _from_others(path, removed, rises)
     error = float(np.sqrt(np.mean((others - rises) ** 2)))
-    for model in what_if.models:
+    for model in what_if.linearized:
         model.ridge *= factor
     found = Calibration(**vars(line), error=error, retrainings=len(kept))
     what_if.calibrations[what_if.identity(property)] = (property, found)
-    ridges = tuple(model.ridge for model in what_if.models)
+    ridges = tuple(model.ridge for model in what_if.linearized)
     return Verification(kept, real, base + path[factor], base + others, found, ridges)
 
 
@@ -213,7 +212,7 @@ def _path(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[ByRidge
     values, base = _predicted(what_if, property, weights)
     path = {1.0: values - base}
     chosen = set(what_if.calibrations) - {what_if.identity(property)}  # with the present ridge
-    if not chosen and any(model.ridge and not model.is_linear for model in what_if.models):
+    if not chosen and any(model.ridge and not model.is_linear for model in what_if.linearized):
         for factor in RIDGES[RIDGES != 1].tolist():
             with suppress(SingularRefit):  # too small a ridge
                 path[factor] = _predicted(what_if, property, weights, factor)[0] - base
@@ -223,10 +222,8 @@ def _path(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[ByRidge
 def _likeliest(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> tuple[float, Line]:
     """The factor of the ridge under which real rises are most likely, and the line that goes with it."""
     n, share = len(real), float(removed.mean())
-    away = removed - share
-    spread = float(np.sqrt(np.mean(away**2)))
-    uneven = spread > _UNEVEN * share
-    columns = np.stack([np.ones(n), away / spread], 1) if uneven else np.ones((n, 1))
+    unit = max(share, 1e-12)  # of shares: those that hardly differ have hardly any effect
+    columns = np.stack([np.ones(n), (removed - share) / unit], 1)
     inner = np.linalg.inv(np.eye(n) + _LEVELS[:, None, None] * (columns @ columns.T))  # [levels, n, n]
     factors, predicted = np.array(list(path)), np.stack(list(path.values()))  # [ridges, n]
     left = real - predicted
@@ -247,7 +244,7 @@ def _likeliest(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> tuple[fl
     slope = max(0.0, 1 + float((chances * drawn[best] * both[best]).sum()))  # below 0 it would turn the ranks around
     mixed = np.tensordot(chances.sum(1) * _LEVELS, inner, 1)
     parts = columns.T @ mixed @ (real - slope * predicted[best])
-    per_share, lowest = float(parts[1] / spread) if uneven else 0.0, float(removed.min())
+    per_share, lowest = float(parts[1] / unit), float(removed.min())
     level = float(parts[0]) + per_share * (lowest - share)
     return float(factors[best]), Line(slope, level, per_share, lowest, float(removed.max()))
 

@@ -53,37 +53,49 @@ def value_of(property: Property, outputs_of: OutputsOf) -> Tensor:
     return losses.mean() if isinstance(property, MeanProperty) else losses
 
 
-class Measured:
-    """Properties of refitted models; outputs and tangents of every data set are computed once.
+class Explained:
+    """A model and its copies nearby: their refits, and properties of these, averaged over all of them.
+
+    Outputs and tangents of every data set are computed once.
 
     Args:
-        models: models, and then copies of all of them in the same order, as often as there are copies.
-        own: how many are no copies.
+        own: the model itself, linearised.
+
+    Attributes:
+        models: the model itself first, then its copies, of which only changes count.
     """
 
-    def __init__(self, models: Sequence[LinearizedModel], own: int) -> None:
-        self.models, self.own = models, own
+    def __init__(self, own: LinearizedModel) -> None:
+        self.models = [own]
         self._features: dict[Any, tuple[IndexedData, list[Features]]] = {}
 
-    def __call__(self, j: int, property: Property, coefficients: Tensor) -> Tensor:
-        """Values `[s]` or `[s, m]` of a property of one model for coefficients `[s, r]` of its directions."""
+    def solve(self, weights: Tensor, factor: float = 1.0) -> list[Tensor]:
+        """Coefficients d `[s, r]` of every model for weights of groups `[s, k]`, with a factor of the ridges."""
+        return [model.solve(weights, factor) for model in self.models]
+
+    def values(self, property: Property, coefficients: Sequence[Tensor]) -> Tensor:
+        """Values `[s]` or `[s, m]` of a property for coefficients `[s, r]` of every model."""
         check_property(property)
-        if not of_outputs_only(property):
-            value, slopes = self._linearised(j, property)
-            if j >= self.own:
-                value, _ = self._linearised(j % self.own, property)
-            moved = value + coefficients @ slopes.T
-            return moved[:, 0] if moved.shape[1] == 1 else moved
+        found = self._of_outputs if of_outputs_only(property) else self._to_first_order
+        return torch.stack([found(j, property, d) for j, d in enumerate(coefficients)]).mean(0)
+
+    def _of_outputs(self, j: int, property: Property, coefficients: Tensor) -> Tensor:
         settled = self.models[j].settled
 
         def value_at(d: Tensor, of: int = j) -> Tensor:
             return value_of(property, lambda data: self._moved(of, data, d)).double()
 
         values = torch.stack([value_at(settled + d) for d in coefficients])
-        if bool(settled.any()) or j >= self.own:
-            own = torch.zeros_like(self.models[j % self.own].settled)
-            values = values - value_at(settled) + value_at(own, j % self.own)
+        if j or bool(settled.any()):
+            values = values - value_at(settled) + value_at(torch.zeros_like(self.models[0].settled), 0)
         return values
+
+    def _to_first_order(self, j: int, property: Property, coefficients: Tensor) -> Tensor:
+        value, slopes = self._linearised(j, property)
+        if j:
+            value, _ = self._linearised(0, property)
+        moved = value + coefficients @ slopes.T
+        return moved[:, 0] if moved.shape[1] == 1 else moved
 
     def _linearised(self, j: int, property: Property) -> tuple[Tensor, Tensor]:
         why = "its slope along the refit's directions is zero"

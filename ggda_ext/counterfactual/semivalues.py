@@ -122,11 +122,12 @@ def _values(what_if: WhatIf, property: Property, pieces: Groups, sets: np.ndarra
     filled = np.flatnonzero(sets.any(1))
     found[~sets.any(1)] = _of_nothing(what_if, property)
     total = np.zeros(len(filled))
-    for j, model in enumerate(what_if.models):
-        refit = model.refit if pieces is what_if.groups else model.regrouped(pieces)
+    for one in what_if.models:
+        whole = pieces is what_if.groups
+        refits = [(model.refit if whole else model.regrouped(pieces), model.penalty()) for model in one.models]
         for low in range(0, len(filled), _AT_ONCE):
             weights = torch.from_numpy(sets[filled[low : low + _AT_ONCE]])
-            values = what_if.measured(j, property, refit.solve(weights, model.penalty()))
+            values = one.values(property, [refit.solve(weights, penalty) for refit, penalty in refits])
             total[low : low + _AT_ONCE] += one_number(values.cpu())
     found[filled] = total / len(what_if.models)
     return found
@@ -134,7 +135,7 @@ def _values(what_if: WhatIf, property: Property, pieces: Groups, sets: np.ndarra
 
 def _of_nothing(what_if: WhatIf, property: Property) -> float:
     def zeros(data: IndexedData) -> tuple[Tensor, Tensor | None]:
-        features = what_if.features(data)[0]
+        features = what_if.models[0].features(data)[0]
         return torch.zeros_like(features.outputs), features.targets
 
     return float(one_number(value_of(property, zeros)[None])[0])

@@ -43,13 +43,11 @@ class Settings:
             raise ValueError("weight_decay and recipe are both given: pass one of them.")
         if self.start is not None and self.recipe is None:
             raise ValueError("start is given without a recipe, which says how far a training gets: pass both.")
-        for name, asked in (("settle", self.settle), (f"nearby={self.nearby}", self.nearby)):
+        for name, asked in (("settle", self.settle), ("nearby", self.nearby)):
             if asked and self.recipe is None:
-                raise ValueError(
-                    f"{name} is asked for without a recipe, which says how far a training gets: pass both."
-                )
+                raise ValueError(f"{name}={asked} needs a recipe, which says how far a training gets: pass both.")
             if asked and self.start is not None:
-                raise ValueError(f"{name.partition('=')[0]} and start are both given: pass one of them.")
+                raise ValueError(f"{name} and start are both given: pass one of them.")
         _ = self.decay  # of what is no recipe, refused
 
     @property

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,11 +36,10 @@ from ggda_ext.counterfactual.checks import (
     weights_by_name,
 )
 from ggda_ext.counterfactual.directions import Kind
-from ggda_ext.counterfactual.features import Features
 from ggda_ext.counterfactual.leave_group_out import LeaveGroupOut
 from ggda_ext.counterfactual.linearized import LinearizedModel
 from ggda_ext.counterfactual.nearby import copies_nearby
-from ggda_ext.counterfactual.property_values import Measured, identity_of
+from ggda_ext.counterfactual.property_values import Explained, identity_of
 from ggda_ext.counterfactual.settings import Settings
 from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike, IndexedData
@@ -153,23 +153,23 @@ class WhatIf:
                 return LinearizedModel(provider, settings, weights, explained)
 
         first = [linearized(one, parameters, settings) for one in checked_models(model, models, checkpoints)]
-        self.models, self.own = [*first], len(first)
-        self.groups = self.models[0].provider.groups
+        self.groups = first[0].provider.groups
         for j, other in enumerate(first[1:]):
             same, own = first[0].output_shape, other.output_shape
             if own != same:
                 raise ValueError(f"models[{j}] gives outputs {own} for a point, the model {same}: pass models alike.")
+        self.models = [Explained(one) for one in first]
         if not first[0].is_linear:  # refits of a linear model are exact
             copies = copies_nearby([one.provider for one in first], nearby, seed)
-            self.models += [linearized(one, names, replace(settings, settle=True)) for one, names in copies]
-        counted = self.models[0].point_weights.cpu().numpy()
+            for of, (one, names) in zip(cycle(self.models), copies, strict=False):
+                of.models.append(linearized(one, names, replace(settings, settle=True)))
+        counted = first[0].point_weights.cpu().numpy()
         masses = np.bincount(self.groups.labels + 1, counted, len(self.groups) + 1)
         self._mass_of_others, self._mass_of_group = float(masses[0]), masses[1:]
         self.calibrations: dict[Any, tuple[Property, Calibration]] = {}
-        self.measured = Measured(self.models, self.own)
 
     def __repr__(self) -> str:
-        return f"WhatIf({len(self.groups)} groups, {self.groups.n} points, {self.own} models)"
+        return f"WhatIf({len(self.groups)} groups, {self.groups.n} points, {len(self.models)} models)"
 
     @property
     def names(self) -> list[Hashable]:
@@ -178,9 +178,9 @@ class WhatIf:
 
     def explain(self) -> str:
         """What was chosen for every model, why, and what was calibrated."""
-        lines = [f"model {j}: {model.explain()}" for j, model in enumerate(self.models[: self.own])]
-        if len(self.models) > self.own:
-            lines.append(f"and {len(self.models) // self.own - 1} copies nearby of each, settled; values are averaged")
+        lines = [f"model {j}: {one.models[0].explain()}" for j, one in enumerate(self.models)]
+        if copies := len(self.models[0].models) - 1:
+            lines.append(f"and {copies} copies nearby of each, settled; values are averaged")
         if not self.calibrations:
             lines.append(NOT_CALIBRATED)
         return "\n".join(lines + [found.explain() for _, found in self.calibrations.values()])
@@ -321,12 +321,12 @@ class WhatIf:
             weights: of the groups.
             factor: of the ridges.
         """
-        found = [self.measured(j, property, model.solve(weights, factor)) for j, model in enumerate(self.models)]
-        return torch.stack(found).unflatten(0, (-1, self.own)).mean(0)
+        return torch.stack([one.values(property, one.solve(weights, factor)) for one in self.models])
 
-    def features(self, data: DataLike) -> list[Features]:
-        """Outputs and tangents of a data set for every model, computed once."""
-        return self.measured.features(data)
+    @property
+    def linearized(self) -> list[LinearizedModel]:
+        """All models with their copies."""
+        return [model for one in self.models for model in one.models]
 
     def calibrated(self, property: Property, weights: Tensor, values: Tensor) -> Tensor:
         """Values with what `verify` found out about their level and slope; as they are without it."""
@@ -350,7 +350,7 @@ class WhatIf:
 
     def note(self, property: Property) -> str:
         """What to know about predicted levels of this property; empty where they were calibrated or are exact."""
-        exact = all(model.is_linear for model in self.models)
+        exact = all(model.is_linear for model in self.linearized)
         return "" if exact or self.calibration_of(property) is not None else NOT_CALIBRATED
 
     def removed(self, weights: Tensor) -> Tensor:

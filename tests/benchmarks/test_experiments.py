@@ -334,12 +334,12 @@ def test_what_if_explains_settled_checkpoints_and_copies_nearby_where_they_are_a
     groups = groupings.grouped(subject, "Random", 16, seed=0).value
     found = refits.what_if([subject, subject], groups, nearby=2, settled=True)
     count = len(subject.trained.checkpoints)
-    assert (found.own, len(found.models)) == (2 * count, 3 * 2 * count)
-    first, last = (dict(found.models[j].provider.model.named_parameters()) for j in (0, count - 1))
+    assert [len(one.models) for one in found.models] == [3] * 2 * count
+    first, last = (dict(found.models[j].models[0].provider.model.named_parameters()) for j in (0, count - 1))
     for name, value in subject.model.named_parameters():
         assert torch.equal(first[name], subject.trained.checkpoints[0][name])
         assert torch.equal(last[name], value)
-    assert all(bool(model.settled.any()) for model in found.models)
+    assert all(bool(model.settled.any()) for model in found.linearized)
 
 
 def test_groupings_of_inputs_are_made_once_for_all_models(
