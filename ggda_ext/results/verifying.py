@@ -80,7 +80,7 @@ def verified(result: Attribution, retrain: Retrain, top: int, by: str | int | No
             "as ggda_ext.evaluation.Retrainer, that measures the property."
         )
     check_counts(top=top)
-    row = ranking.property_id(result.properties, 0 if by is None else by)
+    row = ranking.property_id(result, by)
     better, measure = result.higher_is_better[row], getattr(retrain, "measure", None)
     if better is not None and (measure, better) in {("accuracy", False), ("loss", True)}:
         raise ValueError(
