@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Container, Sequence
 from datetime import datetime, time
 from typing import TYPE_CHECKING, Any
@@ -43,19 +42,21 @@ def aligned_lines(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> l
 
 def as_html(result: Attribution) -> str:
     """The same as HTML; everything that comes from data is escaped."""
+    from html import escape  # only notebooks need it
+
     header, rows, aligned_left = _cells(result)
 
     def line(row: Sequence[str], tag: str) -> str:
         cells = (
-            f'<{tag} style="text-align:{"left" if left else "right"}">{html.escape(cell)}</{tag}>'
+            f'<{tag} style="text-align:{"left" if left else "right"}">{escape(cell)}</{tag}>'
             for cell, left in zip(row, aligned_left, strict=True)
         )
         return f"<tr>{''.join(cells)}</tr>"
 
     body = "".join(line(row, "td") for row in rows)
-    below = "".join(f"<div>{html.escape(text)}</div>" for text in _below(result) if text)
+    below = "".join(f"<div>{escape(text)}</div>" for text in _below(result) if text)
     return (
-        f"<div><b>{html.escape(_title(result))}</b>"
+        f"<div><b>{escape(_title(result))}</b>"
         f"<table><thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>{below}</div>"
     )
 
