@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ggda_ext import GroupGradients, Groups
-from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind
+from ggda_ext.curvature.fisher import Damping, EmpiricalFisher
 from ggda_ext.sharing import alone
 from ggda_ext.storage.folder import StoreMismatch
 from ggda_trak.batches import Batch, WaitingPoints, part_of, point_hashes
 from ggda_trak.projection import Projection
-from ggda_trak.ranks import own_share
+from ggda_trak.ranks import own_share, points_before
 from ggda_trak.store import GroupStore
 from ggda_trak.task_gradients import TaskGradients
 
@@ -44,38 +43,33 @@ class GroupSums:
     """Adds batches of points to the group sums of a checkpoint.
 
     Args:
-        store: where the sums end up.
-        groups: the groups of all training points.
-        fisher: ``"exact"``, ``"batched"`` or ``"paper"``.
+        store: where the sums end up; knows the groups, and what the Fisher is made of.
         gradients: of the task's outputs f_i, and how they are projected.
         model_id: chooses the projection matrix.
-        memory_budget: bytes for rows that wait for their projection.
-        before: which points are in the sums already, of this rank or another `[n]`.
         weights: Q̄ `[b]` of a batch and its indices.
+
+    Attributes:
+        before: which points are in the sums already, of this rank or another `[n]`.
+        now: which were given since then `[n]`.
     """
 
     def __init__(
         self,
         store: GroupStore,
-        groups: Groups,
-        fisher: FisherKind,
         gradients: TaskGradients,
         model_id: int,
-        memory_budget: int,
-        before: np.ndarray,
         weights: Callable[[Batch, np.ndarray], Tensor],
     ) -> None:
-        self.store, self.groups, self.fisher, self.before = store, groups, fisher, before
-        self.projection, self.model_id, self.memory_budget = gradients.projection, model_id, memory_budget
-        self.now = np.zeros(groups.n, dtype=bool)
+        self.store, self.groups, self.model_id, self.projection = store, store.groups, model_id, gradients.projection
+        self.before, self.now = points_before(store), np.zeros(store.groups.n, dtype=bool)
         self._gradients, self._weights = gradients, weights
         self._points = WaitingPoints(self.projection.space.model)
+        self._budget = gradients.options.memory_budget // 2  # for rows that wait for their projection
+        self._waiting = _Rows(self.projection, len(store.sums), self._budget, len(self.groups))
         self._fisher: Tensor | None = None
-        self.names = ("numerators", "fisher_rows") if fisher == "batched" else ("numerators",)
-        self._waiting = _Rows(self.projection, len(self.names), memory_budget, len(groups))
         self._forget()
 
-    def _positions_left(self, batch: Batch, indices: np.ndarray, save_dir: str | Path) -> np.ndarray:
+    def _positions_left(self, batch: Batch, indices: np.ndarray) -> np.ndarray:
         """Where in a batch the points stand that are not in the sums; refuses one given twice, or one that changed."""
         twice = indices[self.now[indices]]
         if len(twice):
@@ -88,19 +82,20 @@ class GroupSums:
             hashes, known = point_hashes(batch), np.asarray(self.store.hashes)[indices]
             other = indices[done & (known != hashes) & (known != 0)]  # 0: another rank's
             if len(other):
+                save_dir = str(self.store.folder.parent)
                 raise StoreMismatch(
-                    f"save_dir={str(save_dir)!r} was made with other data than now at {len(other)} points of this "
+                    f"save_dir={save_dir!r} was made with other data than now at {len(other)} points of this "
                     f"batch, first {other[:5].tolist()}: pass what it was made with, or another save_dir."
                 )
         return np.flatnonzero(~done)
 
-    def add_share(self, batch: Batch, indices: np.ndarray, save_dir: str | Path) -> bool:
+    def add_share(self, batch: Batch, indices: np.ndarray) -> bool:
         """Add this rank's share of the points of a batch that were not done before.
 
         Returns:
             Whether all that waited is in the store now.
         """
-        mine = own_share(self._positions_left(batch, indices, save_dir))
+        mine = own_share(self._positions_left(batch, indices))
         written = len(mine) > 0 and self.add(part_of(batch, mine), indices[mine])
         self.now[indices] = True
         return written
@@ -128,7 +123,8 @@ class GroupSums:
             self._points.add(batch, indices, keep=not due)
             if due or self._points.are_enough(self.projection.space.size):
                 self._take_points()
-        if due or self._held > self.memory_budget:
+        held = sum(rows.nbytes for _, rows in self._projected)
+        if due or held > self._budget:
             self.commit()
         return not self._indices
 
@@ -152,14 +148,14 @@ class GroupSums:
                 return
             if len(inside) < len(indices):
                 batch, indices = tuple(tensor[inside] for tensor in batch), indices[inside]
-            add = self._add_points if self.fisher == "exact" else self._add_groups
+            add = self._add_points if self.store.kind == "exact" else self._add_groups
             add(self._gradients.of(batch), batch, self.groups.labels[indices], self._weights(batch, indices))
 
     def _add_groups(self, gradients: GroupGradients, batch: Batch, labels: np.ndarray, weights: Tensor) -> None:
         ids, local = np.unique(labels, return_inverse=True)
         groups = Groups.with_labels(local, len(ids), [self.groups.name(j) for j in ids])
         given = gradients.on(batch, groups)
-        of_batch = torch.stack([weights, torch.ones_like(weights)][: len(self.names)])
+        of_batch = torch.stack([weights, torch.ones_like(weights)][: len(self.store.sums)])
         if not self.projection.collects:
             for at, rows in self.projection.blocks(given, self.model_id, of_batch):
                 self._projected.append((ids[at.numpy()], rows))
@@ -191,11 +187,6 @@ class GroupSums:
             points = max(points, ROWS_PER_DIMENSION * self.projection.dim)
         return sum(map(len, self._indices)) >= points
 
-    @property
-    def _held(self) -> int:
-        """Bytes of projected rows that are not in the store."""
-        return sum(rows.nbytes for _, rows in self._projected)
-
     def commit(self) -> None:
         """Form and project what waits, and add everything to the store."""
         if not self._indices:
@@ -205,10 +196,10 @@ class GroupSums:
             self._project()
         every = [ids for ids, _ in self._projected]
         ids = np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)
-        total = torch.zeros(len(ids), len(self.names), self.projection.dim)
+        total = torch.zeros(len(ids), len(self.store.sums), self.projection.dim)
         for some, rows in self._projected:
             total.index_add_(0, torch.from_numpy(np.searchsorted(ids, some)), rows.float().cpu())
-        sums = dict(zip(self.names, total.transpose(0, 1).numpy(), strict=True))
+        sums = dict(zip(self.store.sums, total.transpose(0, 1).numpy(), strict=True))
         fisher = None if self._fisher is None else self._fisher.cpu().numpy()
         self.store.add(np.concatenate(self._indices), ids, sums, fisher, np.concatenate(self._hashes))
         self._forget()
@@ -254,7 +245,7 @@ class _Rows:
 
 
 def group_features(
-    store: GroupStore, score_computer: Any, device: Any, kind: FisherKind, damping: Damping, lambda_reg: float
+    store: GroupStore, score_computer: Any, device: Any, damping: Damping, lambda_reg: float
 ) -> tuple[Tensor, float]:
     """Features of the groups `[k, p]` of a finished store, and the relative ridge in their Fisher.
 
@@ -262,20 +253,18 @@ def group_features(
         store: holds the sums.
         score_computer: TRAK's, which multiplies with the inverse.
         device: where to compute.
-        kind: of the Fisher.
         damping: relative ridge.
         lambda_reg: TRAK's own ridge, on top.
     """
-    numerators = torch.as_tensor(
-        np.array(store.sums["numerators"]), device=device
-    )  # loss gradients, but for their sign
+    # loss gradients, but for their sign
+    numerators = torch.as_tensor(np.array(store.sums["numerators"]), device=device)
     if store.fisher is not None:
         matrix = torch.as_tensor(np.array(store.fisher), device=device)
         fisher = EmpiricalFisher.of_matrix(matrix, int(store.groups.sizes.sum()))
         damping = 0.0 if damping == "auto" else damping
     else:
-        of_fisher = store.sums["fisher_rows" if kind == "batched" else "numerators"]
+        of_fisher = store.sums.get("fisher_rows", store.sums["numerators"])
         sums = torch.as_tensor(np.array(of_fisher), device=device)
-        fisher = EmpiricalFisher(sums.shape[1], sums.device).add_groups(kind, sums, store.groups.sizes)
+        fisher = EmpiricalFisher(sums.shape[1], sums.device).add_groups(store.kind, sums, store.groups.sizes)
     damped, ridge = fisher.damped(damping, lambda_reg)
     return score_computer.get_x_xtx_inv(numerators, damped), ridge

@@ -21,7 +21,7 @@ STRATEGIES = ("segmented", "backward", "persample")
 MEMORY_BUDGET = 512 * 2**20
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GroupOptions:
     """See `TRAKer` for their meaning."""
 
@@ -37,11 +37,10 @@ class GroupOptions:
 
     def __post_init__(self) -> None:
         check_fisher(self.fisher)
-        object.__setattr__(self, "damping", check_damping(self.damping))
+        self.damping = check_damping(self.damping)
         check_strategy(self.strategy, STRATEGIES)
         check_counts(memory_budget=self.memory_budget, batch_size=self.batch_size)
-        if self.checkpoints is not None:
-            object.__setattr__(self, "checkpoints", listed_checkpoints(self.checkpoints))
+        self._listed = [] if self.checkpoints is None else listed_checkpoints(self.checkpoints)
 
     def drop_in(self, groups: GroupsLike, n: int) -> DropIn:
         """Who answers for groups of n points; the folder is TRAK's own, for groups of one as well."""
@@ -89,12 +88,12 @@ class GroupOptions:
     @property
     def models(self) -> int:
         """Number of checkpoints."""
-        return 1 if self.checkpoints is None else len(listed_checkpoints(self.checkpoints))
+        return max(1, len(self._listed))
 
     @property
     def several(self) -> list[Any]:
         """The checkpoints over which Q is averaged; none if there is only one."""
-        return [] if self.checkpoints is None or self.models == 1 else listed_checkpoints(self.checkpoints)
+        return self._listed if self.models > 1 else []
 
     def refuse_without_groups(self) -> None:
         """Refuse what would have no effect on TRAK's own code."""

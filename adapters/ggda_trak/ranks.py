@@ -7,7 +7,6 @@ it, ``<save_dir>.rank<r>``, so that no two processes write one file and each goe
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +97,10 @@ def _from_others(values: np.ndarray) -> np.ndarray:
     return add_up(mine).numpy()
 
 
-def by_first_rank(work: Callable[[], Any]) -> Any:
-    """The scores that `work` writes on rank 0 and returns, on any rank."""
+def seen_by_all(scores: Any) -> Any:
+    """The scores that rank 0 wrote to a file, on any rank."""
     if world_size() == 1:
-        return work()
-    with together():
-        scores: Any = work() if rank() == 0 else None
+        return scores
     path = once(lambda: str(scores.filename))
     with together():
         if rank() and not Path(path).exists():

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from trak.savers import ModelIDException
 
+from ggda_ext.curvature.fisher import FisherKind
 from ggda_ext.groups import Groups
 from ggda_ext.storage.files import DamagedFile, create_array, open_array, read_sealed_arrays, write_sealed_arrays
 from ggda_ext.storage.folder import clear_errors
@@ -40,8 +41,8 @@ class GroupStore:
     others of the same TRAK store.
     """
 
-    def __init__(self, folder: Path, current: dict[str, Any], groups: Groups, fisher: str, reset: bool) -> None:
-        self.folder, self.groups = folder, groups
+    def __init__(self, folder: Path, current: dict[str, Any], groups: Groups, fisher: FisherKind, reset: bool) -> None:
+        self.folder, self.groups, self.kind = folder, groups, fisher
         self._journal, self._checksums = folder / "_journal.npz", folder / "_checksums.npz"
         with damage_named(folder):
             self._lock = FolderLock(folder, reentrant=True)

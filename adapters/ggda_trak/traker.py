@@ -148,11 +148,7 @@ class TRAKer(trak.TRAKer):
             store = self._loaded(self._state(checkpoint), model_id, *args, **kwargs)
         self._sums = None
         if store is not None:  # not deleted by finalize_features
-            assert self.groups is not None
-            self._sums = GroupSums(
-                store, self.groups, self._options.fisher, self._task_gradients, model_id,
-                self._options.memory_budget // 2, ranks.points_before(store), self._weights,
-            )  # fmt: skip
+            self._sums = GroupSums(store, self._task_gradients, model_id, self._weights)
             self.saver.serialize_current_model_id_metadata()
 
     def _loaded(self, checkpoint: dict[str, Tensor], model_id: int, *args: Any, **kwargs: Any) -> GroupStore | None:
@@ -193,7 +189,7 @@ class TRAKer(trak.TRAKer):
         if self._grouped:
             assert self._sums is not None
             with together({"the points of a batch": indices.tolist()}):
-                if self._sums.add_share(batch, indices, self._save_dir):
+                if self._sums.add_share(batch, indices):
                     self.saver.serialize_current_model_id_metadata()
         else:
             left = np.flatnonzero(self.saver.current_store["is_featurized"][indices].reshape(-1) != 1)
@@ -238,10 +234,8 @@ class TRAKer(trak.TRAKer):
     def _finalize(self, model_id: int, store: GroupStore) -> float:
         """Make the features of a checkpoint; the relative ridge in its Fisher."""
         store.check_complete(model_id)
-        options, current = self._options, self.saver.current_store
-        features, ridge = group_features(
-            store, self.score_computer, self.device, options.fisher, options.damping, self.lambda_reg
-        )
+        damping, current = self._options.damping, self.saver.current_store
+        features, ridge = group_features(store, self.score_computer, self.device, damping, self.lambda_reg)
         current["features"][:] = features.to(self.dtype).cpu().numpy()
         current["out_to_loss"][:] = 1  # Q is in the numerators
         if self._checked_saver is not None:
@@ -300,10 +294,10 @@ class TRAKer(trak.TRAKer):
             if batch is None:
                 num_samples = len(rows) if num_samples is None and inds is None else num_samples
                 indices = given_indices(inds, num_samples, start, len(rows), len(targets), "targets")
-            if ranks.is_first() or not self._grouped:
+            if self._writes:
                 targets[indices] = rows.to(self.dtype).cpu().numpy()
         self._last_ind_target = start + (num_samples or 0)
-        if self.groups is not None and (ranks.is_first() or not self._grouped):
+        if self.groups is not None and self._writes:
             keep_targets(self._folder(model_id), experiment, targets, indices)
 
     def finalize_scores(self, exp_name: str, model_ids: Iterable[int] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -317,11 +311,15 @@ class TRAKer(trak.TRAKer):
                 f"{self._options.models}: score all of them, or make a store for those."
             )
         finalize = partial(super().finalize_scores, exp_name, used, *args, **kwargs)
-        work = partial(self._finalize_scores, exp_name, used, finalize)
-        self.scores = ranks.by_first_rank(work) if self._grouped else work()
+        if not self._grouped:
+            self.scores = self._checked_scores(exp_name, used, finalize)
+            return self.scores
+        with together():
+            scores = self._checked_scores(exp_name, used, finalize) if ranks.is_first() else None
+        self.scores = ranks.seen_by_all(scores)
         return self.scores
 
-    def _finalize_scores(self, exp_name: str, model_ids: list[int], finalize: Any) -> np.ndarray:
+    def _checked_scores(self, exp_name: str, model_ids: list[int], finalize: Any) -> np.ndarray:
         """TRAK's scores of targets that are what was written, in group order, with a checksum."""
         for model_id in model_ids if exp_name in self.saver.experiments else ():
             self.saver.load_current_store(model_id, exp_name, self.saver.experiments[exp_name]["num_targets"])
@@ -338,12 +336,17 @@ class TRAKer(trak.TRAKer):
             checked.end_scores(exp_name)
         return scores
 
-    # what the calls share
+    # ---- what the calls share
 
     @property
     def _checked_saver(self) -> CheckedSaver | None:
         """The saver, if it is the one that checks its files: a user may bring another."""
         return self.saver if isinstance(self.saver, CheckedSaver) else None
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process writes targets and scores: with groups the first rank, for all of them."""
+        return ranks.is_first() or not self._grouped
 
     def _folder(self, model_id: int | str = "") -> Path:
         return Path(self._save_dir).resolve() / str(model_id)

@@ -20,7 +20,7 @@ from ggda_transformers.checkpoints import TrainerCheckpoint, found_checkpoints
 from ggda_transformers.columns import groups_of
 from ggda_transformers.peft_models import counted_parameters, unmerged
 from ggda_transformers.properties import property_of
-from ggda_transformers.setup import TrainerSetup, check_rows
+from ggda_transformers.setup import TrainerSetup
 
 MethodChoice = Literal["auto", "tracin", "influence", "fisher", "ekfac"]
 FEW_PARAMETERS = 2_000_000
@@ -98,8 +98,7 @@ def attribute_trainer(
             "the data collator masks tokens at random (mlm=True), so that a row has another loss each time: mask the "
             "rows once, before, and pass data_collator= one that only pads, such as DataCollatorForTokenClassification."
         )
-    check_rows(train_dataset, "train_dataset")
-    partition = groups_of(train_dataset, groups, len(train_dataset))
+    partition = groups_of(train_dataset, groups)
     goal = property_of(setup, property, eval_dataset)
     listed = found_checkpoints(checkpoints, getattr(getattr(setup.trainer, "args", None), "output_dir", None))
     chosen = counted_parameters(setup.model) if parameters is None else parameters

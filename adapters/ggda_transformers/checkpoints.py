@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ggda_ext.model import unwrapped
 from ggda_ext.storage.files import DamagedFile, read_json
-from ggda_transformers.peft_models import is_peft, load_adapter
+from ggda_transformers.peft_models import check_fits, is_peft, load_adapter
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -73,7 +73,7 @@ class TrainerCheckpoint:
                 "checkpoints of its training."
             )
         state = self._state()
-        _check_fits(model, state, self.path)
+        check_fits(model.state_dict(), state, f"{self.path} is the checkpoint of another model")
         model.load_state_dict(state, strict=False)
 
     def _state(self) -> dict[str, Tensor]:
@@ -141,24 +141,6 @@ def damaged(path: Path, error: Exception) -> DamagedFile:
     """The error about a file in which something else is found than a Trainer writes."""
     reason = str(error).split("\n")[0] or type(error).__name__
     return DamagedFile(f"{path} is damaged or not what a Trainer writes ({reason}): take another checkpoint.")
-
-
-def _check_fits(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
-    """Refuse a state of another model; names that share memory with a saved one need not be saved."""
-    own = model.state_dict()
-    saved = {own[name].data_ptr() for name in own if name in state}
-    absent = [name for name in own if name not in state and own[name].data_ptr() not in saved]
-    strange = [name for name in state if name not in own]
-    other = [name for name in own if name in state and own[name].shape != state[name].shape]
-    if absent or strange or other:
-        if other:
-            why = f"{other[0]!r} is {list(state[other[0]].shape)} there and {list(own[other[0]].shape)} in the model"
-        else:
-            why = f"it lacks {absent[0]!r}" if absent else f"it has {strange[0]!r}"
-        raise ValueError(
-            f"{folder} is the checkpoint of another model: {why} ({len(absent)} missing, {len(strange)} unexpected, "
-            f"{len(other)} of another shape). Pass checkpoints of this model's training."
-        )
 
 
 def found_checkpoints(checkpoints: Any, output_dir: str | None) -> list[TrainerCheckpoint] | None:

@@ -1,12 +1,14 @@
-"""Groups from the columns of a data set: by name, several at once, nested names, bins of a number or date."""
+"""Rows and columns of a data set, and groups from columns: by name, several, nested names, bins of a number or date."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import DataLoader, IterableDataset
 
 from ggda_ext.groups import Groups
 from ggda_ext.groups.labels import is_list_of_lists
@@ -45,19 +47,46 @@ class Nested:
 Part = str | Binned | Nested
 
 
-def groups_of(dataset: Any, groups: Any, n: int) -> Groups:
+def check_rows(dataset: Any, name: str) -> None:
+    """Refuse what has no rows by index, with what to do about it."""
+    if isinstance(dataset, str | bytes | Path):
+        raise TypeError(f"{name} is the text {str(dataset)!r}: load it first, and pass the rows as given to Trainer.")
+    if isinstance(dataset, DataLoader):
+        raise TypeError(f"{name} is a DataLoader: pass its data set, as it was given to Trainer.")
+    if isinstance(dataset, Mapping):
+        sets = ", ".join(map(repr, list(dataset)[:5]))
+        raise TypeError(
+            f"{name} is a {type(dataset).__name__} of {sets}: pass one of its sets, e.g. data['train']; columns as "
+            "datasets.Dataset.from_dict(columns)."
+        )
+    if hasattr(dataset, "iloc"):
+        raise TypeError(f"{name} is a table of pandas: pass its rows, datasets.Dataset.from_pandas(table).")
+    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+        raise TypeError(f"{name} is a {type(dataset).__name__}: pass the rows as given to Trainer.")
+    streamed = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    if streamed or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"{name} is a {type(dataset).__name__}, which is streamed, so its rows have no index to be told apart by: "
+            "pass a data set with rows, e.g. datasets.Dataset.from_generator(lambda: iter(stream)) or list(stream)."
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"{name} is empty: it holds no rows.")
+
+
+def groups_of(dataset: Any, groups: Any) -> Groups:
     """Groups of the rows of a data set.
 
     Args:
-        dataset: `datasets.Dataset`, a list of dicts, or any map-style data set of dicts.
+        dataset: the training data, `datasets.Dataset`, a list of dicts, or any map-style data set of dicts.
         groups: the name of a column, with dots for a column inside of another; `Binned` or `Nested`; a list of these
             for the combinations of their values; or what `Groups` takes: labels, one for each row, or lists of rows.
-        n: number of rows.
     """
+    check_rows(dataset, "train_dataset")
+    n = len(dataset)
     if isinstance(groups, str | Binned | Nested):
-        return _named(dataset, groups, n)
-    if _are_parts(groups, dataset, n):
-        columns = [_values(dataset, part, n) for part in groups]
+        return Groups(_objects(_values(dataset, groups)), n)
+    if _are_parts(groups, dataset):
+        columns = [_values(dataset, part) for part in groups]
         return Groups(_objects(list(zip(*columns, strict=True))), n)
     have = ", ".join(map(repr, column_names(dataset)[:20])) or "none"
     if groups is None or isinstance(groups, int | float) or (isinstance(groups, list | tuple) and not groups):
@@ -74,23 +103,16 @@ def groups_of(dataset: Any, groups: Any, n: int) -> Groups:
     return Groups.of(groups, n)
 
 
-def _are_parts(groups: Any, dataset: Any, n: int) -> bool:
+def _are_parts(groups: Any, dataset: Any) -> bool:
     """Whether groups is a list of columns, not of labels."""
-    if (
-        not isinstance(groups, list | tuple)
-        or not groups
-        or not all(isinstance(g, str | Binned | Nested) for g in groups)
-    ):
+    listed = isinstance(groups, list | tuple) and len(groups) > 0
+    if not listed or not all(isinstance(part, str | Binned | Nested) for part in groups):
         return False
     if any(not isinstance(part, str) for part in groups):
         return True
     names = set(column_names(dataset))
     inside = [part for part in groups if part.split(".")[0] in names]
-    return len(inside) == len(groups) or (bool(inside) and len(groups) != n)
-
-
-def _named(dataset: Any, part: Part, n: int) -> Groups:
-    return Groups(_objects(_values(dataset, part, n)), n)
+    return len(inside) == len(groups) or (bool(inside) and len(groups) != len(dataset))
 
 
 def _objects(values: list[Any]) -> Any:
@@ -99,7 +121,7 @@ def _objects(values: list[Any]) -> Any:
     return found
 
 
-def _values(dataset: Any, part: Part, n: int) -> list[Any]:
+def _values(dataset: Any, part: Part) -> list[Any]:
     """One value per row."""
     column = part if isinstance(part, str) else part.column
     values = column_values(dataset, column)
@@ -123,7 +145,7 @@ def _values(dataset: Any, part: Part, n: int) -> list[Any]:
                 ": fill it in, or leave the row out."
             )
         edges = part.bins if part.bins is None or isinstance(part.bins, int) else _dates(part.bins, part.column)
-        bins = by_column(_dates(values, part.column), n, bins=edges, freq=part.freq)
+        bins = by_column(_dates(values, part.column), bins=edges, freq=part.freq)
         return [bins.name(int(label)) for label in bins.labels]
     return values
 

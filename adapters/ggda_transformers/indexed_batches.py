@@ -17,8 +17,8 @@ import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ggda_ext.data import batch_length
-from ggda_transformers.setup import check_rows
+from ggda_transformers.columns import check_rows
+from ggda_transformers.setup import checked_batch
 
 KEY = "ggda_rows"
 _COMPARED = 64  # rows of the Trainer that are compared with those given
@@ -72,14 +72,7 @@ class _NumberedCollator:
 
     def __call__(self, numbered: list[tuple[int, Any]]) -> Any:
         numbers, rows = [int(number) for number, _ in numbered], [row for _, row in numbered]
-        batch = self.collator(rows)
-        if not isinstance(batch, Mapping):
-            raise TypeError(f"the data collator returned a {type(batch).__name__}: GroupTracker needs a dict.")
-        if batch_length(batch) != len(numbers):
-            raise ValueError(
-                f"the data collator made a batch of {batch_length(batch)} rows from {len(numbers)} examples (it "
-                "flattens or packs them), so GroupTracker cannot tell its rows apart: use a collator that pads."
-            )
+        batch = checked_batch(self.collator(rows), len(rows))
         carrying: Any = copy(batch)  # of the same kind: losses may take BatchEncoding's attributes
         carrying[KEY] = Carried(numbers, dict(batch))
         return carrying

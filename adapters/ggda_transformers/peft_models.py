@@ -83,6 +83,30 @@ def unmerged(model: nn.Module) -> Iterator[None]:
             weight.data.copy_(before)  # merging again may round otherwise
 
 
+def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], wrong: str) -> None:
+    """Refuse what was saved of another model; names that share memory with a saved one need not be saved.
+
+    Args:
+        own: the model's tensors by name.
+        saved: those of a checkpoint.
+        wrong: how the error begins.
+    """
+    known = {own[name].data_ptr() for name in own if name in saved}
+    absent = [name for name in own if name not in saved and own[name].data_ptr() not in known]
+    strange = [name for name in saved if name not in own]
+    other = [name for name in own if name in saved and own[name].shape != saved[name].shape]
+    if not (absent or strange or other):
+        return
+    if other:
+        why = f"{other[0]!r} is {list(saved[other[0]].shape)} there and {list(own[other[0]].shape)} in the model"
+    else:
+        why = f"it lacks {absent[0]!r}" if absent else f"it has {strange[0]!r}"
+    raise ValueError(
+        f"{wrong}: {why} ({len(absent)} missing, {len(strange)} unexpected, {len(other)} of another shape). Pass "
+        "checkpoints of this model's training."
+    )
+
+
 def load_adapter(model: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
     """Load the adapter of a checkpoint folder into a PEFT model that has one of the same kind."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
@@ -94,14 +118,5 @@ def load_adapter(model: nn.Module, folder: Path, state: Mapping[str, Tensor]) ->
         )
     (name,) = model.active_adapters[:1]  # type: ignore[index]
     expected = get_peft_model_state_dict(model, adapter_name=name)
-    absent, strange = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
-    other = [key for key in expected if key in state and expected[key].shape != state[key].shape]
-    if absent or strange or other:
-        first = (absent or strange or other)[0]
-        raise ValueError(
-            f"{folder} is the checkpoint of another adapter: it "
-            f"{'lacks' if absent else 'has' if strange else 'has another shape of'} {first!r} "
-            f"({len(absent)} missing, {len(strange)} unexpected, {len(other)} of another shape). Pass checkpoints of "
-            "this model's training."
-        )
+    check_fits(expected, state, f"{folder} is the checkpoint of another adapter")
     set_peft_model_state_dict(model, dict(state), adapter_name=name)

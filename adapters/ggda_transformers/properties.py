@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,26 +59,13 @@ def property_of(setup: TrainerSetup, property: Any, eval_dataset: Any) -> Proper
     return stack(*(named(make(setup, data), f"{property} of {name}") for name, data in eval_dataset.items()))
 
 
-def _mean_loss(setup: TrainerSetup, dataset: Any) -> Property:
-    return _mean(setup, dataset, False)
-
-
-def _accuracy(setup: TrainerSetup, dataset: Any) -> Property:
-    """Mean probability of the right label, of every token for a language model."""
-    return _mean(setup, dataset, True, of_token=negative_exponential)
-
-
-def _probability(setup: TrainerSetup, dataset: Any) -> Property:
-    """Mean probability of the whole answer: of all labels of a row together."""
-    return _mean(setup, dataset, True, tokens="sum", of_example=negative_exponential)
-
-
-def _mean(setup: TrainerSetup, dataset: Any, higher_is_better: bool, **kind: Any) -> MeanProperty:
+def _mean(setup: TrainerSetup, dataset: Any, *, higher_is_better: bool, **kind: Any) -> MeanProperty:
+    """The mean over the rows of their loss, or of what `kind` makes of it, see `TrainerSetup.loss`."""
     data = setup.rows(dataset, "eval_dataset")
     return MeanProperty(data, setup.loss(**kind), setup.batch_size, higher_is_better=higher_is_better)
 
 
-def _f1(setup: TrainerSetup, dataset: Any) -> Property:
+def _f1(setup: TrainerSetup, dataset: Any) -> ReadyProperty:
     config = getattr(setup.model, "config", None)
     if shifts_labels(setup.model) or getattr(config, "is_encoder_decoder", False):
         raise ValueError(
@@ -100,7 +88,7 @@ def _difference(setup: TrainerSetup, sets: Any) -> Property:
             "property='difference' is the loss of one set minus that of another: pass eval_dataset={'a': …, 'b': …}."
         )
     first, second = sets
-    parts = [_mean_loss(setup, data) for data in sets.values()]
+    parts = [_MAKERS["eval_loss"](setup, data) for data in sets.values()]
     return weighted_sum(parts, (1.0, -1.0), name=f"eval_loss of {first} minus {second}")
 
 
@@ -111,9 +99,8 @@ class Perplexity(ReadyProperty):
 
     def __init__(self, setup: TrainerSetup, dataset: Any) -> None:
         self.name, self.higher_is_better = "perplexity", False
-        self._total = _mean(setup, dataset, False, tokens="sum")
-        ones = _mean(setup, dataset, False, tokens="sum", of_token=torch.ones_like)
-        self._tokens: Callable[[nn.Module], Tensor] = ones
+        self._total = _mean(setup, dataset, higher_is_better=False, tokens="sum")
+        self._tokens = _mean(setup, dataset, higher_is_better=False, tokens="sum", of_token=torch.ones_like)
 
     def __call__(self, model: nn.Module) -> Tensor:
         with torch.no_grad():
@@ -128,10 +115,12 @@ class Perplexity(ReadyProperty):
         return self._total.gradient(model, parameters) * (value / tokens)
 
 
-_MAKERS: dict[str, Callable[[TrainerSetup, Any], Property]] = {
-    "eval_loss": _mean_loss,
-    "accuracy": _accuracy,
+_MAKERS: dict[str, Callable[[TrainerSetup, Any], ReadyProperty]] = {
+    "eval_loss": partial(_mean, higher_is_better=False),
+    "accuracy": partial(_mean, higher_is_better=True, of_token=negative_exponential),
     "f1": _f1,
-    "probability": _probability,
+    "probability": partial(_mean, higher_is_better=True, tokens="sum", of_example=negative_exponential),
     "perplexity": Perplexity,
 }
+"""``accuracy`` is the mean probability of the right label, of every token for a language model; ``probability`` that of
+the whole answer, of all labels of a row together."""

@@ -5,18 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import Trainer, default_data_collator
 from transformers.data.data_collator import DataCollatorWithPadding
 
 from ggda_ext.data import IndexedData, batch_length
 from ggda_ext.losses.row_reductions import Tokens
 from ggda_ext.words import check_counts
-from ggda_transformers.columns import column_names, column_values
+from ggda_transformers.columns import check_rows, column_names, column_values
 from ggda_transformers.losses import TrainerLoss
 from ggda_transformers.peft_models import base_of, check_not_quantized
 
@@ -157,19 +156,7 @@ class TrainerSetup:
                 f"rows cannot be put into one batch ({error}): if they are of different lengths, pass "
                 "processing_class= the tokenizer, or data_collator= one that pads."
             ) from error
-        if not isinstance(batch, Mapping):
-            raise TypeError(
-                f"the data collator returned a {type(batch).__name__}: it must return a dict of tensors, the arguments "
-                "of the model."
-            )
-        found = dict(batch)
-        if batch_length(found) != len(rows):
-            raise ValueError(
-                f"the data collator made a batch of {batch_length(found)} rows from {len(rows)} examples (it flattens "
-                "or packs them), so a row has no loss of its own: pass data_collator= one that pads, such as "
-                "DataCollatorWithPadding."
-            )
-        return found
+        return dict(checked_batch(batch, len(rows)))
 
     def _kept(self, row: Any) -> Any:
         if self.columns is None or not isinstance(row, Mapping):
@@ -183,30 +170,20 @@ class TrainerSetup:
         return kept
 
 
-def check_rows(dataset: Any, name: str) -> None:
-    """Refuse what has no rows by index, with what to do about it."""
-    if isinstance(dataset, str | bytes | Path):
-        raise TypeError(f"{name} is the text {str(dataset)!r}: load it first, and pass the rows as given to Trainer.")
-    if isinstance(dataset, DataLoader):
-        raise TypeError(f"{name} is a DataLoader: pass its data set, as it was given to Trainer.")
-    if isinstance(dataset, Mapping):
-        sets = ", ".join(map(repr, list(dataset)[:5]))
+def checked_batch(batch: Any, count: int) -> Mapping[str, Any]:
+    """What a collator made of `count` rows, if they are in it one by one."""
+    if not isinstance(batch, Mapping):
         raise TypeError(
-            f"{name} is a {type(dataset).__name__} of {sets}: pass one of its sets, e.g. data['train']; columns as "
-            "datasets.Dataset.from_dict(columns)."
+            f"the data collator returned a {type(batch).__name__}: it must return a dict of tensors, the arguments of "
+            "the model."
         )
-    if hasattr(dataset, "iloc"):
-        raise TypeError(f"{name} is a table of pandas: pass its rows, datasets.Dataset.from_pandas(table).")
-    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
-        raise TypeError(f"{name} is a {type(dataset).__name__}: pass the rows as given to Trainer.")
-    streamed = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-    if streamed or not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"{name} is a {type(dataset).__name__}, which is streamed, so its rows have no index to be told apart by: "
-            "pass a data set with rows, e.g. datasets.Dataset.from_generator(lambda: iter(stream)) or list(stream)."
+    if batch_length(batch) != count:
+        raise ValueError(
+            f"the data collator made a batch of {batch_length(batch)} rows from {count} examples (it flattens or packs "
+            "them), so its rows cannot be told apart and have no loss of their own: use a data collator that pads, "
+            "such as DataCollatorWithPadding."
         )
-    if len(dataset) == 0:
-        raise ValueError(f"{name} is empty: it holds no rows.")
+    return batch
 
 
 def shifts_labels(model: nn.Module) -> bool:

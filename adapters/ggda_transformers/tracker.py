@@ -44,7 +44,7 @@ from ggda_transformers.columns import groups_of
 from ggda_transformers.indexed_batches import Carried, number_rows, take_at_the_step
 from ggda_transformers.peft_models import counted_parameters
 from ggda_transformers.properties import property_of
-from ggda_transformers.setup import TrainerSetup, check_rows
+from ggda_transformers.setup import TrainerSetup
 from ggda_transformers.tracked_sums import TrackedSums
 
 UNKNOWN_ORDER = (
@@ -107,9 +107,8 @@ class GroupTracker(TrainerCallback):
         seed: int = 0,
         show: bool = True,
     ) -> None:
-        check_rows(train_dataset, "train_dataset")
         self._rows = train_dataset
-        self.groups: Groups = groups_of(train_dataset, groups, len(train_dataset))
+        self.groups: Groups = groups_of(train_dataset, groups)
         check_counts(every=every)
         if not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"share={share!r}: pass a number above 0, up to 1.")

@@ -16,7 +16,7 @@ from ggda_ext.curvature.damping import TrainingSteps
 from ggda_transformers.attribution import training_steps
 from ggda_transformers.columns import groups_of
 from ggda_transformers.peft_models import base_of, counted_parameters
-from ggda_transformers.setup import TrainerSetup, check_rows
+from ggda_transformers.setup import TrainerSetup
 
 
 def what_if_trainer(
@@ -52,8 +52,7 @@ def what_if_trainer(
     setup = TrainerSetup.of(
         trainer_or_model, data_collator=data_collator, processing_class=processing_class, batch_size=batch_size
     )
-    check_rows(train_dataset, "train_dataset")
-    partition = groups_of(train_dataset, groups, len(train_dataset))
+    partition = groups_of(train_dataset, groups)
     loss = _loss_of(setup)
     if setup.model.training:
         raise ValueError("the model is in train mode, with dropout: call model.eval() before asking what if.")

@@ -16,9 +16,10 @@ from ggda_ext.evaluation.correlation import (
 )
 from ggda_ext.evaluation.importance import Aggregation, aggregated, removal_order
 from ggda_ext.evaluation.noisy_labels import Detection, noisy_label_detection
-from ggda_ext.evaluation.removal import RemovalCurve, pruning_score, retraining_score, standard_error
-from ggda_ext.evaluation.retrainer import Retrain, Retrainer
+from ggda_ext.evaluation.removal import RemovalCurve, pruning_score, retraining_score
+from ggda_ext.evaluation.retrainer import Retrainer
 from ggda_ext.evaluation.subsets import points_of, random_subsets
+from ggda_ext.results.verifying import Retrain, standard_error
 
 __all__ = [
     "Retrain",

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ggda_ext.evaluation.importance import Aggregation, aggregated, removal_order
-from ggda_ext.evaluation.retrainer import Retrain
 from ggda_ext.groups.partition import Groups, GroupsLike
+from ggda_ext.results.verifying import Retrain, standard_error
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,3 @@ def _curve(
     removed = [removal_order(values, groups, f, largest_first=largest_first, seed=seed) for f in fractions]
     kept = [np.setdiff1d(np.arange(groups.n), gone, assume_unique=True) for gone in removed]
     return RemovalCurve(np.asarray(fractions, float), np.asarray(retrain(kept), float))
-
-
-def standard_error(values: np.ndarray) -> np.ndarray:
-    """Standard error of the mean along the last axis; NaN for one value."""
-    count = values.shape[-1]
-    return values.std(-1, ddof=1) / np.sqrt(count) if count > 1 else np.full(values.shape[:-1], np.nan)

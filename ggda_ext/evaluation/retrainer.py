@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from ggda_ext.sharing import in_shares
 from ggda_ext.training import Recipe, train_many
 
-Retrain = Callable[[Sequence[np.ndarray]], np.ndarray]
-"""Training indices to keep, one array per subset → a value of every subset's models `[subsets, seeds]`."""
-
 
 @dataclass(frozen=True)
 class Retrainer:

@@ -25,6 +25,8 @@ from ggda_ext.losses import OutputLoss, as_example_loss
 from ggda_ext.model import check_deterministic_modules, inner_name, unwrapped
 from ggda_ext.sharing import in_order
 
+Run = Callable[[Any], Tensor]
+"""Runs the model on a batch, up to the losses `[b]`."""
 LayerChoice = str | nn.Module | None
 """A layer by name (as in `model.named_modules()`) or itself; None for the last linear layer that runs."""
 
@@ -62,18 +64,17 @@ def representations(
         batch_size: examples per forward pass. Only the features of a batch outlive it.
         loss_fn: a `BatchLoss`, for a model with a calling convention of its own; its value is not used.
     """
-    model, loss = unwrapped(model), OutputLoss(None) if loss_fn is None else as_example_loss(loss_fn)
 
-    def rows_of(batch: Any, module: nn.Module) -> Tensor:
+    def rows_of(run: Run, batch: Any, module: nn.Module) -> Tensor:
         caught: list[Tensor] = []
         with (
             _hook(module.register_forward_pre_hook(lambda _, args: caught.append(_first_tensor(args)))),
             torch.no_grad(),
         ):
-            loss.each(model, batch)
+            run(batch)
         return _per_example(_only(caught, module), batch).mean(1)
 
-    return _features(model, data, layer, batch_size, lambda batch: loss.each(model, batch), rows_of)
+    return _features(model, loss_fn, data, layer, batch_size, rows_of)
 
 
 def gradients(
@@ -102,16 +103,15 @@ def gradients(
     Returns:
         Rows `[n, C]` or `[n, d]`.
     """
-    model, loss = unwrapped(model), OutputLoss(None) if loss_fn is None else as_example_loss(loss_fn)
     rotations: dict[nn.Module, Tensor] = {}
 
-    def rows_of(batch: Any, module: nn.Module) -> Tensor:
+    def rows_of(run: Run, batch: Any, module: nn.Module) -> Tensor:
         rotated = rotate and _narrows(module)
-        if rotated and module not in rotations:
-            rotations[module] = _rotation(module)
+        if rotated and module not in rotations:  # L [C, C] with W = L·Qᵀ and orthonormal columns in Q
+            rotations[module] = torch.linalg.qr(_wide(module.weight).T, mode="r").R.T
         leaves: list[Tensor] = []
         with _hook(_start_graph(module, leaves, at_output=rotated)), torch.no_grad():
-            total = loss.each(model, batch).sum()
+            total = run(batch).sum()
             start = _only(leaves, module)
             if not total.requires_grad:
                 raise ValueError(f"the loss does not depend on what {type(module).__name__} returns: pass layer=.")
@@ -119,7 +119,7 @@ def gradients(
         summed = _per_example(slope, batch).sum(1)
         return (_wide(summed) @ rotations[module]).to(summed.dtype) if rotated else summed
 
-    return _features(model, data, layer, batch_size, lambda batch: loss.each(model, batch), rows_of)
+    return _features(model, loss_fn, data, layer, batch_size, rows_of)
 
 
 def _start_graph(module: nn.Module, leaves: list[Tensor], at_output: bool) -> RemovableHandle:
@@ -159,28 +159,32 @@ def last_linear(model: nn.Module, run: Callable[[], Any]) -> nn.Linear:
 
 def _features(
     model: nn.Module,
+    loss_fn: Any,
     data: DataLike,
     layer: LayerChoice,
     batch_size: int,
-    run: Callable[[Any], Any],
-    rows_of: Callable[[Any, nn.Module], Tensor],
+    rows_of: Callable[[Run, Any, nn.Module], Tensor],
 ) -> np.ndarray:
+    """The rows of all points `[n, d]`, from ``rows_of(run, batch, layer)``."""
     if not isinstance(model, nn.Module) or isinstance(model, _Loss):
         raise TypeError(f"model is a {type(model).__name__}: pass the trained model first, then loss_fn.")
+    model, loss = unwrapped(model), OutputLoss(None) if loss_fn is None else as_example_loss(loss_fn)
     check_deterministic_modules(model)
-    named = None if layer is None else _named_layer(model, layer)
+    found: list[nn.Module] = [] if layer is None else [_named_layer(model, layer)]
     device = next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
     indexed = IndexedData(data)
     indexed.suit(model)
-    batches = ((at, to_device(batch, device)) for at, batch in _my_batches(indexed, batch_size))
-    found: list[nn.Module] = [] if named is None else [named]
+
+    def run(batch: Any) -> Tensor:
+        return loss.each(model, batch)
 
     def rows(batch: Any) -> Tensor:
+        batch = to_device(batch, device)
         if not found:
             found.append(last_linear(model, lambda: run(batch)))
-        return rows_of(batch, found[0])
+        return rows_of(run, batch, found[0])
 
-    return _collect(indexed, ((at, rows(batch)) for at, batch in batches))
+    return _collect(indexed, ((at, rows(batch)) for at, batch in _my_batches(indexed, batch_size)))
 
 
 def _my_batches(data: IndexedData, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
@@ -203,11 +207,6 @@ def _narrows(module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
     return module.out_features < module.in_features
-
-
-def _rotation(module: nn.Module) -> Tensor:
-    """L `[C, C]` with W = L·Qᵀ and orthonormal columns in Q."""
-    return torch.linalg.qr(_wide(module.weight).T, mode="r").R.T
 
 
 def _wide(tensor: Any) -> Tensor:

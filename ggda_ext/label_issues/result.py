@@ -75,7 +75,8 @@ class LabelIssues:
     @property
     def agreement(self) -> dict[tuple[str, str], Agreement]:
         """Of each pair of signals: rank correlation, and overlap of the most suspicious tenths."""
-        ranks = {name: _ranks(values) for name, values in self._signals.items()}
+        signals = _signals(self.loss, self.self_influence, self.influence)
+        ranks = {name: _ranks(values) for name, values in signals.items()}
         count = self._top
         tops = {name: set(np.argsort(-values, kind="stable")[:count].tolist()) for name, values in ranks.items()}
         return {
@@ -126,13 +127,13 @@ class LabelIssues:
         parts = [f"{len(self):,} training points, ranked by {_word(self.ranked_by)}: {self.why}", "", *self._points()]
         if self.groups is not None:
             parts += ["", *self._groups()]
-        return "\n".join([*parts, "", *self._agreements()])
+        agreements = [
+            f"{_word(a)} and {_word(b)}: rank correlation {both.correlation:.2f}, top tenths overlap {both.overlap:.0%}"
+            for (a, b), both in self.agreement.items()
+        ]
+        return "\n".join([*parts, "", *agreements])
 
     __repr__ = __str__
-
-    @property
-    def _signals(self) -> dict[str, np.ndarray]:
-        return _signals(self.loss, self.self_influence, self.influence)
 
     @property
     def _top(self) -> int:
@@ -161,12 +162,6 @@ class LabelIssues:
         rest = len(found) - len(rows) + 1
         return aligned_lines(rows) + ([f"… and {rest:,} more groups: see .by_group"] if rest else [])
 
-    def _agreements(self) -> list[str]:
-        return [
-            f"{_word(a)} and {_word(b)}: rank correlation {both.correlation:.2f}, top tenths overlap {both.overlap:.0%}"
-            for (a, b), both in self.agreement.items()
-        ]
-
 
 def _signals(loss: np.ndarray, self_influence: np.ndarray, influence: np.ndarray | None) -> dict[str, np.ndarray]:
     """The signals, turned so that larger is more suspicious."""
@@ -176,16 +171,15 @@ def _signals(loss: np.ndarray, self_influence: np.ndarray, influence: np.ndarray
 
 def _ranks(values: np.ndarray) -> np.ndarray:
     """Ranks from 1 to n, smallest first; equal values share the mean of theirs."""
-    _, level, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[level]
+    from scipy.stats import rankdata  # takes seconds to import
+
+    return rankdata(values)
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
     """Pearson's correlation of ranks; NaN if all points are equal."""
-    a, b = a - a.mean(), b - b.mean()
-    size = float(np.sqrt((a @ a) * (b @ b)))
-    return float(a @ b) / size if size else float("nan")
+    with np.errstate(invalid="ignore"):
+        return float(np.corrcoef(a, b)[0, 1])
 
 
 def _word(name: str) -> str:

@@ -46,22 +46,19 @@ class _DataProperty(ReadyProperty):
         self.batch_size = batch_size or (None if isinstance(data, IndexedData) else self.data.batch_size)
         self.name, self.higher_is_better = name, higher_is_better
 
-    def _batches(self, model: nn.Module) -> Iterator[tuple[np.ndarray, Any]]:
-        return self._on_device(model, self.data.sequential(self._at_once))
-
-    def _my_batches(self, model: nn.Module, batch_size: int | None = None) -> Iterator[tuple[np.ndarray, Any]]:
-        """This rank's share of the test points."""
-        return self._on_device(model, self.data.my_share(batch_size or self._at_once))
+    def _batches(
+        self, model: nn.Module, *, mine: bool = False, batch_size: int | None = None
+    ) -> Iterator[tuple[np.ndarray, Any]]:
+        """Batches on the model's device: of all test points in order, or those that are this rank's share."""
+        size = batch_size or self._at_once
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.data.suit(model)
+        for indices, batch in self.data.my_share(size) if mine else self.data.sequential(size):
+            yield indices, to_device(batch, device)
 
     @property
     def _at_once(self) -> int:
         return self.batch_size or BATCH_SIZE
-
-    def _on_device(self, model: nn.Module, batches: Iterator[Any]) -> Iterator[tuple[np.ndarray, Any]]:
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self.data.suit(model)
-        for indices, batch in batches:
-            yield indices, to_device(batch, device)
 
 
 class _LossProperty(_DataProperty):
@@ -101,7 +98,7 @@ class PointProperty(_LossProperty):
             n = self.data.n or sum(len(indices) for indices, _ in self.data.sequential(self._at_once))
         found = Rows(n, parameters)
         with found.adding_up():
-            for indices, batch in self._my_batches(model, batch_size=1):
+            for indices, batch in self._batches(model, mine=True, batch_size=1):
                 values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
                 for j in range(len(indices)):
                     found.add(int(indices[j]), values[j], keep=j + 1 < len(indices))
@@ -127,7 +124,7 @@ class MeanProperty(_LossProperty):
         """The row `[1, p]`."""
         found, n = Rows(1, parameters, sums=True), torch.tensor(0)
         with found.adding_up(n):
-            for indices, batch in self._my_batches(model):
+            for indices, batch in self._batches(model, mine=True):
                 values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
                 found.add(0, values.sum())
                 n += len(indices)
@@ -175,7 +172,7 @@ class OutputsProperty(_DataProperty):
             raise ValueError("property does not depend on the outputs: compute it from fn's first argument.")
         found = Rows(m, parameters, sums=True)
         with found.adding_up():
-            for indices, batch in self._my_batches(model):
+            for indices, batch in self._batches(model, mine=True):
                 again, _ = model_output(model, batch)
                 run = slice(int(indices[0]), int(indices[-1]) + 1)
                 _check_repeats(again.detach(), outputs.detach()[run])
@@ -186,7 +183,7 @@ class OutputsProperty(_DataProperty):
     def _all_outputs(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
         """All outputs `[N, …]` without a graph, and all targets, or None."""
         with together(), torch.no_grad():
-            parts = list(self._outputs(model, self._my_batches(model)))
+            parts = list(self._outputs(model, self._batches(model, mine=True)))
         outputs = in_order((places, output) for places, output, _ in parts)
         if not anywhere(any(target is not None for _, _, target in parts)):
             return outputs, None

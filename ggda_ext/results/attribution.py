@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.properties.property import HigherIsBetter
-from ggda_ext.results import ranking
+from ggda_ext.results import ranking, saving, table
+from ggda_ext.results.conversion import converted
 from ggda_ext.results.method import MethodFacts
 from ggda_ext.results.named_scores import NamedScores
 from ggda_ext.words import check_counts
@@ -86,8 +87,6 @@ class Attribution(NamedScores):
             test_axis: which axis of `scores` are the m test points or properties; asked for where m = k.
             **details: `low`, `high`, `interval`, `warnings`, `notes`, `member_scores` as in `Attribution`.
         """
-        from ggda_ext.results.conversion import converted
-
         return converted(
             cls, scores, Groups.of(groups), property, higher_is_better, method, positive, test_axis, details
         )
@@ -97,8 +96,8 @@ class Attribution(NamedScores):
         """Scores divided by the size of the group, to compare what a member counts."""
         sizes = torch.from_numpy(np.array(self.sizes)).to(self.scores)
         note = "Scores are divided by the size of the group."
-        ends = {name: None if end is None else end / sizes for name, end in (("low", self.low), ("high", self.high))}
-        return self.replace(scores=self.scores / sizes, notes=(*self.notes, note), member_scores=None, **ends)
+        divided = self._each("scores", "low", "high", by=lambda values: values / sizes)
+        return self.replace(notes=(*self.notes, note), member_scores=None, **divided)
 
     def effects(self, property: str | int = 0) -> tuple[str, ...]:
         """For every group: ``helps`` or ``hurts``, ``rises`` or ``falls`` if the direction is not known.
@@ -142,11 +141,11 @@ class Attribution(NamedScores):
             raise ValueError(f"ids holds a group more than once: {ids}.")
         at = torch.tensor(ids, dtype=torch.int64, device=self.device)
         kept = {self.groups.name(j) for j in ids}
-        pick = {name: None if end is None else end[:, at] for name, end in (("low", self.low), ("high", self.high))}
         return self.replace(
-            scores=self.scores[:, at], groups=self.groups.some(ids),
-            warnings={name: found for name, found in self.warnings.items() if name in kept}, **pick,
-        )  # fmt: skip
+            groups=self.groups.some(ids),
+            warnings={name: found for name, found in self.warnings.items() if name in kept},
+            **self._each("scores", "low", "high", by=lambda values: values[:, at]),
+        )
 
     def of_group(self, name: Hashable) -> Attribution:
         """One group by name, as an attribution `[m, 1]`; ``float()`` of it is the score if there is one property."""
@@ -155,16 +154,12 @@ class Attribution(NamedScores):
     def of_property(self, name: str | int) -> Attribution:
         """One property by name or number, as an attribution `[1, k]`."""
         j = self.property_id(name)
-        known = (("low", self.low), ("high", self.high), ("member_scores", self.member_scores))
-        return self.replace(
-            scores=self.scores[j : j + 1], properties=self.properties[j : j + 1],
-            higher_is_better=self.higher_is_better[j : j + 1],
-            **{each: None if value is None else value[j : j + 1] for each, value in known},
-        )  # fmt: skip
+        of_each = ("scores", "properties", "higher_is_better", "low", "high", "member_scores")
+        return self.replace(**self._each(*of_each, by=lambda values: values[j : j + 1]))
 
     def property_id(self, name: str | int) -> int:
         """The row of a property, by name or number."""
-        return ranking.property_id(self.properties, name)
+        return ranking.property_id(self, name)
 
     @overload
     def __getitem__(self, key: str | list[str] | tuple[str, Hashable]) -> Attribution: ...
@@ -187,9 +182,7 @@ class Attribution(NamedScores):
         return key in self.groups.all_names
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        from ggda_ext.results.table import as_text
-
-        return as_text(self)
+        return table.as_text(self)
 
     def __format__(self, spec: str) -> str:
         """One score as the number it is, ``f"{result['web']:.3f}"``; else as any tensor."""
@@ -197,18 +190,14 @@ class Attribution(NamedScores):
 
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
-        from ggda_ext.results.table import as_html
-
-        return as_html(self)
+        return table.as_html(self)
 
     def to_frame(self) -> pandas.DataFrame:
         """A pandas table, a row for each group (and property), in the order of the columns of `scores`.
 
         Columns: property, group, size, score, low and high if there are intervals, effect, warnings.
         """
-        from ggda_ext.results.table import as_frame
-
-        return as_frame(self)
+        return table.as_frame(self)
 
     def verify(self, retrain: Retrain, top: int = 3, by: str | int | None = None) -> Verified:
         """Train again without each of the groups that matter most, and put truth beside prediction.
@@ -262,13 +251,9 @@ class Attribution(NamedScores):
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one file, as a whole or not at all; no pickle. Read it with `Attribution.load`."""
-        from ggda_ext.results.saving import saved
-
-        return saved(self, Path(path))
+        return saving.saved(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Attribution:
         """Read what `save` wrote; a file that is damaged, or of another kind, is refused."""
-        from ggda_ext.results.saving import loaded
-
-        return loaded(cls, Path(path))
+        return saving.loaded(Path(path))

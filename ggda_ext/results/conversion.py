@@ -33,13 +33,7 @@ def converted(
     own = getattr(scores, "attribution", None)
     if callable(own) and hasattr(scores, "per_seed"):  # leave-group-out, with its own interval, sign and shape
         return own(groups, property, higher_is_better)
-    if (
-        scores is None
-        or isinstance(scores, str | tuple)
-        or hasattr(scores, "to_numpy")
-        or isinstance(higher_is_better, str)
-    ):
-        raise TypeError(_wrong_kind(scores, higher_is_better))
+    _check_kinds(scores, higher_is_better)
     numbers = torch.as_tensor(scores)
     if numbers.is_complex():
         raise TypeError(f"scores holds {numbers.dtype}: pass real numbers.")
@@ -58,17 +52,20 @@ def converted(
     )  # fmt: skip
 
 
-def _wrong_kind(scores: Any, higher_is_better: Any) -> str:
+def _check_kinds(scores: Any, higher_is_better: Any) -> None:
+    """Refuse what is no array of numbers, with what to pass instead."""
+    kind = type(scores).__name__
     if isinstance(higher_is_better, str):
-        return f"higher_is_better={higher_is_better!r}: pass True, False or None, or a list of these."
+        raise TypeError(f"higher_is_better={higher_is_better!r}: pass True, False or None, or a list of these.")
     if isinstance(scores, tuple):
-        return (
+        raise TypeError(
             "scores is a tuple: pass the scores of all groups, influence(…) without k=; groups.names_of(ids) names "
             "what a k= result holds."
         )
     if hasattr(scores, "to_numpy"):
-        return f"scores is a {type(scores).__name__}: pass scores.to_numpy(), its columns in the order of groups.names."
-    return f"scores is a {type(scores).__name__}: pass a tensor, an array, or the result of leave_group_out."
+        raise TypeError(f"scores is a {kind}: pass scores.to_numpy(), its columns in the order of groups.names.")
+    if scores is None or isinstance(scores, str):
+        raise TypeError(f"scores is a {kind}: pass a tensor, an array, or the result of leave_group_out.")
 
 
 def _upright(scores: Tensor, k: int, test_axis: Any) -> tuple[Tensor, bool]:

@@ -145,9 +145,23 @@ def score_label(result: Attribution, j: int) -> str:
     return f"{words}\n{'← helps  |  hurts →' if direction else '← hurts  |  helps →'}"
 
 
-def label_below(ax: Axes, text: str) -> None:
-    """What the numbers below the picture are; it ends where they do, so that a long one runs below the names."""
-    ax.set_xlabel(text, parse_math=False, loc="right", multialignment="center")
+def name_rows(ax: Axes, names: list[str], label: str, above: float) -> None:
+    """A row for each name around a line at 0, and what the numbers below are.
+
+    Args:
+        ax: where the rows were drawn, the first at 0.
+        names: of the rows.
+        label: of the numbers; it ends where they do, so that a long one runs below the names.
+        above: room over the first row.
+    """
+    ax.axvline(0, color="black", lw=0.8)
+    plain_ticks(ax.yaxis, range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -above)
+    # so few numbers that small ones do not run into each other, and no power of ten beside the axis
+    ax.locator_params(axis="x", nbins=4 if is_wide(ax) else 2)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
+    ax.set_xlabel(label, parse_math=False, loc="right", multialignment="center")
+    tidy(ax)
 
 
 def legend(ax: Axes, effects: set[str]) -> None:
@@ -173,12 +187,6 @@ def tidy(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def few_ticks(ax: Axes) -> None:
-    """So few numbers below the picture that small ones do not run into each other."""
-    ax.locator_params(axis="x", nbins=4 if is_wide(ax) else 2)
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))  # no power of ten beside the axis
-
-
 def few_dates(ax: Axes) -> None:
     """Dates below the picture, each part of them written once."""
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
@@ -201,9 +209,9 @@ def scores_of(result: Attribution, property: str | int) -> tuple[int, np.ndarray
     return j, result.scores[j].detach().cpu().double().numpy()
 
 
-def group_name(result: Attribution, group: int) -> str:
-    """The name of a group, as text on one line that leaves room for the picture."""
-    return shown(result.groups.name(group), WIDEST_NAME)
+def group_name(result: Attribution, group: int, *, size: bool = False) -> str:
+    """The name of a group, with its `size` if asked for, as text on one line that leaves room for the picture."""
+    return shown(result.groups.name(group), WIDEST_NAME) + (f" ({result.sizes[group]:,})" if size else "")
 
 
 def name_sides(ax: Axes, rows: list[str], columns: list[str], steep: int) -> None:

@@ -5,7 +5,7 @@ Whatever PyTorch or NumPy does with one gives plain tensors and arrays; copies a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -68,7 +68,6 @@ class NamedScores(Tensor):
     ) -> Self:
         groups = Groups.of(groups)
         plain, names, directions = _checked(scores, groups, properties, higher_is_better)
-        m = len(plain)
         if (low is None) != (high is None):
             raise ValueError("low and high are the two ends of an interval: pass both, or neither.")
         new = plain.as_subclass(cls)
@@ -76,13 +75,18 @@ class NamedScores(Tensor):
         new.low, new.high = (_shaped(end, name, plain.shape) for end, name in ((low, "low"), (high, "high")))
         new.interval, new.method, new.notes = interval, _checked_method(method), tuple(notes)
         new.warnings = MappingProxyType(_checked_warnings(warnings or {}, groups))
-        new.member_scores = _shaped(member_scores, "member_scores", (m, groups.n))
+        new.member_scores = _shaped(member_scores, "member_scores", (len(plain), groups.n))
         return new
 
     def replace(self, **changes: Any) -> Self:
         """The same with other `scores`, `low`, `high`, `interval`, `method`, `warnings`, `notes`, …"""
         fields = {name: getattr(self, name) for name in _FIELDS} | {"scores": self.scores} | changes
         return type(self)(**fields)
+
+    def _each(self, *names: str, by: Callable[[Any], Any]) -> dict[str, Any]:
+        """What `by` makes of some of its parts, by name, for `replace`; what is not known stays None."""
+        parts = {name: getattr(self, name) for name in names}
+        return {name: None if part is None else by(part) for name, part in parts.items()}
 
     @classmethod
     def __torch_function__(

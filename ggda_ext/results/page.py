@@ -6,7 +6,7 @@ Everything here is turned into plain texts and data addresses; the template esca
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import torch
 
 from ggda_ext.results import ranking, sentences
 from ggda_ext.results.drawing import refuse_empty
-from ggda_ext.results.members import carried, members_of
+from ggda_ext.results.members import Carried, carried, members_of
 from ggda_ext.results.table import number, shown
 from ggda_ext.results.thumbnails import checked_count, png_address, row_cells, svg_address, text
 from ggda_ext.results.times import as_times
@@ -29,40 +29,6 @@ TOP_ROWS, MOST_ROWS = 20, 1000
 EACH_WAY, MOST_MEMBERS, MOST_LABELS, MOST_PROPERTIES = 3, 6, 6, 4
 _WIDTH = 4.2  # inches: text keeps its size on a telephone
 _MARKS = {"helps": "▲", "hurts": "▼", "rises": "↗", "falls": "↘", "unclear": "?", "none": "·", "unknown": "?"}
-
-
-@dataclass(frozen=True)
-class Member:
-    """A training point of a group."""
-
-    index: int
-    score: str
-    label: str
-    image: str
-    cells: list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Label:
-    """A label's share in a group and in all data."""
-
-    name: str
-    here: float
-    everywhere: float
-
-
-@dataclass(frozen=True)
-class GroupCard:
-    """What the page tells about one of the groups that matter."""
-
-    name: str
-    size: int
-    share: str
-    scores: list[dict[str, str]]
-    warnings: tuple[str, ...]
-    labels: list[Label] = field(default_factory=list)
-    carries: str = ""
-    members: list[Member] = field(default_factory=list)
 
 
 def written(result: Attribution, path: Path, *, title: str | None, **about: Any) -> Path:
@@ -92,21 +58,22 @@ def rendered(
             checked_count(values, name, result.groups.n)
     known = member_scores is not None or result.member_scores is not None
     members = members_of(result, member_scores) if known else None
-    cards = _Cards(result, members, rows, images, None if labels is None else _as_texts(labels))
+    named = None if labels is None else _as_texts(labels)
     source = (Path(__file__).parent / "page.html.jinja").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    order = ranking.order(result)
+    order, matter = ranking.order(result), _that_matter(result)
+    told = _told(result, {*order[:MOST_ROWS], *matter})
     return template.from_string(source).render(
         title=text(title) if title is not None else _title(result),
         question=sentences.question(result),
         answers=_answers(result),
         magnitude=sentences.magnitude(result),
-        columns=_columns(result),
-        table=[_table_row(result, place, j) for place, j in enumerate(order[:MOST_ROWS], 1)],
+        columns=[shown(name) for name in result.properties[:MOST_PROPERTIES]],
+        table=[told[j] | {"place": place} for place, j in enumerate(order[:MOST_ROWS], 1)],
         in_sight=TOP_ROWS,
         left_out=max(0, len(order) - MOST_ROWS),
         pictures=_pictures(result, members),
-        cards=[cards.of(j) for j in _that_matter(result)],
+        cards=[told[j] | _card(result, j, members, rows, images, named) for j in matter],
         facts=_facts(result),
         notes=[text(note) for note in result.notes],
     )
@@ -123,37 +90,24 @@ def _answers(result: Attribution) -> list[tuple[str, list[sentences.Sentence]]]:
     """Sentences by property; the name of the property only where there are several."""
     several = len(result.properties) > 1
     return [
-        (shown(result.properties[j]) if several else "", sentences.answers(result, j))
-        for j in range(min(len(result.properties), MOST_PROPERTIES))
+        (shown(name) if several else "", sentences.answers(result, j))
+        for j, name in enumerate(result.properties[:MOST_PROPERTIES])
     ]
 
 
-def _columns(result: Attribution) -> list[str]:
-    return [shown(name) for name in result.properties[:MOST_PROPERTIES]]
-
-
-def _table_row(result: Attribution, place: int, group: int) -> dict[str, Any]:
-    name = result.groups.name(group)
-    return {
-        "place": place, "name": shown(name), "size": int(result.sizes[group]), "scores": _scores(result, group),
-        "warnings": [text(one) for one in result.warnings.get(name, ())],
-    }  # fmt: skip
-
-
-def _scores(result: Attribution, group: int) -> list[dict[str, str]]:
-    """Score, interval and effect of a group for each property shown."""
-    found = []
-    for j in range(min(len(result.properties), MOST_PROPERTIES)):
-        score, ends = float(result.scores[j, group]), None
-        if result.low is not None and result.high is not None:
-            ends = float(result.low[j, group]), float(result.high[j, group])
-        effect = ranking.effect_of(score, result.higher_is_better[j], ends)
-        found.append(
-            {
-                "property": shown(result.properties[j]), "score": number(score), "effect": effect,
-                "ends": " to ".join(map(number, ends or ())), "mark": _MARKS[effect],
-            }
-        )  # fmt: skip
+def _told(result: Attribution, ids: Iterable[int]) -> dict[int, dict[str, Any]]:
+    """What the table and the cards tell about groups, by id."""
+    found: dict[int, dict[str, Any]] = {}
+    for j in ids:
+        name = result.groups.name(j)
+        warnings = [text(one) for one in result.warnings.get(name, ())]
+        found[j] = {"name": shown(name), "size": int(result.sizes[j]), "scores": [], "warnings": warnings}
+    for row, name in enumerate(result.properties[:MOST_PROPERTIES]):
+        scores, effects, ends = result.scores[row].tolist(), ranking.effects(result, row), ranking.ends(result, row)
+        for j, group in found.items():
+            around = "" if ends is None else " to ".join(map(number, ends[j]))
+            about = {"effect": effects[j], "mark": _MARKS[effects[j]], "ends": around}
+            group["scores"].append({"property": shown(name), "score": number(scores[j])} | about)
     return found
 
 
@@ -166,65 +120,54 @@ def _that_matter(result: Attribution) -> list[int]:
     return sides[0] + sides[1]
 
 
-class _Cards:
-    """Makes the cards of groups from what the caller gave."""
+def _card(
+    result: Attribution, group: int, members: np.ndarray | None, rows: Any, images: Any, labels: np.ndarray | None
+) -> dict[str, Any]:
+    """What the page tells beyond that about a group that matters: its labels, and the members that carry it."""
+    points = result.groups[group]
+    found = None if members is None else carried(members[0][points])
+    first = points[:0] if found is None and rows is None and images is None else points
+    if found is not None:
+        first = points[found.order]
+    return {
+        "share": f"{len(points) / result.groups.n:.1%}",
+        "labels": [] if labels is None else _mix(labels, points),
+        "carries": "" if found is None else _who_carries(found, len(points)),
+        "members": [
+            {
+                "index": i,
+                "score": "" if members is None else number(float(members[0][i])),
+                "label": "" if labels is None else str(labels[i]),
+                "image": "" if images is None else png_address(images[i]),
+                "cells": [] if rows is None else row_cells(rows, i),
+            }
+            for i in first[:MOST_MEMBERS].tolist()
+        ],
+    }
 
-    def __init__(
-        self, result: Attribution, members: np.ndarray | None, rows: Any, images: Any, labels: np.ndarray | None
-    ) -> None:
-        self.result, self.members, self.rows, self.images, self.labels = result, members, rows, images, labels
 
-    def of(self, group: int) -> GroupCard:
-        """The card of one group."""
-        result, name = self.result, self.result.groups.name(group)
-        points = result.groups[group]
-        return GroupCard(
-            shown(name), len(points), f"{len(points) / result.groups.n:.1%}", _scores(result, group),
-            tuple(text(one) for one in result.warnings.get(name, ())), self._mix(points), self._carries(points),
-            self._members(points),
-        )  # fmt: skip
+def _mix(labels: np.ndarray, points: np.ndarray) -> list[dict[str, Any]]:
+    """The most common labels of a group, and their shares in all data."""
+    names, counts = np.unique(labels[points], return_counts=True)
+    most = MOST_LABELS if len(names) > MOST_LABELS + 1 else len(names)  # "1 other" takes the room of its name
+    found = [
+        {"name": str(names[i]), "here": counts[i] / len(points), "everywhere": float((labels == names[i]).mean())}
+        for i in np.argsort(-counts, kind="stable")[:most]
+    ]
+    if len(names) > most:
+        rest = {share: 1 - sum(one[share] for one in found) for share in ("here", "everywhere")}
+        found.append({"name": f"{len(names) - most} others"} | rest)
+    return found
 
-    def _mix(self, points: np.ndarray) -> list[Label]:
-        """The most common labels of the group, and their shares in all data."""
-        if self.labels is None:
-            return []
-        names, counts = np.unique(self.labels[points], return_counts=True)
-        most = MOST_LABELS if len(names) > MOST_LABELS + 1 else len(names)  # "1 other" takes the room of its name
-        first = np.argsort(-counts, kind="stable")[:most]
-        found = [Label(str(names[i]), counts[i] / len(points), float((self.labels == names[i]).mean())) for i in first]
-        rest = 1 - sum(label.here for label in found)
-        if len(names) > most:
-            found.append(Label(f"{len(names) - most} others", rest, 1 - sum(one.everywhere for one in found)))
-        return found
 
-    def _carries(self, points: np.ndarray) -> str:
-        if self.members is None:
-            return ""
-        found, count = carried(self.members[0][points]), f"{len(points):,} members"
-        if not found.half:
-            return ""
-        who = f"{found.half:,} of {count} carry" if found.half != 1 else f"One of {count} carries"
-        return (
-            f"{who} half of what pulls the group’s way, the largest {found.largest:.0%} of it. "
-            f"{found.same_way:.0%} of the members pull that way."
-        )
-
-    def _members(self, points: np.ndarray) -> list[Member]:
-        """The members that carry the group, or its first ones where that is not known."""
-        if self.members is not None:
-            points = points[carried(self.members[0][points]).order]
-        elif self.rows is None and self.images is None:
-            return []
-        return [self._member(int(i)) for i in points[:MOST_MEMBERS]]
-
-    def _member(self, i: int) -> Member:
-        return Member(
-            i,
-            "" if self.members is None else number(float(self.members[0][i])),
-            "" if self.labels is None else str(self.labels[i]),
-            "" if self.images is None else png_address(self.images[i]),
-            [] if self.rows is None else row_cells(self.rows, i),
-        )
+def _who_carries(found: Carried, size: int) -> str:
+    if not found.half:
+        return ""
+    who = f"{found.half:,} of {size:,} members carry" if found.half != 1 else f"One of {size:,} members carries"
+    return (
+        f"{who} half of what pulls the group’s way, the largest {found.largest:.0%} of it. "
+        f"{found.same_way:.0%} of the members pull that way."
+    )
 
 
 def _as_texts(labels: Any) -> np.ndarray:
@@ -235,13 +178,9 @@ def _as_texts(labels: Any) -> np.ndarray:
 def _pictures(result: Attribution, members: np.ndarray | None) -> list[dict[str, str]]:
     """Bars, and what else there is something to show for, as data addresses with a caption."""
     several = len(result.properties) > 1
-    shown_properties = range(min(len(result.properties), MOST_PROPERTIES))
     pictures: list[tuple[str, Any]] = [
-        (
-            f"Scores{' for ' + shown(result.properties[j]) if several else ''}",
-            lambda ax, j=j: result.plot.bars(j, ax=ax),
-        )
-        for j in shown_properties
+        (f"Scores for {shown(name)}" if several else "Scores", lambda ax, j=j: result.plot.bars(j, ax=ax))
+        for j, name in enumerate(result.properties[:MOST_PROPERTIES])
     ]
     if several:
         pictures.append(("Groups and properties", lambda ax: result.plot.heatmap(ax=ax)))
@@ -283,14 +222,15 @@ def _facts(result: Attribution) -> list[tuple[str, str]]:
 
     facts = []
     if result.method is not None:
-        facts += [("method", str(result.method.name))]
+        settings = result.method.settings.items()
         facts += [
-            (text(name), f"{v:.4g}" if isinstance(v, float) else text(v)) for name, v in result.method.settings.items()
+            ("method", str(result.method.name)),
+            *((text(name), f"{v:.4g}" if isinstance(v, float) else text(v)) for name, v in settings),
+            ("scores", result.method.meaning.removeprefix("scores ")),
+            ("cost", result.method.cost),
         ]
-        facts += [("scores", result.method.meaning.removeprefix("scores "))]
-        facts += [("cost", result.method.cost)] if result.method.cost else []
-    if result.interval:
-        facts.append(("interval", text(result.interval)))
     versions = f"ggda-ext {__version__}, PyTorch {torch.__version__}, NumPy {np.__version__}"
     versions += f", Python {platform.python_version()}"
-    return [*facts, ("versions", versions), ("written", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"))]
+    written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    facts += [("interval", text(result.interval)), ("versions", versions), ("written", written)]
+    return [(name, fact) for name, fact in facts if fact]

@@ -60,33 +60,17 @@ class Plots:
                 continue
             style = STYLES[effects[group]]
             ax.barh(row, np.nan_to_num(values[group]), color=style.colour, hatch=style.hatch, edgecolor="black", lw=0.6)
-            names.append(f"{drawing.group_name(result, group)} ({result.sizes[group]:,})")
-            if group in _warned(result):
-                names[-1] += " ⚠"
-        self._whiskers(ax, j, values, chosen.ids)
-        ax.axvline(0, color="black", lw=0.8)
-        drawing.plain_ticks(ax.yaxis, range(len(names)), names)
-        ax.set_ylim(len(names) - 0.4, -0.6)
-        drawing.few_ticks(ax)
-        drawing.label_below(ax, drawing.score_label(result, j))
-        drawing.legend(ax, {effects[g] for g in chosen.ids if g is not None})
-        drawing.tidy(ax)
+            warned = result.groups.name(group) in result.warnings
+            names.append(drawing.group_name(result, group, size=True) + " ⚠" * warned)
+        drawn = {row: group for row, group in enumerate(chosen.ids) if group is not None}
+        ends = ranking.ends(result, j)
+        if ends is not None:
+            x, (low, high) = values[list(drawn.values())], np.array([ends[group] for group in drawn.values()]).T
+            lengths = np.maximum([x - low, high - x], 0)
+            ax.errorbar(x, list(drawn), xerr=lengths, fmt="none", ecolor="black", elinewidth=1.2, capsize=3)
+        drawing.name_rows(ax, names, drawing.score_label(result, j), above=0.6)
+        drawing.legend(ax, {effects[group] for group in drawn.values()})
         return ax
-
-    def _whiskers(self, ax: Axes, j: int, values: np.ndarray, ids: Sequence[int | None]) -> None:
-        low, high = self._ends(j)
-        if low is None or high is None:
-            return
-        rows = [row for row, group in enumerate(ids) if group is not None]
-        groups = np.array([group for group in ids if group is not None])
-        x, lengths = values[groups], np.stack([values[groups] - low[groups], high[groups] - values[groups]])
-        ax.errorbar(x, rows, xerr=np.maximum(lengths, 0), fmt="none", ecolor="black", elinewidth=1.2, capsize=3)
-
-    def _ends(self, j: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-        low, high = self._result.low, self._result.high
-        if low is None or high is None:
-            return None, None
-        return low[j].detach().cpu().double().numpy(), high[j].detach().cpu().double().numpy()
 
     def members(
         self, property: str | int = 0, *, member_scores: Any = None, most: int = 10, ax: Axes | None = None
@@ -114,15 +98,10 @@ class Plots:
             share = carried(own).largest
             ax.text(1.01, row, f"{share:.0%}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
         ax.text(1.01, -0.75, "largest", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
-        ax.axvline(0, color="black", lw=0.8)
-        names = [f"{drawing.group_name(result, g)} ({result.sizes[g]:,})" for g in groups]
-        drawing.plain_ticks(ax.yaxis, range(len(names)), names)
-        ax.set_ylim(len(names) - 0.4, -0.9)
-        drawing.few_ticks(ax)
-        drawing.label_below(ax, f"of each member alone:\n{drawing.score_label(result, j)}")
+        names = [drawing.group_name(result, group, size=True) for group in groups]
+        drawing.name_rows(ax, names, f"of each member alone:\n{drawing.score_label(result, j)}", above=0.9)
         if chosen.words:
             drawing.plain_title(ax, f"not shown: {chosen.words}")
-        drawing.tidy(ax)
         return ax
 
     def heatmap(
@@ -144,14 +123,14 @@ class Plots:
         relative = np.divide(scores, top, out=np.zeros_like(scores), where=top > 0)
         strongest = np.nan_to_num(np.abs(relative)).max(0)
         chosen = np.argsort(-strongest, kind="stable")[:most]
-        names = [shown(name, drawing.WIDEST_NAME) for name in result.properties]
+        chosen = chosen if rows == "groups" else np.sort(chosen)
+        sides = (
+            [shown(name, drawing.WIDEST_NAME) for name in result.properties],
+            [drawing.group_name(result, int(group)) for group in chosen],
+        )
+        cells, colours = scores[:, chosen], relative[:, chosen]
         if rows == "groups":
-            groups = [drawing.group_name(result, int(g)) for g in chosen]
-            cells, colours, sides = scores[:, chosen].T, relative[:, chosen].T, (groups, names)
-        else:
-            chosen = np.sort(chosen)
-            groups = [drawing.group_name(result, int(g)) for g in chosen]
-            cells, colours, sides = scores[:, chosen], relative[:, chosen], (names, groups)
+            cells, colours, sides = cells.T, colours.T, sides[::-1]
         ax = drawing.new_axes(ax, min(3 + 0.8 * cells.shape[1], 14), 1.6 + 0.27 * len(cells))
         picture = ax.imshow(colours, cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
         drawing.write_cells(ax, cells, colours)
@@ -183,10 +162,10 @@ class Plots:
         order = np.argsort(times, kind="stable")
         times, values, effects = times[order], values[order], np.array(ranking.effects(result, j))[order]
         ax = drawing.new_axes(ax, 7.2, 3.6)
-        low, high = self._ends(j)
-        if low is not None and high is not None:
+        ends = ranking.ends(result, j)
+        if ends is not None:
             covers = shown(result.interval.partition(";")[0]) or "interval"
-            ax.fill_between(times, low[order], high[order], color="0.85", label=covers)
+            ax.fill_between(times, *np.array(ends)[order].T, color="0.85", label=covers)
         ax.plot(times, values, color="black", lw=1, zorder=2)
         for effect in [e for e in STYLES if e in effects]:
             at = effects == effect
@@ -261,10 +240,3 @@ class Plots:
             names[1]: retraining_score(importance, groups, retrain, fractions, seed=seed),
             "random order": retraining_score(random, groups, retrain, fractions, seed=seed),
         }
-
-
-def _warned(result: Attribution) -> set[int]:
-    """Ids of the groups with warnings."""
-    return (
-        {j for j in range(len(result.groups)) if result.groups.name(j) in result.warnings} if result.warnings else set()
-    )

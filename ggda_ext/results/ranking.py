@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from numbers import Integral
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,11 @@ SHOWN_PROPERTIES = 4
 """With more properties than this, all of one direction, their mean is shown and ranked by."""
 
 
-def property_id(properties: Sequence[str], name: str | int) -> int:
-    """The row of a property by name or number."""
+def property_id(result: Attribution, name: str | int | None) -> int:
+    """The row of a property by name or number; of the first for None."""
+    properties = result.properties
+    if name is None:
+        return 0
     if isinstance(name, str):
         if name in properties:
             return properties.index(name)
@@ -45,7 +48,7 @@ def _values(result: Attribution, by: str | int | None) -> tuple[np.ndarray, High
     scores = result.scores.cpu().double()
     if by is None and by_mean(result):
         return scores.mean(0).numpy(), result.higher_is_better[0]
-    j = property_id(result.properties, 0 if by is None else by)
+    j = property_id(result, by)
     return scores[j].numpy(), result.higher_is_better[j]
 
 
@@ -68,20 +71,27 @@ def effect_of(score: float, direction: HigherIsBetter, interval: tuple[float, fl
     return "hurts" if (score > 0) == direction else "helps"
 
 
+def ends(result: Attribution, j: int) -> list[tuple[float, float]] | None:
+    """The interval of every group's score for property j; None where there is none."""
+    if result.low is None or result.high is None:
+        return None
+    return list(zip(result.low[j].tolist(), result.high[j].tolist(), strict=True))
+
+
 def effects(result: Attribution, j: int) -> tuple[str, ...]:
     """The effect of every group on property j; ``unclear`` where the interval contains 0."""
     scores, direction = result.scores[j].tolist(), result.higher_is_better[j]
-    if result.low is None or result.high is None:
+    around = ends(result, j)
+    if around is None:
         return tuple(effect_of(score, direction) for score in scores)
-    intervals = zip(result.low[j].tolist(), result.high[j].tolist(), strict=True)
-    return tuple(effect_of(score, direction, ends) for score, ends in zip(scores, intervals, strict=True))
+    return tuple(effect_of(score, direction, one) for score, one in zip(scores, around, strict=True))
 
 
 def with_effect(result: Attribution, effect: str, by: str | int | None, sure: bool) -> list[int]:
     """Ids of the groups that help, or hurt, largest absolute score first."""
     values, direction = _values(result, by)
     if direction is None:
-        name = result.properties[0 if by is None else property_id(result.properties, by)]
+        name = result.properties[property_id(result, by)]
         raise ValueError(
             f"whether higher is better is not known for the property {name!r}, so no group helps or hurts: wrap it, "
             "properties.named(fn, higher_is_better=True), or look at the sign of the scores (positive: the property "
@@ -92,7 +102,7 @@ def with_effect(result: Attribution, effect: str, by: str | int | None, sure: bo
         return chosen
     if result.low is None or (by is None and by_mean(result)):
         raise ValueError("sure=True needs an interval of one property: pass intervals= to attribute, and by=.")
-    clear = effects(result, property_id(result.properties, 0 if by is None else by))
+    clear = effects(result, property_id(result, by))
     return [j for j in chosen if clear[j] == effect]
 
 

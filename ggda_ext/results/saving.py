@@ -73,7 +73,7 @@ def saved(result: Attribution, path: Path) -> Path:
     return path
 
 
-def loaded(cls: type[Attribution], path: Path) -> Attribution:
+def loaded(path: Path) -> Attribution:
     """Read the file; see `Attribution.load`."""
     from ggda_ext.storage.files import DamagedFile, read_plain
 
@@ -109,12 +109,9 @@ def encoded(result: NamedScores) -> tuple[str, dict[str, Tensor]]:
             "interval": result.interval,
             "warnings": [[_encoded_name(name), list(found)] for name, found in result.warnings.items()],
             "notes": result.notes,
-            "method": None if method is None else {
-                "name": method.name, "unit": method.unit, "settings": dict(method.settings),
-                "passes": method.passes, "seconds": method.seconds, "measured": method.measured,
-            },
+            "method": None if method is None else vars(method) | {"settings": dict(method.settings)},
         }
-    )  # fmt: skip
+    )
     labels = torch.from_numpy(result.groups.labels.copy())
     numbers = {name: getattr(result, name) for name in _TENSORS}
     return text, {"labels": labels} | {name: tensor for name, tensor in numbers.items() if tensor is not None}

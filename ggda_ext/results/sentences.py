@@ -52,14 +52,14 @@ def answers(result: Attribution, property: int) -> list[Sentence]:
 
 def _about(result: Attribution, row: int, group: int, effect: str) -> str:
     """What the first of its kind does."""
-    score, name = float(result.scores[row, group]), shown(result.properties[row])
-    verb = "rise" if score > 0 else "fall"
+    score, name, ends = float(result.scores[row, group]), shown(result.properties[row]), ranking.ends(result, row)
+    seen = "was seen to" if result.method is not None and result.method.measured else "is predicted to"
     words = f"{effect} most" if effect in ("hurts", "helps") else "matters most in this direction"
     if len(result.groups) == 1:
         words = words.replace(" most", "")
-    words += f": without it, {name} {_foretold(result)} {verb}"
+    words += f": without it, {name} {seen} {'rise' if score > 0 else 'fall'}"
     if result.method is not None and result.method.unit == "property":
-        words += f" by {abs(score):.3g}{_interval(result, row, group, score)}"
+        words += f" by {abs(score):.3g}{'' if ends is None else _in_brackets(*ends[group])}"
     words += "."
     if ranking.effects(result, row)[group] == "unclear":
         words += " Its interval holds 0, so even the direction is unclear."
@@ -68,15 +68,8 @@ def _about(result: Attribution, row: int, group: int, effect: str) -> str:
     return words
 
 
-def _foretold(result: Attribution) -> str:
-    return "was seen to" if result.method is not None and result.method.measured else "is predicted to"
-
-
-def _interval(result: Attribution, row: int, group: int, score: float) -> str:
-    """The interval of a change, in brackets."""
-    if result.low is None or result.high is None:
-        return ""
-    low, high = float(result.low[row, group]), float(result.high[row, group])
+def _in_brackets(low: float, high: float) -> str:
+    """The interval of a change."""
     if low <= 0 <= high:
         return f" (anything from a fall by {-low:.3g} to a rise by {high:.3g})"
     ends = sorted((abs(low), abs(high)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Container, Sequence
 from datetime import datetime, time
 from typing import TYPE_CHECKING, Any
@@ -43,19 +42,21 @@ def aligned_lines(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> l
 
 def as_html(result: Attribution) -> str:
     """The same as HTML; everything that comes from data is escaped."""
+    from html import escape  # only notebooks need it
+
     header, rows, aligned_left = _cells(result)
 
     def line(row: Sequence[str], tag: str) -> str:
         cells = (
-            f'<{tag} style="text-align:{"left" if left else "right"}">{html.escape(cell)}</{tag}>'
+            f'<{tag} style="text-align:{"left" if left else "right"}">{escape(cell)}</{tag}>'
             for cell, left in zip(row, aligned_left, strict=True)
         )
         return f"<tr>{''.join(cells)}</tr>"
 
     body = "".join(line(row, "td") for row in rows)
-    below = "".join(f"<div>{html.escape(text)}</div>" for text in _below(result) if text)
+    below = "".join(f"<div>{escape(text)}</div>" for text in _below(result) if text)
     return (
-        f"<div><b>{html.escape(_title(result))}</b>"
+        f"<div><b>{escape(_title(result))}</b>"
         f"<table><thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>{below}</div>"
     )
 
@@ -67,12 +68,10 @@ def as_frame(result: Attribution) -> pandas.DataFrame:
     except ImportError as error:
         raise ImportError("to_frame needs pandas: pip install pandas.") from error
     m, k = result.scores.shape
-    names: Any = np.empty(k, dtype=object)
-    for j, name in enumerate(result.groups.all_names):
-        names[j] = name
+    names = list(result.groups.all_names)
     columns: dict[str, Any] = {
         "property": np.repeat(np.array(result.properties, dtype=object), k),
-        "group": pd.Series(list(names) * m, dtype=None if k else object),
+        "group": pd.Series(names * m, dtype=None if k else object),
         "size": np.tile(result.sizes, m),
         "score": _column(result.scores),
     }
@@ -125,10 +124,9 @@ def _cells(result: Attribution) -> tuple[list[str], list[list[str]], list[bool]]
 def _of_property(result: Attribution, row: int, ids: Sequence[int]) -> list[tuple[str, list[str], bool]]:
     scores, effects = result.scores[row].tolist(), ranking.effects(result, row)
     title = "score" if len(result.properties) == 1 else shown(result.properties[row])
-    columns = [(title, [number(scores[j]) for j in ids], False)]
-    if result.low is not None and result.high is not None:
-        low, high = result.low[row].tolist(), result.high[row].tolist()
-        columns.append(("interval", [f"{number(low[j])} … {number(high[j])}" for j in ids], True))
+    columns, ends = [(title, [number(scores[j]) for j in ids], False)], ranking.ends(result, row)
+    if ends is not None:
+        columns.append(("interval", [" … ".join(map(number, ends[j])) for j in ids], True))
     return [*columns, ("", [effects[j] for j in ids], True)]
 
 

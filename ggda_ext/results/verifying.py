@@ -45,8 +45,7 @@ class Verified:
     @property
     def stderr(self) -> np.ndarray:
         """Standard error of the rises over seeds `[g]`; NaN for one seed."""
-        seeds = self.real.shape[1]
-        return self.real.std(1, ddof=1) / seeds**0.5 if seeds > 1 else np.full(len(self.real), np.nan)
+        return standard_error(self.real)
 
     @property
     def agrees(self) -> np.ndarray:
@@ -72,6 +71,12 @@ class Verified:
         return "same sign" if self.agrees[j] else "OTHER SIGN"
 
 
+def standard_error(values: np.ndarray) -> np.ndarray:
+    """Standard error of the mean along the last axis; NaN for one value."""
+    count = values.shape[-1]
+    return values.std(-1, ddof=1) / np.sqrt(count) if count > 1 else np.full(values.shape[:-1], np.nan)
+
+
 def verified(result: Attribution, retrain: Retrain, top: int, by: str | int | None) -> Verified:
     """See `Attribution.verify`."""
     if not callable(retrain):
@@ -80,7 +85,7 @@ def verified(result: Attribution, retrain: Retrain, top: int, by: str | int | No
             "as ggda_ext.evaluation.Retrainer, that measures the property."
         )
     check_counts(top=top)
-    row = ranking.property_id(result.properties, 0 if by is None else by)
+    row = ranking.property_id(result, by)
     better, measure = result.higher_is_better[row], getattr(retrain, "measure", None)
     if better is not None and (measure, better) in {("accuracy", False), ("loss", True)}:
         raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +17,12 @@ from torch.optim.adam import adam
 
 from ggda_ext.checkpoints import State, load_state, state_on_cpu
 from ggda_ext.data import ProgressBar
-from ggda_ext.training.batch_order import StepBatch, Walk, batches, by_falling_steps, walks
+from ggda_ext.training.batch_order import Walk, batches, by_falling_steps, walks
 from ggda_ext.training.denormals import denormals_flushed
 from ggda_ext.training.loop import LossFn, MakeModel, initial_model, train_one
 from ggda_ext.training.recipe import BETA2, EPS, Recipe, check_seeds, checked_data, checked_subset
-from ggda_ext.training.stacked import StackedLayers
-from ggda_ext.training.vmapped import MappedModel
+from ggda_ext.training.stacked import LayerGradients, StackedLayers
+from ggda_ext.training.vmapped import MappedGradients, MappedModel
 from ggda_ext.words import check_counts
 
 WORKING_SET = 16 * 2**20
@@ -32,30 +32,8 @@ MODELS_AT_ONCE = 64
 """Models whose outputs are computed together."""
 
 
-class Gradients(Protocol):
-    """Computes the gradients of a stack."""
-
-    def write(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], batch: StepBatch) -> None:
-        """Write the gradients of a stack into tensors of the same shapes."""
-
-
-class Layout(Protocol):
-    """How models stand in a stack: as tensors whose first dimension is the model."""
-
-    def stack(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """The parameters of models as tensors `[models, …]`."""
-
-    def state(self, tensors: Sequence[Tensor]) -> State:
-        """The state dict of one model, from its part of every tensor."""
-
-    def outputs(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Outputs of every model `[models, n, …]`."""
-
-    def bytes_at_work(self, batch_size: int) -> int:
-        """Memory one model touches in a training step, for numbers of four bytes."""
-
-    def gradients(self, loss_fn: LossFn, x: Tensor, y: Tensor) -> Gradients:
-        """What computes the gradients of a stack on this training set."""
+Layout = StackedLayers | MappedModel
+"""How models stand in a stack: as tensors whose first dimension is the model."""
 
 
 class TrainedModels:
@@ -178,7 +156,11 @@ def models_at_once(layout: Layout, recipe: Recipe) -> int:
 
 @torch.no_grad()
 def _train(
-    tensors: list[Tensor], gradients: Gradients, walking: list[Walk], weight_decay: float, progress: ProgressBar
+    tensors: list[Tensor],
+    gradients: LayerGradients | MappedGradients,
+    walking: list[Walk],
+    weight_decay: float,
+    progress: ProgressBar,
 ) -> None:
     """Train the models of a stack in place, with PyTorch's fused Adam."""
     slopes, means, squares = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(3))

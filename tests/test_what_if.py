@@ -1,0 +1,202 @@
+"""What-if: nothing changes without a change, linear models are retrained exactly, and small changes are influence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from cases import gradient_rows, make_case, relative_error
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from what_if_cases import DECAY, LOSS, NAMES, SOURCES, N, fitted, kept_rows, make_other, network, points
+
+from ggda_ext import Groups, properties
+from ggda_ext.counterfactual import WhatIf
+from ggda_ext.counterfactual.features import Linearizer
+from ggda_ext.data import IndexedData
+from ggda_ext.model import ParameterSpace
+
+LINEAR: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable[[], Tensor]]] = {
+    "three classes": (lambda: nn.Linear(5, 3), F.cross_entropy, lambda: points()[1]),
+    "two classes": (lambda: nn.Linear(5, 2), F.cross_entropy, lambda: points(2)[1]),
+    "smoothed": (lambda: nn.Linear(5, 3), nn.CrossEntropyLoss(label_smoothing=0.1), lambda: points()[1]),
+    "binary": (
+        lambda: nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)),
+        F.binary_cross_entropy_with_logits,
+        lambda: points(2)[1].double(),
+    ),
+    "regression": (lambda: nn.Linear(5, 2), F.mse_loss, lambda: points()[0][:, :2].sin()),
+    "poisson": (
+        lambda: nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)),
+        nn.PoissonNLLLoss(),
+        lambda: points()[1].double(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_models_are_retrained_exactly(name):
+    make_model, loss_fn, targets = LINEAR[name]
+    data = (points()[0], targets())
+    torch.manual_seed(0)
+    model = fitted(make_model().double(), loss_fn, data)
+    what_if = WhatIf(model, loss_fn, data, SOURCES, weight_decay=DECAY)
+    answer = what_if.without(["web", "news"])
+    inside = torch.tensor([source in ("books", "forum") for source in SOURCES])
+    truth = fitted(make_model().double(), loss_fn, (data[0][inside], data[1][inside]))
+    assert (answer.outputs(data) - truth(data[0])).abs().max() < 1e-6
+    measure = properties.mean_loss(data, loss_fn)
+    assert abs(float(answer.value(measure)) - float(measure(truth))) < 1e-6
+
+
+def test_weights_of_groups_and_points_are_those_of_a_weighted_training():
+    data = points()
+    own = torch.rand(N, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 0.2
+    torch.manual_seed(0)
+    model = fitted(nn.Linear(5, 3).double(), F.cross_entropy, data, own)
+    what_if = WhatIf(model, LOSS, data, SOURCES, weight_decay=DECAY, point_weights=own)
+    answer = what_if.with_weights({"web": 0.5, "news": 3.0})
+    factor = torch.tensor([{"web": 0.5, "news": 3.0}.get(source, 1.0) for source in SOURCES])
+    truth = fitted(nn.Linear(5, 3).double(), F.cross_entropy, data, own * factor)
+    assert (answer.outputs(data) - truth(data[0])).abs().max() < 1e-6
+
+
+def test_targets_that_a_mean_ignores_count_for_nothing():
+    (x, y), ignored = points(), torch.arange(N) < N // 3
+    what_if = WhatIf(network(), LOSS, (x, y.masked_fill(ignored, -100)), SOURCES, weight_decay=DECAY, ridge=0.01)
+    others = [source for source, gone in zip(SOURCES, ignored, strict=True) if not gone]
+    plain = WhatIf(network(), LOSS, (x[~ignored], y[~ignored]), others, weight_decay=DECAY, ridge=0.01)
+    found, expected = (one.without(["web", "news"]).outputs((x, y)) for one in (what_if, plain))
+    assert (found - expected).abs().max() < 1e-6 * (expected - network()(x)).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("directions", ["auto", "eigen", "groups", "both", "all"])
+def test_keeping_everything_changes_nothing(dtype, directions):
+    data, model = points(dtype=dtype), network(dtype)
+    what_if = WhatIf(model, LOSS, data, SOURCES, directions=directions, rank=10)
+    for answer in (what_if.with_weights({}), what_if.only(NAMES), what_if.with_weights(dict.fromkeys(NAMES, 2.0))):
+        assert torch.equal(answer.outputs(data), model(data[0]))
+        assert float(answer.change(properties.mean_loss(data, LOSS))) == 0
+
+
+def test_a_part_of_the_points_keeps_that_law_and_the_weights_of_groups():
+    data, model = points(), network()
+    groups = Groups(np.repeat([0, 1, 2, -1], [70, 30, 15, 5]), rest="drop")
+    what_if = WhatIf(model, LOSS, data, groups, most_points=40)
+    assert torch.equal(what_if.with_weights({}).outputs(data), what_if.models[0].features(data)[0].outputs)
+    assert torch.allclose(what_if.linearized[0].refit.masses, torch.tensor([70.0, 30.0, 15.0, 5.0]).double())
+    assert len(what_if.linearized[0].chosen) < N
+
+
+def test_a_small_change_is_the_influence_function():
+    """d/dε of outputs without a share ε of a group: J (GN + λ)⁻¹ (g_G − n_G ḡ) / n, by dense matrices."""
+    data, model = points(), network()
+    x, y = data
+    what_if = WhatIf(model, LOSS, data, SOURCES, directions="all", weight_decay=DECAY, ridge=0.0)
+    members = torch.tensor([source == "forum" for source in SOURCES])
+    jacobian = torch.func.jacrev(lambda values: torch.func.functional_call(model, values, (x,)))(
+        dict(model.named_parameters())
+    )
+    dense = torch.cat([part.flatten(2) for part in jacobian.values()], 2).detach()
+    p = model(x).softmax(1).detach()
+    bend = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    newton = torch.einsum("nap,nab,nbq->pq", dense, bend, dense) / N + DECAY * torch.eye(dense.shape[2])
+    each = torch.einsum("ncp,nc->np", dense, p - F.one_hot(y, 3))
+    rest = (each[members].sum(0) - members.sum() * each.mean(0)) / N
+    influence = dense @ torch.linalg.solve(newton, rest)
+    eps = 1e-5
+    found = (what_if.with_weights({"forum": 1 - eps}).outputs(data) - model(x)) / eps
+    assert relative_error(found, influence) < 1e-3
+
+
+def test_order_of_groups_and_subsets_does_not_matter():
+    data, model = points(), network()
+    measure = properties.mean_loss(data, LOSS)
+    kept, order = kept_rows(), np.array([3, 0, 2, 1])
+    plain = Groups(np.arange(N) % 4)
+    what_if = WhatIf(model, LOSS, data, plain, rank=20)
+    values = what_if.subsets(kept, measure)
+    assert torch.allclose(what_if.subsets(kept[::-1], measure).flip(0), values, rtol=1e-8)
+    other = WhatIf(model, LOSS, data, Groups(np.argsort(order)[np.arange(N) % 4]), rank=20)
+    assert torch.allclose(other.subsets(kept[:, order], measure), values, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_subsets_at_once_are_each_of_them_alone(dtype):
+    data, model = points(dtype=dtype), network(dtype)
+    measure = properties.mean_loss(data, LOSS)
+    what_if = WhatIf(model, LOSS, data, Groups(np.arange(N) % 4), rank=20)
+    together = what_if.subsets(kept_rows(), measure)
+    alone = torch.stack([what_if.subsets(row[None], measure)[0] for row in kept_rows()])
+    assert torch.allclose(together, alone, rtol=1e-4 if dtype == torch.float32 else 1e-9)
+
+
+def test_a_group_that_every_subset_of_a_block_keeps_is_as_exact_as_points_in_no_group():
+    data, model = points(), network()
+    measure, labels = properties.mean_loss(data, LOSS), np.arange(N) % 4
+    kept = kept_rows().copy()
+    kept[:, 3] = True
+    options = {"directions": "all", "weight_decay": DECAY, "ridge": 0.01}
+    values = WhatIf(model, LOSS, data, Groups(labels), **options).subsets(kept, measure)
+    fixed = Groups(np.where(labels == 3, -1, labels), rest="drop")
+    others = kept[:, :3].any(1)
+    found = WhatIf(model, LOSS, data, fixed, **options).subsets(kept[:, :3], measure)
+    torch.testing.assert_close(found[others], values[others], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "shared", "tied", "unknown"])
+def test_features_are_the_jacobian(name, by_rows):
+    case = make_case(name)
+    space = ParameterSpace(case.model)
+    directions = torch.randn(4, space.size, dtype=torch.float64)
+    found = Linearizer(space, directions, batch_size=10, by_rows=by_rows).features(IndexedData(case.data))
+    output = case.model(case.x)
+    assert relative_error(found.outputs, output.detach()) < 1e-12
+    rows = gradient_rows(output.flatten(), space.parameters.values())
+    expected = (rows @ directions.T).view(*output.shape, 4)
+    assert relative_error(found.tangents, expected) < 1e-10
+
+
+def test_features_on_disk_and_any_kind_of_data_give_the_same_answers():
+    data, model = points(), network()
+    measure = properties.mean_loss(data, LOSS)
+    expected = WhatIf(model, LOSS, data, SOURCES, rank=20).subsets(kept_rows(), measure)
+    loader = DataLoader(
+        TensorDataset(*data), batch_size=7, collate_fn=lambda rows: list(map(torch.stack, zip(*rows, strict=True)))
+    )
+    for source, options in ((data, {"memory_budget": 50_000}), (loader, {})):
+        found = WhatIf(model, LOSS, source, SOURCES, rank=20, **options).subsets(kept_rows(), measure)
+        assert torch.allclose(found, expected, rtol=1e-7)
+
+
+def test_several_models_are_averaged():
+    data, first, second = points(), network(), make_other()
+    measure = properties.mean_loss(data, LOSS)
+    both = WhatIf(first, LOSS, data, SOURCES, models=[second], rank=20).subsets(kept_rows(), measure)
+    each = [WhatIf(model, LOSS, data, SOURCES, rank=20).subsets(kept_rows(), measure) for model in (first, second)]
+    assert torch.allclose(both, (each[0] + each[1]) / 2, rtol=1e-9)
+
+
+def test_checkpoints_are_explained_as_the_models_they_were(tmp_path):
+    data, model = points(), network()
+    before = copy.deepcopy(model.state_dict())
+    earlier = copy.deepcopy(model)
+    for value in earlier.parameters():
+        value.data *= 0.8
+    torch.save(earlier.state_dict(), tmp_path / "earlier.pt")
+    measure = properties.mean_loss(data, LOSS)
+    states = [tmp_path / "earlier.pt", model.state_dict()]
+    found = WhatIf(model, LOSS, data, SOURCES, rank=20, checkpoints=states).subsets(kept_rows(), measure)
+    models = WhatIf(earlier, LOSS, data, SOURCES, rank=20, models=[model]).subsets(kept_rows(), measure)
+    assert torch.allclose(found, models, rtol=1e-9)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="models and checkpoints are both given"):
+        WhatIf(model, LOSS, data, SOURCES, checkpoints=states, models=[earlier])
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] does not fit"):
+        WhatIf(model, LOSS, data, SOURCES, checkpoints=make_other().state_dict())

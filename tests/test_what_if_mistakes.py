@@ -1,0 +1,143 @@
+"""What-if names bad input, questions and settings, and what cannot be refitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from what_if_cases import LOSS, NAMES, SOURCES, network, points
+
+from ggda_ext import BatchLoss, properties
+from ggda_ext.counterfactual import WhatIf
+from ggda_ext.training import Recipe
+
+
+def test_removed_is_the_share_of_points_left_out(asked):
+    weights = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0], [0.5, 3.0, 1.0, 1.0], [2.0, 2.0, 1.0, 1.0]])
+    assert asked.removed(weights).tolist() == [0, 0.25, 0.125, 0]
+
+
+def test_bad_input_is_named():
+    data, model = points(), network()
+    what_if = WhatIf(model, LOSS, data, SOURCES, rank=10)
+    measure = properties.mean_loss(data, LOSS)
+    with pytest.raises(ValueError, match=r"no group 'forums'; did you mean 'forum'"):
+        what_if.without("forums")
+    with pytest.raises(ValueError, match="leave nothing to train on"):
+        what_if.without(NAMES)
+    with pytest.raises(ValueError, match="a weight is a finite number, 0 or more"):
+        what_if.with_weights({"web": -1.0})
+    with pytest.raises(ValueError, match=r"kept has shape \[2, 3\]"):
+        what_if.subsets(np.ones((2, 3)), measure)
+    with pytest.raises(ValueError, match="is not convex in the outputs"):
+        WhatIf(model, lambda z, y: z.sin().sum(), data, SOURCES)
+    with pytest.raises(TypeError, match="does not say how the loss depends on the outputs"):
+        WhatIf(model, BatchLoss(lambda model, batch: model(batch[0]).sum(1)), data, SOURCES)
+    with pytest.raises(ValueError, match="of_outputs"):
+        what_if.without("web").value(lambda model: (model(data[0]).argmax(1) == data[1]).double().mean())
+    with pytest.raises(ValueError, match="of_outputs"):
+        what_if.shapley(lambda model: model[0].weight.sum())
+    with pytest.raises(ValueError, match="directions='some'"):
+        WhatIf(model, LOSS, data, SOURCES, directions="some")
+    with pytest.raises(ValueError, match="pass one of them"):
+        WhatIf(model, LOSS, data, SOURCES, weight_decay=0.1, recipe=Recipe(1, 0.1, 8))
+    with pytest.raises(ValueError, match="point_weights has shape"):
+        WhatIf(model, LOSS, data, SOURCES, point_weights=torch.ones(3))
+    for options in ({}, {"remove": 4}, {"remove": 1, "goal": "best"}):
+        with pytest.raises(ValueError, match=r"pass remove|remove=4|goal='best'"):
+            what_if.search(measure, **options)
+    broken = (data[0].clone(), data[1])
+    broken[0][7] = float("nan")
+    with pytest.raises(ValueError, match="NaN or infinite outputs for 1 of 120 examples, first 7"):
+        WhatIf(model, LOSS, broken, SOURCES)
+    with pytest.raises(ValueError, match="NaN or infinite outputs"):
+        what_if.without("web").value(properties.mean_loss(broken, LOSS))
+
+
+BAD_QUESTIONS: dict[str, tuple[Callable[[WhatIf, Any, Any], Any], str]] = {
+    "weights without names": (lambda w, m, e: w.with_weights(["web"]), "weights is a list: pass a dict"),
+    "a weight that is a word": (lambda w, m, e: w.with_weights({"web": "half"}), r"weights\['web'\]='half'"),
+    "no subset": (lambda w, m, e: w.subsets(np.ones((0, 4)), m), r"kept has shape \[0, 4\]"),
+    "names as subsets": (lambda w, m, e: w.subsets([["web"]], m), "kept holds what is no number"),
+    "no property": (lambda w, m, e: w.without("web").value(None), "property is a NoneType"),
+    "data as property": (lambda w, m, e: w.subsets(np.eye(4), points()), "property is a tuple"),
+    "many numbers, search": (lambda w, m, e: w.search(e, remove=1), "gives 120 numbers"),
+    "many numbers, held out": (lambda w, m, e: w.search(m, remove=1, holdout=e), "gives 120 numbers"),
+    "many numbers, shapley": (lambda w, m, e: w.shapley(e, samples=2), "gives 120 numbers"),
+    "many numbers, pairs": (lambda w, m, e: w.interactions(e), "gives 120 numbers"),
+    "many numbers, verify": (lambda w, m, e: w.verify(len, e), "gives 120 numbers"),
+    "half a group": (lambda w, m, e: w.search(m, remove=1.5), "remove=1.5: pass a whole number"),
+    "a budget below all groups": (lambda w, m, e: w.search(m, budget=29), "the smallest group has 30"),
+    "half a sample": (lambda w, m, e: w.shapley(m, samples=2.5), "samples=2.5"),
+    "nothing to retrain with": (lambda w, m, e: w.verify([1.0], m), "retrain is a list"),
+    "one value too many": (
+        lambda w, m, e: w.verify(lambda s: np.zeros(len(s) + 1), m, 4),
+        r"shape \[5\]: return \[4, ",
+    ),
+    "no values": (lambda w, m, e: w.verify(lambda s: None, m, 4), r"shape \[\]"),
+    "values that are not finite": (lambda w, m, e: w.verify(lambda s: np.full(4, np.nan), m, 4), "NaN or infinite"),
+    "half a retraining": (lambda w, m, e: w.verify(len, m, np.full((4, 4), 0.5)), "other than 0 and 1"),
+    "few retrainings": (lambda w, m, e: w.verify(len, m, 3), "subsets=3: pass a whole number, at least 4"),
+}
+
+
+@pytest.fixture(scope="module")
+def asked() -> WhatIf:
+    return WhatIf(network(), LOSS, points(), SOURCES, rank=10)
+
+
+@pytest.mark.parametrize("name", BAD_QUESTIONS)
+def test_bad_questions_are_named(asked, name):
+    ask, message = BAD_QUESTIONS[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        ask(asked, properties.mean_loss(points(), LOSS), properties.point_losses(points(), LOSS))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 2.5}, "rank=2.5: pass a whole number"),
+        ({"weight_decay": "1e-3"}, "weight_decay='1e-3': pass a number"),
+        ({"ridge": float("inf")}, "ridge=inf"),
+        ({"folder": "no/such/folder"}, "folder='no/such/folder' is no folder"),
+        ({"recipe": {"lr": 0.1}}, "recipe is a dict"),
+        ({"start": network()}, "start is given without a recipe"),
+        ({"start": nn.Linear(5, 3), "recipe": Recipe(1, 0.1, 8)}, "start has no parameter 0.weight"),
+        ({"settle": True}, "settle=True needs a recipe"),
+        ({"settle": True, "start": network(), "recipe": Recipe(1, 0.1, 8)}, "settle and start are both given"),
+        ({"nearby": 2}, "nearby=2 needs a recipe"),
+        ({"nearby": 2, "start": network(), "recipe": Recipe(1, 0.1, 8)}, "nearby and start are both given"),
+        ({"nearby": -1}, "nearby=-1: pass a whole number, at least 0"),
+        ({"models": network()}, "models is a Sequential: pass a list"),
+        ({"models": [nn.Linear(5, 4).double()]}, r"models\[0\] gives outputs \[4\] for a point, the model \[3\]"),
+    ],
+)
+def test_bad_settings_are_named(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        WhatIf(network(), LOSS, points(), SOURCES, **{"rank": 10, **options})
+
+
+def test_groups_whose_points_weigh_nothing_leave_nothing():
+    own = [0.0 if source == "web" else 1.0 for source in SOURCES]
+    what_if = WhatIf(network(), LOSS, points(), SOURCES, point_weights=own, rank=10)
+    with pytest.raises(ValueError, match="leave nothing to train on"):
+        what_if.only("web")
+
+
+def test_a_singular_small_problem_is_named():
+    """A loss that rises without bound in one direction only, and no weight decay: no optimum."""
+    data = (torch.ones(4, 1).double(), torch.tensor([1.0, 1.0, 1.0, 0.0]).double())
+    model = nn.Linear(1, 1, bias=False).double()
+
+    def falling(z: Tensor, y: Tensor) -> Tensor:
+        return ((1 - y) * z[:, 0].exp() - z[:, 0]).sum()
+
+    with torch.no_grad():
+        model.weight.fill_(float(np.log(4)))
+    what_if = WhatIf(model, falling, data, [0, 0, 0, 1], ridge=0.0)
+    with pytest.raises(ValueError, match="the small problem is singular"):
+        what_if.without(1)
