@@ -203,3 +203,21 @@ def test_of_a_linear_model_neither_a_start_nor_checkpoints_change_answers():
         for options in ({}, {"start": before, "checkpoints": [before.state_dict()]})
     )
     assert relative_error(whole, plain) < 1e-9
+
+
+def test_early_checkpoints_of_several_trainings_are_averaged_for_the_one_model():
+    (x, y), model, others = points(), network(), [network() for _ in range(2)]
+    for number, other in enumerate(others):
+        for value in other.parameters():
+            value.data.mul_(0.5 - number).add_(0.1 * number)
+    early, recipe = [other.state_dict() for other in others], TrainingSteps([0.1] * 100, weight_decay=DECAY)
+    measure = properties.mean_loss((x, y), LOSS)
+
+    def rises(checkpoints: list[dict[str, Tensor]]) -> Tensor:
+        what_if = WhatIf(model, LOSS, (x, y), SOURCES, recipe=recipe, start=network(), checkpoints=checkpoints)
+        assert torch.equal(what_if.with_weights({}).outputs((x, y)), model(x))
+        return what_if.subsets(kept_rows(), measure) - measure(model).detach()
+
+    together, apart = rises(early), [rises([one]) for one in early]
+    assert relative_error(apart[0], apart[1]) > 0.01, "or this test would compare one thing with itself"
+    torch.testing.assert_close(together, torch.stack(apart).mean(0), rtol=1e-6, atol=1e-9)

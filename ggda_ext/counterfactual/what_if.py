@@ -84,7 +84,8 @@ class WhatIf:
         models: more models trained the same way with other seeds; values are averaged over all of them.
         checkpoints: state dicts or their paths, from along the training; values are averaged over them, and the
             present parameters count only if they are among them. With a start outputs are linearised there, and
-            changes are those of the model as it is: best one from early in the training.
+            changes are those of the model as it is: best one from early in the training, or one each of several
+            trainings with other seeds.
         directions: ``"all"`` parameters, the leading ``"eigen"`` vectors of the Gauss-Newton matrix, what the
             ``"groups"`` teach, ``"both"``; ``"auto"`` takes all parameters if there are at most `rank` of them, else
             both.
