@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
 from typing import Any, TypeVar
@@ -364,37 +364,7 @@ def left_as_it_was(
                 saved.restore()
 
 
-_harmless: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""Models whose runs were seen to change nothing, with what they looked like."""
-
-
-@contextmanager
-def left_as_it_was_by_runs(model: nn.Module) -> Iterator[None]:
-    """Like `left_as_it_was`, around nothing but runs of the model, which mostly change nothing.
-
-    All values are copied and compared once: for a large model that takes as long as a run. After that its parameters
-    are asked whether they were written to, and a model that does so only now is refused.
-    """
-    inner = unwrapped(model)
-    with only_thread(model):
-        structure = structure_of(inner)
-        known = _harmless.get(inner) == structure
-        parameters = _Versions(_named_values(inner, "_parameters").values() if known else ())
-        saved = SavedState(inner, _named_values(inner, "_buffers") if known else may_change(inner))
-        try:
-            yield
-        finally:
-            changed = saved.restore()
-        if not known and not changed:
-            _harmless[inner] = structure
-        for name in parameters.written(inner):
-            raise ValueError(
-                f"the model wrote to {name!r} when it ran, as it did not before, so it is no longer as it was: "
-                "let its forward pass leave parameters alone."
-            )
-
-
-class _Versions:
+class Versions:
     """How often some parameters and buffers were written to so far."""
 
     def __init__(self, values: Iterable[Tensor]) -> None:
@@ -404,51 +374,6 @@ class _Versions:
         """Names in a model of those that were written to since."""
         changed = {id(value) for value, before in self._values if _version(value) != before}
         return [name for name, value in _named_values(model).items() if id(value) in changed] if changed else []
-
-
-# what it is made of
-
-
-def structure_of(model: nn.Module) -> Hashable:
-    """What tells whether a model is the one that was looked at before: all but the values of parameters and buffers."""
-    seen: dict[int, Any] = {}
-    modules = tuple(
-        (name, type(module), id(vars(type(module)).get("forward")), tuple(module._forward_hooks),
-         tuple(module._forward_pre_hooks), tuple(module._backward_hooks), _plain(vars(module), seen))
-        for name, module in named_modules(model)
-    )  # fmt: skip
-    return modules, tuple(
-        (id(p), tuple(p.shape), p.dtype, p.device) for p in _named_values(model, "_parameters").values()
-    )
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_OWN = frozenset(vars(nn.Module())) - {"training"}
-_MOST_ENTRIES, _DEEPEST = 256, 3
-
-
-def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
-    """What can be told of a Python value, so that a change is seen: a flag, a setting, an object's own settings."""
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, Tensor | nn.Module):
-        return type(value)  # looked at elsewhere
-    if id(value) in seen:
-        return seen[id(value)]
-    told: Any = (type(value), id(value)) if depth else type(value)
-    seen[id(value)] = told
-    parts: dict[Any, Any] = {}
-    if isinstance(value, dict):
-        told, parts = type(value), value
-    elif isinstance(value, list | tuple | set | frozenset):
-        told, parts = type(value), dict(enumerate(value))
-    elif depth and hasattr(value, "__dict__") and not callable(value):
-        parts = vars(value)
-    if depth < _DEEPEST and len(parts) <= (_MOST_ENTRIES if depth else len(parts)):
-        held = ((key, part) for key, part in parts.items() if depth or key not in _OWN)
-        told = told, tuple((str(key), _plain(part, seen, depth + 1)) for key, part in held)
-    seen[id(value)] = told
-    return told
 
 
 def called_with(module: nn.Module, values: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
@@ -543,7 +468,7 @@ class ParameterSpace:
             before = [(parameter, parameter.requires_grad) for parameter in self._every]
             wanted = self.spans.keys() if of_chosen else {id(parameter) for parameter in also}
             saved = SavedState(self.model, self.changing) if self.changing else None
-            values = _Versions(self._written)
+            values = Versions(self._written)
             try:
                 for parameter, _ in before:
                     parameter.requires_grad_(id(parameter) in wanted)

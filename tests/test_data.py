@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
+from ggda_ext import GroupGradients
 from ggda_ext.data import IndexedData, batch_length, take, to_device
 
 X, Y = torch.arange(14.0).view(7, 2), torch.arange(7)
@@ -153,3 +155,14 @@ def test_batches_of_any_structure():
     assert batch_length(batch) == 7
     with pytest.raises(TypeError, match="holds no tensor"):
         batch_length("text")
+
+
+def test_a_loader_that_drops_its_last_batch_is_named_where_groups_do_not_fit():
+    loader = DataLoader(TensorDataset(X, Y), batch_size=3, drop_last=True)
+    left = len(X) - len(X) % 3
+    with pytest.raises(
+        ValueError, match=f"has {left}: .*drop_last=True, which leaves out {len(X) - left} points: pass"
+    ):
+        GroupGradients(nn.Linear(X.shape[1], 3), nn.CrossEntropyLoss(), loader, range(len(X)))
+    fitting = GroupGradients(nn.Linear(X.shape[1], 3), nn.CrossEntropyLoss(), loader, range(left))
+    assert fitting.groups.n == left

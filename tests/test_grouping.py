@@ -590,3 +590,13 @@ def test_bad_columns_and_clusterers_are_refused() -> None:
         from_clusters(KMeans(2))
     with pytest.raises(TypeError, match="no fit_predict"):
         from_clusters(object(), blobs())
+
+
+@pytest.mark.parametrize("wrong", [nn.CrossEntropyLoss(), 3])
+@pytest.mark.parametrize("kind", [ReprKMeansGroups, GradKMeansGroups])
+def test_a_loss_or_a_number_in_place_of_the_model_is_named(kind, wrong):
+    builder = kind(wrong, nn.CrossEntropyLoss(), n_groups=2)
+    with pytest.raises(
+        TypeError, match=f"model is a {type(wrong).__name__}: pass the trained model first, then loss_fn"
+    ):
+        builder.fit_groups((torch.randn(8, 3), torch.randint(0, 2, (8,))))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ggda_ext import GroupGradients, Groups, properties
-from ggda_ext.gradients.strategies import norms
+from ggda_ext.gradients.strategies import ghost
 from ggda_ext.grouping import GradKMeansGroups, KMeansGroups, by_label, random_groups
 
 LOSS = nn.CrossEntropyLoss()
@@ -84,12 +84,12 @@ def test_squared_norms_are_those_of_the_summed_gradients(name: str, labels: list
     case, groups = make_case(name), Groups(labels)
     rows = case.gradients()
     expected = torch.stack([rows[members].sum(0).square().sum() for members in groups])
-    before = norms.PAIRED
+    before = ghost.PAIRED
     try:
-        norms.PAIRED = paired
+        ghost.PAIRED = paired
         found = GroupGradients(case.model, LOSS, case.data, groups).squared_norms()
     finally:
-        norms.PAIRED = before
+        ghost.PAIRED = before
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 

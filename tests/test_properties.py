@@ -588,25 +588,28 @@ def test_values_are_copied_once_to_see_that_a_model_leaves_them_alone(monkeypatc
 
 
 def test_a_model_that_writes_to_its_parameters_is_put_back_or_refused() -> None:
+    calls: list[nn.Module] = []
+
     class Writes(nn.Module):
-        def __init__(self, from_call: int) -> None:
+        def __init__(self, from_call: int, counts: bool) -> None:
             super().__init__()
-            self.linear, self.calls, self.from_call = nn.Linear(D, 3).double(), 0, from_call
+            self.linear, self.calls, self.from_call, self.counts = nn.Linear(D, 3).double(), 0, from_call, counts
 
         def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls >= self.from_call:
+            calls.append(self)
+            self.calls += self.counts
+            if calls.count(self) >= self.from_call:
                 with torch.no_grad():
                     self.linear.bias += 1
             return self.linear(x)
 
     goal = mean_loss((X, Y), nn.CrossEntropyLoss())
-    always = Writes(1)
-    before = always.linear.bias.detach().clone()
-    for _ in range(2):
-        gradient(goal, always)
-        assert torch.equal(always.linear.bias, before)
-    late = Writes(2)
+    for model in (Writes(1, counts=False), Writes(2, counts=True)):  # one that counts is not the one that was looked at
+        before = model.linear.bias.detach().clone()
+        for _ in range(2):
+            gradient(goal, model)
+            assert torch.equal(model.linear.bias, before)
+    late = Writes(2, counts=False)
     gradient(goal, late)
     with pytest.raises(ValueError, match=r"wrote to 'linear\.bias'.*as it did not before"):
         gradient(goal, late)

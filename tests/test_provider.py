@@ -308,6 +308,17 @@ def test_plans_say_which_strategy_and_why():
     assert provider(strategy="backward").plan(3).explain().startswith("backward: asked for by name")
 
 
+def test_a_plan_names_the_memory_of_its_directions_and_their_scores():
+    model, data = nn.Linear(500, 20), (torch.randn(64, 500), torch.zeros(64, dtype=torch.long))
+    found = GroupGradients(model, LOSS, data, np.arange(64) // 4)
+    one, many = found.plan(1).working_bytes, found.plan(1001).working_bytes
+    assert many - one >= 1000 * (found.p * 4 + 16 * 4)
+    assert f"{many / 2**20:.0f} MB of working memory" in found.plan(1001).explain()
+    points = PointGradients(LOSS, (torch.randn(1001, 500), torch.zeros(1001, dtype=torch.long)))
+    assert found.plan(points).strategy == "ghost"
+    assert found.plan(points).working_bytes < many / 2  # points are kept, not their gradients
+
+
 def test_auto_follows_directions_and_group_size():
     x, y = torch.randn(4096, 300), torch.zeros(4096, dtype=torch.long)
     model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10))
@@ -472,3 +483,47 @@ def test_code_that_makes_batches_sees_the_model_without_our_hooks():
     assert bool(score_of_ones.isfinite().all())
     assert len(seen) >= 40
     assert not any(seen)
+
+
+class Switched(nn.Module):
+    """Units that are 0 but for rounding, which is not the same for an example alone and in a batch."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.mixes = nn.Linear(4, 3), nn.Linear(3, 2), mixes
+        nn.init.zeros_(self.first.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x) + (1e-9 if len(x) == 1 else -1e-9)
+        return self.last(hidden.relu() + (1e-2 * hidden.mean(0) if self.mixes else 0))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "backward"])
+def test_a_unit_that_rounding_switches_on_is_no_mixing_of_examples(strategy):
+    torch.manual_seed(0)
+    model, x, y = Switched(mixes=False), torch.randn(24, 4), torch.randint(0, 2, (24,))
+    x[[0, -1]] = 0
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = GroupGradients(model, LOSS, (x, y), np.arange(24) // 6, strategy=strategy)
+    rows = found.rows()
+    truth = torch.stack([torch.cat([part.flatten() for part in torch.autograd.grad(
+        F.cross_entropy(model(x[low : low + 6]), y[low : low + 6], reduction="sum"), list(model.parameters()))])
+        for low in range(0, 24, 6)])  # fmt: skip
+    assert relative_error(rows, truth) < 1e-5
+    assert strategy != "auto" or found.plan(1).strategy == "directional"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="mixes the examples of a batch"):
+        GroupGradients(Switched(mixes=True), LOSS, (x, y), strategy=strategy).rows()
+
+
+def test_examples_that_are_mixed_at_some_parameters_only_are_refused():
+    class AtOnes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mixes = bool((self.weight == 1).all())
+            return super().forward(x) + (x.mean() if mixes else 0.0) * torch.arange(3)
+
+    torch.manual_seed(0)
+    model, data = AtOnes(4, 3), (torch.randn(24, 4), torch.randint(0, 3, (24,)))
+    nn.init.ones_(model.weight)
+    with pytest.raises(ValueError, match="mixes the examples of a batch"):
+        GroupGradients(model, LOSS, data).rows()

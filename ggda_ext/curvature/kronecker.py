@@ -9,10 +9,12 @@ than `LARGEST` entries (the vocabulary of a language model) keeps its own basis,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import tee
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +24,6 @@ from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
-from ggda_ext.gradients.weighting import WeightedData
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import BatchLoss, OutputLoss, ignored_targets, model_output
 from ggda_ext.sharing import add_up
@@ -254,10 +255,24 @@ def _with_cotangents(provider: GroupGradients, sample: IndexedData, seed: int) -
         return (outputs * cotangents.to(outputs)).flatten(1).sum(1)
 
     return False, GroupGradients(
-        provider.model, BatchLoss(product), WeightedData(sample, torch.cat(parts)), singles,
+        provider.model, BatchLoss(product), _WithCotangents(sample, torch.cat(parts)), singles,
         parameters=provider.space.parameters.values(), memory_budget=provider.memory_budget,
         batch_size=provider.batch_size, show_progress=provider.show_progress,
     )  # fmt: skip
+
+
+class _WithCotangents(IndexedData):
+    """The points of some data, each with a cotangent of its outputs: batches are ``(batch, cotangents [b, …])``."""
+
+    def __init__(self, data: IndexedData, cotangents: Tensor) -> None:
+        self.data, self.cotangents = data, cotangents
+        self.name, self.n = data.name, data.n
+
+    def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
+        """One batch for every sequence of indices, in that order."""
+        asked, again = tee(index_batches)
+        for indices, batch in zip(asked, self.data.batches(again), strict=True):
+            yield batch, self.cotangents[torch.from_numpy(np.asarray(indices).astype(np.int64))]
 
 
 def _cotangents(loss_fn: Any, z: Tensor, random: torch.Generator) -> Tensor | None:

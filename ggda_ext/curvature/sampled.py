@@ -24,10 +24,10 @@ from ggda_ext.curvature.hessian import GaussNewton, Hessian, NoCurvature
 from ggda_ext.data import IndexedData, SomePoints, to_device
 from ggda_ext.data.in_memory import RememberedPoints, first_points
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.gradients.weighting import WeightedData, WeightedLoss
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
 from ggda_ext.losses.model_loss import OwnLoss
+from ggda_ext.sharing import adding_up
 
 CurvatureKind = Literal["auto", "gauss-newton", "hessian", "fisher"]
 KINDS: tuple[str, ...] = get_args(CurvatureKind)
@@ -193,15 +193,14 @@ def _draw(data: IndexedData, points: int, seed: int, *, others: bool = False) ->
 
 
 def _fisher_product(provider: GroupGradients, data: IndexedData, vectors: Tensor) -> Tensor:
-    """1/N Σ g_i ⟨g_i, v⟩ for vectors `[m, p]`: a pass for the inner products and one for every weighted sum."""
+    """1/N Σ g_i ⟨g_i, v⟩ for vectors `[m, p]`: a pass for the inner products and one for the weighted sums."""
     n = data.n or 0
     points = provider.on(data, Groups.singletons(n))
     inner = points.scores(vectors.to(provider.space.dtype)) / n
-    rows = []
-    for weights in inner:
-        weighted = GroupGradients(
-            provider.model, WeightedLoss(provider.loss), WeightedData(data, weights), np.zeros(n, np.int64),
-            parameters=provider.space.parameters.values(), memory_budget=provider.memory_budget, show_progress=False,
-        )  # fmt: skip
-        rows.append(weighted.rows()[0])
-    return torch.stack(rows).to(vectors)
+    total = torch.zeros(len(vectors), provider.p, dtype=provider.space.dtype, device=provider.space.device)
+    whole = provider.on(data, np.zeros(n, np.int64))
+    whole.strategy, whole.show_progress = "auto", False  # one that forms rows
+    with adding_up(total):
+        for _, rows in whole.blocks(weights=inner):
+            total += rows[0]
+    return total.to(vectors)

@@ -82,11 +82,13 @@ class IndexedData:
         batch_size: of the user's DataLoader, or None.
         index: of the rows of a pandas table, or None.
         columns: names of the columns of a pandas table, or None.
+        dropped: examples that the user's DataLoader leaves out, as its last batch would be smaller.
     """
 
     batch_size: int | None = None
     index: Any = None
     columns: tuple[Any, ...] | None = None
+    dropped = 0
     is_stream = False
     anchors: tuple[Any, ...] | None = None
     """The objects that hold the examples, to see whether two data sets are the same; None if that cannot be seen."""
@@ -127,6 +129,8 @@ class IndexedData:
         if self.is_stream:
             return
         self._order = loader_order(loader, self.name)
+        if loader.drop_last and self._order is not None and isinstance(loader.sampler, Sized):
+            self.dropped = len(loader.sampler) - len(self._order)
         by_example = isinstance(self._source, list | tuple)  # entries, to a DataLoader
         if by_example or loader.collate_fn is not default_collate:
             return

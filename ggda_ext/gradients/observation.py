@@ -143,8 +143,7 @@ class Observer:
         return a
 
     def backward(self, layer: Layer, kept: Any, d: Tensor, repeats: int) -> None:
-        """Use the gradient at the layer's output d `[b·r, …]`; each example has r = `repeats` rows."""
-        raise NotImplementedError
+        """Use the gradient at the layer's output d `[b·r, …]`, of r = `repeats` rows per example; here, do not."""
 
 
 @dataclass
@@ -297,11 +296,10 @@ def observe(
     loss: ExampleLoss,
     batch: Any,
     observer: Observer,
-    unseen: Iterable[nn.Parameter] = (),
     **looking: Any,
 ) -> Calls:
     """Run one batch under observation; see `Observation.run`."""
-    with Observation(space, layers, loss, unseen).on() as observation:
+    with Observation(space, layers, loss).on() as observation:
         return observation.run(batch, observer, **looking)
 
 

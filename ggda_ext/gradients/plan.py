@@ -23,6 +23,8 @@ from ggda_ext.data import IndexedData, to_device, with_progress
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.proof.captured_layers import CapturedLayers
+from ggda_ext.gradients.proof.findings import Findings
+from ggda_ext.gradients.proof.truth import Subject
 from ggda_ext.groups.batches import GroupBatch
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
@@ -49,6 +51,9 @@ class Facts:
     """Strategies whose own comparison with autograd was made: others that have one are not chosen by ``"auto"``."""
     batch_size: int
     working_bytes: int
+    """Of the activations of a batch."""
+    itemsize: int
+    """Bytes of a number."""
     room: int
     """Points of the largest batch: more than `batch_size` where the user leaves it to us and the budget allows it."""
 
@@ -105,8 +110,8 @@ class Strategy:
         cost: what `auto` compares.
         from_layers: whether it sees gradients only where layers show them; these are compared with autograd for all.
         of_points: whether directions have to be the gradients of test points.
-        compare: why it does not give what autograd gave for some examples, or None if it does; needed unless it is
-            plain autograd or `from_layers`.
+        compare: ``compare(subject, findings)``, why it does not give what autograd gave for some examples, or None if
+            it does; needed unless it is plain autograd or `from_layers`.
     """
 
     name: str
@@ -115,7 +120,7 @@ class Strategy:
     blocks: Callable[[Request, int], Iterator[tuple[Tensor, Tensor]]] | None = None
     from_layers: bool = False
     of_points: bool = False
-    compare: Callable[[CapturedLayers, Tensor], str | None] | None = None
+    compare: Callable[[Subject, Findings], str | None] | None = None
 
     def refusal(self, facts: Facts, *, rows: bool, points: bool) -> str | None:
         """Why it cannot answer the question, or None if it can.
@@ -144,13 +149,15 @@ class Plan:
     reason: str
     passes: float
     facts: Facts
+    working_bytes: int
+    """For a batch, the directions and their scores."""
 
     def explain(self) -> str:
         """One readable line: the strategy, why, and what it should cost."""
         facts = self.facts
         return (
             f"{self.strategy}: {self.reason}; about {self.passes:.1f} x one forward+backward pass over "
-            f"{facts.points:,} points in batches of {facts.batch_size}, {facts.working_bytes / 2**20:.0f} MB of "
+            f"{facts.points:,} points in batches of {facts.batch_size}, {self.working_bytes / 2**20:.0f} MB of "
             f"working memory ({facts.groups:,} groups, {facts.parameters:,} parameters)"
         )
 
@@ -187,12 +194,15 @@ def choose(
     }
     if asked == "auto":
         proven = [name for name in possible if strategies[name].compare is None or name in facts.compared]
-        best = min(proven, key=lambda name: possible[name])
-        return Plan(best, _reason(facts, m, rows, points), possible[best], facts)
-    if asked not in possible:
+        chosen, reason = min(proven, key=lambda name: possible[name]), _reason(facts, m, rows, points)
+    elif asked in possible:
+        chosen, reason = asked, "asked for by name"
+    else:
         why = strategies[asked].refusal(facts, rows=rows, points=points)
         raise ValueError(f"strategy={asked!r} cannot be used here: {why}. Use 'auto' or {list(possible)}.")
-    return Plan(asked, "asked for by name", possible[asked], facts)
+    own = facts.ghost_work if strategies[chosen].of_points else facts.parameters  # numbers of a direction
+    held = m * int((own + facts.batch_size) * facts.itemsize + facts.groups * 8)  # sums are in double precision
+    return Plan(chosen, reason, possible[chosen], facts, facts.working_bytes + held)
 
 
 def _reason(facts: Facts, m: int, rows: bool, points: bool) -> str:
@@ -387,24 +397,13 @@ def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def check_finite_scores(scores: Tensor, groups: Groups) -> None:
-    """Refuse scores `[m, k]` that are not finite, naming the groups."""
-    if not all_finite(scores):
-        _refuse(~torch.isfinite(scores).all(0), groups, "scores")
-
-
-def check_finite_rows(rows: Tensor, ids: Tensor, groups: Groups) -> None:
-    """Refuse gradient rows `[b, p]` or `[b, w, p]` of the groups `ids` that are not finite, naming the groups."""
-    if not all_finite(rows):
-        bad = torch.zeros(len(groups), dtype=torch.bool, device=rows.device)
-        bad[ids.to(rows.device)] = ~torch.isfinite(rows).flatten(1).all(1)
-        _refuse(bad, groups, "gradients")
-
-
-def _refuse(bad: Tensor, groups: Groups, what: str) -> None:
-    ids = bad.nonzero().flatten().tolist()
-    if ids:
-        raise NonFinite(ids, groups, what)
+def check_finite(found: Tensor, groups: Groups, ids: Tensor | None = None) -> None:
+    """Refuse scores `[m, k]`, or gradient rows `[b, …]` of the groups `ids`, that are not finite, naming the groups."""
+    if not all_finite(found):
+        bad = ~found.isfinite().all(0) if ids is None else ~found.isfinite().flatten(1).all(1)
+        wrong = bad.nonzero().flatten().cpu()
+        names = wrong if ids is None else ids.cpu()[wrong]
+        raise NonFinite(names.tolist(), groups, "scores" if ids is None else "gradients")
 
 
 class NonFinite(ValueError):

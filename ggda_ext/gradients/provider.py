@@ -19,10 +19,11 @@ from torch.utils.data import DataLoader
 
 from ggda_ext.data import DataLike, IndexedData, to_device
 from ggda_ext.gradients.observation import Observer
-from ggda_ext.gradients.plan import Plan, Request, check_finite_rows, check_finite_scores, check_strategy, choose
+from ggda_ext.gradients.plan import Plan, Request, check_finite, check_strategy, choose
 from ggda_ext.gradients.proof.captured_layers import Unproven
 from ggda_ext.gradients.proof.probe import Probe
-from ggda_ext.gradients.strategies import BY_NAME, norms
+from ggda_ext.gradients.strategies import BY_NAME
+from ggda_ext.gradients.strategies.ghost import squared_norms
 from ggda_ext.groups.batches import GroupBatch
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.losses import ExampleLoss, as_example_loss
@@ -35,7 +36,7 @@ from ggda_ext.model import (
     training_kernels,
     unwrapped,
 )
-from ggda_ext.sharing import add_up, adding_up, alone, checksum, in_order, my_share, together, world_size
+from ggda_ext.sharing import add_up, adding_up, anywhere, checksum, in_order, my_share, together, world_size
 from ggda_ext.tables import aligned
 from ggda_ext.words import check_counts
 
@@ -179,21 +180,24 @@ class GroupGradients:
             return Groups.singletons(self.data.n or 0)
         if self.data.index is not None:
             groups = aligned(groups, self.data.index, "groups", self.data.name)
-        return Groups.of(groups, self.data.n)
+        try:
+            return Groups.of(groups, self.data.n)
+        except ValueError as error:
+            if not self.data.dropped:
+                raise
+            raise ValueError(
+                f"{error} {self.data.name} is a DataLoader with drop_last=True, which leaves out {self.data.dropped} "
+                "points: pass one with drop_last=False, or the data set itself."
+            ) from error
 
     def plan(self, directions: int | Directions | None = 1) -> Plan:
         """What will be done for a number of directions, for test points, or (None) for gradient rows."""
         with only_thread(self.model):
-            rows, points = directions is None, isinstance(directions, PointGradients)
-            if isinstance(directions, PointGradients):
-                m = directions.n
-            else:
-                m = directions.shape[0] if isinstance(directions, Tensor) else directions or 0
-            facts = self._probe.facts
+            facts, points = self._probe.facts, isinstance(directions, PointGradients)
             if isinstance(directions, PointGradients) and "ghost" not in facts.refused and not facts.uncovered:
                 why = self.tests(directions)._not_ghost()
                 facts = facts if why is None else replace(facts, refused={**facts.refused, "ghost": why})
-            return choose(BY_NAME, self.strategy, facts, m, rows=rows, points=points)
+            return choose(BY_NAME, self.strategy, facts, _count(directions), rows=directions is None, points=points)
 
     def _not_ghost(self) -> str | None:
         """Why `ghost` cannot serve with these as test points, or None."""
@@ -229,24 +233,29 @@ class GroupGradients:
         """
         with only_thread(self.model):
             check_deterministic_modules(self.model)
-            if isinstance(directions, PointGradients) and not BY_NAME[self.plan(directions).strategy].of_points:
-                return self._scores_by_rows(directions)
             with together(partial(self._same, directions)), training_kernels():
-                scores = self._proven_scores(directions)
-            return self._summed(scores)
+                part = self._proven_scores(directions)
+            if anywhere(part is None):
+                assert isinstance(directions, PointGradients)
+                blocks = self.tests(directions).all_blocks()  # a pass over the training data for each
+                return torch.cat([self.scores(rows) for _, rows in blocks])
+            return self._summed(part)
 
-    def _proven_scores(self, directions: Directions) -> Tensor:
-        """This rank's part of the scores, by another strategy if a pass finds what was not proven."""
+    def _proven_scores(self, directions: Directions) -> Tensor | None:
+        """This rank's part of the scores, by another strategy if a pass finds what was not proven.
+
+        None if that strategy takes the gradients of test points, not the points.
+        """
         while True:
             plan = self.plan(directions)
-            strategy = BY_NAME[plan.strategy]
+            strategy, request = BY_NAME[plan.strategy], self._request(plan, self._share())
             try:
                 if isinstance(directions, Tensor):
-                    return strategy.scores(self._request(plan), self._checked(directions))
+                    return strategy.scores(request, self._checked(directions))
                 if not strategy.of_points:
-                    return self._rows_of(directions, self._proven_scores, here=True)
+                    return None
                 tests = self.tests(directions)
-                return strategy.scores(self._request(plan), tests._request(tests.plan(None), range(0)))
+                return strategy.scores(request, tests._request(tests.plan(None)))
             except Unproven as error:
                 self._give_up(plan, error)
 
@@ -275,6 +284,10 @@ class GroupGradients:
             through: a linear map of the last dimension, such as a projection, which is given in place of the rows; it
                 alone is looked through for numbers that are not finite, as it is so much shorter.
         """
+        if weights is not None and (weights.dim() != 2 or weights.shape[1] != self.groups.n):
+            raise ValueError(
+                f"weights has shape {list(weights.shape)}: pass [w, {self.groups.n}], a row for each weighting."
+            )
         return self._blocks(max_rows, range(len(self.groups)), weights, through)
 
     def small_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -307,13 +320,13 @@ class GroupGradients:
             within = self._share(ids)
             while True:
                 plan = self.plan(None)
-                request = replace(self._request(plan, within=within), weights=weights)
+                request = replace(self._request(plan, within), weights=weights)
                 try:
                     form = BY_NAME[plan.strategy].blocks
                     assert form is not None  # or the plan would be another
                     for some, rows in form(request, max_rows or request.rows_in_budget):
                         given = rows if through is None else through(rows)
-                        check_finite_rows(given, some, self.groups)
+                        check_finite(given, self.groups, some)
                         yield some, given
                         within = int(self.groups.offsets[int(some[-1]) + 1]), within[1]
                     return
@@ -369,7 +382,7 @@ class GroupGradients:
             return None
         plan = self.plan(None)
         try:
-            return norms.squared_norms(self._request(plan, range(len(self.groups))))
+            return squared_norms(self._request(plan, self._share(range(len(self.groups)))))
         except Unproven as error:
             self._give_up(plan, error)
             return None
@@ -382,43 +395,15 @@ class GroupGradients:
         with only_thread(self.model):
             check_deterministic_modules(self.model)
             plan = choose(BY_NAME, "segmented", self._probe.facts, 0, rows=True)
-            request = self._request(plan, range(len(self.groups)))
+            request = self._request(plan, self._share(range(len(self.groups))))
             for groups, batch in request.grouped_batches():
                 request.observe(batch, watch(groups))
                 yield groups
 
-    def _scores_by_rows(self, points: PointGradients) -> Tensor:
-        """Scores of test points by their gradient rows, added up over ranks block by block."""
-
-        def summed(rows: Tensor) -> Tensor:
-            with together(partial(self._same, rows)), training_kernels():
-                part = self._proven_scores(rows)
-            return self._summed(part)
-
-        return self._rows_of(points, summed)
-
-    def _rows_of(self, points: PointGradients, scores_of: Callable[[Tensor], Tensor], *, here: bool = False) -> Tensor:
-        """Test gradients in blocks that fit the budget, one pass over the training data for each block.
-
-        Args:
-            points: the test points.
-            scores_of: scores of a block of gradients.
-            here: whether this rank forms all gradients itself, as the other ranks are not asked.
-        """
-        blocks = self.tests(points).all_blocks()
-        if here:
-            with alone():
-                blocks = iter(list(blocks))
-        parts = [(ids, scores_of(rows)) for ids, rows in blocks]
-        scores = torch.empty(points.n, len(self.groups), dtype=parts[0][1].dtype, device=parts[0][1].device)
-        for ids, part in parts:
-            scores[ids.to(scores.device)] = part
-        return scores
-
-    def _summed(self, scores: Tensor) -> Tensor:
+    def _summed(self, part: Tensor | None) -> Tensor:
         """Scores `[m, k]` added up over ranks; checked afterwards, so that all ranks refuse alike."""
-        scores = add_up(scores).to(self.space.device, self._score_dtype)
-        check_finite_scores(scores, self.groups)
+        scores = add_up(part).to(self.space.device, self._score_dtype)
+        check_finite(scores, self.groups)
         return scores
 
     @property
@@ -427,9 +412,8 @@ class GroupGradients:
 
     def _same(self, directions: Directions | None = None) -> dict[str, Any]:
         """What has to be the same on all ranks, so that their shares add up to something."""
-        m = directions.n if isinstance(directions, PointGradients) else 0 if directions is None else len(directions)
         return {
-            "the number of directions": m,
+            "the number of directions": _count(directions),
             "the number of training points": self.data.n,
             "the groups": f"{zlib.crc32(self.groups.labels.data):08x}",
             "the parameters": checksum(self.model.parameters()),
@@ -450,22 +434,15 @@ class GroupGradients:
             )
         return directions
 
-    def _request(self, plan: Plan, whole: range | None = None, within: tuple[int, int] | None = None) -> Request:
-        """What a strategy is given: this rank's share of the points, or of the groups `whole`, which are not cut.
-
-        Args:
-            plan: the strategy and its batch size.
-            whole: groups to share out among the ranks.
-            within: the share itself, if it is known.
-        """
+    def _request(self, plan: Plan, within: tuple[int, int] = (0, 0)) -> Request:
+        """What a strategy is given: its batch size, and this rank's share of the points."""
         return Request(
             self.space, self.loss, self.data, self.groups, self._probe.captured, plan.facts.batch_size,
-            self.memory_budget, self.show_progress, f"{plan.strategy} group scores", within or self._share(whole),
-            plan.facts.room,
+            self.memory_budget, self.show_progress, f"{plan.strategy} group scores", within, plan.facts.room,
         )  # fmt: skip
 
-    def _share(self, whole: range | None) -> tuple[int, int]:
-        """Which run of the points, group after group, is this rank's."""
+    def _share(self, whole: range | None = None) -> tuple[int, int]:
+        """Which run of the points, group after group, is this rank's; of the groups `whole`, which are not cut."""
         offsets = self.groups.offsets
         if whole is None:
             share = my_share(int(offsets[-1]))
@@ -483,6 +460,13 @@ class GroupGradients:
                 self.space, self.loss, self.data, self.groups, self._batch_size, self.memory_budget, self.strategy,
                 self._at_most,
             )  # fmt: skip
+
+
+def _count(directions: int | Directions | None) -> int:
+    """How many directions there are."""
+    if isinstance(directions, PointGradients):
+        return directions.n
+    return len(directions) if isinstance(directions, Tensor) else directions or 0
 
 
 def check_provider(provider: Any) -> None:

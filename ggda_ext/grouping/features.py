@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 from torch.utils.hooks import RemovableHandle
 
 from ggda_ext.data import DataLike, IndexedData, batch_length, to_device
@@ -164,6 +165,8 @@ def _features(
     run: Callable[[Any], Any],
     rows_of: Callable[[Any, nn.Module], Tensor],
 ) -> np.ndarray:
+    if not isinstance(model, nn.Module) or isinstance(model, _Loss):
+        raise TypeError(f"model is a {type(model).__name__}: pass the trained model first, then loss_fn.")
     check_deterministic_modules(model)
     named = None if layer is None else _named_layer(model, layer)
     device = next(chain(model.parameters(), model.buffers()), torch.empty(0)).device

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ggda_ext.gradients.proof.findings import left_as_it_was_by_runs
 from ggda_ext.losses import cannot_take
 from ggda_ext.model import (
     all_finite,
     left_as_it_was,
-    left_as_it_was_by_runs,
     may_change,
     sums_on,
     training_kernels,

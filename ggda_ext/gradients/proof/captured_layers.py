@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import compress
 from math import isfinite
 from typing import Any
 
@@ -24,15 +25,7 @@ from ggda_ext.gradients.observation import Calls, Observation, Observer, Watch, 
 from ggda_ext.gradients.proof.descent import RANDOM, descent
 from ggda_ext.gradients.proof.findings import Findings
 from ggda_ext.gradients.proof.mixing import check_losses, check_sum, cuts, halves, splits
-from ggda_ext.gradients.proof.truth import (
-    Tolerance,
-    captured_scores,
-    plain_run,
-    random_direction,
-    truth_of,
-    wide,
-)
-from ggda_ext.losses import ExampleLoss
+from ggda_ext.gradients.proof.truth import Subject, Tolerance, Truth, wide
 from ggda_ext.model import ParameterSpace
 
 _TRIED = 64  # examples of a batch that are looked at for one that touches a parameter
@@ -65,15 +58,13 @@ class CapturedLayers:
     """The layers of a model to observe, with what has been proven about them.
 
     Args:
-        space: model and chosen parameters.
+        subject: the model and its loss.
         found: what is known about them; a pass adds to it.
-        loss: of the examples.
-        allowed: differences that rounding may explain.
     """
 
-    def __init__(self, space: ParameterSpace, found: Findings, loss: ExampleLoss, allowed: Tolerance) -> None:
-        self.space, self.found, self.loss, self.allowed = space, found, loss, allowed
-        self.layers = found.layers(space)
+    def __init__(self, subject: Subject, found: Findings) -> None:
+        self.subject, self.space, self.found = subject, subject.space, found
+        self.layers = found.layers(self.space)
         self._holding, self._held = False, ExitStack()
         self._observation: Observation | None = None
 
@@ -100,10 +91,12 @@ class CapturedLayers:
         """Run a batch under observation; the hooks stay on if they are held."""
         if self._observation is None:
             unseen = [self.space.parameters[name] for name in self.found.unseen]
-            self._observation = self._held.enter_context(Observation(self.space, self.layers, self.loss, unseen).on())
+            self._observation = self._held.enter_context(
+                Observation(self.space, self.layers, self.subject.loss, unseen).on()
+            )
         try:
             with self._named():
-                return self._observation.run(batch, observer, self._closely, self.allowed.rows)
+                return self._observation.run(batch, observer, self._closely, self.subject.allowed.rows)
         finally:
             if not self._holding:
                 self._release()
@@ -148,11 +141,11 @@ class CapturedLayers:
         """
         if watch.hooks is None and not watch.asks and watch.called in self.found.forward_proven:
             return
-        run = plain_run(self.space, self.loss, batch, list(tangent.values()))
+        run = self.subject.run(batch, list(tangent.values()))
         if run.alters is not None:
             raise NotForward(f"{run.alters} changes gradients, which forward-mode differentiation does not see")
         total, room = float(run.total.double().sum()), float(wide(scores).double().abs().sum())
-        if not abs(float(wide(scores).double().sum()) - total) <= 10 * self.allowed.most * (room + abs(total)):
+        if not abs(float(wide(scores).double().sum()) - total) <= 10 * self.subject.allowed.most * (room + abs(total)):
             raise NotForward("forward-mode differentiation of the model disagrees with its gradient")
         self.found.forward_proven.add(watch.called)
 
@@ -174,18 +167,18 @@ class CapturedLayers:
             self._check_parts(batch, losses)
             self.found.apart[watch.called] = watch.size
         else:
-            check_losses(self.space, self.loss, batch, losses.detach(), self.allowed, halves(watch.size))
+            check_losses(self.subject, batch, losses, halves(watch.size))
         if self.found.joins is not None:
-            check_losses(self.space, self.loss, batch, losses.detach(), self.allowed, splits(watch.size))
+            check_losses(self.subject, batch, losses, splits(watch.size))
         if watch.told not in self.found.told:
-            self.found.look_at(descent(self.space, self.loss, batch, watch.size, watch.called))
+            self.found.look_at(descent(self.subject, batch, watch.size, watch.called))
             self.found.told.add(watch.told)
 
     def _check_parts(self, batch: Any, losses: Tensor) -> None:
         """Refuse a batch that is not the sum of parts of it, some of them small."""
         for parts in cuts(len(losses)):
-            check_losses(self.space, self.loss, batch, losses.detach(), self.allowed, parts)
-            check_sum(self.space, self.loss, batch, self.allowed, parts)
+            check_losses(self.subject, batch, losses, parts)
+            check_sum(self.subject, batch, parts)
 
     def _mixes(self, watch: Watch) -> bool:
         """Whether the model may mix the examples of a batch in a way that was not looked at."""
@@ -227,8 +220,8 @@ class CapturedLayers:
         """Raise unless the recorded rows of some examples are those of a batch without the others."""
         again = _Recorder(list(range(len(recorder.positions))), len(recorder.positions))
         with self._named():
-            observe(self.space, self.layers, self.loss, pick(batch, recorder.positions), again)
-        why = recorder.difference(again, self.allowed)
+            observe(self.space, self.layers, self.subject.loss, pick(batch, recorder.positions), again)
+        why = recorder.difference(again, self.subject.allowed)
         if why is not None:
             raise Unproven(dict.fromkeys(self.space.parameters, why))
         self.found.rows_compared += recorder.size
@@ -241,23 +234,15 @@ class CapturedLayers:
         names = {id(self.space.parameters[name]): name for name in self.found.unseen}
         touched = {names[id(parameter)] for parameter in calls.touched}
         positions = self._telling(batch, touched) if touched else self._some(size)
-        few = pick(batch, positions)
-        direction = random_direction(self.space)
-        truth = truth_of(self.space, self.loss, [pick(batch, [at]) for at in positions], direction)
+        truth = self.subject.truth([pick(batch, [at]) for at in positions])
         with self._named():
-            scores, _ = captured_scores(self.space, self.layers, self.loss, few, direction, _Silent())
-        wrong = truth.differs(scores, self.allowed).tolist()
-        if any(wrong):
-            raise Unproven(
-                {
-                    name: f"{name!r} is used in a way its layer alone does not show"
-                    for name, is_wrong in zip(self.space.parameters, wrong, strict=True)
-                    if is_wrong
-                }
-            )
-        recorder = _Recorder(positions, size)
+            scores, _ = self.subject.captured(self.layers, pick(batch, positions), Observer())
+        hidden = used_elsewhere(self.subject, truth, scores)
+        if hidden:
+            raise Unproven(hidden)
+        recorder, allowed = _Recorder(positions, size), self.subject.allowed.rows
         again = observe(
-            self.space, self.layers, self.loss, batch, recorder, closely=lambda _: True, allowed=self.allowed.rows
+            self.space, self.layers, self.subject.loss, batch, recorder, closely=lambda _: True, allowed=allowed
         )
         self._check_order(batch, again)
         self._compare(batch, recorder)
@@ -268,13 +253,9 @@ class CapturedLayers:
         """Positions of examples that touch the parameters, and some others."""
         size = batch_length(batch)
         order = torch.randperm(size, generator=torch.Generator().manual_seed(0)).tolist()[:_TRIED]
-        direction = random_direction(self.space)
         missing, found = set(touched), []
         for at in order:
-            truth = truth_of(self.space, self.loss, [pick(batch, [at])], direction)
-            seen = {
-                name for name, is_seen in zip(self.space.parameters, truth.touched.tolist(), strict=True) if is_seen
-            }
+            seen = set(compress(self.space.parameters, self.subject.truth([pick(batch, [at])]).touched.tolist()))
             if missing & seen:
                 found.append(at)
                 missing -= seen
@@ -283,6 +264,15 @@ class CapturedLayers:
         raise Unproven(
             dict.fromkeys(sorted(missing), "no example could be found to compare its gradient with autograd")
         )
+
+
+def used_elsewhere(subject: Subject, truth: Truth, scores: Tensor) -> dict[str, str]:
+    """Parameters whose layers give other scores of examples `[b, q]` than is true: name → why."""
+    wrong = truth.differs(scores, subject.allowed).tolist()
+    return {
+        name: f"{name!r} is used in a way its layer alone does not show"
+        for name in compress(subject.space.parameters, wrong)
+    }
 
 
 def strays(space: ParameterSpace, calls: Calls) -> dict[str, str]:
@@ -295,22 +285,17 @@ def strays(space: ParameterSpace, calls: Calls) -> dict[str, str]:
     }
 
 
-class _Silent(Observer):
-    def backward(self, layer: Layer, kept: Any, d: Tensor, repeats: int) -> None:
-        pass
-
-
 class _Recorder(Observer):
     """Keeps the rows of some examples of a batch, layer call by layer call, while another observer does the work."""
 
     def __init__(self, positions: list[int], size: int, worker: Observer | None = None) -> None:
-        self.positions, self.size, self.worker = positions, size, worker
+        self.positions, self.size, self.worker = positions, size, worker or Observer()
         self.inputs: list[tuple[str, Tensor]] = []
         self.gradients: dict[int, tuple[Tensor, float]] = {}
 
     def forward(self, layer: Layer, a: Tensor) -> tuple[int, Any]:
         self.inputs.append((layer.name, self._rows(a)))
-        return len(self.inputs) - 1, self.worker.forward(layer, a) if self.worker is not None else None
+        return len(self.inputs) - 1, self.worker.forward(layer, a)
 
     def backward(self, layer: Layer, kept: tuple[int, Any], d: Tensor, repeats: int) -> None:
         number, own = kept
@@ -320,8 +305,7 @@ class _Recorder(Observer):
         if not isfinite(norm):
             norm = float(wide(d).nan_to_num(0, 0, 0).norm())
         self.gradients[number] = rows, norm / self.size**0.5
-        if self.worker is not None:
-            self.worker.backward(layer, own, d, repeats)
+        self.worker.backward(layer, own, d, repeats)
 
     def _rows(self, values: Tensor) -> Tensor:
         return values.reshape(self.size, -1, *values.shape[1:])[self.positions]

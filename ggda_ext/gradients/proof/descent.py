@@ -18,9 +18,7 @@ from torch import Tensor
 
 from ggda_ext.data import batch_length, pick, tensors_in
 from ggda_ext.gradients.observation import TELLERS, Watch
-from ggda_ext.gradients.proof.truth import FAILS
-from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace
+from ggda_ext.gradients.proof.truth import FAILS, Subject
 
 RANDOM = "random numbers"
 _TELLING = (7, 5, 3, 11, 13, 17, 19, 23)  # numbers of examples, of which one divides no other dimension
@@ -30,31 +28,31 @@ Masks = tuple[Tensor, Tensor]
 """Which numbers of a tensor depend on the marked example, and which on others; of length 1 where all do alike."""
 
 
-def descent(space: ParameterSpace, loss: ExampleLoss, batch: Any, most: int, called: int | None = None) -> Descent:
+def descent(subject: Subject, batch: Any, most: int, called: int | None = None) -> Descent:
     """What a run of a few examples, some of them more than once, shows of what descends from them.
 
     Args:
-        space: model and chosen parameters.
-        loss: of the examples.
+        subject: the model and its loss.
         batch: the examples.
         most: to be run at once.
         called: what the model does with the whole batch, which is run if the few are treated otherwise.
     """
-    lengths = {length for value in space.model.parameters() for length in value.shape}
+    lengths = {length for value in subject.space.model.parameters() for length in value.shape}
     lengths |= {length for part in tensors_in(batch) if not part.is_nested for length in part.shape[1:]}
     telling = (s for s in _TELLING if s <= most and not any(length % s == 0 for length in lengths))
     size = next(telling, min(_TELLING[0], most))
     few = pick(batch, [at % batch_length(batch) for at in range(size)])
-    found = _followed(space, loss, few, size)
+    found = _followed(subject, few, size)
     if called not in (None, found.called):
-        found = _followed(space, loss, batch, batch_length(batch))
+        found = _followed(subject, batch, batch_length(batch))
     return found
 
 
-def _followed(space: ParameterSpace, loss: ExampleLoss, batch: Any, size: int) -> Descent:
-    watch = Descent(size, batch, [*space.model.parameters(), *space.model.buffers()])
-    with space.require_gradients(of_chosen=True), watch:
-        losses = loss.each(space.model, batch)
+def _followed(subject: Subject, batch: Any, size: int) -> Descent:
+    model = subject.space.model
+    watch = Descent(size, batch, [*model.parameters(), *model.buffers()])
+    with subject.space.require_gradients(of_chosen=True), watch:
+        losses = subject.loss.each(model, batch)
     watch.judge(losses)
     return watch
 

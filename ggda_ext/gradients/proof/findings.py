@@ -8,12 +8,13 @@ Values of parameters may change.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients.layers import Layer, copied_layer, known_layers
@@ -21,7 +22,7 @@ from ggda_ext.gradients.observation import Signature
 from ggda_ext.gradients.proof.descent import RANDOM, Descent
 from ggda_ext.gradients.proof.truth import Truth
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace, structure_of
+from ggda_ext.model import ParameterSpace, SavedState, Versions, may_change, named_modules, only_thread, unwrapped
 
 _MOST_KEPT = 8  # sets of findings per model
 
@@ -171,4 +172,77 @@ def _anchors(loss: ExampleLoss, data: IndexedData) -> tuple[Any, ...] | None:
 def _key(space: ParameterSpace, settings: Hashable) -> Hashable:
     device = space.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return structure_of(space.model), tuple(space.parameters), autocast, settings
+    return _structure(space.model), tuple(space.parameters), autocast, settings
+
+
+def _structure(model: nn.Module) -> Hashable:
+    """What tells whether a model is the one that was looked at before: all but the values of parameters and buffers."""
+    seen: dict[int, Any] = {}
+    modules = tuple(
+        (name, type(module), id(vars(type(module)).get("forward")), tuple(module._forward_hooks),
+         tuple(module._forward_pre_hooks), tuple(module._backward_hooks), _plain(vars(module), seen))
+        for name, module in named_modules(model)
+    )  # fmt: skip
+    return modules, tuple((id(p), tuple(p.shape), p.dtype, p.device) for p in model.parameters())
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_OWN = frozenset(vars(nn.Module())) - {"training"}
+_MOST_ENTRIES, _DEEPEST = 256, 3
+
+
+def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
+    """What can be told of a Python value, so that a change is seen: a flag, a setting, an object's own settings."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor | nn.Module):
+        return type(value)  # looked at elsewhere
+    if id(value) in seen:
+        return seen[id(value)]
+    told: Any = (type(value), id(value)) if depth else type(value)
+    seen[id(value)] = told
+    parts: dict[Any, Any] = {}
+    if isinstance(value, dict):
+        told, parts = type(value), value
+    elif isinstance(value, list | tuple | set | frozenset):
+        told, parts = type(value), dict(enumerate(value))
+    elif depth and hasattr(value, "__dict__") and not callable(value):
+        parts = vars(value)
+    if depth < _DEEPEST and len(parts) <= (_MOST_ENTRIES if depth else len(parts)):
+        held = ((key, part) for key, part in parts.items() if depth or key not in _OWN)
+        told = told, tuple((str(key), _plain(part, seen, depth + 1)) for key, part in held)
+    seen[id(value)] = told
+    return told
+
+
+# runs that change nothing
+
+_harmless: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Models whose runs were seen to change nothing, with what they looked like."""
+
+
+@contextmanager
+def left_as_it_was_by_runs(model: nn.Module) -> Iterator[None]:
+    """Like `left_as_it_was`, around nothing but runs of the model, which mostly change nothing.
+
+    All values are copied and compared once: for a large model that takes as long as a run. After that its parameters
+    are asked whether they were written to, and a model that does so only now is refused. One whose attributes differ
+    from call to call, such as a counter, is looked at each time.
+    """
+    inner = unwrapped(model)
+    with only_thread(model):
+        structure = _structure(inner)
+        known = _harmless.get(inner) == structure
+        parameters = Versions(inner.parameters() if known else ())
+        saved = SavedState(inner, [name for name, _ in inner.named_buffers()] if known else may_change(inner))
+        try:
+            yield
+        finally:
+            changed = saved.restore()
+        if not known and not changed:
+            _harmless[inner] = structure
+        for name in parameters.written(inner):
+            raise ValueError(
+                f"the model wrote to {name!r} when it ran, as it did not before, so it is no longer as it was: "
+                "let its forward pass leave parameters alone."
+            )

@@ -14,41 +14,39 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ggda_ext.data import batch_length, pick
-from ggda_ext.gradients.proof.truth import PlainRun, Tolerance, Truth, plain_run, random_direction, total_scores
-from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace
+from ggda_ext.gradients.proof.truth import PlainRun, Subject, Tolerance, Truth
+
+
+class Mixed(ValueError):
+    """The examples of a batch are mixed."""
+
 
 _PIECE = 4  # examples of a batch, at most half of it, that are run together, to see whether more have other losses
 _MOST_PIECES, _SAMPLED = 32, 8  # parts of a batch
 
 
-def check_batch(
-    space: ParameterSpace, loss: ExampleLoss, batch: Any, truth: Truth, direction: Tensor, allowed: Tolerance, name: str
-) -> PlainRun:
+def check_batch(subject: Subject, batch: Any, truth: Truth, name: str) -> PlainRun:
     """Refuse a model or a loss for which a batch is not the sum of its examples alone.
 
     Args:
-        space: model and chosen parameters.
-        loss: of the examples.
+        subject: the model and its loss.
         batch: some examples.
         truth: about these examples, each alone.
-        direction: along which their gradients are compared `[1, p]`.
-        allowed: differences that rounding may explain.
         name: of the data.
     """
-    run = plain_run(space, loss, batch, [space.part(direction, own)[0] for own in space.parameters.values()])
+    run = subject.run(batch)
     told = truth.finite.nonzero()[:, 0].tolist()
     if 0 < len(told) < len(truth.losses):  # infinite numbers of one example may spoil the gradients of all others
-        check_batch(space, loss, pick(batch, told), truth.at(told), direction, allowed, name)
+        check_batch(subject, pick(batch, told), truth.at(told), name)
         return run
     losses = run.losses
     if len(losses) < 2 or not bool((truth.finite & losses.isfinite()).any()):
         return run
-    off = truth.other_losses(losses, allowed)
-    same = not bool(off.any()) and _same_sum(run.total, truth, allowed)
+    off = truth.other_losses(losses, subject.allowed)
+    same = not bool(off.any()) and _same_sum(run.total, truth, subject.allowed)
     # a loss near 0 is a difference of larger numbers, so only gradients can tell rounding from mixing
-    if not same and not _alike_in_batch(space, loss, batch, truth, direction, allowed):
-        _refuse_mixing(space.model, losses, truth.losses, off, name)
+    if not same and not _alike_in_batch(subject, batch, run.total, truth):
+        _refuse_mixing(subject.space.model, losses, truth.losses, off, name)
     return run
 
 
@@ -74,43 +72,39 @@ def check_reduction(whole: float, alone: Tensor, allowed: Tolerance) -> None:
     )
 
 
-def check_losses(
-    space: ParameterSpace, loss: ExampleLoss, batch: Any, losses: Tensor, allowed: Tolerance, parts: Parts
-) -> None:
+def check_losses(subject: Subject, batch: Any, losses: Tensor, parts: Parts) -> None:
     """Refuse a batch whose examples have other losses `[b]` than in parts of it.
 
     Args:
-        space: model and chosen parameters.
-        loss: of the examples.
+        subject: the model and its loss.
         batch: the examples.
         losses: theirs in this batch.
-        allowed: differences that rounding may explain.
         parts: positions of examples that are run together.
     """
-    found = losses.cpu().double()
+    space, found = subject.space, losses.detach().cpu().double()
     for some in parts:
         with space.require_gradients(of_chosen=True):  # puts back what the model changes
-            expected = loss.each(space.model, pick(batch, some)).detach().cpu().double()
+            expected = subject.loss.each(space.model, pick(batch, some)).detach().cpu().double()
         mine = found[list(some)]
         finite = mine.isfinite() & expected.isfinite()
         room = expected.abs() + found[found.isfinite()].abs().max() if bool(finite.any()) else expected
-        off = ((mine - expected).abs() > allowed.each * room) & finite
+        off = ((mine - expected).abs() > subject.allowed.each * room) & finite
         if bool(off.any()):
             _refuse_mixing(space.model, mine, expected, off, "the data", f"in one of {len(some)}", len(found))
 
 
-def check_sum(space: ParameterSpace, loss: ExampleLoss, batch: Any, allowed: Tolerance, parts: Parts) -> None:
+def check_sum(subject: Subject, batch: Any, parts: Parts) -> None:
     """Refuse a batch in which the gradients of some examples are not the sum of those of parts; as in `check_losses`.
 
     Args:
-        space, loss, batch, allowed: as in `check_losses`.
+        subject, batch: as in `check_losses`.
         parts: positions of examples that are run together, no example in two of them.
     """
-    direction, parts = random_direction(space), list(parts)
-    whole = total_scores(space, _SomeOf(loss, [at for some in parts for at in some]), batch, direction)
-    found = torch.stack([total_scores(space, loss, pick(batch, some), direction) for some in parts])
+    parts = list(parts)
+    whole = subject.run(batch, some=[at for some in parts for at in some]).total
+    found = torch.stack([subject.run(pick(batch, some)).total for some in parts])
     room = found.abs().sum(0) + 1e-3 * found.abs().sum()
-    if bool(((whole - found.sum(0)).abs() > 10 * allowed.most * room).any()):  # never so for NaN
+    if bool(((whole - found.sum(0)).abs() > 10 * subject.allowed.most * room).any()):  # never so for NaN
         raise ValueError(
             f"the model or the loss mixes the examples of a batch: the gradient of a batch of {batch_length(batch)} is "
             f"not the sum of those of batches of {len(parts[0])} with the same examples. So the gradient of a group "
@@ -153,25 +147,13 @@ def _same_sum(total: Tensor, truth: Truth, allowed: Tolerance) -> bool:
     return bool(((total - truth.scores.sum(0)).abs() <= 10 * allowed.most * room).all())
 
 
-def _alike_in_batch(
-    space: ParameterSpace, loss: ExampleLoss, batch: Any, truth: Truth, direction: Tensor, allowed: Tolerance
-) -> bool:
-    """Whether every example has the gradient in a batch that it has alone, and the batch has the sum of them."""
-    found = torch.stack([total_scores(space, _SomeOf(loss, [at]), batch, direction) for at in range(len(truth.losses))])
-    total, room = total_scores(space, loss, batch, direction), truth.norms.sum(0) + 1e-3 * truth.norms.sum()
-    if bool(((total - found.sum(0)).abs() > allowed.each * room).any()):
+def _alike_in_batch(subject: Subject, batch: Any, total: Tensor, truth: Truth) -> bool:
+    """Whether every example has the gradient in a batch that it has alone, and the batch's `[q]` is their sum."""
+    found = torch.stack([subject.run(batch, some=[at]).total for at in range(len(truth.losses))])
+    room = truth.norms.sum(0) + 1e-3 * truth.norms.sum()
+    if bool(((total - found.sum(0)).abs() > subject.allowed.each * room).any()):
         return False
-    return not bool(truth.differs(found, allowed).any())
-
-
-class _SomeOf(ExampleLoss):
-    """The losses of some examples of a batch."""
-
-    def __init__(self, loss: ExampleLoss, positions: list[int]) -> None:
-        self.loss, self.positions = loss, positions
-
-    def each(self, model: nn.Module, batch: Any) -> Tensor:
-        return self.loss.each(model, batch)[self.positions]
+    return not bool(truth.differs(found, subject.allowed).any())
 
 
 def _refuse_mixing(
@@ -192,7 +174,7 @@ def _refuse_mixing(
         ),
         "",
     )
-    raise ValueError(
+    raise Mixed(
         f"the model or the loss mixes the examples of a batch: {name} has an example with a loss of "
         f"{float(losses[worst]):.6g} in a batch of {size or len(losses)} and of {float(alone[worst]):.6g} {apart}, or "
         f"its gradient differs{who}. So the gradient of a group has no fixed value: use statistics that do not depend "

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from math import ceil
 from typing import Any
 
@@ -27,21 +26,12 @@ from ggda_ext.data import IndexedData, batch_length, pick, to_device
 from ggda_ext.gradients.layers import Layer, copied_parameter, known_layers
 from ggda_ext.gradients.observation import Observer, hidden_hooks
 from ggda_ext.gradients.plan import Facts
-from ggda_ext.gradients.proof.captured_layers import CapturedLayers, strays
+from ggda_ext.gradients.proof.captured_layers import CapturedLayers, strays, used_elsewhere
 from ggda_ext.gradients.proof.descent import descent
 from ggda_ext.gradients.proof.findings import LEAST_PLACES, MOST_PLACES, USUAL, Findings, recall, remember
-from ggda_ext.gradients.proof.mixing import check_batch, check_reduction
+from ggda_ext.gradients.proof.mixing import Mixed, check_batch, check_reduction
 from ggda_ext.gradients.proof.sample import Members, Sample, runs_of
-from ggda_ext.gradients.proof.truth import (
-    FAILS,
-    Truth,
-    captured_scores,
-    first_line,
-    random_direction,
-    tolerance,
-    total_scores,
-    truth_alone,
-)
+from ggda_ext.gradients.proof.truth import FAILS, Subject, Truth, beside, first_line, tolerance
 from ggda_ext.gradients.strategies import BY_NAME
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
@@ -83,15 +73,16 @@ class Probe:
     ) -> None:
         self._space, self._loss, self._data = space, loss, data
         self._found: Findings
+        self._subject: Subject
         settings = batch_size, at_most, data.is_stream
         found = recall(space, loss, data, settings)
         if found is None:
             self._look(_members(groups), max(2, batch_size or at_most or LARGEST_BATCH))
             remember(self._found, space, loss, data, settings)
         else:
-            self._found, self._allowed = found, tolerance(found.precision)
+            self._found, self._subject = found, Subject(space, loss, tolerance(found.precision))
             space.changing = found.changing
-        self.captured = CapturedLayers(space, self._found, loss, self._allowed)
+        self.captured = CapturedLayers(self._subject, self._found)
         self._compare(strategy, fresh=found is None)
         copied = sum(space.parameters[name].numel() for name in self._found.copied) * space.dtype.itemsize
         self._bytes_per_point = _BYTES_PER_ACTIVATION * self._found.activation_bytes + copied
@@ -100,11 +91,6 @@ class Probe:
         self._even = batch_size is None and at_most is None
         self._room = min(memory_budget // self._bytes_per_point, LARGER * fitting)
         self._points, self._groups = int(groups.sizes.sum()), len(groups)
-
-    @cached_property
-    def _direction(self) -> Tensor:
-        """Along which gradients are compared `[1, p]`."""
-        return random_direction(self._space)
 
     @property
     def facts(self) -> Facts:
@@ -117,7 +103,8 @@ class Probe:
             work_per_point=max(found.work, 1.0),
             ghost_work=found.ghost_work, uncovered=found.uncovered, refused=dict(found.refused),
             compared=frozenset(found.looked_at),
-            batch_size=size, working_bytes=self._bytes_per_point * size, room=self._room if self._even else size,
+            batch_size=size, working_bytes=self._bytes_per_point * size, itemsize=self._space.dtype.itemsize,
+            room=self._room if self._even else size,
         )  # fmt: skip
 
     def on(self, groups: Groups) -> Probe:
@@ -144,31 +131,53 @@ class Probe:
             members: where the examples are drawn from.
             most: examples that may be run at once.
         """
-        space, nothing = self._space, Truth.of_nothing(len(self._space.parameters))
         at_once = min(USUAL.examples, most)
-        sample = Sample(space, self._loss, self._data, members, at_once)
-        space.changing = sample.changing
-        self._found = Findings(
-            [], nothing, sample.precision, sample.bytes_per_example, space.changing, effort=sample.effort
-        )
-        self._found.alters = hidden_hooks(space.model, list(space.parameters.values()))
-        self._allowed = tolerance(sample.precision)
-        try:
-            for batch, alone in sample.chosen():
-                self._add(batch, alone)
-            sample.check_repeats(self._found.truth.losses)
+        sample = Sample(self._space, self._loss, self._data, members, at_once)
+        self._space.changing = sample.changing
+        self._subject = Subject(self._space, self._loss, tolerance(sample.precision))
+        mixed: Mixed | None = None
+
+        def compare() -> None:
             if not self._data.is_stream:
                 self._look_further(members, at_once)
             self._check_batches(self._layers(sample.output_dims))
+
+        try:
+            chosen = sample.chosen()
+            self._begin(sample, chosen)
+            sample.check_repeats(self._found.truth.losses)
+            try:
+                compare()
+            except Mixed as error:  # or an activation is 0 but for rounding, and switches a unit on or off
+                mixed = error
+                try:
+                    with beside(self._space):
+                        self._begin(sample, chosen)
+                        compare()
+                except FAILS:
+                    raise mixed from None
+                self._found.truth = self._truth_now()
         except ValueError:
             sample.check_repeats()  # what is random may look like anything
             raise
         self._found.most_places = max(LEAST_PLACES, min(len(members) // 32, MOST_PLACES))
         most = most if sample.effort is USUAL else sample.effort.examples
-        self._found.look_at(descent(space, self._loss, max(self._found.batches, key=batch_length), most))
+        self._found.look_at(descent(self._subject, max(self._found.batches, key=batch_length), most))
+        if mixed is not None and self._found.joins is not None:
+            raise mixed
         if self._found.uncovered:
             self._found.work = self._counted_work()
         self._found.unseen = set(self._untouched())
+
+    def _begin(self, sample: Sample, chosen: Sequence[tuple[Any, Sequence[Any]]]) -> None:
+        """Findings about nothing but the truth about the chosen examples."""
+        space, nothing = self._space, Truth.of_nothing(len(self._space.parameters))
+        self._found = Findings(
+            [], nothing, sample.precision, sample.bytes_per_example, sample.changing, effort=sample.effort
+        )
+        self._found.alters = hidden_hooks(space.model, list(space.parameters.values()))
+        for batch, alone in chosen:
+            self._add(batch, alone)
 
     def _check_batches(self, seen: list[Tensor] | None) -> None:
         """Refuse a loss of batches that is not made of the losses of their examples.
@@ -183,16 +192,14 @@ class Probe:
             low += batch_length(batch)
             losses = None if seen is None else seen[number].cpu().double()
             proven = losses is not None and bool((truth.finite & losses.isfinite()).all())
-            if losses is None or not proven or bool(truth.other_losses(losses, self._allowed).any()):
-                run = check_batch(
-                    self._space, self._loss, batch, truth, self._direction, self._allowed, self._data.name
-                )
+            if losses is None or not proven or bool(truth.other_losses(losses, self._subject.allowed).any()):
+                run = check_batch(self._subject, batch, truth, self._data.name)
                 found.told.add(run.told)
                 found.alters = found.alters or run.alters
             with self._space.require_gradients(of_chosen=True):
                 whole = self._loss.reduced(self._space.model, batch) if len(truth.losses) > 1 else None
             if whole is not None:
-                check_reduction(float(whole.detach()), truth.losses, self._allowed)
+                check_reduction(float(whole.detach()), truth.losses, self._subject.allowed)
 
     def _compare(self, strategy: str, *, fresh: bool = False) -> None:
         """Compare strategies that do without layers with autograd, if they may be needed.
@@ -209,19 +216,18 @@ class Probe:
                 continue
             if not fresh:
                 found.truth, fresh = self._truth_now(), True
-            why = compare(self.captured, self._direction) or self._unproven()
+            why = compare(self._subject, found) or self._unproven()
             found.refused |= {} if why is None else {name: why}
             found.looked_at.add(name)
 
     def _truth_now(self) -> Truth:
         """The truth about the examples at the parameters that the model has now."""
-        alone = [pick(batch, [at]) for batch in self._found.batches for at in range(batch_length(batch))]
-        return truth_alone(self._space, self._loss, alone, self._direction)
+        batches = self._found.batches
+        return self._subject.truth([pick(batch, [at]) for batch in batches for at in range(batch_length(batch))])
 
     def _add(self, batch: Any, alone: Sequence[Any]) -> None:
         """Find the truth about the examples of a batch, and keep it to compare strategies with."""
-        truth = truth_alone(self._space, self._loss, alone, self._direction)
-        self._found.truth = self._found.truth.joined(truth)
+        self._found.truth = self._found.truth.joined(self._subject.truth(alone))
         self._found.batches.append(batch)
 
     def _look_further(self, members: Members, at_once: int) -> None:
@@ -239,7 +245,7 @@ class Probe:
             runs = runs_of(some, at_once)
             device = self._space.device
             for run, batch in zip(runs, [to_device(b, device) for b in self._data.batches(runs)], strict=True):
-                scores = total_scores(self._space, self._loss, batch, self._direction)
+                scores = self._subject.run(batch).total
                 if not bool((scores[missing] != 0).any()):
                     continue
                 self._add(batch, [to_device(one, device) for one in self._data.batches([[at] for at in run])])
@@ -272,12 +278,7 @@ class Probe:
                 return None
             seen = again
         scores, losses = seen
-        wrong = found.truth.differs(scores, self._allowed).tolist()
-        found.uncovered = self._strayed | {
-            name: f"{name!r} is used in a way its layer alone does not show"
-            for name, is_wrong in zip(space.parameters, wrong, strict=True)
-            if is_wrong
-        }
+        found.uncovered = self._strayed | used_elsewhere(self._subject, found.truth, scores)
         return None if found.uncovered else losses
 
     def _counted_work(self) -> float:
@@ -302,7 +303,7 @@ class Probe:
         work = _Work(sum(map(batch_length, found.batches)))
         try:
             for batch in found.batches:
-                some, calls = captured_scores(self._space, layers, self._loss, batch, self._direction, work)
+                some, calls = self._subject.captured(layers, batch, work)
                 found.alters = found.alters or calls.alters
                 if found.hooked:
                     return f"{found.alters} changes gradients"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,7 @@ from ggda_ext.data import batch_length
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Calls, Observer, Watch, altered_gradients, observe
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace
+from ggda_ext.model import ParameterSpace, left_as_it_was
 
 
 @dataclass(frozen=True)
@@ -98,32 +99,100 @@ _HELD = 2**20  # numbers of gradients that are measured at once
 _DRAWN = 2**20 + 7  # a prime: numbers of a direction, which then come again; drawing is slower than a gradient
 
 
-def random_direction(space: ParameterSpace) -> Tensor:
-    """A fixed random direction `[1, p]`, drawn without touching the global random state."""
-    generator = torch.Generator(space.device).manual_seed(0)
-    drawn = torch.randn(min(space.size, _DRAWN), generator=generator, dtype=space.dtype, device=space.device)
-    return drawn.repeat(-(-space.size // _DRAWN))[None, : space.size]
+@dataclass(frozen=True)
+class Subject:
+    """What something is proven about: a model with its chosen parameters, the loss of its examples, and how exactly.
 
+    Attributes:
+        space: model and chosen parameters.
+        loss: of the examples.
+        allowed: differences that rounding may explain.
+    """
 
-def truth_of(space: ParameterSpace, loss: ExampleLoss, alone: Sequence[Any], direction: Tensor) -> Truth:
-    """The truth about examples, each given as a batch of one, along a direction `[1, p]`."""
-    losses, measured = [], []
-    directions = [wide(space.part(direction, parameter)).flatten() for parameter in space.parameters.values()]
-    at_once = 1 if space.changing else max(1, _HELD // space.size)  # what an example changes is put back
-    for low in range(0, len(alone), at_once):
-        gradients = []
+    space: ParameterSpace
+    loss: ExampleLoss
+    allowed: Tolerance
+
+    @cached_property
+    def direction(self) -> Tensor:
+        """Along which gradients are compared `[1, p]`: random, fixed, drawn beside the global random state."""
+        size, device = self.space.size, self.space.device
+        generator = torch.Generator(device).manual_seed(0)
+        drawn = torch.randn(min(size, _DRAWN), generator=generator, dtype=self.space.dtype, device=device)
+        return drawn.repeat(-(-size // _DRAWN))[None, :size]
+
+    @cached_property
+    def along(self) -> list[Tensor]:
+        """The parts of the direction, one for each parameter."""
+        return [self.space.part(self.direction, parameter)[0] for parameter in self.space.parameters.values()]
+
+    def truth(self, alone: Sequence[Any]) -> Truth:
+        """The truth about examples, each given as a batch of one; or an error that says why one alone has none."""
+        try:
+            return self._truth(alone)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if len(alone) == 1:
+                raise
+            raise ValueError(
+                f"the loss of one example alone cannot be computed, though that of a batch can: {error} An example has "
+                "a gradient of its own only if the model takes a batch of one: look for statistics of the batch, and "
+                "for squeeze() without a dimension."
+            ) from error
+
+    def _truth(self, alone: Sequence[Any]) -> Truth:
+        losses, measured, along = [], [], [wide(part).flatten() for part in self.along]
+        at_once = 1 if self.space.changing else max(1, _HELD // self.space.size)  # what an example changes is put back
+        for low in range(0, len(alone), at_once):
+            gradients = []
+            with self.space.require_gradients(of_chosen=True):
+                for one in alone[low : low + at_once]:
+                    value = self.loss.total(self.space.model, one)
+                    gradients.append(self.space.gradients_of(value))
+                    losses.append(_on_cpu(value))
+            measured.append(_measured(gradients, along))
+        return Truth(torch.stack(losses), *(torch.cat(parts).cpu() for parts in zip(*measured, strict=True)))
+
+    def run(self, batch: Any, along: Sequence[Tensor] | None = None, *, some: Sequence[int] | None = None) -> PlainRun:
+        """Run a batch by plain autograd.
+
+        Args:
+            batch: the examples.
+            along: a direction by parameter; by default `along`.
+            some: positions of the examples whose gradient is taken; by default of all.
+        """
+        space = self.space
         with space.require_gradients(of_chosen=True):
-            for one in alone[low : low + at_once]:
-                value = loss.total(space.model, one)
-                gradients.append(space.gradients_of(value))
-                losses.append(_on_cpu(value))
-        measured.append(_measured(gradients, directions))
-    return Truth(torch.stack(losses), *(torch.cat(parts).cpu() for parts in zip(*measured, strict=True)))
+            with Watch(0) as watch:
+                losses = self.loss.each(space.model, batch)
+            alters = altered_gradients(losses, watch)
+            gradients = space.gradients_of((losses if some is None else losses[list(some)]).sum())
+        pairs = zip(gradients, (wide(part).flatten() for part in along or self.along), strict=True)
+        return PlainRun(_on_cpu(losses), torch.stack([_dot(*pair) for pair in pairs]).cpu(), alters, watch.told)
+
+    def captured(self, layers: list[Layer], batch: Any, watcher: Observer) -> tuple[Tensor, Calls]:
+        """Scores of every example from layer inputs and output gradients, per parameter `[b, q]`.
+
+        `watcher` sees the layers' calls too.
+        """
+        space, observer = self.space, _ParameterScores(self.space, self.direction, batch_length(batch), watcher)
+        calls = observe(space, layers, self.loss, batch, observer, alters=True)
+        return torch.stack([observer.scores[id(own)] for own in space.parameters.values()], 1).cpu(), calls
 
 
-def total_scores(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: Tensor) -> Tensor:
-    """Gradient of the summed loss of a batch along a direction, per parameter `[q]`."""
-    return plain_run(space, loss, batch, [space.part(direction, own)[0] for own in space.parameters.values()]).total
+_BESIDE = 1e-3  # of the usual size of a parameter
+
+
+@contextmanager
+def beside(space: ParameterSpace) -> Iterator[None]:
+    """With all chosen parameters moved a little, so that an activation which was 0 but for rounding is so no longer."""
+    parameters, generator = list(space.parameters.values()), torch.Generator(space.device).manual_seed(1)
+    usual = (sum(float(wide(own.detach()).square().sum()) for own in parameters) / space.size) ** 0.5
+    with left_as_it_was(space.model, list(space.parameters)):
+        with torch.no_grad():
+            for own in parameters:
+                drawn = torch.randn(own.shape, generator=generator, dtype=own.dtype, device=own.device)
+                own.add_(drawn, alpha=_BESIDE * usual)
+        yield
 
 
 @dataclass(frozen=True)
@@ -132,7 +201,7 @@ class PlainRun:
 
     Attributes:
         losses: of the examples `[b]`.
-        total: gradient of their sum along a direction, per parameter `[q]`.
+        total: gradient of their sum, or of that of some of them, along a direction, per parameter `[q]`.
         alters: what makes gradients other than derivatives, or None.
         told: stands for the functions that were called, and for the numbers that Python was told.
     """
@@ -141,29 +210,6 @@ class PlainRun:
     total: Tensor
     alters: str | None
     told: int
-
-
-def plain_run(space: ParameterSpace, loss: ExampleLoss, batch: Any, direction: Sequence[Tensor]) -> PlainRun:
-    """Run a batch by plain autograd; the direction is given by parameter."""
-    with space.require_gradients(of_chosen=True):
-        with Watch(0) as watch:
-            losses = loss.each(space.model, batch)
-        alters = altered_gradients(losses, watch)
-        gradients = space.gradients_of(losses.sum())
-    pairs = zip(gradients, (wide(part).flatten() for part in direction), strict=True)
-    return PlainRun(_on_cpu(losses), torch.stack([_dot(*pair) for pair in pairs]).cpu(), alters, watch.told)
-
-
-def captured_scores(
-    space: ParameterSpace, layers: list[Layer], loss: ExampleLoss, batch: Any, direction: Tensor, watcher: Observer
-) -> tuple[Tensor, Calls]:
-    """Scores of every example along a direction from layer inputs and output gradients, per parameter `[b, q]`.
-
-    `watcher` sees the layers' calls too.
-    """
-    observer = _ParameterScores(space, direction, batch_length(batch), watcher)
-    calls = observe(space, layers, loss, batch, observer, alters=True)
-    return torch.stack([observer.scores[id(parameter)] for parameter in space.parameters.values()], 1).cpu(), calls
 
 
 def _on_cpu(values: Tensor) -> Tensor:
@@ -219,20 +265,6 @@ def check_same_losses(losses: Tensor, again: Tensor, data_name: str) -> None:
             f"the loss of the same examples came out as {losses.tolist()}, then as {again.tolist()}: switch off "
             f"what is random in the model (functional dropout?), the loss, or {data_name} (augmentation?)."
         )
-
-
-def truth_alone(space: ParameterSpace, loss: ExampleLoss, alone: Sequence[Any], direction: Tensor) -> Truth:
-    """The truth about examples by plain autograd, or an error that says why an example alone has none."""
-    try:
-        return truth_of(space, loss, alone, direction)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        if len(alone) == 1:
-            raise
-        raise ValueError(
-            f"the loss of one example alone cannot be computed, though that of a batch can: {error} An example has "
-            "a gradient of its own only if the model takes a batch of one: look for statistics of the batch, and "
-            "for squeeze() without a dimension."
-        ) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ggda_ext.data import batch_length
 from ggda_ext.gradients.observation import Watch
 from ggda_ext.gradients.plan import Cost, LossModule, Request, Strategy
-from ggda_ext.gradients.proof.captured_layers import CapturedLayers
-from ggda_ext.gradients.proof.truth import FAILS, first_line
+from ggda_ext.gradients.proof.findings import Findings
+from ggda_ext.gradients.proof.truth import FAILS, Subject, first_line
 from ggda_ext.model import ParameterSpace, called_with
 
 
@@ -89,18 +89,17 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / v.square().sum(others, keepdim=True).sqrt())
 
 
-def compare(proof: CapturedLayers, direction: Tensor) -> str | None:
+def compare(subject: Subject, found: Findings) -> str | None:
     """Why forward-mode differentiation does not give what autograd gave for some examples, or None."""
-    found, space = proof.found, proof.space
-    truth, finite = found.truth, found.truth.finite
+    space, truth, finite = subject.space, found.truth, found.truth.finite
     if found.alters is not None:
         return f"{found.alters} changes gradients, which forward-mode differentiation does not see"
     norms = truth.norms[finite].amax(0) if bool(finite.any()) else torch.ones(len(space.parameters))
     norms = norms + 1e-3 * norms.max() + torch.finfo(norms.dtype).tiny
     # every parameter of about equal weight, so that a small one counts
-    moves = space.split(direction[0])
+    moves = space.split(subject.direction[0])
     scaled = {name: move / norm.to(move) for (name, move), norm in zip(moves.items(), norms, strict=True)}
-    module = LossModule(space.model, proof.loss)
+    module = LossModule(space.model, subject.loss)
     try:
         runs = [watched_scores(module, space, scaled, batch) for batch in found.batches]
     except FAILS as error:
@@ -108,7 +107,7 @@ def compare(proof: CapturedLayers, direction: Tensor) -> str | None:
     found.forward_proven |= {watch.called for _, _, watch in runs}
     scores, expected = torch.cat([run[0] for run in runs]).cpu().to(truth.scores), (truth.scores / norms).sum(1)
     off = ((scores - expected).abs() / (0.1 + (truth.norms / norms).square().sum(1).sqrt()))[finite]
-    if len(off) and not (bool((off <= proof.allowed.each).all()) and off.median() <= proof.allowed.most):
+    if len(off) and not (bool((off <= subject.allowed.each).all()) and off.median() <= subject.allowed.most):
         return "forward-mode differentiation of the model disagrees with its gradient"
     return None
 

@@ -12,8 +12,8 @@ from torch.func import grad, vmap
 from ggda_ext.data import as_batch_of_one, batch_length, pick
 from ggda_ext.gradients.layers import segment_sum
 from ggda_ext.gradients.plan import Cost, LossModule, Request, Strategy, merge_pieces
-from ggda_ext.gradients.proof.captured_layers import CapturedLayers
-from ggda_ext.gradients.proof.truth import FAILS, first_line
+from ggda_ext.gradients.proof.findings import Findings
+from ggda_ext.gradients.proof.truth import FAILS, Subject, first_line
 from ggda_ext.model import ParameterSpace, called_with
 
 
@@ -48,24 +48,24 @@ def point_gradients(loss_module: nn.Module, space: ParameterSpace, batch: Any) -
     return torch.cat([gradients[name].reshape(len(gradients[name]), -1) for name in parameters], 1)
 
 
-def compare(proof: CapturedLayers, direction: Tensor) -> str | None:
+def compare(subject: Subject, found: Findings) -> str | None:
     """Why vmap(grad) does not give what autograd gave for some examples, or None."""
-    found, space = proof.found, proof.space
+    space = subject.space
     if found.hooked:
         return f"{found.alters} changes gradients, which vmap may not see"
     written = [name for name in dict(space.model.named_parameters()) if name in found.changing]
     if written:  # PyTorch may crash
         return f"the model writes to parameter {written[0]!r} when it runs, which it cannot do under vmap"
-    module, rows = LossModule(space.model, proof.loss), []
+    module, rows = LossModule(space.model, subject.loss), []
     try:
         for batch in found.batches:
             for at in range(0, batch_length(batch), 2):  # a row has p numbers
                 pair = pick(batch, range(at, min(at + 2, batch_length(batch))))
-                products = point_gradients(module, space, pair) * direction
+                products = point_gradients(module, space, pair) * subject.direction
                 rows += [[part.double().sum() for part in space.split(row).values()] for row in products]
     except FAILS as error:
         return f"vmap over the model failed: {first_line(error)}"
-    wrong = found.truth.differs(torch.stack([torch.stack(row) for row in rows]).cpu(), proof.allowed)
+    wrong = found.truth.differs(torch.stack([torch.stack(row) for row in rows]).cpu(), subject.allowed)
     names = [name for name, is_wrong in zip(space.parameters, wrong.tolist(), strict=True) if is_wrong]
     return f"vmap over the model gives another gradient of parameter {names[0]!r} than autograd" if names else None
 
