@@ -16,13 +16,14 @@ from torch import Tensor
 from trak.projectors import BasicProjector, BasicSingleBlockProjector, ChunkedCudaProjector, CudaProjector
 
 from ggda_ext import GroupGradients
+from ggda_ext.gradients.plan import CACHED_BLOCK_BYTES
 from ggda_ext.model import ParameterSpace
 from ggda_trak.projection.factored import FactoredProjector
 
 KEPT_BYTES = 128 * 2**20
 """The largest matrix that is kept."""
-BLOCK_BYTES = 24 * 2**20
-"""Of rows to project at once: every batch has a price of its own, and larger blocks are given fresh memory each."""
+BLOCK_ROWS, BLOCK_BYTES = 512, 24 * 2**20
+"""To project at once: every batch has a price of its own, and larger blocks are given fresh memory each."""
 
 
 class Projection:
@@ -43,8 +44,9 @@ class Projection:
         self._kept = KeptMatrix(projector) if fits else None
         self.collects = basic and not fits
         """Whether a call has a large price of its own, so that rows are better collected."""
-        by_bytes = max(self.dim, BLOCK_BYTES // row, 1)  # fewer would read the matrix more often than the rows
-        self._rows_at_once = None if self.collects or self.most_rows else by_bytes
+        fast = max(CACHED_BLOCK_BYTES // row, min(BLOCK_ROWS, BLOCK_BYTES // row), 1)
+        fast = max(fast, self.dim)  # fewer would read the matrix more often than the rows
+        self._rows_at_once = None if self.collects or self.most_rows else fast
 
     @property
     def dim(self) -> int:
