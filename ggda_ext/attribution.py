@@ -141,7 +141,8 @@ def attribute(
     low, high, covers = ends(scores, m, apart, factors, sources) if sources else (None, None, "")
     return Attribution(
         scores[:m], provider.groups, names_of(property, m), whether_higher_is_better(property, m),
-        low=low, high=high, interval=covers, warnings=warned, notes=[*provider.data.notes, *account.notes, *cautious],
+        low=low, high=high, interval=covers, warnings=warned,
+        notes=[*provider.data.notes, *kept.notes, *account.notes, *cautious],
         method=account.facts(solver, len(factors), perf_counter() - start),
     )  # fmt: skip
 

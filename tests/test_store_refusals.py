@@ -246,6 +246,22 @@ def test_one_changed_point_is_seen_wherever_data_are_held_in_memory(holder: str,
         run_attribute(replace(given, data=HOLDERS[holder](one_point())), tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore::ggda_ext.storage.fingerprint.SampledData")
+def test_a_result_says_that_its_data_were_sampled(tmp_path: Path) -> None:
+    def notes(name: str, data: Any, **options: Any) -> str:
+        goal = properties.mean_loss(make_data(), nn.CrossEntropyLoss())
+        groups = np.arange(N) % K
+        return str(attribute(make_network(), nn.CrossEntropyLoss(), data, groups, goal, save_dir=tmp_path / name,
+                             method="tracin", **options).notes)  # fmt: skip
+
+    lazy, stream = Rows(make_data(), keep=False), DataLoader(Stream(make_data()), batch_size=50)
+    for _ in range(2):  # made, then found
+        assert "some of the training points only" in notes("lazy", lazy)
+        assert "some of the training points only" in notes("stream", stream)
+        assert "some of the training points" not in notes("tagged", lazy, tag="data of May")
+        assert "some of the training points" not in notes("whole", make_data())
+
+
 def test_a_lazy_data_set_is_sampled_which_is_said_and_a_tag_is_asked_for(tmp_path: Path) -> None:
     given = replace(Given(), data=Rows(make_data(), keep=False))
     with pytest.warns(SampledData, match="pass tag="):

@@ -53,6 +53,8 @@ class Account:
 class ScoresInMemory:
     """What `ScoreStore` does, without a folder: nothing is kept."""
 
+    notes: tuple[str, ...] = ()
+
     def __enter__(self) -> ScoresInMemory:
         return self
 

@@ -50,6 +50,11 @@ def describe_data(data: IndexedData, hash_of: Hash) -> tuple[str, bool]:
     return f"{data.n} points{'' if whole else f', {len(at)} of them looked at,'} {found[:16]}", whole
 
 
+def is_sampled(described: str) -> bool:
+    """Whether a text of `describe_data` says that only a part was read."""
+    return "of them looked at" in described or f"its first {POINTS} points" in described
+
+
 def _first(data: IndexedData) -> tuple[list[Any], bool]:
     """The first `POINTS` points of a stream, in its own batches, and whether it ended before."""
     found: list[Any] = []

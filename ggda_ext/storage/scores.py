@@ -24,6 +24,7 @@ from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.methods.scoring import Weight, sum_scores
 from ggda_ext.sharing import once, together
 from ggda_ext.storage import fingerprint
+from ggda_ext.storage.data_content import is_sampled
 from ggda_ext.storage.folder import Arrays, Store, difference, read_array
 from ggda_ext.storage.hashing import joined
 from ggda_ext.storage.jobs import (
@@ -50,10 +51,13 @@ class ScoreStore:
     Args:
         save_dir: the folder.
         tag: names what a fingerprint cannot see, such as the version of the data; another tag is refused.
+
+    Attributes:
+        notes: what was not compared, for results to say.
     """
 
     def __init__(self, save_dir: str | Path, tag: str | None = None) -> None:
-        self.folder, self.tag = Path(save_dir), tag
+        self.folder, self.tag, self.notes = Path(save_dir), tag, tuple[str, ...]()
         self._opened: AbstractContextManager[Store | None] | None = None
         self._store: Store | None = None
 
@@ -158,7 +162,8 @@ class ScoreStore:
         """The name of a checkpoint, refused if it was made with another model, data or settings."""
         if self._opened is None:
             self._opened = opened(self.folder, lambda: fingerprint.of_training(provider, self.tag))
-            self._store = self._opened.__enter__()
+            self._store = store = self._opened.__enter__()
+            self.notes = once(lambda: () if store is None or self.tag is not None else _sampled(store))
         name = f"checkpoint-{number:03d}"
         with together():
             if self._store is not None:
@@ -203,6 +208,15 @@ class ScoreStore:
                 like = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy()
                 self._store.save_parts(name, (m, k), like.dtype, parts())
         return torch.from_numpy(read_array(self.folder, name)).to(dtype)
+
+
+def _sampled(store: Store) -> tuple[str, ...]:
+    """What to say of a store that was made with data that cannot be read whole."""
+    if is_sampled(store.fingerprint["data"]):
+        return (
+            "save_dir was compared with some of the training points only, as they cannot be read whole: pass tag=.",
+        )
+    return ()
 
 
 def _question(store: Store, within: str, asked: dict[str, Any]) -> str:
