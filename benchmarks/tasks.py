@@ -90,7 +90,7 @@ class Task:
     Attributes:
         name: one of `TASKS`.
         title: the model's name for tables; says so if its weights are a stand-in.
-        data: the data set, on the device to compute on.
+        data: the data set.
         make_model: builds a model; its random weights come from torch's global random state.
         recipe: how it is trained.
         projection_dim: dimension of random projections (Fisher, TRAK).
@@ -145,7 +145,6 @@ class Task:
         seed: int = 0,
         labels: Tensor | None = None,
         folder: Path | None = None,
-        show_progress: bool = False,
     ) -> Ensemble:
         """Models on random parts of the data, as TRAK asks for.
 
@@ -153,7 +152,7 @@ class Task:
             count: number of models.
             fraction: share of the training points that each model sees.
             seed: for the parts, initial weights and batch orders.
-            labels, folder, show_progress: as in `trained`.
+            labels, folder: as in `trained`.
         """
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction={fraction}: pass a share above 0 and up to 1.")
@@ -171,7 +170,7 @@ class Task:
             some = missing[start : start + together]
             made = train_many(
                 self.make_model, LOSS, (x, y), self.recipe,
-                seeds=[seeds[j] for j in some], subsets=[subsets[j] for j in some], show_progress=show_progress,
+                seeds=[seeds[j] for j in some], subsets=[subsets[j] for j in some],
             )  # fmt: skip
             for place, j in enumerate(some):
                 files.save(keys[j], Trained(made.model(place)))
@@ -203,14 +202,7 @@ class Task:
         return digest(self.data.train[0].cpu().numpy())
 
 
-def task(
-    name: str,
-    dataset: DataSet,
-    scale: Scale,
-    *,
-    folder: Path | str | None = None,
-    device: torch.device | str = "cpu",
-) -> Task:
+def task(name: str, dataset: DataSet, scale: Scale, *, folder: Path | str | None = None) -> Task:
     """One of the paper's tasks on a data set.
 
     Args:
@@ -219,7 +211,6 @@ def task(
         scale: epochs, width of the ResNet, LiSSA's depth. With fewer training points than the paper the batch shrinks
             with them, so that an epoch keeps about as many steps.
         folder: data folder, for BERT's pre-trained weights.
-        device: where to compute.
     """
     if name not in PAPER:
         raise ValueError(f"name={name!r} is no task; choose from {', '.join(TASKS)}.")
@@ -244,7 +235,7 @@ def task(
     else:
         make_model = SMALL_MODELS[name]
     return Task(
-        name, title, _on(dataset, torch.device(device)), make_model, recipe, paper.projection_dim,
+        name, title, dataset, make_model, recipe, paper.projection_dim,
         Lissa(repeats=methods.lissa_repeats, depth=methods.lissa_depth), weights, stand_in,
     )  # fmt: skip
 
@@ -277,8 +268,3 @@ def _bert(path: Path | None, classes: int) -> tuple[Callable[[], nn.Module], int
 def _power_of_two(value: float) -> int:
     """The smallest power of two from `value` on."""
     return 2 ** math.ceil(math.log2(max(value, 1)))
-
-
-def _on(dataset: DataSet, device: torch.device) -> DataSet:
-    train, test = ((x.to(device), y.to(device)) for x, y in (dataset.train, dataset.test))
-    return replace(dataset, train=train, test=test)

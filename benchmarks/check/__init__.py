@@ -31,12 +31,6 @@ def methods() -> tuple[Method, ...]:
     return tuple(found)
 
 
-def _prepared(
-    task: str, scale: Scale, folder: ResultFolder, data_dir: Path | None
-) -> tuple[Case, dict[str, Any]]:  # fmt: skip
-    return prepared(task, scale, folder, data_dir, scale.check[task])
-
-
 def _rows(task: str, method: Method, given: tuple[Case, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     case, common = given
     yield common | _checked(task, method, case)
@@ -47,13 +41,8 @@ def _checked(task: str, method: Method, case: Case) -> dict[str, Any]:
 
     reason = SKIPPED.get((task, method.toolkit, method.name))
     if reason is not None:
-        return {
-            "toolkit": method.toolkit,
-            "method": method.name,
-            "status": "skipped",
-            "reason": reason,
-            "train_points": 0,
-        }
+        about = {"toolkit": method.toolkit, "method": method.name}
+        return about | {"status": "skipped", "reason": reason, "train_points": 0}
     return row_of(method, case.few if method.toolkit == "dattri" else case)
 
 
@@ -87,5 +76,6 @@ def prepared(
 
 run = SideBySide(
     "check", table.heading, table.source, lambda rows: table.line(rows[0]),
-    lambda task, method: [f"check/{task}/{method.toolkit}/{method.name}"], _prepared, _rows,
+    lambda task, method: [f"check/{task}/{method.toolkit}/{method.name}"],
+    lambda task, scale, folder, data_dir: prepared(task, scale, folder, data_dir, scale.check[task]), _rows,
 ).run  # fmt: skip

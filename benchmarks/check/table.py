@@ -35,17 +35,6 @@ def source(row: Row) -> str:
     return f"{row['data']}{mark} · {row['model']} · {row['test_points']} test points · source: {row['source']}"
 
 
-def lines(rows: Iterable[Row]) -> Iterator[str]:
-    """The whole table."""
-    before = None
-    yield heading()
-    for row in rows:
-        if (row["data"], row["model"]) != before:
-            before = (row["data"], row["model"])
-            yield f"\n{source(row)}"
-        yield line(row)
-
-
 def verdict(rows: Iterable[Row]) -> Iterator[str]:
     """The check in a line, and one more for everything that is not equal."""
     every = list(rows)

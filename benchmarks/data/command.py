@@ -22,13 +22,12 @@ SIZES = {
 }
 
 
-def command(fetch: Sequence[str] = (), folder: Path | str | None = None, *, show_progress: bool = True) -> int:
+def command(fetch: Sequence[str] = (), folder: Path | str | None = None) -> int:
     """Print what is in the data folder and the cache, after fetching what is asked for.
 
     Args:
         fetch: names of data sets, ``"bert"``, or ``"all"``.
         folder: the data folder; else the one in GGDA_DATA_DIR.
-        show_progress: show a bar while downloading.
 
     Returns:
         Exit code: 1 if something asked for could not be fetched, or the folder holds something wrong.
@@ -43,31 +42,31 @@ def command(fetch: Sequence[str] = (), folder: Path | str | None = None, *, show
         print(error, file=sys.stderr)
         return 1
     print(f"data folder: {inner or f'none (--data-dir or {folders.FOLDER_VARIABLE})'}\ncache: {cache.root()}\n")
-    failed = [name for name in ENTRIES if not show(name, inner, name in wanted, show_progress)]
+    failed = [name for name in ENTRIES if not show(name, inner, name in wanted)]
     return 1 if failed else 0
 
 
-def where(name: str, folder: Path | str | None = None, *, show_progress: bool = True) -> str:
+def where(name: str, folder: Path | str | None = None) -> str:
     """In words, whether a data set is real and where it came from; it is fetched if need be.
 
     Raises:
         DataError: the folder holds something else under that name.
     """
-    origin = sources.obtain(name, folder, allow_stand_in=True, show_progress=show_progress)
+    origin = sources.obtain(name, folder, allow_stand_in=True)
     if origin.stand_in:
         return "MADE UP (stand-in), because no source could be reached"
     if name != "qnli":
         return f"real, from {origin.source}"
-    model = sources.bert(folder, show_progress=show_progress)
+    model = sources.bert(folder)
     weights = "random weights (stand-in)" if model.stand_in else f"weights from {model.source}"
     return f"real, from {origin.source}; BERT: {weights}"
 
 
-def show(name: str, folder: Path | None, fetch: bool, show_progress: bool) -> bool:
+def show(name: str, folder: Path | None, fetch: bool) -> bool:
     """Print one entry, fetched first if asked for; false if it is wrong or could not be fetched."""
     lines, fine = [SIZES[name]], True
     try:
-        source, checks = look(name, folder, fetch, show_progress)
+        source, checks = look(name, folder, fetch)
         lines += [f"from: {source}", *(f"checked: {check}" for check in checks)] if source else [missing(name)]
     except DataError as error:
         lines, fine = [*lines, f"error: {error}"], False
@@ -77,19 +76,19 @@ def show(name: str, folder: Path | None, fetch: bool, show_progress: bool) -> bo
     return fine
 
 
-def look(name: str, folder: Path | None, fetch: bool, show_progress: bool) -> tuple[str | None, tuple[str, ...]]:
+def look(name: str, folder: Path | None, fetch: bool) -> tuple[str | None, tuple[str, ...]]:
     """Where an entry comes from and what was checked; without `fetch`, None if it is not here.
 
     Raises:
         DataError: it is damaged, or was to be fetched and no source has it.
     """
     if name == "bert":
-        model = sources.bert(folder, show_progress=show_progress) if fetch else sources.local_bert(folder)
+        model = sources.bert(folder) if fetch else sources.local_bert(folder)
         if fetch and (model is None or model.stand_in):
             raise DataError("no source has the weights.")
         return (model.source, model.checks) if model else (None, ())
     if fetch:
-        origin = sources.obtain(name, folder, allow_stand_in=False, show_progress=show_progress)
+        origin = sources.obtain(name, folder, allow_stand_in=False)
         return origin.source, origin.checks
     found = sources.local(name, folder)
     return (found.source, found.checks) if found else (None, ())

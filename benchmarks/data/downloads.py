@@ -28,16 +28,14 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 POLL_SECONDS = 0.1
 
 
-def run_watched(
-    command: Sequence[str], folder: Path, size: int, title: str, *, environment: Mapping[str, str], show_progress: bool
-) -> None:
+def run_watched(command: Sequence[str], folder: Path, size: int, title: str, *, environment: Mapping[str, str]) -> None:
     """Run a command that downloads about `size` bytes into `folder`, and stop it when nothing comes any more.
 
     Raises:
         UnreachableError: it failed or stalled; the message holds the error it printed.
     """
     log = folder / "log.txt"
-    with log.open("wb") as output, progress(size, title, show_progress) as bar:
+    with log.open("wb") as output, progress(size, title) as bar:
         try:
             process = subprocess.Popen(
                 command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -79,7 +77,7 @@ def wait_while_bytes_come(process: subprocess.Popen[bytes], folder: Path, log: P
             raise NoAnswerError(f"nothing came for {limit:.0f} s")
 
 
-def fetch_url(url: str, target: Path, size: int, title: str, *, show_progress: bool) -> None:
+def fetch_url(url: str, target: Path, size: int, title: str) -> None:
     """Download `url` into the file `target`.
 
     Raises:
@@ -88,7 +86,7 @@ def fetch_url(url: str, target: Path, size: int, title: str, *, show_progress: b
     try:
         with urllib.request.urlopen(url, timeout=CONNECT_SECONDS) as answer, target.open("xb") as file:
             announced = int(answer.headers.get("Content-Length") or 0)
-            with progress(announced or size, title, show_progress) as bar:
+            with progress(announced or size, title) as bar:
                 left = 2 * size + 10**6
                 while block := answer.read(1 << 18):
                     left -= len(block)
@@ -139,9 +137,9 @@ def require_room(folder: Path, size: int) -> None:
         )
 
 
-def progress(size: int, title: str, show: bool) -> tqdm:
-    """A bar over `size` bytes."""
-    return tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=not show, leave=False)
+def progress(size: int, title: str) -> tqdm:
+    """A bar over `size` bytes, on a terminal."""
+    return tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=None, leave=False)
 
 
 def bytes_in(folder: Path, log: Path) -> int:

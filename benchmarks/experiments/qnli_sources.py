@@ -76,7 +76,7 @@ def sources_task(scale: Scale, folder: Path | None, models: Path | None = None) 
     Raises:
         DataError: there is no real QNLI, or no pre-trained BERT.
     """
-    origin, weights = obtain("qnli", folder, allow_stand_in=False, show_progress=True), data.bert(folder)
+    origin, weights = obtain("qnli", folder, allow_stand_in=False), data.bert(folder)
     if weights.path is None:
         raise DataError(f"{QNLI_SOURCES} needs a pre-trained BERT: pass its folder with --data-dir.")
     size = scale.experiments[QNLI_SOURCES]

