@@ -23,6 +23,8 @@ FROM_START = "What-if from the start"
 INFLUENCE_3, WHAT_IF_3, FROM_START_3 = "Influence, 3 models", "What-if, 3 models", "What-if from the start, 3 models"
 AVERAGED = {INFLUENCE_3: INFLUENCE, WHAT_IF_3: WHAT_IF, FROM_START_3: FROM_START}
 """Methods whose predictions are averaged over three models, and the method of one model."""
+WHAT_IFS = (WHAT_IF, WHAT_IF_3, FROM_START, FROM_START_3)
+"""All kinds of what-if, in the order of tables."""
 LDS_METHODS = (*PAPER_METHODS, CG, *OURS, RATES, PER_POINT, *AVERAGED, *REFITS, FROM_START)
 """Methods of LDS in the order of tables, beside the trivial ones."""
 KEPT_POINTS, CLASS_BALANCE = TRIVIAL = ("Kept points", "Class balance")

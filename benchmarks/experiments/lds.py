@@ -20,8 +20,6 @@ from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.predictions import Prediction, Predictor, Truth, two_halves
 from benchmarks.experiments.retrainings import Retrainings, Wanted
 from benchmarks.names import (
-    FROM_START,
-    FROM_START_3,
     GRAD_K_MEANS,
     HALVES,
     KEEP_80,
@@ -30,10 +28,10 @@ from benchmarks.names import (
     LEAVE_ONE_OUT,
     PER_POINT,
     RATES,
-    REFITS,
     SINGLE_POINTS,
     TRIVIAL,
-    WHAT_IF_3,
+    WARM_START,
+    WHAT_IFS,
 )
 from benchmarks.sizes import LdsScale
 from ggda_ext import Groups
@@ -104,9 +102,7 @@ def _methods(bench: Bench, size: LdsScale, cell: Cell) -> Iterator[str]:
     """Methods in the order of tables; learning rates with the paper's best grouping, refits with few groups."""
     single = cell.grouping == SINGLE_POINTS
     for method in (*(one for one in LDS_METHODS if one in size.cells.methods), *TRIVIAL):
-        if method in (*REFITS, WHAT_IF_3, FROM_START, FROM_START_3) and (
-            single or not bench.is_refitted(size.cells, cell.group_size)
-        ):
+        if method in (*WHAT_IFS, WARM_START) and (single or not bench.is_refitted(size.cells, cell.group_size)):
             continue
         if (method != PER_POINT or single) and (method != RATES or single or cell.grouping == GRAD_K_MEANS):
             yield method

@@ -6,24 +6,12 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from benchmarks.names import (
-    CG,
-    FROM_START,
-    FROM_START_3,
-    INFLUENCE,
-    INFLUENCE_3,
-    REFITS,
-    TRACIN,
-    TRIVIAL,
-    WHAT_IF,
-    WHAT_IF_3,
-)
+from benchmarks.names import CG, INFLUENCE, INFLUENCE_3, TRACIN, TRIVIAL, WARM_START, WHAT_IF, WHAT_IFS
 from benchmarks.report.formats import Table, interval
 from benchmarks.report.lds_tables import CEILING_NOTE, CEILINGS
 from benchmarks.report.rows import grouping_title, mean_interval, of_sums
 
-_REFITTED = (WHAT_IF, WHAT_IF_3, FROM_START, FROM_START_3)
-_SHOWN = (*_REFITTED, *(name for name in REFITS if name != WHAT_IF), INFLUENCE, INFLUENCE_3, TRACIN, CG, *TRIVIAL)
+_SHOWN = (*WHAT_IFS, WARM_START, INFLUENCE, INFLUENCE_3, TRACIN, CG, *TRIVIAL)
 _KEYS = ["setting", "protocol", "grouping", "group_size"]
 _NAMES = ["Data / model", "Protocol", "Groups"]
 _NONE = "–"
@@ -39,12 +27,12 @@ def what_if_tables(rows: pd.DataFrame) -> Iterator[Table]:
             continue
         first = [setting, protocol, f"{grouping_title(grouping)} {int(size)}"]
         lines = {method: some[some["method"] == method].sort_values("grouping_seed") for method in _SHOWN}
-        methods = [_rank(lines[method], method in _REFITTED) for method in _SHOWN]
+        methods = [_rank(lines[method], method in WHAT_IFS) for method in _SHOWN]
         ceilings = [_mean(some, column) for column, _ in CEILINGS]
         seeds = sorted(set(some["model_seeds"].map(len)))
         choices = f"{int(some['subsets'].max())} × {'–'.join(map(str, seeds[:: max(1, len(seeds) - 1)]))}"
         ranks.append([*first, choices, *methods, *ceilings])
-        levels += [[*first, method, *_level(lines[method])] for method in _REFITTED if not lines[method].empty]
+        levels += [[*first, method, *_level(lines[method])] for method in WHAT_IFS if not lines[method].empty]
     columns = [*_NAMES, "Models", *_SHOWN, *(title for _, title in CEILINGS)]
     frame = pd.DataFrame(ranks, columns=columns)
     yield Table(
