@@ -283,6 +283,9 @@ MISTAKES: dict[str, Mistake] = {
         lambda: RESULT.replace(method=MethodFacts("mine", "metres")), ValueError, "unit='metres' of the method is not"  # type: ignore[arg-type]
     ),
     "a folder to save to": (lambda: RESULT.save("."), IsADirectoryError, "is a folder: pass the path of a file"),
+    "below a file": (lambda: RESULT.save(f"{__file__}/result.ggda"), NotADirectoryError, "lies below a file"),
+    "further below a file": (lambda: RESULT.save(f"{__file__}/a/result.ggda"), NotADirectoryError, "lies below a file"),
+    "a page below a file": (lambda: RESULT.to_html(f"{__file__}/page.html"), NotADirectoryError, "lies below a file"),
     "a folder for the page": (lambda: RESULT.to_html("."), IsADirectoryError, "is a folder: pass the path of a file"),
     "losses of examples for retraining": (
         lambda: leave(make_model=lambda: copy.deepcopy(MODEL), loss_fn=nn.CrossEntropyLoss(reduction="none")),

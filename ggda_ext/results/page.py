@@ -33,11 +33,10 @@ _MARKS = {"helps": "▲", "hurts": "▼", "rises": "↗", "falls": "↘", "uncle
 
 def written(result: Attribution, path: Path, *, title: str | None, **about: Any) -> Path:
     """Write the page, as a whole or not at all; see `Attribution.to_html`."""
-    from ggda_ext.storage.files import replaced  # only who writes something needs it
+    from ggda_ext.storage.files import written_whole  # only who writes something needs it
 
     page = rendered(result, title=title, **about)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as file:
+    with written_whole(path) as file:
         file.write(page.encode("utf-8", "replace"))
     return path
 

@@ -56,7 +56,7 @@ _METHOD: dict[str, Callable[[Any], bool]] = {
 
 def saved(result: Attribution, path: Path) -> Path:
     """Write the file; see `Attribution.save`."""
-    from ggda_ext.storage.files import replaced  # only who saves something needs it
+    from ggda_ext.storage.files import written_whole  # only who saves something needs it
 
     text, tensors = encoded(result)
     pieces = {name: _bytes(tensor) for name, tensor in tensors.items()}
@@ -66,8 +66,7 @@ def saved(result: Attribution, path: Path) -> Path:
     checksum = xxhash.xxh3_128()
     for part in parts:
         checksum.update(part)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as file:
+    with written_whole(path) as file:
         for part in (MAGIC, checksum.digest(), *parts):
             file.write(part)
     return path

@@ -127,6 +127,17 @@ def replaced(path: str | Path, *, sync: bool = True) -> Iterator[BinaryIO]:
         sync_folder(os.path.dirname(path) or ".")
 
 
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that a user asked for, in a folder that is made if there is none; see `replaced`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise NotADirectoryError(f"{str(path)!r} lies below a file: pass a path in a folder.") from None
+    with replaced(path) as file:
+        yield file
+
+
 def _new(path: str) -> int:
     """A handle of a new file; what stands in its place, a link for example, is removed and not written to."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS
