@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from benchmarks.speed.timing import Row, best_times
 from ggda_ext import GroupGradients, Groups, attribute, properties
 from ggda_ext.data import IndexedData
 from ggda_ext.estimation import estimate
+from ggda_ext.methods import MethodName
 
 FEATURES, BATCH = 23, 16_384
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"LR": models.logistic_regression, "ANN-S": models.ann_s}
+SAVED: tuple[MethodName, ...] = ("influence", "tracin")
 NOTE = "made data of HELOC's shape, generated batch by batch"
 
 
@@ -92,22 +95,22 @@ def memory(name: str, n: int) -> Iterator[Row]:
 
 def saving(quick: bool) -> Iterator[Row]:
     """The same scores with and without `save_dir`, in groups that lie all over the data."""
-    for name, n in product(NETWORKS, (100_000, 500_000 if quick else 2_000_000)):
+    for name, n, method in product(NETWORKS, (100_000, 500_000 if quick else 2_000_000), SAVED):
         torch.manual_seed(0)
         model, data = NETWORKS[name](), models.tabular(n, FEATURES, 2)
         groups = Groups(np.random.default_rng(0).integers(0, 1_000, n))
         goal = properties.mean_loss((data[0][:100], data[1][:100]), LOSS)
-
-        def run(model: nn.Module = model, **options: Any) -> None:
-            attribute(model, LOSS, data, groups, goal, **options, method="tracin")  # noqa: B023  # called before the next turn
-
+        run = partial(attribute, model, LOSS, data, groups, goal, method=method)
         with tempfile.TemporaryDirectory() as folder:
             new = (Path(folder) / str(number) for number in count())
-            cases = {"plain": run, "saved": lambda: run(save_dir=next(new))}  # noqa: B023  # called before the next turn
+            cases: dict[str, Callable[[], Any]] = {
+                "plain": run,
+                "saved": lambda: run(save_dir=next(new)),  # noqa: B023  # called before the next turn
+            }
             times = best_times(cases, repeats=25 if n == 100_000 else 3)
         ratio = times["saved"] / times["plain"]
-        yield Row("scaling", name, "with save_dir", n // 1_000, times["saved"], "without", ratio, "times", 1.15,
-                  f"{n:,} points in memory, random groups")  # fmt: skip
+        yield Row("scaling", name, f"with save_dir, {method}", n // 1_000, times["saved"], "without", ratio, "times",
+                  1.15, f"{n:,} points in memory, random groups")  # fmt: skip
 
 
 def estimates(quick: bool) -> Iterator[Row]:
