@@ -57,6 +57,18 @@ def test_imports_point_one_way(path):
     assert not above, f"{own} imports from a room above it: {above}"
 
 
+FLOORS = ["layers", "observation", "proof", "plan", "strategies", "provider"]
+"""The gradients from the ground up: what proves a strategy knows no strategy, and no strategy knows the provider."""
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "gradients").rglob("*.py")), ids=lambda path: path.stem)
+def test_imports_between_gradients_point_one_way(path):
+    own = path.relative_to(ROOT / "gradients").parts[0].removesuffix(".py")
+    top = len(FLOORS) if own == "__init__" else FLOORS.index(own) if own in FLOORS else 0
+    found = {name.split(".")[2] for name in imported(path) if name.startswith("ggda_ext.gradients.")}
+    assert not found & set(FLOORS[top + 1 :]), f"{own} imports from a floor above it"
+
+
 def test_nothing_below_the_front_door_imports_storage():
     users = {path.relative_to(ROOT).parts[0] for path in FILES if any(room(n) == "storage" for n in imported(path))}
     assert users <= {"storage", "counterfactual"}

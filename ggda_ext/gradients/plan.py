@@ -31,6 +31,21 @@ from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, all_finite, full_precision, sums_on
 from ggda_ext.sharing import share_of_stream
 
+LARGEST_BATCH = 2**17
+CACHED_BYTES = 26 * 2**20  # of activations of a batch, near the cache
+ENOUGH_WORK = 2**27  # multiplications; a batch of fewer may be twice as large: what is done once per batch counts there
+LARGER = 3  # times a batch that is near the cache, where something is read once per batch
+ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
+_BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent
+
+
+def _batch_size(bytes_per_point: int, work_per_point: float, memory_budget: int) -> int:
+    light = min(2 * CACHED_BYTES / bytes_per_point, ENOUGH_WORK / work_per_point)
+    wanted = max(CACHED_BYTES // bytes_per_point, ENOUGH_POINTS, light)
+    size = int(max(1, min(wanted, memory_budget // bytes_per_point, LARGEST_BATCH)))
+    step = 16 if size > 64 else 4 if size > 16 else 1
+    return size - size % step
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -56,6 +71,42 @@ class Facts:
     """Bytes of a number."""
     room: int
     """Points of the largest batch: more than `batch_size` where the user leaves it to us and the budget allows it."""
+
+    @classmethod
+    def of(
+        cls,
+        found: Findings,
+        space: ParameterSpace,
+        groups: Groups,
+        batch_size: int | None,
+        at_most: int | None,
+        memory_budget: int,
+    ) -> Facts:
+        """What a look at some examples means for a pass over all of them.
+
+        Args:
+            found: by the look.
+            space: model and chosen parameters.
+            groups: of the points of the pass.
+            batch_size: asked for, or None.
+            at_most: points that the user's own batches have; more are not run at once unless asked for.
+            memory_budget: bytes for a batch's activations.
+        """
+        copied = sum(space.parameters[name].numel() for name in found.copied) * space.dtype.itemsize
+        bytes_per_point = _BYTES_PER_ACTIVATION * found.activation_bytes + copied
+        work, points = max(found.work, 1.0), int(groups.offsets[-1])
+        fitting = _batch_size(bytes_per_point, work, memory_budget)
+        size = min(batch_size or min(fitting, at_most or fitting), points)
+        is_free = batch_size is None and at_most is None
+        if is_free and size:  # a last batch of a few points is slow for its size
+            size = ceil(points / ceil(points / size))
+        return cls(
+            points=points, groups=len(groups), parameters=space.size, work_per_point=work,
+            ghost_work=found.ghost_work, uncovered=found.uncovered, refused=dict(found.refused),
+            compared=frozenset(found.looked_at), batch_size=size, working_bytes=bytes_per_point * size,
+            itemsize=space.dtype.itemsize,
+            room=min(memory_budget // bytes_per_point, LARGER * fitting) if is_free else size,
+        )  # fmt: skip
 
     @property
     def group_size(self) -> float:
@@ -166,6 +217,34 @@ def check_strategy(asked: str, strategies: Iterable[str]) -> None:
     """Refuse what is neither ``"auto"`` nor the name of a strategy."""
     if not isinstance(asked, str) or (asked != "auto" and asked not in strategies):
         raise ValueError(f"strategy={asked!r} is not one of 'auto', {', '.join(map(repr, strategies))}.")
+
+
+def compare_missing(
+    strategies: Mapping[str, Strategy], asked: str, captured: CapturedLayers, name: str, *, fresh: bool = False
+) -> None:
+    """Compare strategies that do without layers with autograd, if they may be needed and were not compared before.
+
+    Args:
+        strategies: all there are, by name.
+        asked: a name, or ``"auto"``.
+        captured: the model, and what is known about it, which is added to.
+        name: of the data.
+        fresh: whether the truth was found at the parameters that the model has now.
+    """
+    subject, found = captured.subject, captured.found
+    for key, strategy in strategies.items():
+        if strategy.compare is None or key in found.looked_at or not (found.uncovered or key == asked):
+            continue
+        if not fresh:
+            found.truth, fresh = subject.truth_of_each(found.batches), True
+        why = strategy.compare(subject, found)
+        for untouched in found.untouched(subject.space)[:1] if why is None else ():
+            why = (
+                f"no example of {name} was found whose loss depends on parameter {untouched!r}, so its gradient cannot "
+                "be compared with autograd"
+            )
+        found.refused |= {} if why is None else {key: why}
+        found.looked_at.add(key)
 
 
 def choose(

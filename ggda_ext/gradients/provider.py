@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -19,9 +19,20 @@ from torch.utils.data import DataLoader
 
 from ggda_ext.data import DataLike, IndexedData, to_device
 from ggda_ext.gradients.observation import Observer
-from ggda_ext.gradients.plan import Plan, Request, check_finite, check_strategy, choose
-from ggda_ext.gradients.proof.captured_layers import Unproven
-from ggda_ext.gradients.proof.probe import Probe
+from ggda_ext.gradients.plan import (
+    LARGEST_BATCH,
+    Facts,
+    Plan,
+    Request,
+    check_finite,
+    check_strategy,
+    choose,
+    compare_missing,
+)
+from ggda_ext.gradients.proof.captured_layers import CapturedLayers, Unproven
+from ggda_ext.gradients.proof.findings import recall, remember
+from ggda_ext.gradients.proof.probe import look
+from ggda_ext.gradients.proof.truth import Subject
 from ggda_ext.gradients.strategies import BY_NAME
 from ggda_ext.gradients.strategies.ghost import squared_norms
 from ggda_ext.groups.batches import GroupBatch
@@ -163,7 +174,7 @@ class GroupGradients:
     @property
     def batch_size(self) -> int:
         """Points that are run at once."""
-        return self._probe.facts.batch_size
+        return self._facts.batch_size
 
     def on(self, data: DataLike, groups: GroupsLike | None = None) -> GroupGradients:
         """The same gradients on more data of the same kind; what was found out about the model is kept."""
@@ -171,7 +182,7 @@ class GroupGradients:
         other.data = data if isinstance(data, IndexedData) else IndexedData(data, self.data.name)
         other.data.suit(other.model)
         other.groups = other._groups_of(groups)
-        other.__dict__["_probe"] = self._probe.on(other.groups)  # where cached_property keeps it
+        other._captured = self._captured
         return other
 
     def _groups_of(self, groups: GroupsLike | None) -> Groups:
@@ -193,7 +204,7 @@ class GroupGradients:
     def plan(self, directions: int | Directions | None = 1) -> Plan:
         """What will be done for a number of directions, for test points, or (None) for gradient rows."""
         with only_thread(self.model):
-            facts, points = self._probe.facts, isinstance(directions, PointGradients)
+            facts, points = self._facts, isinstance(directions, PointGradients)
             if isinstance(directions, PointGradients) and "ghost" not in facts.refused and not facts.uncovered:
                 why = self.tests(directions)._not_ghost()
                 facts = facts if why is None else replace(facts, refused={**facts.refused, "ghost": why})
@@ -201,7 +212,7 @@ class GroupGradients:
 
     def _not_ghost(self) -> str | None:
         """Why `ghost` cannot serve with these as test points, or None."""
-        facts = self._probe.facts
+        facts = self._facts
         if facts.uncovered:
             name, why = next(iter(facts.uncovered.items()))
             return f"the loss of the test points has a gradient of parameter {name!r} that layers do not show: {why}"
@@ -263,7 +274,19 @@ class GroupGradients:
         """Go on without the layers of some parameters, or refuse, if the strategy was asked for by name."""
         if self.strategy != "auto":
             raise ValueError(f"strategy={plan.strategy!r} cannot be used here: {error}. Use 'auto'.") from error
-        self._probe.give_up(error.why, error.refused)
+        self.do_without(error.why, error.refused)
+
+    def do_without(self, why: Mapping[str, str], refused: Mapping[str, str]) -> None:
+        """Go on without what a pass found not to tell the gradient, as an `Unproven` says.
+
+        Args:
+            why: parameters whose layers do not: name → why.
+            refused: strategies that do not: name → why.
+        """
+        found = self._captured.found
+        found.refused |= refused
+        found.uncovered = {**found.uncovered, **why}
+        compare_missing(BY_NAME, "auto", self._captured, self.data.name)
 
     def blocks(
         self,
@@ -376,7 +399,7 @@ class GroupGradients:
 
     def _factored_norms(self) -> Tensor | None:
         """Squared norms from layer inputs and output gradients; None where they do not tell."""
-        facts = self._probe.facts
+        facts = self._facts
         seen = not facts.uncovered and "ghost" not in facts.refused
         if not seen or self.strategy != "auto" or int(self.groups.sizes.max()) > facts.batch_size:
             return None
@@ -394,7 +417,7 @@ class GroupGradients:
         """
         with only_thread(self.model):
             check_deterministic_modules(self.model)
-            plan = choose(BY_NAME, "segmented", self._probe.facts, 0, rows=True)
+            plan = choose(BY_NAME, "segmented", self._facts, 0, rows=True)
             request = self._request(plan, self._share(range(len(self.groups))))
             for groups, batch in request.grouped_batches():
                 request.observe(batch, watch(groups))
@@ -437,7 +460,7 @@ class GroupGradients:
     def _request(self, plan: Plan, within: tuple[int, int] = (0, 0)) -> Request:
         """What a strategy is given: its batch size, and this rank's share of the points."""
         return Request(
-            self.space, self.loss, self.data, self.groups, self._probe.captured, plan.facts.batch_size,
+            self.space, self.loss, self.data, self.groups, self._captured, plan.facts.batch_size,
             self.memory_budget, self.show_progress, f"{plan.strategy} group scores", within, plan.facts.room,
         )  # fmt: skip
 
@@ -452,14 +475,27 @@ class GroupGradients:
         low, high = np.searchsorted(offsets, [first + share.start, first + share.stop])
         return int(offsets[low]), int(offsets[high])
 
+    @property
+    def _facts(self) -> Facts:
+        """What the choice of a strategy depends on."""
+        found = self._captured.found
+        return Facts.of(found, self.space, self.groups, self._batch_size, self._at_most, self.memory_budget)
+
     @cached_property
-    def _probe(self) -> Probe:
+    def _captured(self) -> CapturedLayers:
+        """The layers to observe, with what is known about the model: from a call before, or from a look at it."""
         check_deterministic_modules(self.model)
+        about = self.space, self.loss, self.data, (self._batch_size, self._at_most, self.data.is_stream)
         with together(), torch.inference_mode(False):
-            return Probe(
-                self.space, self.loss, self.data, self.groups, self._batch_size, self.memory_budget, self.strategy,
-                self._at_most,
-            )  # fmt: skip
+            known = recall(*about)
+            most = max(2, self._batch_size or self._at_most or LARGEST_BATCH)
+            found = known or look(self.space, self.loss, self.data, self.groups, most)
+            if known is None:
+                remember(found, *about)
+            self.space.changing = found.changing
+            captured = CapturedLayers(Subject(self.space, self.loss, found.allowed), found)
+            compare_missing(BY_NAME, self.strategy, captured, self.data.name, fresh=known is None)
+        return captured
 
 
 def _count(directions: int | Directions | None) -> int:

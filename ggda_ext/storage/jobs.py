@@ -91,7 +91,7 @@ def go_on_without(provider: GroupGradients, error: ValueError) -> None:
     if not any(found):
         raise error
     for why, refused in filter(None, found):
-        provider._probe.give_up(why, refused)
+        provider.do_without(why, refused)
 
 
 @dataclass(frozen=True)
