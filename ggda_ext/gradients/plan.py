@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ggda_ext.data import IndexedData, to_device, with_progress
 from ggda_ext.gradients.layers import Layer
@@ -28,7 +28,7 @@ from ggda_ext.gradients.proof.truth import Subject
 from ggda_ext.groups.batches import GroupBatch
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace, all_finite, full_precision, sums_on
+from ggda_ext.model import ParameterSpace, all_finite, sums_on
 from ggda_ext.sharing import share_of_stream
 
 LARGEST_BATCH = 2**17
@@ -327,11 +327,6 @@ class Request:
         """Run a batch forward and backward under an observer."""
         self.captured.run(batch, observer)
 
-    @cached_property
-    def loss_module(self) -> nn.Module:
-        """The per-example loss as a module around the model, for functional calls with other parameters."""
-        return LossModule(self.space.model, self.loss)
-
     def weights_of(self, groups: GroupBatch) -> Tensor | None:
         """The weightings of the points of a batch `[w, b]`; None if points are not weighted."""
         if self.weights is None:
@@ -422,53 +417,8 @@ class Request:
         batches = ceil(self._points / max(self.batch_size, min(count * each, self.room - each)))
         return replace(self, batch_size=max(self.batch_size, min(ceil(self._points / batches) + each, self.room)))
 
-    def scores_of(self, blocks: Iterable[tuple[Tensor, Tensor]], directions: Tensor) -> Tensor:
-        """Inner products of directions `[m, p]` with streamed rows `[m, k]`."""
-        scores = self.empty_scores(len(directions))
-        for ids, rows in blocks:
-            with full_precision(rows):
-                scores[:, ids.to(scores.device)] = (directions @ rows.T).to(scores)
-        return scores
-
     def _bar(self, pairs: Iterator[tuple[Any, Any]], total: int) -> Iterator[tuple[Any, Any]]:
         return with_progress(pairs, int(total), self.title, self.show_progress)
-
-
-class LossModule(nn.Module):
-    """Per-example losses of a batch, with the model as the submodule `model`."""
-
-    def __init__(self, model: nn.Module, loss: ExampleLoss) -> None:
-        super().__init__()
-        self.training = model.training
-        self.model, self.loss = model, loss
-
-    def forward(self, batch: Any) -> Tensor:
-        return self.loss.each(self.model, batch)
-
-
-def merge_pieces(pieces: Iterator[tuple[Tensor, Tensor, bool]], max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of at most `max_rows` finished rows from `(ids, rows, whether the group is complete)`.
-
-    The pieces of a group are added up in double precision.
-    """
-    ids: list[Tensor] = []
-    rows: list[Tensor] = []
-    begun: Tensor | None = None
-    for piece_ids, piece_rows, complete in pieces:
-        if begun is not None or not complete:
-            wide = piece_rows.to(sums_on(piece_rows.device), torch.float64)
-            begun = wide if begun is None else begun.add_(wide)
-        if not complete:
-            continue
-        if begun is not None:
-            piece_rows, begun = begun.to(piece_rows), None
-        if rows and sum(map(len, rows)) + len(piece_rows) > max_rows:
-            yield joined(ids), joined(rows)
-            ids, rows = [], []
-        ids.append(piece_ids)
-        rows.append(piece_rows)
-    if rows:
-        yield joined(ids), joined(rows)
 
 
 def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
