@@ -1,10 +1,12 @@
 """What will be done: which strategy answers a question and why (`Plan`), and what it is given (`Request`).
 
-A `Strategy` says what it can do and what it costs; `ggda_ext.gradients.strategies` lists them all. Costs are multiples
-of one forward and backward pass over the training points, from a model fitted to measurements (``python -m benchmarks
-speed`` compares them): a pass counts three forward passes, capturing a and d two, a direction one more. Forming rows of
-length p is bound by memory, so it pays only once the points of a group (or their tokens) share it; a backward pass of
-its own for every group also has a fixed price.
+`Facts` are what the look at a few examples (`ggda_ext.gradients.proof.probe`) means for a pass over all of them: how
+many points fit into a batch, how much work they are, what does not hold for this model. A `Strategy` says what it can
+do and what it costs; `ggda_ext.gradients.strategies` lists them all. Costs are multiples of one forward and backward
+pass over the training points, from a model fitted to measurements (``python -m benchmarks speed`` compares them): a
+pass counts three forward passes, capturing a and d two, a direction one more. Forming rows of length p is bound by
+memory, so it pays only once the points of a group (or their tokens) share it; a backward pass of its own for every
+group also has a fixed price.
 """
 
 from __future__ import annotations
