@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.data import IndexedData, to_device, with_progress
+from ggda_ext.gradients.errors import NonFinite
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.proof.captured_layers import CapturedLayers
@@ -435,22 +436,3 @@ def check_finite(found: Tensor, groups: Groups, ids: Tensor | None = None) -> No
         wrong = bad.nonzero().flatten().cpu()
         names = wrong if ids is None else ids.cpu()[wrong]
         raise NonFinite(names.tolist(), groups, "scores" if ids is None else "gradients")
-
-
-class NonFinite(ValueError):
-    """Some groups have gradients or scores that are not finite.
-
-    Args:
-        ids: their group ids.
-        groups: all groups.
-        what: ``"gradients"`` or ``"scores"``.
-    """
-
-    def __init__(self, ids: list[int], groups: Groups, what: str) -> None:
-        self.ids, self.what = ids, what
-        first = ids[0]
-        super().__init__(
-            f"{len(ids)} of {len(groups)} groups have non-finite {what}, first group {groups.name(first)!r} (training "
-            f"points {groups[first][:5].tolist()}{', …' if groups.sizes[first] > 5 else ''}): look for NaN or infinite "
-            "inputs there, or a loss that overflows in this dtype."
-        )

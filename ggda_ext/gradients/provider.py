@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData, to_device
+from ggda_ext.gradients.errors import Unproven
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import (
     LARGEST_BATCH,
@@ -29,7 +30,7 @@ from ggda_ext.gradients.plan import (
     compare_missing,
 )
 from ggda_ext.gradients.points import Directions, PointGradients
-from ggda_ext.gradients.proof.captured_layers import CapturedLayers, Unproven
+from ggda_ext.gradients.proof.captured_layers import CapturedLayers
 from ggda_ext.gradients.proof.findings import recall, remember
 from ggda_ext.gradients.proof.probe import look
 from ggda_ext.gradients.proof.truth import Subject
