@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
 from typing import Any, TypeVar
@@ -376,21 +376,41 @@ class Versions:
         return [name for name, value in named_values(model).items() if id(value) in changed] if changed else []
 
 
-def called_with(module: nn.Module, values: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
-    """What a module gives for some arguments with other tensors in place of its parameters, named as in `parameters`.
+def called_with(
+    model: nn.Module, values: Mapping[str, Tensor], *arguments: Any, function: Callable[..., Any] | None = None
+) -> Any:
+    """``function(model, *arguments)`` with other tensors in place of parameters of the model.
 
     Each place that holds a parameter is given its tensor once. `functional_call` alone gives it once for every name of
     a module, so one that has two names would not get its parameter back.
+
+    Args:
+        model: the model.
+        values: the tensors, by the names of the parameters.
+        arguments: passed on.
+        function: what is called; None for the model itself.
     """
-    held = dict(module.named_parameters())
+    held = dict(model.named_parameters())
     given = {id(held[name]): value for name, value in values.items()}
     places = {
-        f"{path}.{key}" if path else key: given[id(own)]
-        for path, part in named_modules(module)
+        f"model.{path}.{key}" if path else f"model.{key}": given[id(own)]
+        for path, part in named_modules(model)
         for key, own in part._parameters.items()
         if id(own) in given
     }
-    return functional_call(module, places, arguments, tie_weights=False)
+    return functional_call(_Called(model, function), places, arguments, tie_weights=False)
+
+
+class _Called(nn.Module):
+    """A function of a model as the module that `functional_call` takes."""
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.training = model.training
+        self.model, self.function = model, function
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.model(*arguments) if self.function is None else self.function(self.model, *arguments)
 
 
 # the parameters that count

@@ -57,6 +57,18 @@ def test_imports_point_one_way(path):
     assert not above, f"{own} imports from a room above it: {above}"
 
 
+FLOORS = ["layers", "observation", "proof", "plan", "strategies", "provider"]
+"""The gradients from the ground up: what proves a strategy knows no strategy, and no strategy knows the provider."""
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "gradients").rglob("*.py")), ids=lambda path: path.stem)
+def test_imports_between_gradients_point_one_way(path):
+    own = path.relative_to(ROOT / "gradients").parts[0].removesuffix(".py")
+    top = len(FLOORS) if own == "__init__" else FLOORS.index(own) if own in FLOORS else 0
+    found = {name.split(".")[2] for name in imported(path) if name.startswith("ggda_ext.gradients.")}
+    assert not found & set(FLOORS[top + 1 :]), f"{own} imports from a floor above it"
+
+
 def test_nothing_below_the_front_door_imports_storage():
     users = {path.relative_to(ROOT).parts[0] for path in FILES if any(room(n) == "storage" for n in imported(path))}
     assert users <= {"storage", "counterfactual"}
@@ -112,13 +124,18 @@ def walk(call) -> tuple[list[str], set[tuple[str, str]]]:
     return files, calls
 
 
-@pytest.mark.parametrize(("method", "most"), [("tracin", 24), ("influence", 30)])
-def test_attribute_in_memory_crosses_few_files_and_goes_one_way(method, most):
+def plain_call(method):
+    """A call of `attribute` on a small model of its own, with nothing asked for."""
     torch.manual_seed(0)
     model, loss = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), nn.CrossEntropyLoss()
     data = torch.randn(20, 4), torch.randint(0, 3, (20,))
     groups, explained = ggda_ext.Groups(torch.arange(20) % 4), ggda_ext.properties.mean_loss(data, loss)
-    files, calls = walk(lambda: ggda_ext.attribute(model, loss, data, groups, explained, method=method))
+    return lambda: ggda_ext.attribute(model, loss, data, groups, explained, method=method)
+
+
+@pytest.mark.parametrize(("method", "most"), [("tracin", 24), ("influence", 30)])
+def test_attribute_in_memory_crosses_few_files_and_goes_one_way(method, most):
+    files, calls = walk(plain_call(method))
     assert not [name for name in files if name.startswith("storage")]
     assert len(files) <= most, f"attribute crosses {len(files)} files: {files}"
     crossed = {Path(name).parts[0] for name in files}
@@ -126,3 +143,12 @@ def test_attribute_in_memory_crosses_few_files_and_goes_one_way(method, most):
     rooms = {(Path(a).parts[0].removesuffix(".py"), Path(b).parts[0].removesuffix(".py")) for a, b in calls}
     up = [(a, b) for a, b in rooms if HEIGHTS[a] < HEIGHTS[b]]
     assert not up, f"calls go from a room to one above it: {up}"
+
+
+@pytest.mark.parametrize(("method", "most"), [("tracin", 20), ("influence", 26)])
+def test_what_was_proven_of_a_model_is_not_proven_again(method, most):
+    call = plain_call(method)
+    call(), call()
+    files, _ = walk(call)
+    assert {Path(name).stem for name in files if "proof" in name} == {"findings", "captured_layers"}
+    assert len(files) <= most, f"attribute crosses {len(files)} files: {files}"

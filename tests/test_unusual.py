@@ -191,8 +191,8 @@ def test_common_models_are_not_taken_for_ones_that_join_examples(name):
     model, points = make(name)
     provider = GroupGradients(model, CE, points, GROUPS)
     provider.plan(1)
-    assert provider._probe._found.joins is None
-    assert not provider._probe._found.placed
+    assert provider._captured.found.joins is None
+    assert not provider._captured.found.placed
 
 
 FAST = {"scales": "directional", "class token": "directional", "embedding bag": "directional", "weight norm": "forward",

@@ -80,7 +80,6 @@ class Linearizer:
         self.rank, self.show_progress, self.by_rows = len(directions), show_progress, by_rows
         self.directions = directions
         self._moves = {name: space.part(directions, value) for name, value in space.parameters.items()}
-        self.module = OutputModule(space.model)
         self._mapped = True
         self._files: list[tempfile.TemporaryDirectory] = []
 
@@ -143,23 +142,22 @@ class Linearizer:
 
     def _pushed(self, batch: Any, part: dict[str, Tensor]) -> Tensor:
         """Tangents `[directions, b, …]` along some directions, all at once if the model allows it."""
-        values = {f"model.{name}": value.detach() for name, value in self.space.parameters.items()}
-        moves = {f"model.{name}": value for name, value in part.items()}
+        values = {name: value.detach() for name, value in self.space.parameters.items()}
 
         def output(given: dict[str, Tensor]) -> Tensor:
             with torch.enable_grad(), forward.AsBackward(batch_length(batch)):
-                return called_with(self.module, given, (batch,))
+                return called_with(self.space.model, given, batch, function=output_of)
 
         def along(move: dict[str, Tensor]) -> Tensor:
             return jvp(output, (values,), (move,))[1]
 
         if self._mapped:
             try:
-                return vmap(along)(moves)
+                return vmap(along)(part)
             except RuntimeError:  # e.g. an operation in place, whose tangent has one dimension more
                 self._mapped = False
-        count = len(next(iter(moves.values())))
-        return torch.stack([along({name: value[j] for name, value in moves.items()}) for j in range(count)])
+        count = len(next(iter(part.values())))
+        return torch.stack([along({name: value[j] for name, value in part.items()}) for j in range(count)])
 
     def _chunk(self, output: Tensor, batch: Any) -> int:
         """How many directions go through the model at once."""
@@ -185,17 +183,9 @@ def are_rows_less_work(facts: Facts, outputs: int, directions: int) -> bool:
     return outputs * (3 * work + directions * min(work, facts.parameters)) < directions * work
 
 
-class OutputModule(nn.Module):
-    """The model as a map from a batch to outputs, with the model as the submodule `model`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.training = model.training
-        self.model = model
-
-    def forward(self, batch: Any) -> Tensor:
-        """Outputs `[b, …]`."""
-        return model_output(self.model, batch)[0]
+def output_of(model: nn.Module, batch: Any) -> Tensor:
+    """Outputs of a batch `[b, …]`."""
+    return model_output(model, batch)[0]
 
 
 def check_forward_mode(linearizer: Linearizer, data: IndexedData) -> None:

@@ -149,11 +149,6 @@ class LinearizedModel:
         """Of the training points that a refit looks at, where it starts: those of the start, or once it has settled."""
         return self.training.moved(self.settled) if self._start is None else self._start
 
-    @property
-    def module(self) -> nn.Module:
-        """The model as a map from a batch to outputs."""
-        return self._linearizer.module
-
     def penalty(self, ridge: float | None = None) -> Penalty:
         """Weight decay and ridge in the directions, and where they pull."""
         size = self.ridge if ridge is None else ridge

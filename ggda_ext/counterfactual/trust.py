@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ggda_ext.counterfactual.features import output_of
 from ggda_ext.counterfactual.newton import SingularRefit
 from ggda_ext.data import to_device
 from ggda_ext.evaluation import random_subsets
@@ -77,10 +78,8 @@ def moved_outputs(model: LinearizedModel, at: Tensor, d: Tensor) -> Tensor:
     """The model's own outputs for some training points at θ + V d."""
     rows = model.directions.rows
     step = (d.to(rows) @ rows)[None]
-    moved = {
-        f"model.{name}": value + model.space.part(step, value)[0] for name, value in model.space.parameters.items()
-    }
+    moved = {name: value + model.space.part(step, value)[0] for name, value in model.space.parameters.items()}
     points, parts = model.chosen[at.cpu().numpy()], []
     for batch in model.provider.data.batches(np.array_split(points, -(-len(points) // 512))):
-        parts.append(called_with(model.module, moved, (to_device(batch, model.space.device),)))
+        parts.append(called_with(model.space.model, moved, to_device(batch, model.space.device), function=output_of))
     return torch.cat(parts)

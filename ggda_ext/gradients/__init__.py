@@ -1,7 +1,8 @@
 """Providers of group-summed gradients: what is proven before a pass and watched in it; one file per strategy."""
 
 from ggda_ext.gradients.plan import Plan
-from ggda_ext.gradients.provider import Directions, GroupGradients, PointGradients
+from ggda_ext.gradients.points import Directions, PointGradients
+from ggda_ext.gradients.provider import GroupGradients
 from ggda_ext.gradients.strategies import BY_NAME
 from ggda_ext.model import check_deterministic_modules
 

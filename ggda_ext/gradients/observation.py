@@ -32,6 +32,7 @@ from ggda_ext.data import batch_length
 from ggda_ext.gradients.example_copies import UnderVmap, given_biases, given_copies
 from ggda_ext.gradients.layers import Layer, UnknownLayer
 from ggda_ext.gradients.movers import MOVERS
+from ggda_ext.gradients.row_order import RowOrder
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, full_precision
 
@@ -241,12 +242,12 @@ class Observation:
         Args:
             batch: examples along dim 0.
             observer: is told.
-            closely: by what the model did, whether a second backward pass looks whose rows are whose (`_Order`).
+            closely: by what the model did, whether a second backward pass looks whose rows are whose (`RowOrder`).
             allowed: relative differences that rounding may explain.
             alters: whether to look for what makes gradients other than derivatives.
         """
         self._loss.prepare(self._space.model, batch)
-        run = _Run(self._space, batch_length(batch), observer, allowed)
+        run = _Run(self._space, batch_length(batch), observer)
         calls = run.calls
         with self._given_instead(run) if self._copied or self._biases else nullcontext():
             self._run = run
@@ -265,7 +266,8 @@ class Observation:
             calls.losses = losses.detach()
             calls.alters = altered_gradients(losses, calls.watch) if alters else None
             if losses.requires_grad:
-                run.order.wanted = run.size > 1 and bool(run.leaves) and closely(calls.watch)
+                if run.size > 1 and run.leaves and closely(calls.watch):
+                    run.order = RowOrder(allowed)
                 self._go_back(run, losses)
         return calls
 
@@ -280,8 +282,9 @@ class Observation:
     def _go_back(self, run: _Run, losses: Tensor) -> None:
         """The backward pass, and a second one if that is wanted; parameters that have a gradient are kept."""
         calls, order, leaves, others = run.calls, run.order, run.leaves, [*self._unseen, *self._watched]
-        found = torch.autograd.grad(losses.sum(), [*leaves, *others], allow_unused=True, retain_graph=order.wanted)
-        if order.wanted:
+        again = order is not None
+        found = torch.autograd.grad(losses.sum(), [*leaves, *others], allow_unused=True, retain_graph=again)
+        if order is not None:
             weights = order.weights(run.size, losses)
             torch.autograd.grad((losses * weights).sum(), leaves, allow_unused=True)
             calls.misplaced = order.misplaced
@@ -306,9 +309,10 @@ def observe(
 class _Run:
     """One batch under observation: what happened so far."""
 
-    def __init__(self, space: ParameterSpace, size: int, observer: Observer, allowed: float) -> None:
+    def __init__(self, space: ParameterSpace, size: int, observer: Observer) -> None:
         self.dtype, self.size, self.observer = space.dtype, size, observer
-        self.calls, self.order = Calls(Watch(size)), _Order(allowed)
+        self.calls = Calls(Watch(size))
+        self.order: RowOrder | None = None  # looks whose rows are whose, where that is in doubt
         self.ran = False  # whether the losses are known, and gradients are those of their sum
         self.leaves: list[Tensor] = []
         self.shared: str | None = None  # a layer whose only row was given to every example
@@ -323,11 +327,11 @@ class _Run:
 
     def _back(self, layer: Layer, kept: Any, repeats: int) -> Callable[[Tensor], None]:
         """What is done with the gradient at the output of a layer; `kept` is let go of once the loss has used it."""
-        order, observer, dtype, held = self.order, self.observer, self.dtype, [kept]
+        observer, dtype, held = self.observer, self.dtype, [kept]
 
         def on_gradient(d: Tensor) -> None:
             d = d.detach()
-            if order.wanted and order.saw(layer, d, repeats):
+            if self.order is not None and self.order.saw(layer, d, repeats):
                 return
             own = held.pop() if self.ran else held[0]  # a loss may take gradients of its own while it runs
             with full_precision(d):
@@ -370,51 +374,6 @@ class _Run:
         back = self._back(layer, kept, 1)
         copies.register_hook(lambda d: back(d.permute(0, 2, 3, 1)))
         return copies
-
-
-class _Order:
-    """Tells whose row is whose by a second backward pass, in which the loss of every example has a weight of its own.
-
-    The gradient at a row of example i is then w_i times what it was. Where it is not, the row belongs to another
-    example, or to several.
-
-    Args:
-        allowed: relative differences that rounding may explain.
-    """
-
-    def __init__(self, allowed: float) -> None:
-        self.allowed, self.wanted = allowed, False
-        self.misplaced: str | None = None
-        self._weights: Tensor | None = None
-        self._first: list[tuple[Layer, Tensor]] = []
-
-    def weights(self, size: int, losses: Tensor) -> Tensor:
-        """One for every example `[b]`; from now on gradients are compared, not told."""
-        drawn = torch.rand(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64) + 1
-        self._weights = drawn.to(losses)
-        self._first.reverse()
-        return self._weights
-
-    def saw(self, layer: Layer, d: Tensor, repeats: int) -> bool:
-        """Keep the gradient at the output of a layer, or compare it with what was kept; whether it is compared."""
-        if self._weights is None:
-            self._first.append((layer, d.clone()))
-            return False
-        self._compare(layer, d, repeats)
-        return True
-
-    def _compare(self, layer: Layer, d: Tensor, repeats: int) -> None:
-        before, first = self._first.pop() if self._first else (None, d)
-        if before is not layer or first.shape != d.shape:
-            self.misplaced = self.misplaced or layer.name
-            return
-        assert self._weights is not None
-        precision = torch.promote_types(d.dtype, torch.float32)
-        rows, expected = (values.reshape(len(d), -1).to(precision) for values in (d, first))
-        error = (rows - expected * self._weights.to(precision).repeat_interleave(repeats)[:, None]).norm(dim=1)
-        norms = expected.norm(dim=1)
-        if bool((error > self.allowed * (norms + 0.01 * norms.mean())).any()):  # never so for NaN
-            self.misplaced = self.misplaced or layer.name
 
 
 def _watched(layers: list[Layer], unseen: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -1,10 +1,12 @@
 """What will be done: which strategy answers a question and why (`Plan`), and what it is given (`Request`).
 
-A `Strategy` says what it can do and what it costs; `ggda_ext.gradients.strategies` lists them all. Costs are multiples
-of one forward and backward pass over the training points, from a model fitted to measurements (``python -m benchmarks
-speed`` compares them): a pass counts three forward passes, capturing a and d two, a direction one more. Forming rows of
-length p is bound by memory, so it pays only once the points of a group (or their tokens) share it; a backward pass of
-its own for every group also has a fixed price.
+`Facts` are what the look at a few examples (`ggda_ext.gradients.proof.probe`) means for a pass over all of them: how
+many points fit into a batch, how much work they are, what does not hold for this model. A `Strategy` says what it can
+do and what it costs; `ggda_ext.gradients.strategies` lists them all. Costs are multiples of one forward and backward
+pass over the training points, from a model fitted to measurements (``python -m benchmarks speed`` compares them): a
+pass counts three forward passes, capturing a and d two, a direction one more. Forming rows of length p is bound by
+memory, so it pays only once the points of a group (or their tokens) share it; a backward pass of its own for every
+group also has a fixed price.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ggda_ext.data import IndexedData, to_device, with_progress
+from ggda_ext.gradients.errors import NonFinite
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.proof.captured_layers import CapturedLayers
@@ -28,8 +31,23 @@ from ggda_ext.gradients.proof.truth import Subject
 from ggda_ext.groups.batches import GroupBatch
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace, all_finite, full_precision, sums_on
+from ggda_ext.model import ParameterSpace, all_finite, sums_on
 from ggda_ext.sharing import share_of_stream
+
+LARGEST_BATCH = 2**17
+CACHED_BYTES = 26 * 2**20  # of activations of a batch, near the cache
+ENOUGH_WORK = 2**27  # multiplications; a batch of fewer may be twice as large: what is done once per batch counts there
+LARGER = 3  # times a batch that is near the cache, where something is read once per batch
+ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
+_BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent
+
+
+def _batch_size(bytes_per_point: int, work_per_point: float, memory_budget: int) -> int:
+    light = min(2 * CACHED_BYTES / bytes_per_point, ENOUGH_WORK / work_per_point)
+    wanted = max(CACHED_BYTES // bytes_per_point, ENOUGH_POINTS, light)
+    size = int(max(1, min(wanted, memory_budget // bytes_per_point, LARGEST_BATCH)))
+    step = 16 if size > 64 else 4 if size > 16 else 1
+    return size - size % step
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,42 @@ class Facts:
     """Bytes of a number."""
     room: int
     """Points of the largest batch: more than `batch_size` where the user leaves it to us and the budget allows it."""
+
+    @classmethod
+    def of(
+        cls,
+        found: Findings,
+        space: ParameterSpace,
+        groups: Groups,
+        batch_size: int | None,
+        at_most: int | None,
+        memory_budget: int,
+    ) -> Facts:
+        """What a look at some examples means for a pass over all of them.
+
+        Args:
+            found: by the look.
+            space: model and chosen parameters.
+            groups: of the points of the pass.
+            batch_size: asked for, or None.
+            at_most: points that the user's own batches have; more are not run at once unless asked for.
+            memory_budget: bytes for a batch's activations.
+        """
+        copied = sum(space.parameters[name].numel() for name in found.copied) * space.dtype.itemsize
+        bytes_per_point = _BYTES_PER_ACTIVATION * found.activation_bytes + copied
+        work, points = max(found.work, 1.0), int(groups.offsets[-1])
+        fitting = _batch_size(bytes_per_point, work, memory_budget)
+        size = min(batch_size or min(fitting, at_most or fitting), points)
+        is_free = batch_size is None and at_most is None
+        if is_free and size:  # a last batch of a few points is slow for its size
+            size = ceil(points / ceil(points / size))
+        return cls(
+            points=points, groups=len(groups), parameters=space.size, work_per_point=work,
+            ghost_work=found.ghost_work, uncovered=found.uncovered, refused=dict(found.refused),
+            compared=frozenset(found.looked_at), batch_size=size, working_bytes=bytes_per_point * size,
+            itemsize=space.dtype.itemsize,
+            room=min(memory_budget // bytes_per_point, LARGER * fitting) if is_free else size,
+        )  # fmt: skip
 
     @property
     def group_size(self) -> float:
@@ -168,6 +222,34 @@ def check_strategy(asked: str, strategies: Iterable[str]) -> None:
         raise ValueError(f"strategy={asked!r} is not one of 'auto', {', '.join(map(repr, strategies))}.")
 
 
+def compare_missing(
+    strategies: Mapping[str, Strategy], asked: str, captured: CapturedLayers, name: str, *, fresh: bool = False
+) -> None:
+    """Compare strategies that do without layers with autograd, if they may be needed and were not compared before.
+
+    Args:
+        strategies: all there are, by name.
+        asked: a name, or ``"auto"``.
+        captured: the model, and what is known about it, which is added to.
+        name: of the data.
+        fresh: whether the truth was found at the parameters that the model has now.
+    """
+    subject, found = captured.subject, captured.found
+    for key, strategy in strategies.items():
+        if strategy.compare is None or key in found.looked_at or not (found.uncovered or key == asked):
+            continue
+        if not fresh:
+            found.truth, fresh = subject.truth_of_each(found.batches), True
+        why = strategy.compare(subject, found)
+        for untouched in found.untouched(subject.space)[:1] if why is None else ():
+            why = (
+                f"no example of {name} was found whose loss depends on parameter {untouched!r}, so its gradient cannot "
+                "be compared with autograd"
+            )
+        found.refused |= {} if why is None else {key: why}
+        found.looked_at.add(key)
+
+
 def choose(
     strategies: Mapping[str, Strategy],
     asked: str,
@@ -247,11 +329,6 @@ class Request:
     def observe(self, batch: Any, observer: Observer) -> None:
         """Run a batch forward and backward under an observer."""
         self.captured.run(batch, observer)
-
-    @cached_property
-    def loss_module(self) -> nn.Module:
-        """The per-example loss as a module around the model, for functional calls with other parameters."""
-        return LossModule(self.space.model, self.loss)
 
     def weights_of(self, groups: GroupBatch) -> Tensor | None:
         """The weightings of the points of a batch `[w, b]`; None if points are not weighted."""
@@ -343,53 +420,8 @@ class Request:
         batches = ceil(self._points / max(self.batch_size, min(count * each, self.room - each)))
         return replace(self, batch_size=max(self.batch_size, min(ceil(self._points / batches) + each, self.room)))
 
-    def scores_of(self, blocks: Iterable[tuple[Tensor, Tensor]], directions: Tensor) -> Tensor:
-        """Inner products of directions `[m, p]` with streamed rows `[m, k]`."""
-        scores = self.empty_scores(len(directions))
-        for ids, rows in blocks:
-            with full_precision(rows):
-                scores[:, ids.to(scores.device)] = (directions @ rows.T).to(scores)
-        return scores
-
     def _bar(self, pairs: Iterator[tuple[Any, Any]], total: int) -> Iterator[tuple[Any, Any]]:
         return with_progress(pairs, int(total), self.title, self.show_progress)
-
-
-class LossModule(nn.Module):
-    """Per-example losses of a batch, with the model as the submodule `model`."""
-
-    def __init__(self, model: nn.Module, loss: ExampleLoss) -> None:
-        super().__init__()
-        self.training = model.training
-        self.model, self.loss = model, loss
-
-    def forward(self, batch: Any) -> Tensor:
-        return self.loss.each(self.model, batch)
-
-
-def merge_pieces(pieces: Iterator[tuple[Tensor, Tensor, bool]], max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of at most `max_rows` finished rows from `(ids, rows, whether the group is complete)`.
-
-    The pieces of a group are added up in double precision.
-    """
-    ids: list[Tensor] = []
-    rows: list[Tensor] = []
-    begun: Tensor | None = None
-    for piece_ids, piece_rows, complete in pieces:
-        if begun is not None or not complete:
-            wide = piece_rows.to(sums_on(piece_rows.device), torch.float64)
-            begun = wide if begun is None else begun.add_(wide)
-        if not complete:
-            continue
-        if begun is not None:
-            piece_rows, begun = begun.to(piece_rows), None
-        if rows and sum(map(len, rows)) + len(piece_rows) > max_rows:
-            yield joined(ids), joined(rows)
-            ids, rows = [], []
-        ids.append(piece_ids)
-        rows.append(piece_rows)
-    if rows:
-        yield joined(ids), joined(rows)
 
 
 def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
@@ -404,22 +436,3 @@ def check_finite(found: Tensor, groups: Groups, ids: Tensor | None = None) -> No
         wrong = bad.nonzero().flatten().cpu()
         names = wrong if ids is None else ids.cpu()[wrong]
         raise NonFinite(names.tolist(), groups, "scores" if ids is None else "gradients")
-
-
-class NonFinite(ValueError):
-    """Some groups have gradients or scores that are not finite.
-
-    Args:
-        ids: their group ids.
-        groups: all groups.
-        what: ``"gradients"`` or ``"scores"``.
-    """
-
-    def __init__(self, ids: list[int], groups: Groups, what: str) -> None:
-        self.ids, self.what = ids, what
-        first = ids[0]
-        super().__init__(
-            f"{len(ids)} of {len(groups)} groups have non-finite {what}, first group {groups.name(first)!r} (training "
-            f"points {groups[first][:5].tolist()}{', …' if groups.sizes[first] > 5 else ''}): look for NaN or infinite "
-            "inputs there, or a loss that overflows in this dtype."
-        )

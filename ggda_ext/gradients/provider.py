@@ -7,26 +7,38 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from ggda_ext.data import DataLike, IndexedData, to_device
+from ggda_ext.gradients.errors import Unproven
 from ggda_ext.gradients.observation import Observer
-from ggda_ext.gradients.plan import Plan, Request, check_finite, check_strategy, choose
-from ggda_ext.gradients.proof.captured_layers import Unproven
-from ggda_ext.gradients.proof.probe import Probe
+from ggda_ext.gradients.plan import (
+    LARGEST_BATCH,
+    Facts,
+    Plan,
+    Request,
+    check_finite,
+    check_strategy,
+    choose,
+    compare_missing,
+)
+from ggda_ext.gradients.points import Directions, PointGradients
+from ggda_ext.gradients.proof.captured_layers import CapturedLayers
+from ggda_ext.gradients.proof.findings import recall, remember
+from ggda_ext.gradients.proof.probe import look
+from ggda_ext.gradients.proof.truth import Subject
 from ggda_ext.gradients.strategies import BY_NAME
 from ggda_ext.gradients.strategies.ghost import squared_norms
 from ggda_ext.groups.batches import GroupBatch
 from ggda_ext.groups.partition import Groups, GroupsLike
-from ggda_ext.losses import ExampleLoss, as_example_loss
+from ggda_ext.losses import as_example_loss
 from ggda_ext.model import (
     ParameterChoice,
     ParameterSpace,
@@ -39,64 +51,6 @@ from ggda_ext.model import (
 from ggda_ext.sharing import add_up, adding_up, anywhere, checksum, in_order, my_share, together, world_size
 from ggda_ext.tables import aligned
 from ggda_ext.words import check_counts
-
-
-@dataclass(frozen=True, init=False)
-class PointGradients:
-    """The gradients of single test points as directions, given by what they are gradients of.
-
-    A provider that knows the points, not only their gradients `[m, p]`, can score them without forming those.
-
-    Args:
-        loss_fn: as in `GroupGradients`: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
-        data: the test points, as `GroupGradients` takes training points.
-        batch_size: most points to run at once; by default those of a DataLoader, else as many as fit.
-    """
-
-    loss: ExampleLoss
-    data: IndexedData
-    batch_size: int | None
-
-    def __init__(self, loss_fn: Any, data: DataLike, batch_size: int | None = None) -> None:
-        object.__setattr__(self, "loss", as_example_loss(loss_fn))
-        loaded = data.batch_size if isinstance(data, DataLoader) else None
-        object.__setattr__(self, "batch_size", batch_size or loaded)
-        object.__setattr__(self, "data", data if isinstance(data, IndexedData) else IndexedData(data, "the test data"))
-
-    @property
-    def n(self) -> int:
-        """Number of test points."""
-        if self.data.n is None:
-            raise TypeError(f"{self.data.name} has no length: pass test points with a known number.")
-        return self.data.n
-
-    def provider(
-        self,
-        model: nn.Module,
-        groups: GroupsLike | None = None,
-        *,
-        parameters: ParameterChoice = None,
-        batch_size: int | None = None,
-        at_most: int | None = None,
-        memory_budget: int = 256 * 2**20,
-    ) -> GroupGradients:
-        """The gradients of the points at a model, of each by itself or summed by `groups`.
-
-        Args:
-            model: the model.
-            groups: of the points; None for groups of one.
-            parameters, batch_size, memory_budget: as in `GroupGradients`.
-            at_most: points to run at once where neither these points nor `batch_size` say.
-        """
-        provider = GroupGradients(
-            model, self.loss, self.data, groups, parameters=parameters, batch_size=batch_size,
-            memory_budget=memory_budget, show_progress=False,
-        )  # fmt: skip
-        provider._at_most = self.batch_size or at_most
-        return provider
-
-
-Directions = Tensor | PointGradients
 
 
 class GroupGradients:
@@ -163,7 +117,7 @@ class GroupGradients:
     @property
     def batch_size(self) -> int:
         """Points that are run at once."""
-        return self._probe.facts.batch_size
+        return self._facts.batch_size
 
     def on(self, data: DataLike, groups: GroupsLike | None = None) -> GroupGradients:
         """The same gradients on more data of the same kind; what was found out about the model is kept."""
@@ -171,7 +125,7 @@ class GroupGradients:
         other.data = data if isinstance(data, IndexedData) else IndexedData(data, self.data.name)
         other.data.suit(other.model)
         other.groups = other._groups_of(groups)
-        other.__dict__["_probe"] = self._probe.on(other.groups)  # where cached_property keeps it
+        other._captured = self._captured
         return other
 
     def _groups_of(self, groups: GroupsLike | None) -> Groups:
@@ -193,7 +147,7 @@ class GroupGradients:
     def plan(self, directions: int | Directions | None = 1) -> Plan:
         """What will be done for a number of directions, for test points, or (None) for gradient rows."""
         with only_thread(self.model):
-            facts, points = self._probe.facts, isinstance(directions, PointGradients)
+            facts, points = self._facts, isinstance(directions, PointGradients)
             if isinstance(directions, PointGradients) and "ghost" not in facts.refused and not facts.uncovered:
                 why = self.tests(directions)._not_ghost()
                 facts = facts if why is None else replace(facts, refused={**facts.refused, "ghost": why})
@@ -201,7 +155,7 @@ class GroupGradients:
 
     def _not_ghost(self) -> str | None:
         """Why `ghost` cannot serve with these as test points, or None."""
-        facts = self._probe.facts
+        facts = self._facts
         if facts.uncovered:
             name, why = next(iter(facts.uncovered.items()))
             return f"the loss of the test points has a gradient of parameter {name!r} that layers do not show: {why}"
@@ -263,7 +217,19 @@ class GroupGradients:
         """Go on without the layers of some parameters, or refuse, if the strategy was asked for by name."""
         if self.strategy != "auto":
             raise ValueError(f"strategy={plan.strategy!r} cannot be used here: {error}. Use 'auto'.") from error
-        self._probe.give_up(error.why, error.refused)
+        self.do_without(error.why, error.refused)
+
+    def do_without(self, why: Mapping[str, str], refused: Mapping[str, str]) -> None:
+        """Go on without what a pass found not to tell the gradient, as an `Unproven` says.
+
+        Args:
+            why: parameters whose layers do not: name → why.
+            refused: strategies that do not: name → why.
+        """
+        found = self._captured.found
+        found.refused |= refused
+        found.uncovered = {**found.uncovered, **why}
+        compare_missing(BY_NAME, "auto", self._captured, self.data.name)
 
     def blocks(
         self,
@@ -376,7 +342,7 @@ class GroupGradients:
 
     def _factored_norms(self) -> Tensor | None:
         """Squared norms from layer inputs and output gradients; None where they do not tell."""
-        facts = self._probe.facts
+        facts = self._facts
         seen = not facts.uncovered and "ghost" not in facts.refused
         if not seen or self.strategy != "auto" or int(self.groups.sizes.max()) > facts.batch_size:
             return None
@@ -394,7 +360,7 @@ class GroupGradients:
         """
         with only_thread(self.model):
             check_deterministic_modules(self.model)
-            plan = choose(BY_NAME, "segmented", self._probe.facts, 0, rows=True)
+            plan = choose(BY_NAME, "segmented", self._facts, 0, rows=True)
             request = self._request(plan, self._share(range(len(self.groups))))
             for groups, batch in request.grouped_batches():
                 request.observe(batch, watch(groups))
@@ -437,7 +403,7 @@ class GroupGradients:
     def _request(self, plan: Plan, within: tuple[int, int] = (0, 0)) -> Request:
         """What a strategy is given: its batch size, and this rank's share of the points."""
         return Request(
-            self.space, self.loss, self.data, self.groups, self._probe.captured, plan.facts.batch_size,
+            self.space, self.loss, self.data, self.groups, self._captured, plan.facts.batch_size,
             self.memory_budget, self.show_progress, f"{plan.strategy} group scores", within, plan.facts.room,
         )  # fmt: skip
 
@@ -452,14 +418,27 @@ class GroupGradients:
         low, high = np.searchsorted(offsets, [first + share.start, first + share.stop])
         return int(offsets[low]), int(offsets[high])
 
+    @property
+    def _facts(self) -> Facts:
+        """What the choice of a strategy depends on."""
+        found = self._captured.found
+        return Facts.of(found, self.space, self.groups, self._batch_size, self._at_most, self.memory_budget)
+
     @cached_property
-    def _probe(self) -> Probe:
+    def _captured(self) -> CapturedLayers:
+        """The layers to observe, with what is known about the model: from a call before, or from a look at it."""
         check_deterministic_modules(self.model)
+        about = self.space, self.loss, self.data, (self._batch_size, self._at_most, self.data.is_stream)
         with together(), torch.inference_mode(False):
-            return Probe(
-                self.space, self.loss, self.data, self.groups, self._batch_size, self.memory_budget, self.strategy,
-                self._at_most,
-            )  # fmt: skip
+            known = recall(*about)
+            most = max(2, self._batch_size or self._at_most or LARGEST_BATCH)
+            found = known or look(self.space, self.loss, self.data, self.groups, most)
+            if known is None:
+                remember(found, *about)
+            self.space.changing = found.changing
+            captured = CapturedLayers(Subject(self.space, self.loss, found.allowed), found)
+            compare_missing(BY_NAME, self.strategy, captured, self.data.name, fresh=known is None)
+        return captured
 
 
 def _count(directions: int | Directions | None) -> int:

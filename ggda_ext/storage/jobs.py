@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ggda_ext.data import SomePoints, with_progress
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.gradients.plan import NonFinite
-from ggda_ext.gradients.proof.captured_layers import Unproven
+from ggda_ext.gradients.errors import NonFinite, Unproven
 from ggda_ext.groups.partition import Groups
 from ggda_ext.sharing import alone, gathered, of_all, once, rank, together, world_size
 from ggda_ext.storage.folder import Arrays, Store
@@ -91,7 +90,7 @@ def go_on_without(provider: GroupGradients, error: ValueError) -> None:
     if not any(found):
         raise error
     for why, refused in filter(None, found):
-        provider._probe.give_up(why, refused)
+        provider.do_without(why, refused)
 
 
 @dataclass(frozen=True)

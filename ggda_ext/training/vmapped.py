@@ -62,7 +62,7 @@ class MappedModel:
     def outputs(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
         """Outputs of every model `[models, n, …]`."""
         weights = dict(zip(self.names, tensors, strict=True))
-        return vmap(lambda own: called_with(self.model, own, (x,)))(weights)
+        return vmap(lambda own: called_with(self.model, own, x))(weights)
 
     def bytes_at_work(self, batch_size: int) -> int:
         """Memory one model touches in a training step, for numbers of four bytes: a rough guess."""
@@ -80,7 +80,7 @@ class MappedGradients:
         self.layout, self.x, self.y = layout, x, y
 
         def loss(weights: State, inputs: Tensor, targets: Tensor) -> Tensor:
-            return loss_fn(called_with(layout.model, weights, (inputs,)), targets)
+            return loss_fn(called_with(layout.model, weights, inputs), targets)
 
         self._gradient = vmap(grad(loss))
 

@@ -10,7 +10,7 @@ What is new is compared with autograd there and then; what differs raises `Unpro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import compress
 from math import isfinite
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.data import batch_length, pick
+from ggda_ext.gradients.errors import NotForward, Unproven
 from ggda_ext.gradients.layers import Layer, UnknownLayer
 from ggda_ext.gradients.observation import Calls, Observation, Observer, Watch, observe
 from ggda_ext.gradients.proof.descent import RANDOM, descent
@@ -29,29 +30,7 @@ from ggda_ext.gradients.proof.truth import Subject, Tolerance, Truth, wide
 from ggda_ext.model import ParameterSpace
 
 _TRIED = 64  # examples of a batch that are looked at for one that touches a parameter
-
-
-class Unproven(ValueError):
-    """Layer inputs and output gradients do not give the gradient of some parameters: name → why."""
-
-    refused: Mapping[str, str] = {}
-    """Strategies that the finding speaks against: name → why."""
-
-    def __init__(self, why: dict[str, str]) -> None:
-        self.why = why
-        name, reason = next(iter(why.items()))
-        super().__init__(f"the gradient of parameter {name!r} cannot be had from the layers: {reason}")
-
-
 HOOKED = "the model puts hooks on gradients, which layers may see before they are changed"
-
-
-class NotForward(Unproven):
-    """Forward-mode differentiation does not give the gradients of a batch."""
-
-    def __init__(self, reason: str) -> None:
-        self.why, self.refused = {}, {"forward": reason}
-        ValueError.__init__(self, reason)
 
 
 class CapturedLayers:

@@ -20,7 +20,7 @@ from ggda_ext.data import IndexedData
 from ggda_ext.gradients.layers import Layer, copied_layer, known_layers
 from ggda_ext.gradients.observation import Signature
 from ggda_ext.gradients.proof.descent import RANDOM, Descent
-from ggda_ext.gradients.proof.truth import Truth
+from ggda_ext.gradients.proof.truth import Tolerance, Truth
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import (
     ParameterSpace,
@@ -66,7 +66,8 @@ class Findings:
 
     batches: list[Any]
     truth: Truth
-    precision: torch.dtype
+    allowed: Tolerance
+    """Differences that rounding may explain."""
     activation_bytes: int
     """Of one example."""
     changing: list[str] = field(default_factory=list)
@@ -113,6 +114,14 @@ class Findings:
         """How many places of a batch are to be compared with others; 0 if none, or if that was done."""
         wanted = min(size, self.most_places) if self.placed else 0
         return wanted if wanted > self.places else 0
+
+    def untouched(self, space: ParameterSpace) -> list[str]:
+        """Names of the parameters of which no example that was looked at has a gradient other than zero."""
+        return [
+            name
+            for name, is_touched in zip(space.parameters, self.truth.touched.tolist(), strict=True)
+            if not is_touched
+        ]
 
     @property
     def hooked(self) -> bool:

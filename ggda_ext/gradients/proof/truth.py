@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ggda_ext.data import batch_length
+from ggda_ext.data import batch_length, pick
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Calls, Observer, Watch, altered_gradients, observe
 from ggda_ext.losses import ExampleLoss
@@ -138,6 +138,10 @@ class Subject:
                 "a gradient of its own only if the model takes a batch of one: look for statistics of the batch, and "
                 "for squeeze() without a dimension."
             ) from error
+
+    def truth_of_each(self, batches: Sequence[Any]) -> Truth:
+        """The truth about every example of some batches, at the parameters that the model has now."""
+        return self.truth([pick(batch, [at]) for batch in batches for at in range(batch_length(batch))])
 
     def _truth(self, alone: Sequence[Any]) -> Truth:
         losses, measured, along = [], [], [wide(part).flatten() for part in self.along]

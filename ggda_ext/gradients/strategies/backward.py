@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from ggda_ext.gradients.observation import Watch
-from ggda_ext.gradients.plan import Cost, Request, Strategy, merge_pieces
+from ggda_ext.gradients.plan import Cost, Request, Strategy
+from ggda_ext.gradients.strategies.rows import merge_pieces, scores_of
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
-    return request.scores_of(blocks(request, request.rows_near_cache), directions)
+    return scores_of(request, blocks(request, request.rows_near_cache), directions)
 
 
 def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ggda_ext.data import batch_length
 from ggda_ext.gradients.observation import Watch
-from ggda_ext.gradients.plan import Cost, LossModule, Request, Strategy
+from ggda_ext.gradients.plan import Cost, Request, Strategy
 from ggda_ext.gradients.proof.findings import Findings
 from ggda_ext.gradients.proof.truth import FAILS, Subject, first_line
+from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, called_with
 
 
@@ -29,7 +30,7 @@ def scores(request: Request, directions: Tensor) -> Tensor:
     for points, batch in request.natural_batches():
         ids = request.ids_of(points)
         for number, (row, tangent) in enumerate(zip(result, moves, strict=True)):
-            found, losses, watch = watched_scores(request.loss_module, request.space, tangent, batch)
+            found, losses, watch = watched_scores(request.loss, request.space, tangent, batch)
             if number == 0:
                 request.captured.check_forward(batch, tangent, found, watch)
                 request.captured.check_apart(batch, losses, watch)
@@ -38,17 +39,14 @@ def scores(request: Request, directions: Tensor) -> Tensor:
 
 
 def watched_scores(
-    loss_module: nn.Module, space: ParameterSpace, tangent: dict[str, Tensor], batch: Any
+    loss: ExampleLoss, space: ParameterSpace, tangent: dict[str, Tensor], batch: Any
 ) -> tuple[Tensor, Tensor, Watch]:
     """Derivative of every example's loss along one direction `[b]`, the losses `[b]`, and what the model did."""
     watch = AsBackward(batch_length(batch))
     with space.require_gradients(of_chosen=False), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
-        duals = {
-            f"model.{name}": forward_ad.make_dual(value.detach(), tangent[name])
-            for name, value in space.parameters.items()
-        }
+        duals = {name: forward_ad.make_dual(value.detach(), tangent[name]) for name, value in space.parameters.items()}
         with watch:
-            found = called_with(loss_module, duals, (batch,))
+            found = called_with(space.model, duals, batch, function=loss.each)
         losses, derivative = forward_ad.unpack_dual(found)
     losses = losses.detach()
     return torch.zeros_like(losses) if derivative is None else derivative.detach(), losses, watch
@@ -99,9 +97,8 @@ def compare(subject: Subject, found: Findings) -> str | None:
     # every parameter of about equal weight, so that a small one counts
     moves = space.split(subject.direction[0])
     scaled = {name: move / norm.to(move) for (name, move), norm in zip(moves.items(), norms, strict=True)}
-    module = LossModule(space.model, subject.loss)
     try:
-        runs = [watched_scores(module, space, scaled, batch) for batch in found.batches]
+        runs = [watched_scores(subject.loss, space, scaled, batch) for batch in found.batches]
     except FAILS as error:
         return f"forward-mode differentiation of the model failed: {first_line(error)}"
     found.forward_proven |= {watch.called for _, _, watch in runs}

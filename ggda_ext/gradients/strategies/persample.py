@@ -6,20 +6,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import grad, vmap
 
 from ggda_ext.data import as_batch_of_one, batch_length, pick
 from ggda_ext.gradients.layers import segment_sum
-from ggda_ext.gradients.plan import Cost, LossModule, Request, Strategy, merge_pieces
+from ggda_ext.gradients.plan import Cost, Request, Strategy
 from ggda_ext.gradients.proof.findings import Findings
 from ggda_ext.gradients.proof.truth import FAILS, Subject, first_line
+from ggda_ext.gradients.strategies.rows import merge_pieces, scores_of
+from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, called_with
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
     """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
-    return request.scores_of(blocks(request, request.rows_near_cache), directions)
+    return scores_of(request, blocks(request, request.rows_near_cache), directions)
 
 
 def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -27,7 +29,7 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
 
     def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
         for groups, batch in request.grouped_batches(most_points=max_rows):
-            rows, weights = point_gradients(request.loss_module, request.space, batch), request.weights_of(groups)
+            rows, weights = point_gradients(request.loss, request.space, batch), request.weights_of(groups)
             if weights is not None:
                 rows = rows[:, None] * weights.T[:, :, None]
             sums = segment_sum(rows.flatten(1), groups.starts.tolist())
@@ -36,12 +38,12 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     return merge_pieces(pieces(), max_rows)
 
 
-def point_gradients(loss_module: nn.Module, space: ParameterSpace, batch: Any) -> Tensor:
+def point_gradients(loss: ExampleLoss, space: ParameterSpace, batch: Any) -> Tensor:
     """Gradients of every example `[b, p]`."""
-    parameters = {f"model.{name}": value.detach() for name, value in space.parameters.items()}
+    parameters = {name: value.detach() for name, value in space.parameters.items()}
 
     def loss_of_one(values: dict[str, Tensor], example: Any) -> Tensor:
-        return called_with(loss_module, values, (as_batch_of_one(example),)).sum()
+        return called_with(space.model, values, as_batch_of_one(example), function=loss.each).sum()
 
     with space.require_gradients(of_chosen=False):
         gradients = vmap(grad(loss_of_one), in_dims=(None, 0))(parameters, batch)
@@ -56,12 +58,12 @@ def compare(subject: Subject, found: Findings) -> str | None:
     written = [name for name in dict(space.model.named_parameters()) if name in found.changing]
     if written:  # PyTorch may crash
         return f"the model writes to parameter {written[0]!r} when it runs, which it cannot do under vmap"
-    module, rows = LossModule(space.model, subject.loss), []
+    rows: list[list[Tensor]] = []
     try:
         for batch in found.batches:
             for at in range(0, batch_length(batch), 2):  # a row has p numbers
                 pair = pick(batch, range(at, min(at + 2, batch_length(batch))))
-                products = point_gradients(module, space, pair) * subject.direction
+                products = point_gradients(subject.loss, space, pair) * subject.direction
                 rows += [[part.double().sum() for part in space.split(row).values()] for row in products]
     except FAILS as error:
         return f"vmap over the model failed: {first_line(error)}"

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
-from ggda_ext.gradients.plan import Cost, Request, Strategy, merge_pieces
+from ggda_ext.gradients.plan import Cost, Request, Strategy
+from ggda_ext.gradients.strategies.rows import merge_pieces
 
 BUFFER_BYTES = 8 * 2**20
 
