@@ -209,7 +209,8 @@ class WhatIf:
         """Values `[s]` or `[s, m]` of a property for many choices of groups at once.
 
         Args:
-            kept: which groups every counterfactual model sees `[s, k]`, as booleans, or weights.
+            kept: which groups every counterfactual model sees `[s, k]`, as booleans, or weights; of a pandas table the
+                columns are found by name.
             property: what is asked.
         """
         weights = self.checked_weights(kept)
