@@ -177,6 +177,59 @@ def test_intervals_of_a_calibration_hold_what_is_retrained(shares: str):
     assert 0.92 <= np.mean(held) <= 0.99
 
 
+def held_and_wide(asked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How often 95 % intervals hold rises whose errors grow with them, and how wide they are, by predicted rise."""
+    draw, held, widths, removed = np.random.default_rng(0), [], [], np.full(8, 0.5)
+
+    def retrained(rises: np.ndarray) -> np.ndarray:
+        return 1.5 * rises + (0.02 + 0.3 * rises) * draw.standard_normal(len(rises))
+
+    for _ in range(200):
+        predicted = np.append(draw.uniform(0.01, 0.05, 5), draw.uniform(0.1, 0.4, 3))
+        real, then = retrained(predicted), retrained(asked)
+        found = calibration._likeliest({1.0: predicted}, removed, real)[1]
+        others = calibration._from_others({1.0: predicted}, removed, real)
+        error = float(np.sqrt(np.mean(((others - real) / found.spread(predicted)) ** 2)))
+        fitted_line = calibration.Calibration(**vars(found), error=error, retrainings=8)
+        widths.append([fitted_line.width(error=error * fitted_line.spread(rise)) for rise in asked])
+        held.append(np.abs(fitted_line.rise(asked, np.full(len(asked), 0.5)) - then) <= widths[-1])
+    return np.mean(held, 0), np.median(widths, 0)
+
+
+def test_where_errors_grow_with_the_change_intervals_do_so_too(monkeypatch):
+    """Small changes are not judged by the errors of large ones, nor large ones by those of small ones."""
+    asked = np.array([0.02, 0.3])
+    held, wide = held_and_wide(asked)
+    monkeypatch.setattr(calibration, "GROWS", 1e-12)
+    held_before, same = held_and_wide(asked)
+    assert same[0] == same[1], "errors of one size"
+    assert wide[0] < 0.7 * same[0] < same[1] < wide[1]
+    assert held[0] >= 0.92
+    assert held[1] > held_before[1]
+
+
+def test_errors_of_one_size_are_seldom_taken_for_growing_ones():
+    draw, removed = np.random.default_rng(0), np.full(8, 0.5)
+    predicted = draw.uniform(0, 0.3, (100, 8))
+    grown = [line(one, removed, 1.2 * one + 0.03 * draw.standard_normal(8)).per_rise > 0 for one in predicted]
+    assert np.mean(grown) < 0.25
+    exact = line(predicted[0], removed, 2 * predicted[0])
+    assert (exact.per_rise, exact.spread(0.1)) == (0, 1), "nor where there are none"
+
+
+def test_the_interval_of_an_answer_goes_with_the_change_it_predicts(bent):
+    what_if, _, measure, _ = bent
+    found = calibration.Calibration(1.0, 0.0, 0.0, 0.4, 0.6, error=0.1, retrainings=8, at_rest=0.5, per_rise=2.0)
+    what_if.calibrations[what_if.identity(measure)] = (measure, found)
+    nothing, half = what_if.with_weights({}), what_if.without([0, 1, 2, 3])
+    assert nothing.error(measure) == pytest.approx(0.05)
+    rise = abs(float(half.change(measure)))
+    assert half.error(measure) == pytest.approx(0.1 * (0.5 + 2 * rise))
+    low, high = half.interval(measure) or (0.0, 0.0)
+    assert high - low == pytest.approx(2 * found.width() * (0.5 + 2 * rise))
+    assert "less for small changes" in found.explain()
+
+
 def test_subsets_to_retrain_reach_from_the_lowest_prediction_to_the_highest():
     data, model = points(), network()
     measure = properties.mean_loss(data, LOSS)

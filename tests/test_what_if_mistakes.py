@@ -47,6 +47,8 @@ def test_bad_input_is_named():
         WhatIf(model, LOSS, data, SOURCES, weight_decay=0.1, recipe=Recipe(1, 0.1, 8))
     with pytest.raises(ValueError, match="point_weights has shape"):
         WhatIf(model, LOSS, data, SOURCES, point_weights=torch.ones(3))
+    with pytest.raises(TypeError, match="point_weights holds what is no number"):
+        WhatIf(model, LOSS, data, SOURCES, point_weights=["heavy"] * 120)
     for options in ({}, {"remove": 4}, {"remove": 1, "goal": "best"}):
         with pytest.raises(ValueError, match=r"pass remove|remove=4|goal='best'"):
             what_if.search(measure, **options)
@@ -119,6 +121,27 @@ def test_bad_questions_are_named(asked, name):
 def test_bad_settings_are_named(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         WhatIf(network(), LOSS, points(), SOURCES, **{"rank": 10, **options})
+
+
+def test_columns_of_a_table_of_subsets_are_found_by_name(asked):
+    """In any order; a name that no group has, and a group without a column, are refused."""
+    pandas = pytest.importorskip("pandas")
+    kept = np.array([[True, False, True, True], [False, True, True, True]])
+    table, measure = pandas.DataFrame(kept, columns=asked.names), properties.mean_loss(points(), LOSS)
+    expected = asked.subsets(kept, measure)
+    assert expected[0] != expected[1]
+    assert torch.equal(asked.subsets(table[asked.names[::-1]], measure), expected)
+    assert torch.equal(asked.subsets(pandas.DataFrame(kept), measure), expected), "without names as they stand"
+    with pytest.raises(ValueError, match="kept has a column 'wbe': there is no group 'wbe'; did you mean 'web'"):
+        asked.subsets(table.rename(columns={"web": "wbe"}), measure)
+    with pytest.raises(ValueError, match="kept has 3 columns: pass one for each of the 4 groups"):
+        asked.subsets(table[asked.names[:3]], measure)
+
+
+def test_names_that_are_numbers_are_told_from_their_text():
+    years = WhatIf(network(), LOSS, points(), [2019, 2020] * 60, rank=10)
+    with pytest.raises(ValueError, match=r"no group '2019'; did you mean 2019, 2020\?"):
+        years.without("2019")
 
 
 def test_groups_whose_points_weigh_nothing_leave_nothing():

@@ -41,9 +41,12 @@ class Counterfactual:
 
     def value(self, property: Property) -> Tensor:
         """A property of it, a scalar or `[m]`: the mean over models, calibrated if `verify` was called for it."""
+        return self.what_if.calibrated(property, self.weights[None], self._predicted(property))[0]
+
+    def _predicted(self, property: Property) -> Tensor:
+        """Its value before calibration `[1]` or `[1, m]`."""
         models = zip(self.what_if.models, self._coefficients, strict=True)
-        raw = torch.stack([one.values(property, solved) for one, solved in models])
-        return self.what_if.calibrated(property, self.weights[None], raw.mean(0))[0]
+        return torch.stack([one.values(property, solved) for one, solved in models]).mean(0)
 
     def change(self, property: Property) -> Tensor:
         """How much the property rises compared with the model as it is."""
@@ -53,14 +56,17 @@ class Counterfactual:
     def error(self, property: Property) -> float | None:
         """Standard error of `value`, from the retrainings of `verify`; None where there were none."""
         found = self.what_if.calibration_of(property)
-        return None if found is None else found.error
+        if found is None:
+            return None
+        rise = self._predicted(property)[0] - self.what_if.value_of_all(property)
+        return found.error * float(found.spread(rise))
 
     def interval(self, property: Property, confidence: float = 0.95) -> tuple[float, float] | None:
         """Where the value of a retrained model lies, by the retrainings of `verify`; None where there were none."""
         found = self.what_if.calibration_of(property)
         if found is None:
             return None
-        value, width = float(self.value(property)), found.width(confidence)
+        value, width = float(self.value(property)), found.width(confidence, self.error(property))
         return value - width, value + width
 
     def outputs(self, data: DataLike, model: int = 0) -> Tensor:

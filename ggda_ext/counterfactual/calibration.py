@@ -12,16 +12,22 @@ and what several groups do together is not blamed for it. A refit that is right 
 slope comes from a normal distribution around 1, level and share (in units of the mean share) from normal ones around 0,
 and the logarithm of the ridge from one around the present ridge: the ridge is the one under which the retrainings are
 most likely, slope, level and share have their means given the retrainings (Bayesian linear regression, the sizes of the
-error and of the level integrated out). Few retrainings that agree on nothing leave predictions as they are. Eight tell
-a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many random ones, those
-whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves the relation of
-real to predicted rises unbiased.
+error and of the level integrated out). Few retrainings that agree on nothing leave predictions as they are.
+
+Errors may be of one size, or grow with the predicted rise: a network without whole regions of its data ends up far from
+where it was linearised. Then those few retrainings would decide on slope and level of all predictions, and the interval
+of a small change would be theirs. So both are tried with every ridge, errors of one size and errors that a prediction
+of the mean size doubles, and the likelier one is taken; growing ones have to be clearly likelier.
+
+Eight tell a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many random
+ones, those whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves the
+relation of real to predicted rises unbiased.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +52,8 @@ RIDGES = 2.0 ** np.arange(-6, 7)
 SLOPE, RIDGE = 0.3, np.log(4)
 """What is likely before any retraining: standard deviations of the slope around 1 and of the ridge's logarithm around
 that of the present one. Chosen on small problems; see benchmarks/RESULTS.md."""
+GROWS = 0.25
+"""And how likely it is that errors grow with the predicted rise: retrainings without errors are not to decide it."""
 _LEVELS = np.array([0.1, 1.0, 10.0, 100.0])  # variances of level and share to integrate over, in units of the error's
 _FITTED = 2  # numbers that a calibration fits freely, about: those around which it draws the rest count less
 _ERRORS = np.logspace(-12, 0.5, 101)  # squared errors to integrate over, in units of the predictions' own
@@ -61,6 +69,8 @@ class Line:
         per_share: and what comes to it for every share of points left out beyond the lowest, up to the highest.
         lowest: share of points that a retraining left out.
         highest: likewise.
+        at_rest: error of a prediction that nothing changes, in units of that of the retrainings in the mean square.
+        per_rise: and what comes to it for every unit of predicted rise; 0 for errors of one size.
     """
 
     slope: float
@@ -68,11 +78,17 @@ class Line:
     per_share: float
     lowest: float
     highest: float
+    at_rest: float = field(default=1.0, kw_only=True)
+    per_rise: float = field(default=0.0, kw_only=True)
 
     def rise(self, predicted: Any, removed: Any) -> Any:
         """Calibrated rises `[s]` of predicted ones, given the share of points left out `[s]`; none for none."""
         near = removed.clip(max(self.lowest, 1e-12), max(self.highest, 1e-12))
         return self.slope * predicted + (self.level + self.per_share * (near - self.lowest)) * removed / near
+
+    def spread(self, predicted: Any) -> Any:
+        """Errors `[s]` of predicted rises, before calibration, in units of the error of the retrainings."""
+        return self.at_rest + self.per_rise * abs(predicted)
 
 
 @dataclass(frozen=True)
@@ -87,20 +103,29 @@ class Calibration(Line):
     error: float
     retrainings: int
 
-    def width(self, confidence: float = 0.95) -> float:
-        """Half the width of an interval for a retrained model: a quantile of Student's t, for few retrainings."""
+    def width(self, confidence: float = 0.95, error: float | None = None) -> float:
+        """Half the width of an interval for a retrained model: a quantile of Student's t, for few retrainings.
+
+        Args:
+            confidence: of the interval.
+            error: standard error of this prediction; that of the retrainings if left out.
+        """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence={confidence}: pass a share between 0 and 1, e.g. 0.95.")
         from scipy.special import stdtrit
 
-        return float(stdtrit(self.retrainings - _FITTED, (1 + confidence) / 2)) * self.error
+        quantile = float(stdtrit(self.retrainings - _FITTED, (1 + confidence) / 2))
+        return quantile * (self.error if error is None else error)
 
     def explain(self) -> str:
         """The calibration in words."""
-        return (
+        told = (
             f"calibrated by {self.retrainings} retrainings: real rises are {self.slope:.3g} times the predicted ones "
             f"{self.level:+.3g}, give or take {self.error:.2g}"
         )
+        if not self.per_rise:
+            return told
+        return f"{told}; less for small changes ({self.at_rest * self.error:.2g}), more for large ones"
 
 
 @dataclass(frozen=True)
@@ -155,7 +180,7 @@ def verified(
     rises = real.mean(1) - base
     factor, line = _likeliest(path, removed, rises)
     others = _from_others(path, removed, rises)
-    error = float(np.sqrt(np.mean((others - rises) ** 2)))
+    error = float(np.sqrt(np.mean(((others - rises) / line.spread(path[factor])) ** 2)))
     for model in what_if.linearized:
         model.ridge *= factor
     found = Calibration(**vars(line), error=error, retrainings=len(kept))
@@ -223,30 +248,45 @@ def _likeliest(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> tuple[fl
     """The factor of the ridge under which real rises are most likely, and the line that goes with it."""
     n, share = len(real), float(removed.mean())
     unit = max(share, 1e-12)  # of shares: those that hardly differ have hardly any effect
-    columns = np.stack([np.ones(n), (removed - share) / unit], 1)
-    inner = np.linalg.inv(np.eye(n) + _LEVELS[:, None, None] * (columns @ columns.T))  # [levels, n, n]
-    factors, predicted = np.array(list(path)), np.stack(list(path.values()))  # [ridges, n]
-    left = real - predicted
-    size = np.maximum((left**2).sum(1), 1e-20 * float(real @ real) + 1e-200) / n
-    errors = size[:, None, None] * _ERRORS  # [ridges, 1, errors]
+    factors, predicted = np.tile(list(path), 2), np.tile(np.stack(list(path.values())), (2, 1))  # [members, n]
+    grows = np.repeat([False, True], len(path))
+    at_rest, per_rise = _growth(path[1.0])  # the same for all ridges: none is likelier for predictions out of bounds
+    spread = np.where(grows[:, None], at_rest + per_rise * np.abs(path[1.0]), 1.0)
+    columns = np.stack([np.ones(n), (removed - share) / unit], 1) / spread[:, :, None]
+    inner = np.linalg.inv(
+        np.eye(n) + _LEVELS[:, None, None] * (columns @ columns.transpose(0, 2, 1))[:, None]
+    )  # [members, levels, n, n]
+    size = np.maximum(((real - predicted) ** 2).sum(1), 1e-20 * float(real @ real) + 1e-200) / n
+    errors = size[:, None, None] * _ERRORS  # [members, 1, errors]
+    rises, left = predicted / spread, (real - predicted) / spread
     square, both, rest = (
-        ((one @ inner) * other).sum(2).T[:, :, None]
-        for one, other in ((predicted, predicted), (predicted, left), (left, left))
+        ((one[:, None, None] @ inner)[:, :, 0] * other[:, None]).sum(2)[:, :, None]
+        for one, other in ((rises, rises), (rises, left), (left, left))
     )
     drawn = SLOPE**2 / (errors + SLOPE**2 * square)
-    told = np.linalg.slogdet(inner)[1][:, None] - n * np.log(errors) - np.log1p(SLOPE**2 * square / errors)
-    told = (told - (rest - drawn * both**2) / errors) / 2  # log-likelihoods [ridges, levels, errors]
+    told = np.linalg.slogdet(inner)[1][:, :, None] - n * np.log(errors) - np.log1p(SLOPE**2 * square / errors)
+    told = (told - (rest - drawn * both**2) / errors) / 2  # log-likelihoods [members, levels, errors]
     highest = told.max((1, 2), keepdims=True)
     weights = np.exp(told - highest)
-    likely = highest[:, 0, 0] + np.log(weights.sum((1, 2))) - (np.log(factors) / RIDGE) ** 2 / 2
+    likely = highest[:, 0, 0] + np.log(weights.sum((1, 2))) - np.log(spread).sum(1)
+    likely += np.log(np.where(grows, GROWS, 1 - GROWS)) - (np.log(factors) / RIDGE) ** 2 / 2
     best = int(np.argmax(likely))
     chances = weights[best] / weights[best].sum()
     slope = max(0.0, 1 + float((chances * drawn[best] * both[best]).sum()))  # below 0 it would turn the ranks around
-    mixed = np.tensordot(chances.sum(1) * _LEVELS, inner, 1)
-    parts = columns.T @ mixed @ (real - slope * predicted[best])
+    mixed = np.tensordot(chances.sum(1) * _LEVELS, inner[best], 1)
+    parts = columns[best].T @ mixed @ ((real - slope * predicted[best]) / spread[best])
     per_share, lowest = float(parts[1] / unit), float(removed.min())
     level = float(parts[0]) + per_share * (lowest - share)
-    return float(factors[best]), Line(slope, level, per_share, lowest, float(removed.max()))
+    at_rest, per_rise = _growth(predicted[best]) if grows[best] else (1.0, 0.0)
+    found = Line(slope, level, per_share, lowest, float(removed.max()), at_rest=at_rest, per_rise=per_rise)
+    return float(factors[best]), found
+
+
+def _growth(predicted: np.ndarray) -> tuple[float, float]:
+    """Errors that grow with predicted rises `[n]`, 1 in the mean square: that of no rise, and what a unit adds."""
+    sizes = np.abs(predicted)
+    norm = float(np.sqrt(np.mean((sizes.mean() + sizes) ** 2)))
+    return (float(sizes.mean()) / norm, 1 / norm) if norm else (1.0, 0.0)
 
 
 def _from_others(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from ggda_ext.checkpoints import Checkpoints, listed_checkpoints, load_state
 from ggda_ext.groups.naming import no_group
 from ggda_ext.groups.partition import Groups
 from ggda_ext.model import only_thread
+from ggda_ext.tables import is_table
 
 Names = Hashable | Iterable[Hashable]
 
@@ -57,7 +58,10 @@ def checked_models(model: nn.Module, models: Any, checkpoints: Checkpoints | Non
 
 def checked_point_weights(weights: Any, n: int) -> Tensor:
     """Weights of training points `[n]`."""
-    found = torch.ones(n, dtype=torch.float64) if weights is None else torch.as_tensor(weights).double()
+    try:
+        found = torch.ones(n, dtype=torch.float64) if weights is None else torch.as_tensor(weights).double()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"point_weights holds what is no number: pass one for each of {n} points.") from None
     if found.shape != (n,) or not bool((torch.isfinite(found) & (found >= 0)).all()) or not bool(found.any()):
         raise ValueError(
             f"point_weights has shape {list(found.shape)}: pass one finite number, 0 or more, for each of {n} points."
@@ -97,12 +101,12 @@ def checked_kept(kept: Any, groups: Groups, masses: np.ndarray, others: float) -
     """Weights of groups `[s, k]`, refused where nothing is left.
 
     Args:
-        kept: booleans or weights.
+        kept: booleans or weights; the columns of a pandas table in any order, by name.
         groups: the groups.
         masses: weight of the points of each group `[k]`.
         others: weight of the points in no group, which always stay.
     """
-    given = kept.detach().cpu().numpy() if isinstance(kept, Tensor) else kept
+    given = kept.detach().cpu().numpy() if isinstance(kept, Tensor) else _in_order(kept, groups.all_names)
     try:
         found = np.asarray(given, dtype=float)
     except (TypeError, ValueError):
@@ -119,6 +123,18 @@ def checked_kept(kept: Any, groups: Groups, masses: np.ndarray, others: float) -
             f"{int(empty[0])}: keep at least one group."
         )
     return torch.from_numpy(np.ascontiguousarray(found))
+
+
+def _in_order(kept: Any, known: Sequence[Hashable]) -> Any:
+    """A table's columns in the order of the groups; what has no names of columns as it is."""
+    if not is_table(kept) or not hasattr(kept, "columns") or list(kept.columns) == list(range(len(known))):
+        return kept
+    for name in kept.columns:
+        if name not in known:
+            raise ValueError(f"kept has a column {name!r}: {no_group(name, known)}")
+    if len(kept.columns) != len(known) or kept.columns.has_duplicates:
+        raise ValueError(f"kept has {len(kept.columns)} columns: pass one for each of the {len(known)} groups.")
+    return kept[list(known)]
 
 
 def one_number(values: Tensor | np.ndarray) -> np.ndarray:

@@ -209,7 +209,8 @@ class WhatIf:
         """Values `[s]` or `[s, m]` of a property for many choices of groups at once.
 
         Args:
-            kept: which groups every counterfactual model sees `[s, k]`, as booleans, or weights.
+            kept: which groups every counterfactual model sees `[s, k]`, as booleans, or weights; of a pandas table the
+                columns are found by name.
             property: what is asked.
         """
         weights = self.checked_weights(kept)
@@ -334,8 +335,12 @@ class WhatIf:
         found = self.calibration_of(property)
         if found is None:
             return values
-        base = self.values(property, torch.ones(1, len(self.groups), dtype=torch.float64)).mean(0)[0]
+        base = self.value_of_all(property)
         return base + found.rise(values - base, self.removed(weights))
+
+    def value_of_all(self, property: Property) -> Tensor:
+        """A property with nothing left out, a scalar or `[m]`: the mean over models."""
+        return self.values(property, torch.ones(1, len(self.groups), dtype=torch.float64)).mean(0)[0]
 
     @staticmethod
     def identity(property: Property) -> Any:

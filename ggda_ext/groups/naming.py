@@ -28,9 +28,9 @@ def id_of(name: Hashable, names: Sequence[Hashable]) -> int:
 def no_group(name: Hashable, names: Sequence[Hashable]) -> str:
     """What to say of a name that no group has: which are close, or which there are."""
     asked = name.item() if isinstance(name, np.generic) else name
-    near = [str(one) for one in names] if isinstance(asked, str) else []
-    close = difflib.get_close_matches(str(asked), near, n=3, cutoff=0.4)
-    some = ", ".join(map(repr, close or [str(one) for one in names[:5]]))
+    near = {str(one): one for one in names} if isinstance(asked, str) else {}
+    close = [near[one] for one in difflib.get_close_matches(str(asked), near, n=3, cutoff=0.4)]
+    some = ", ".join(repr(one.item() if isinstance(one, np.generic) else one) for one in close or names[:5])
     return f"there is no group {asked!r}; " + (f"did you mean {some}?" if close else f"the first ones are {some}.")
 
 
