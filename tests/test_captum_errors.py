@@ -188,6 +188,8 @@ def test_test_points_that_are_no_tuple() -> None:
     given = problem()
     with pytest.raises(TypeError, match="inputs is a Tensor: pass a tuple"):
         ours("TracInCP", given, groups=UNEVEN).influence(given.test[0])
+    with pytest.raises(TypeError, match=r"inputs is a \w+: .*, or, for a property, property="):
+        ours("TracInCP", given, groups=UNEVEN).influence(properties.margins(given.test))
 
 
 def test_missing_captum_names_the_extra() -> None:

@@ -56,8 +56,9 @@ def points_of(inputs: Any) -> IndexedData:
             return IndexedData(inputs, "inputs")
         return IndexedData(tuple(torch.cat(field) for field in zip(*inputs, strict=True)), "inputs")
     if not isinstance(inputs, tuple | list):
+        hint = ", or, for a property, property=" if callable(inputs) else ""
         raise TypeError(
-            f"inputs is a {type(inputs).__name__}: pass a tuple (*inputs, labels) or a DataLoader of such tuples."
+            f"inputs is a {type(inputs).__name__}: pass a tuple (*inputs, labels) or a DataLoader of such tuples{hint}."
         )
     return IndexedData(tuple(inputs), "inputs")
 
