@@ -10,7 +10,7 @@ with the slope between the first and the last of the last three sizes: that betw
 a batch costs little beside what is fixed. `Original.linearity` says how well the line through the two sizes before n
 predicts what was measured at n; 1 is perfect. Where it misses, the smallest size is timed once more, as the first call
 of an original may warm something up. The group version gets all points. Both take turns, and the best of several turns
-counts; where they come out about as fast as each other, both get more turns.
+counts; where the group version comes out hardly faster, or slower, both get more turns.
 
 What the group version finds out about a model is kept for the next call. Turns are made with that; where the time of a
 first call is asked for, up to two are made before, without it, and the better of them counts.
@@ -37,8 +37,8 @@ JUMP = 4
 """Times the points that a foretold time is trusted for: what a line through noise predicts may be wrong."""
 STRAIGHT = 0.1
 """By how much `Original.linearity` of a line may differ from 1."""
-CLOSE, MORE_TURNS = (0.7, 1.3), 3
-"""Ratios of times that decide too little after the first turns, and how many more turns they get."""
+CLOSE, MORE_TURNS = 1.3, 3
+"""The ratio of times below which the first turns decide too little, and how many more turns there are then."""
 T = TypeVar("T")
 
 
@@ -177,7 +177,7 @@ def decide(
     clock: Clock, original: Original, run: Callable[[int], Any], call: Callable[[], Any], points: int, best: float,
     seconds: float,
 ) -> float:  # fmt: skip
-    """The best CPU seconds of a group case of so many points, after more turns of both sides if it is a close call.
+    """The best CPU seconds of a group case of so many points, after more turns of both sides if it is hardly faster.
 
     Args:
         clock: times calls.
@@ -188,8 +188,7 @@ def decide(
         best: its best time so far.
         seconds: after which it takes no further turns.
     """
-    low, high = CLOSE
-    if not low < original.seconds_for(points) / best < high:
+    if original.seconds_for(points) / best >= CLOSE:
         return best
     spent, counts = 0.0, [points] if points == original.timed_points else original.last
     for _ in range(MORE_TURNS):  # all of them, however the first come out: both sides have as many

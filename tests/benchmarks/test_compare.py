@@ -124,6 +124,11 @@ def test_a_close_call_gives_both_sides_more_turns_and_a_clear_one_none() -> None
     assert decide(MadeClock(), found, pytest.fail, pytest.fail, 4, 0.1, seconds=10.0) == 0.1
 
 
+def test_a_group_version_that_comes_out_slow_is_timed_again() -> None:
+    found = climb(MadeClock(), lambda n: 1.0, first=4, points=4, seconds=10.0)
+    assert decide(MadeClock(), found, lambda n: 1.0, iter([0.6, 0.5, 0.7]).__next__, 4, 2.0, seconds=10.0) == 0.5
+
+
 def test_fewer_points_are_asked_the_same_way(case: Case) -> None:
     few = case.grouped_by(16).first(20)
     assert len(few.train[0]) == 20
