@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import os
 import shlex
 import sys
 import time
@@ -101,14 +102,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _in_folder(options: argparse.Namespace, folder: ResultFolder) -> int:
     """The commands that write rows."""
-    scale, tasks = SCALES[folder.config["scale"]], folder.config["tasks"]
+    scale, tasks, processes = SCALES[folder.config["scale"]], folder.config["tasks"], folder.config.get("processes", 1)
+    at_once = f", {processes} tasks at once" if processes > 1 else ""
     print(
-        f"{options.command}, scale {scale.name} ({scale.about}), {options.threads} thread(s); results: {folder.path}\n"
+        f"{options.command}, scale {scale.name} ({scale.about}), {options.threads} thread(s){at_once}; "
+        f"results: {folder.path}\n"
     )
     if options.command == "tour":
         from benchmarks import tour
 
-        return 0 if tour.run(tasks, scale, folder, options.data_dir) else FAILED
+        return 0 if tour.run(tasks, scale, folder, options.data_dir, processes=processes) else FAILED
     if options.command == "run":
         from benchmarks import experiments
 
@@ -119,7 +122,7 @@ def _in_folder(options: argparse.Namespace, folder: ResultFolder) -> int:
         print(f"\n{len(folder.rows)} rows in {folder.path}; tables and figures: {PROGRAM} report {folder.path}")
         return 0
     part = importlib.import_module(f"benchmarks.{options.command}")  # check or compare
-    rows = part.run(tasks, scale, folder, options.data_dir, folder.config["methods"])
+    rows = part.run(tasks, scale, folder, options.data_dir, folder.config["methods"], processes=processes)
     folder.finish()
     print("\n" + "\n".join(part.table.verdict(rows)))
     return 0 if part.table.passed(rows) else FAILED
@@ -154,6 +157,8 @@ def _folder(options: argparse.Namespace, given: list[str]) -> ResultFolder:
         "command": options.command, "arguments": shlex.join(given), "threads": options.threads,
         "seeds": {"data": 0, "model": 0, "groups": 0, "projection": 0},
     }  # fmt: skip
+    if hasattr(options, "processes"):
+        config["processes"] = options.processes or _processes(options.threads)
     chosen = {
         "scale": options.scale,
         "tasks": _tasks(options),
@@ -204,6 +209,12 @@ def _lds_sizes(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def _processes(threads: int) -> int:
+    """How many tasks run at once: two, where there are cores for their threads."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 2 if cores >= 2 * threads else 1
+
+
 def _data_of(task: str) -> str:
     return task.partition("-")[0]
 
@@ -224,7 +235,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     common = _common_options()
-    commands.add_parser("tour", parents=[common], help="check, compare, a few experiments, report (the default)")
+    touring = commands.add_parser(
+        "tour", parents=[common], help="check, compare, a few experiments, report (the default)"
+    )
     checking = commands.add_parser(
         "check", parents=[common], help="original toolkits, point by point, next to their group versions",
         description="Runs every original toolkit point by point and its group version on the same model and data, "
@@ -235,6 +248,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Times every group version on all training points of the scale, for one property and for test "
         "points, in groups of 1, 64 and 1,024, against its original on as many points as a fixed time allows.",
     )  # fmt: skip
+    for one in (touring, checking, comparing):
+        one.add_argument(
+            "--processes", type=_count, metavar="N",
+            help="tasks that are checked and compared at once, each in a process; 2 by default where cores are enough, "
+            "1 to time each alone",
+        )  # fmt: skip
     for one in (checking, comparing):
         one.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=f"of {', '.join(METHODS)}")
     running = commands.add_parser("run", parents=[common], help="the paper's experiments")

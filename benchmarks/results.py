@@ -112,8 +112,10 @@ class ResultFolder:
 
     def add_source(self, data: str, source: str, stand_in: bool) -> None:
         """Note in the config where a data set came from."""
-        self.config.setdefault("data", {})[data] = {"source": source, "stand_in": stand_in}
-        self._write_config()
+        known, found = self.config.setdefault("data", {}), {"source": source, "stand_in": stand_in}
+        if known.get(data) != found:
+            known[data] = found
+            self._write_config()
 
     def finish(self) -> None:
         """Mark the run as complete: `--resume` will not pick it."""

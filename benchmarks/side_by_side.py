@@ -1,14 +1,27 @@
-"""The loop that `check` and `compare` share: task by task, each method of the toolkits beside its group version."""
+"""The loop that `check` and `compare` share: task by task, each method of the toolkits beside its group version.
+
+Several tasks can run at once, each in a process of its own. Both sides of a row always run in one process, in turns.
+"""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
+from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import std
 from tqdm.auto import tqdm
 
 from benchmarks.results import ResultFolder
@@ -18,6 +31,8 @@ if TYPE_CHECKING:
     from benchmarks.check.case import Method
 
 Row = dict[str, Any]
+Todo = dict[str, list[int]]
+"""Task → numbers of the methods that are missing."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +40,23 @@ class SideBySide:
     """What is done with each method.
 
     Attributes:
+        module: where this object is found under the name `SIDE`, by processes that run a task of it.
         unit: what the bar counts.
         heading: the table's first line.
         source: a row → the line above the rows of a task.
         line: the rows of a method → their line.
         keys: task, method → keys of its rows.
-        prepare: task, scale, folder, data folder → what the methods of the task run on.
+        prepare: task, scale, data folder → what the methods of the task run on.
         rows: task, method, what was prepared → its rows, in the order of their keys.
     """
 
+    module: str
     unit: str
     heading: Callable[[], str]
     source: Callable[[Row], str]
     line: Callable[[Sequence[Row]], str]
     keys: Callable[[str, Method], list[str]]
-    prepare: Callable[[str, Scale, ResultFolder, Path | None], Any]
+    prepare: Callable[[str, Scale, Path | None], Any]
     rows: Callable[[str, Method, Any], Iterable[Row]]
 
     def run(
@@ -50,6 +67,7 @@ class SideBySide:
         data_dir: Path | None = None,
         chosen: Iterable[str] | None = None,
         show_progress: bool = True,
+        processes: int = 1,
     ) -> list[Row]:
         """Run the tasks, print the table as it grows, and append every row to the folder.
 
@@ -60,6 +78,7 @@ class SideBySide:
             data_dir: folder with the data sets.
             chosen: names of methods; all if left out.
             show_progress: show a bar over all methods and tasks.
+            processes: how many tasks run at once. With more than one the rows of a task are printed when all are there.
 
         Returns:
             The rows of these tasks and methods, in the order of the table.
@@ -67,29 +86,134 @@ class SideBySide:
         from benchmarks import check
 
         names = None if chosen is None else set(chosen)
-        wanted = [method for method in check.methods() if names is None or method.name in names]
-        found: list[Row] = []
+        every = check.methods()
+        wanted = [place for place, method in enumerate(every) if names is None or method.name in names]
+        keys = {(task, place): self.keys(task, every[place]) for task in tasks for place in wanted}
+        todo = {task: [at for at in wanted if not all(map(folder.done, keys[task, at]))] for task in tasks}
+        processes = min(processes, sum(map(bool, todo.values())))
         print(self.heading())
-        with _without_garbage(), tqdm(total=len(tasks) * len(wanted), unit=self.unit, disable=not show_progress) as bar:
-            for task in tasks:
-                prepared: Any = None
-                for position, method in enumerate(wanted):
-                    keys = self.keys(task, method)
-                    if not all(map(folder.done, keys)):
-                        if prepared is None:
-                            bar.set_postfix_str(f"data and model of {task}")
-                            prepared = self.prepare(task, scale, folder, data_dir)
-                        bar.set_postfix_str(f"{task}: {method.toolkit} {method.name}")
-                        for key, row in zip(keys, self.rows(task, method, prepared), strict=True):
-                            if not folder.done(key):
-                                folder.append({"key": key, **row})
-                    rows = [row for row in folder.rows if row["key"] in keys]
-                    if not position:
+        with _without_garbage(), tqdm(total=len(keys), unit=self.unit, disable=not show_progress) as bar:
+            printed = dict.fromkeys(tasks, 0)
+
+            def show(task: str) -> None:
+                """Print what is new of a task, in order; where several run at once, the whole task when it is there."""
+                there = list(takewhile(lambda place: all(map(folder.done, keys[task, place])), wanted))
+                if processes > 1 and there != wanted:
+                    return
+                for place in there[printed[task] :]:
+                    rows = _with_keys(folder, keys[task, place])
+                    if not printed[task]:
                         bar.write(f"\n{self.source(rows[0])}")
                     bar.write(self.line(rows))
-                    bar.update()
-                    found += rows
-        return found
+                    printed[task] += 1
+
+            bar.update(len(keys) - sum(map(len, todo.values())))
+            for task in tasks:
+                show(task)
+            work = self._at_once if processes > 1 else self._alone
+            for task, place, rows in work(todo, scale, data_dir, processes, bar.set_postfix_str):
+                for key, row in zip(keys[task, place], rows, strict=True):
+                    if not folder.done(key):
+                        folder.add_source(row["data"], row["source"], row["stand_in"])
+                        folder.append({"key": key, **row})
+                bar.update()
+                show(task)
+        return [row for task, place in keys for row in _with_keys(folder, keys[task, place])]
+
+    def _alone(
+        self, todo: Todo, scale: Scale, data_dir: Path | None, _: int, say: Callable[[str], object]
+    ) -> Iterator[tuple[str, int, list[Row]]]:
+        """Task, number of the method and rows, one task after the other in this process."""
+        from benchmarks import check
+
+        every = check.methods()
+        for task, places in todo.items():
+            if places:
+                say(f"data and model of {task}")
+                prepared = self.prepare(task, scale, data_dir)
+                for place in places:
+                    say(f"{task}: {every[place].toolkit} {every[place].name}")
+                    yield task, place, list(self.rows(task, every[place], prepared))
+
+    def _at_once(
+        self, todo: Todo, scale: Scale, data_dir: Path | None, processes: int, say: Callable[[str], object]
+    ) -> Iterator[tuple[str, int, list[Row]]]:
+        """The same from several processes; the next task goes to the first that has nothing left to do."""
+        waiting = deque((task, places) for task, places in todo.items() if places)
+        with ExitStack() as stack:
+            pools = [stack.enter_context(_process()) for _ in range(min(processes, len(waiting)))]
+            running: dict[Future[list[Row]], tuple[str, int, ProcessPoolExecutor]] = {}
+            while waiting or running:
+                busy = [pool for _, _, pool in running.values()]
+                for pool in pools:
+                    if waiting and pool not in busy:
+                        task, places = waiting.popleft()
+                        for place in places:
+                            made = pool.submit(_rows_of, self.module, task, place, scale, data_dir)
+                            running[made] = task, place, pool
+                say(" and ".join(dict.fromkeys(task for task, _, _ in running.values())))
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    task, place, _ = running.pop(done)
+                    yield task, place, done.result()
+
+
+_prepared: dict[tuple[str, str], Any] = {}
+"""In a process that runs tasks: the last one."""
+
+
+def _rows_of(module: str, task: str, place: int, scale: Scale, data_dir: Path | None) -> list[Row]:
+    """The rows of one method of a task, in a process that may have the task from the method before."""
+    from benchmarks import check
+
+    side: SideBySide = importlib.import_module(module).SIDE
+    if (module, task) not in _prepared:
+        _prepared.clear()
+        _prepared[module, task] = side.prepare(task, scale, data_dir)
+    method = check.methods()[place]
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()  # as in `_without_garbage`
+    return list(side.rows(task, method, _prepared[module, task]))
+
+
+@contextmanager
+def _process() -> Iterator[ProcessPoolExecutor]:
+    """A process that does one thing after the other; whatever happens here, it does not go on alone."""
+    import torch
+
+    pool = ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(torch.get_num_threads(),)
+    )
+    others = set(multiprocessing.active_children())
+    try:
+        yield pool
+    except BaseException:
+        for child in set(multiprocessing.active_children()) - others:
+            child.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(threads: int) -> None:
+    """What a process does first: leave Ctrl-C to the one that started it, and end when that one does."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    torch.set_num_threads(threads)
+    std.tqdm.set_lock(threading.RLock())  # its own is one of processes, left behind by a process that is ended
+
+
+def _end_with(parent: int) -> None:
+    wait_for([parent])
+    os._exit(1)
+
+
+def _with_keys(folder: ResultFolder, keys: Sequence[str]) -> list[Row]:
+    return [row for row in folder.rows if row["key"] in keys]
 
 
 @contextmanager

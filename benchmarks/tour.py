@@ -15,12 +15,16 @@ from benchmarks.sizes import Scale
 EXPERIMENT_TASKS = ("heloc-lr",)
 """Experiments retrain many models: the tour does so for the smallest ones, `run` for any."""
 CPU_SECONDS = {
-    "smoke": {"heloc-lr": 20, "heloc-ann-s": 15, "heloc-ann-m": 15, "mnist-ann-l": 15, "cifar10-resnet18": 30,
+    "smoke": {"heloc-lr": 10, "heloc-ann-s": 15, "heloc-ann-m": 15, "mnist-ann-l": 15, "cifar10-resnet18": 30,
               "qnli-bert": 40},
-    "quick": {"heloc-lr": 100, "heloc-ann-s": 35, "heloc-ann-m": 55, "mnist-ann-l": 45, "cifar10-resnet18": 145,
+    "quick": {"heloc-lr": 40, "heloc-ann-s": 35, "heloc-ann-m": 55, "mnist-ann-l": 45, "cifar10-resnet18": 145,
               "qnli-bert": 205},
 }  # fmt: skip
-"""What the tour of a task took on one core of a small cloud machine; larger scales take hours."""
+"""What check and comparison of a task took on one core of a small cloud machine; larger scales take hours."""
+EXPERIMENT_SECONDS = {"smoke": 10, "quick": 60}
+"""What the experiments on one task took there."""
+AT_ONCE = 0.7
+"""Share of that time in which check and comparison are done when two tasks run at once."""
 _CALIBRATION = 0.055
 """CPU seconds of `_work` on that machine."""
 
@@ -31,6 +35,7 @@ def run(
     folder: ResultFolder,
     data_dir: Path | None = None,
     methods: Iterable[str] | None = None,
+    processes: int = 1,
 ) -> bool:
     """Check, comparison, experiments and report into one folder; ends with the headlines and the place of the page.
 
@@ -40,17 +45,18 @@ def run(
         folder: where rows and report go; what is there already is not run again.
         data_dir: folder with the data sets.
         methods: methods of check and comparison; all if left out.
+        processes: how many tasks of check and comparison run at once.
 
     Returns:
         Whether the check passed and everything could be measured.
     """
-    print(expected_time(tasks, scale), flush=True)
+    print(expected_time(tasks, scale, processes), flush=True)
     for line in where_from(tasks, data_dir):
         print(line, flush=True)
     print("\n1. Equal? The original toolkits, point by point, next to their group versions\n")
-    checked = check.run(tasks, scale, folder, data_dir, methods)
+    checked = check.run(tasks, scale, folder, data_dir, methods, processes=processes)
     print("\n2. How much faster? Times faster than the original, by group size\n")
-    compared = compare.run(tasks, scale, folder, data_dir, methods)
+    compared = compare.run(tasks, scale, folder, data_dir, methods, processes=processes)
     from benchmarks import experiments, report  # seconds to import, for the first time: not before the first lines
 
     retrained = [task for task in tasks if task in EXPERIMENT_TASKS]
@@ -66,7 +72,7 @@ def run(
     return check.table.passed(checked) and compare.table.passed(compared)
 
 
-def expected_time(tasks: Sequence[str], scale: Scale) -> str:
+def expected_time(tasks: Sequence[str], scale: Scale, processes: int = 1) -> str:
     """How long it will take, from a short measurement of this machine."""
     known = CPU_SECONDS.get(scale.name)
     if known is None:
@@ -74,7 +80,9 @@ def expected_time(tasks: Sequence[str], scale: Scale) -> str:
     start = time.process_time()
     _work()
     here = (time.process_time() - start) / _CALIBRATION
-    minutes = max(1, round(here * sum(known[task] for task in tasks) / 60))
+    seconds = sum(known[task] for task in tasks) * (AT_ONCE if processes > 1 and len(tasks) > 1 else 1.0)
+    seconds += EXPERIMENT_SECONDS[scale.name] * sum(task in EXPERIMENT_TASKS for task in tasks)
+    minutes = max(1, round(here * seconds / 60))
     unit = "minute" if minutes == 1 else "minutes"
     return f"Expected time: about {minutes} {unit}, without downloads. Ctrl-C keeps what is done."
 

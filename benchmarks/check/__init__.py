@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.check import table
-from benchmarks.results import ResultFolder
 from benchmarks.side_by_side import SideBySide
 from benchmarks.sizes import CheckScale, Scale
 
@@ -46,9 +45,7 @@ def _checked(task: str, method: Method, case: Case) -> dict[str, Any]:
     return row_of(method, case.few if method.toolkit == "dattri" else case)
 
 
-def prepared(
-    name: str, scale: Scale, folder: ResultFolder, data_dir: Path | None, numbers: CheckScale
-) -> tuple[Case, dict[str, Any]]:
+def prepared(name: str, scale: Scale, data_dir: Path | None, numbers: CheckScale) -> tuple[Case, dict[str, Any]]:
     """A task's case, with as many points as the numbers say, and the fields its rows share."""
     from benchmarks import data
     from benchmarks.check.case import Case
@@ -59,7 +56,6 @@ def prepared(
     dataset = data.load(of_data, data_dir, train=size.train, test=size.test, text_length=scale.text_length)
     made = task(name, dataset, scale, folder=data_dir)
     source = f"{dataset.source}; weights: {made.weights}" if made.weights else dataset.source
-    folder.add_source(dataset.title, source, made.stand_in)
     points = dataset.subset(train=numbers.points, test=numbers.tests)
     model = made.trained(seed=0).model
     case = Case(model, points.train, points.test, numbers, made.projection_dim)
@@ -74,8 +70,9 @@ def prepared(
     }
 
 
-run = SideBySide(
-    "check", table.heading, table.source, lambda rows: table.line(rows[0]),
+SIDE = SideBySide(
+    __name__, "check", table.heading, table.source, lambda rows: table.line(rows[0]),
     lambda task, method: [f"check/{task}/{method.toolkit}/{method.name}"],
-    lambda task, scale, folder, data_dir: prepared(task, scale, folder, data_dir, scale.check[task]), _rows,
-).run  # fmt: skip
+    lambda task, scale, data_dir: prepared(task, scale, data_dir, scale.check[task]), _rows,
+)  # fmt: skip
+run = SIDE.run

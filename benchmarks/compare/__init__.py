@@ -19,7 +19,6 @@ from benchmarks import check
 from benchmarks.compare import table
 from benchmarks.compare.sizes import SIZES, CompareSize
 from benchmarks.names import DEFAULT_MODE, EXACT_MODE, ONE_PROPERTY, TEST_POINTS
-from benchmarks.results import ResultFolder
 from benchmarks.side_by_side import SideBySide
 from benchmarks.sizes import Scale
 
@@ -51,7 +50,7 @@ class Comparison:
     common: dict[str, Any]
 
     @classmethod
-    def of(cls, name: str, scale: Scale, folder: ResultFolder, data_dir: Path | None) -> Comparison:
+    def of(cls, name: str, scale: Scale, data_dir: Path | None) -> Comparison:
         """The task's data, trained model and groups at a scale."""
         from benchmarks.compare.measure import Clock
 
@@ -59,7 +58,7 @@ class Comparison:
         numbers = replace(
             scale.check[name], points=size.points, tests=None, batch=size.batch, last_parameters=size.last_parameters
         )
-        whole, common = check.prepared(name, scale, folder, data_dir, numbers)
+        whole, common = check.prepared(name, scale, data_dir, numbers)
         points = len(whole.train[0])
         group_sizes = [one for one in size.group_sizes if one == 1 or one <= points // 2]
         grouping: dict[int, float] = {}
@@ -167,8 +166,9 @@ def _agreement(found: Tensor, expected: Tensor) -> float | None:
     return None if found.shape[1] < 3 else mean_rank_correlation(found.T, expected.T)
 
 
-run = SideBySide(
-    "method", table.heading, table.source, table.line,
+SIDE = SideBySide(
+    __name__, "method", table.heading, table.source, table.line,
     lambda task, method: [f"speed/{task}/{method.toolkit}/{method.name}/{question}" for question in QUESTIONS],
     lambda *given: Comparison.of(*given), lambda _, method, compared: compared.rows(method),
-).run  # fmt: skip
+)  # fmt: skip
+run = SIDE.run

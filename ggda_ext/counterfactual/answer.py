@@ -55,19 +55,25 @@ class Counterfactual:
 
     def error(self, property: Property) -> float | None:
         """Standard error of `value`, from the retrainings of `verify`; None where there were none."""
-        found = self.what_if.calibration_of(property)
-        if found is None:
-            return None
-        rise = self._predicted(property)[0] - self.what_if.value_of_all(property)
-        return found.error * float(found.spread(rise))
+        found = self._value_and_error(property)
+        return None if found is None else found[1]
 
     def interval(self, property: Property, confidence: float = 0.95) -> tuple[float, float] | None:
         """Where the value of a retrained model lies, by the retrainings of `verify`; None where there were none."""
+        found, both = self.what_if.calibration_of(property), self._value_and_error(property)
+        if found is None or both is None:
+            return None
+        value, width = both[0], found.width(confidence, both[1])
+        return value - width, value + width
+
+    def _value_and_error(self, property: Property) -> tuple[float, float] | None:
+        """The value and its standard error, from one prediction; None where `verify` was not called for it."""
         found = self.what_if.calibration_of(property)
         if found is None:
             return None
-        value, width = float(self.value(property)), found.width(confidence, self.error(property))
-        return value - width, value + width
+        predicted = self._predicted(property)
+        value = self.what_if.calibrated(property, self.weights[None], predicted)[0]
+        return float(value), found.error * float(found.spread(predicted[0] - self.what_if.value_of_all(property)))
 
     def outputs(self, data: DataLike, model: int = 0) -> Tensor:
         """Outputs on any data `[N]` or `[N, C]`, of one of the models."""

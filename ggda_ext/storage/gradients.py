@@ -35,7 +35,6 @@ from ggda_ext.storage.jobs import (
     points_per_block,
     whole_groups,
 )
-from ggda_ext.storage.scores import gradients_of
 from ggda_ext.words import without
 
 
@@ -170,7 +169,7 @@ class GradientStore:
                 raise ValueError(f"directions has shape {list(directions.shape)}: pass [m, {self.provider.p}].")
             return self._project(directions.detach().to(self.provider.space.device, self.provider.space.dtype))
         rows = torch.empty(directions.n, self.dim, dtype=self.provider.space.dtype, device=self.provider.space.device)
-        for ids, block in gradients_of(self.provider, directions).blocks():
+        for ids, block in self.provider.tests(directions).blocks():
             rows[ids.to(rows.device)] = self._project(block)
         return rows
 

@@ -256,8 +256,8 @@ def _jobs(
     def asked(at: Range) -> Directions:
         if isinstance(directions, Tensor):
             return directions if at[1] - at[0] == len(directions) else directions[slice(*at)]
-        some = PointGradients(directions.loss, SomePoints(directions.data, np.arange(*at)))
-        return some if plan.strategy == "ghost" else gradients_of(provider, some).rows()
+        some = PointGradients(directions.loss, SomePoints(directions.data, np.arange(*at)), directions.batch_size)
+        return some if plan.strategy == "ghost" else provider.tests(some).rows()
 
     def scores(at: Range, of: Range) -> Tensor:
         if provider.data.is_stream:
@@ -276,14 +276,3 @@ def _jobs(
         for i, at in enumerate(tests)
         for j, of in enumerate(groups)
     ]
-
-
-def gradients_of(provider: GroupGradients, points: PointGradients) -> GroupGradients:
-    """The gradients of test points, by the parameters of `provider`."""
-    return GroupGradients(
-        provider.model,
-        points.loss,
-        points.data,
-        parameters=provider.space.parameters.values(),
-        memory_budget=provider.memory_budget,
-    )

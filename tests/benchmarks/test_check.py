@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from torch import Tensor, nn
 from benchmarks import check
 from benchmarks.check import measure, table
 from benchmarks.check.case import Case, Method, count_parameters
+from benchmarks.data.errors import DataError
 from benchmarks.names import METHODS
 from benchmarks.results import ResultFolder
 from benchmarks.scales import SCALES
@@ -136,6 +141,55 @@ def test_every_method_equals_its_original_on_stand_in_data(
     assert "HELOC (stand-in) · ANN-S" in printed
     monkeypatch.setattr(measure, "row_of", raising(AssertionError("a finished row runs again")))
     assert check.run(["heloc-ann-s"], SCALES["smoke"], folder, show_progress=False) == rows
+
+
+def test_tasks_run_at_once_as_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, tasks = [], ["heloc-lr", "heloc-ann-s"]
+    for processes in (1, 2):
+        folder = ResultFolder.open("check", {"command": "check", "scale": "smoke"}, base=tmp_path)
+        chosen = ["TracInCP", "TracInCPFast"]
+        rows = check.run(tasks, SCALES["smoke"], folder, None, chosen, show_progress=False, processes=processes)
+        found.append(([row["key"] for row in rows], {row["status"] for row in rows}, folder.config["data"]))
+        printed = capsys.readouterr().out
+        assert printed.count("TracInCPFast") == printed.count(" · ANN-S · ") + printed.count(" · LR · ") == 2
+    assert found[0] == found[1]
+    assert found[0][1] == {"equal"}
+
+
+def test_what_goes_wrong_in_a_process_ends_the_run_and_the_process(tmp_path: Path) -> None:
+    (tmp_path / "heloc.npz").write_bytes(b"no archive")
+    folder = ResultFolder.open("check", {"command": "check", "scale": "smoke"}, base=tmp_path / "results")
+    with pytest.raises(DataError, match=r"heloc\.npz"):
+        check.run(["heloc-lr", "heloc-ann-s"], SCALES["smoke"], folder, tmp_path, show_progress=False, processes=2)
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_does_not_outlive_the_one_that_started_it() -> None:
+    code = """
+import os, time
+from benchmarks.side_by_side import _process
+with _process() as pool:
+    print(pool.submit(os.getpid).result(), flush=True)
+    time.sleep(600)
+"""
+    command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    for _ in range(600):
+        if not is_running(child):
+            return
+        time.sleep(0.05)
+    pytest.fail("the process goes on alone")
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there and is not only waiting to be forgotten."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_what_is_left_out_is_in_the_table_with_its_reason(

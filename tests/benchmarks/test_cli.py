@@ -87,7 +87,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("passed", [True, False])
 def test_no_command_is_the_tour(given: list[str], passed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     scales = []
-    monkeypatch.setattr(tour, "run", lambda tasks, scale, *rest: scales.append(scale.name) or passed)
+    monkeypatch.setattr(tour, "run", lambda tasks, scale, *_, **__: scales.append(scale.name) or passed)
     assert main(given) == (0 if passed else 1)
     assert scales == ["smoke" if given[1:] else "quick"]
 
@@ -254,6 +254,7 @@ def test_sizes_of_lds_may_be_given_and_are_kept_for_a_run_that_goes_on(monkeypat
         ["check", "--tasks", "iris"],
         ["fly"],
         ["check", "--data"],
+        ["check", "--processes", "0"],
         ["run", "lds", "--groups", "Random"],
         ["run", "lds", "--groups", "Clusters:8"],
         ["run", "lds", "--methods", "Guess"],
@@ -267,6 +268,6 @@ def test_bad_arguments_are_exit_code_2(bad: list[str]) -> None:
 
 def test_data_sets_stand_for_their_tasks(methods: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(check, "run", lambda tasks, *rest: seen.append(tasks) or [])
+    monkeypatch.setattr(check, "run", lambda tasks, *_, **__: seen.append(tasks) or [])
     assert main(["check", "--data", "heloc", "qnli"]) == 1  # nothing checked is not passed
     assert seen == [["heloc-lr", "heloc-ann-s", "heloc-ann-m", "qnli-bert"]]
