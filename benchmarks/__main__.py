@@ -121,8 +121,11 @@ def _in_folder(options: argparse.Namespace, folder: ResultFolder) -> int:
         folder.finish()
         print(f"\n{len(folder.rows)} rows in {folder.path}; tables and figures: {PROGRAM} report {folder.path}")
         return 0
+    from benchmarks import side_by_side
+
     part = importlib.import_module(f"benchmarks.{options.command}")  # check or compare
-    rows = part.run(tasks, scale, folder, options.data_dir, folder.config["methods"], processes=processes)
+    with side_by_side.at_once(min(processes, len(tasks))) as workers:
+        rows = part.run(tasks, scale, folder, options.data_dir, folder.config["methods"], workers=workers)
     folder.finish()
     print("\n" + "\n".join(part.table.verdict(rows)))
     return 0 if part.table.passed(rows) else FAILED

@@ -14,8 +14,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from benchmarks.check.case import Method
 
 Row = dict[str, Any]
+Workers = Sequence[ProcessPoolExecutor]
 Todo = dict[str, list[int]]
 """Task → numbers of the methods that are missing."""
 
@@ -67,7 +69,7 @@ class SideBySide:
         data_dir: Path | None = None,
         chosen: Iterable[str] | None = None,
         show_progress: bool = True,
-        processes: int = 1,
+        workers: Workers = (),
     ) -> list[Row]:
         """Run the tasks, print the table as it grows, and append every row to the folder.
 
@@ -78,19 +80,21 @@ class SideBySide:
             data_dir: folder with the data sets.
             chosen: names of methods; all if left out.
             show_progress: show a bar over all methods and tasks.
-            processes: how many tasks run at once. With more than one the rows of a task are printed when all are there.
+            workers: processes of `at_once` that run a task each, whose rows are printed when all are there; without
+                them tasks run in this process, one after the other.
 
         Returns:
             The rows of these tasks and methods, in the order of the table.
         """
         from benchmarks import check
 
+        for worker in workers:
+            worker.submit(_get_ready)
         names = None if chosen is None else set(chosen)
         every = check.methods()
         wanted = [place for place, method in enumerate(every) if names is None or method.name in names]
         keys = {(task, place): self.keys(task, every[place]) for task in tasks for place in wanted}
         todo = {task: [at for at in wanted if not all(map(folder.done, keys[task, at]))] for task in tasks}
-        processes = min(processes, sum(map(bool, todo.values())))
         print(self.heading())
         with _without_garbage(), tqdm(total=len(keys), unit=self.unit, disable=not show_progress) as bar:
             printed = dict.fromkeys(tasks, 0)
@@ -98,7 +102,7 @@ class SideBySide:
             def show(task: str) -> None:
                 """Print what is new of a task, in order; where several run at once, the whole task when it is there."""
                 there = list(takewhile(lambda place: all(map(folder.done, keys[task, place])), wanted))
-                if processes > 1 and there != wanted:
+                if workers and there != wanted:
                     return
                 for place in there[printed[task] :]:
                     rows = _with_keys(folder, keys[task, place])
@@ -110,8 +114,8 @@ class SideBySide:
             bar.update(len(keys) - sum(map(len, todo.values())))
             for task in tasks:
                 show(task)
-            work = self._at_once if processes > 1 else self._alone
-            for task, place, rows in work(todo, scale, data_dir, processes, bar.set_postfix_str):
+            work = partial(self._at_once, workers) if workers else self._alone
+            for task, place, rows in work(todo, scale, data_dir, bar.set_postfix_str):
                 for key, row in zip(keys[task, place], rows, strict=True):
                     if not folder.done(key):
                         folder.add_source(row["data"], row["source"], row["stand_in"])
@@ -121,7 +125,7 @@ class SideBySide:
         return [row for task, place in keys for row in _with_keys(folder, keys[task, place])]
 
     def _alone(
-        self, todo: Todo, scale: Scale, data_dir: Path | None, _: int, say: Callable[[str], object]
+        self, todo: Todo, scale: Scale, data_dir: Path | None, say: Callable[[str], object]
     ) -> Iterator[tuple[str, int, list[Row]]]:
         """Task, number of the method and rows, one task after the other in this process."""
         from benchmarks import check
@@ -136,29 +140,49 @@ class SideBySide:
                     yield task, place, list(self.rows(task, every[place], prepared))
 
     def _at_once(
-        self, todo: Todo, scale: Scale, data_dir: Path | None, processes: int, say: Callable[[str], object]
+        self, workers: Workers, todo: Todo, scale: Scale, data_dir: Path | None, say: Callable[[str], object]
     ) -> Iterator[tuple[str, int, list[Row]]]:
         """The same from several processes; the next task goes to the first that has nothing left to do."""
         waiting = deque((task, places) for task, places in todo.items() if places)
-        with ExitStack() as stack:
-            pools = [stack.enter_context(_process()) for _ in range(min(processes, len(waiting)))]
-            running: dict[Future[list[Row]], tuple[str, int, ProcessPoolExecutor]] = {}
-            while waiting or running:
-                busy = [pool for _, _, pool in running.values()]
-                for pool in pools:
-                    if waiting and pool not in busy:
-                        task, places = waiting.popleft()
-                        for place in places:
-                            made = pool.submit(_rows_of, self.module, task, place, scale, data_dir)
-                            running[made] = task, place, pool
-                say(" and ".join(dict.fromkeys(task for task, _, _ in running.values())))
-                for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    task, place, _ = running.pop(done)
-                    yield task, place, done.result()
+        running: dict[Future[list[Row]], tuple[str, int, ProcessPoolExecutor]] = {}
+        while waiting or running:
+            busy = [worker for _, _, worker in running.values()]
+            for worker in workers:
+                if waiting and worker not in busy:
+                    task, places = waiting.popleft()
+                    for place in places:
+                        made = worker.submit(_rows_of, self.module, task, place, scale, data_dir)
+                        running[made] = task, place, worker
+            say(" and ".join(dict.fromkeys(task for task, _, _ in running.values())))
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                task, place, _ = running.pop(done)
+                yield task, place, done.result()
 
 
-_prepared: dict[tuple[str, str], Any] = {}
-"""In a process that runs tasks: the last one."""
+@contextmanager
+def at_once(count: int) -> Iterator[Workers]:
+    """As many processes, each of which does one thing after the other, and none for a count of one.
+
+    They end with the block, whatever ends it, and with this process.
+    """
+    import torch
+
+    others = set(multiprocessing.active_children())
+    context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
+    pools = [ProcessPoolExecutor(1, context, _begin, (threads,)) for _ in range(count if count > 1 else 0)]
+    try:
+        yield pools
+    except BaseException:
+        for child in set(multiprocessing.active_children()) - others:
+            child.terminate()
+        raise
+    finally:
+        for pool in pools:
+            pool.shutdown(cancel_futures=True)
+
+
+_prepared: dict[str, Any] = {}
+"""In a process that runs tasks: the last one, by name."""
 
 
 def _rows_of(module: str, task: str, place: int, scale: Scale, data_dir: Path | None) -> list[Row]:
@@ -166,33 +190,20 @@ def _rows_of(module: str, task: str, place: int, scale: Scale, data_dir: Path | 
     from benchmarks import check
 
     side: SideBySide = importlib.import_module(module).SIDE
-    if (module, task) not in _prepared:
+    if task not in _prepared:
         _prepared.clear()
-        _prepared[module, task] = side.prepare(task, scale, data_dir)
-    method = check.methods()[place]
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()  # as in `_without_garbage`
-    return list(side.rows(task, method, _prepared[module, task]))
+        _prepared[task] = side.prepare(task, scale, data_dir)
+    return list(side.rows(task, check.methods()[place], _prepared[task]))
 
 
-@contextmanager
-def _process() -> Iterator[ProcessPoolExecutor]:
-    """A process that does one thing after the other; whatever happens here, it does not go on alone."""
-    import torch
+def _get_ready() -> None:
+    """Before a run: forget the task of the last one, and import the toolkits while the other process does so."""
+    from benchmarks import check
 
-    pool = ProcessPoolExecutor(
-        1, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(torch.get_num_threads(),)
-    )
-    others = set(multiprocessing.active_children())
-    try:
-        yield pool
-    except BaseException:
-        for child in set(multiprocessing.active_children()) - others:
-            child.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    _prepared.clear()
+    check.methods()
+    gc.collect()
+    gc.freeze()  # as in `_without_garbage`
 
 
 def _begin(threads: int) -> None:

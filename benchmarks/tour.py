@@ -10,6 +10,7 @@ from benchmarks import check, compare
 from benchmarks.data import TITLES, where
 from benchmarks.names import EXPERIMENTS
 from benchmarks.results import ResultFolder
+from benchmarks.side_by_side import at_once
 from benchmarks.sizes import Scale
 
 EXPERIMENT_TASKS = ("heloc-lr",)
@@ -53,10 +54,11 @@ def run(
     print(expected_time(tasks, scale, processes), flush=True)
     for line in where_from(tasks, data_dir):
         print(line, flush=True)
-    print("\n1. Equal? The original toolkits, point by point, next to their group versions\n")
-    checked = check.run(tasks, scale, folder, data_dir, methods, processes=processes)
-    print("\n2. How much faster? Times faster than the original, by group size\n")
-    compared = compare.run(tasks, scale, folder, data_dir, methods, processes=processes)
+    with at_once(min(processes, len(tasks))) as workers:
+        print("\n1. Equal? The original toolkits, point by point, next to their group versions\n")
+        checked = check.run(tasks, scale, folder, data_dir, methods, workers=workers)
+        print("\n2. How much faster? Times faster than the original, by group size\n")
+        compared = compare.run(tasks, scale, folder, data_dir, methods, workers=workers)
     from benchmarks import experiments, report  # seconds to import, for the first time: not before the first lines
 
     retrained = [task for task in tasks if task in EXPERIMENT_TASKS]

@@ -23,6 +23,7 @@ from benchmarks.data.errors import DataError
 from benchmarks.names import METHODS
 from benchmarks.results import ResultFolder
 from benchmarks.scales import SCALES
+from benchmarks.side_by_side import Workers, at_once
 from benchmarks.sizes import CheckScale
 
 SIZE = CheckScale(points=24, dattri_points=12, tests=2, group_size=6, batch=8, curvature_points=8, depth=2)
@@ -144,32 +145,32 @@ def test_every_method_equals_its_original_on_stand_in_data(
 
 
 def test_tasks_run_at_once_as_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, tasks = [], ["heloc-lr", "heloc-ann-s"]
-    for processes in (1, 2):
-        folder = ResultFolder.open("check", {"command": "check", "scale": "smoke"}, base=tmp_path)
-        chosen = ["TracInCP", "TracInCPFast"]
-        rows = check.run(tasks, SCALES["smoke"], folder, None, chosen, show_progress=False, processes=processes)
-        found.append(([row["key"] for row in rows], {row["status"] for row in rows}, folder.config["data"]))
+    tasks, methods, found = ["heloc-lr", "heloc-ann-s"], ["TracInCP", "TracInCPFast"], list[Any]()
+    (tmp_path / "heloc.npz").write_bytes(b"no archive")
+
+    def run(workers: Workers, data_dir: Path | None = None) -> None:
+        folder = ResultFolder.open("check", {"command": "check", "scale": "smoke"}, base=tmp_path / "results")
+        rows = check.run(tasks, SCALES["smoke"], folder, data_dir, methods, show_progress=False, workers=workers)
+        assert {row["status"] for row in rows} == {"equal"}
+        found.append(([row["key"] for row in rows], folder.config["data"]))
         printed = capsys.readouterr().out
         assert printed.count("TracInCPFast") == printed.count(" · ANN-S · ") + printed.count(" · LR · ") == 2
+
+    run(())
+    with at_once(2) as workers:
+        run(workers)
+        with pytest.raises(DataError, match=r"heloc\.npz"):  # what goes wrong there is raised here
+            run(workers, tmp_path)
     assert found[0] == found[1]
-    assert found[0][1] == {"equal"}
-
-
-def test_what_goes_wrong_in_a_process_ends_the_run_and_the_process(tmp_path: Path) -> None:
-    (tmp_path / "heloc.npz").write_bytes(b"no archive")
-    folder = ResultFolder.open("check", {"command": "check", "scale": "smoke"}, base=tmp_path / "results")
-    with pytest.raises(DataError, match=r"heloc\.npz"):
-        check.run(["heloc-lr", "heloc-ann-s"], SCALES["smoke"], folder, tmp_path, show_progress=False, processes=2)
     assert not multiprocessing.active_children()
 
 
 def test_a_process_does_not_outlive_the_one_that_started_it() -> None:
     code = """
 import os, time
-from benchmarks.side_by_side import _process
-with _process() as pool:
-    print(pool.submit(os.getpid).result(), flush=True)
+from benchmarks.side_by_side import at_once
+with at_once(2) as workers:
+    print(workers[0].submit(os.getpid).result(), flush=True)
     time.sleep(600)
 """
     command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
