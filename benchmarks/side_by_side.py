@@ -43,6 +43,7 @@ class SideBySide:
 
     Attributes:
         module: where this object is found under the name `SIDE`, by processes that run a task of it.
+        methods: all methods; imports the toolkits.
         unit: what the bar counts.
         heading: the table's first line.
         source: a row → the line above the rows of a task.
@@ -53,6 +54,7 @@ class SideBySide:
     """
 
     module: str
+    methods: Callable[[], Sequence[Method]]
     unit: str
     heading: Callable[[], str]
     source: Callable[[Row], str]
@@ -86,12 +88,10 @@ class SideBySide:
         Returns:
             The rows of these tasks and methods, in the order of the table.
         """
-        from benchmarks import check
-
         for worker in workers:
-            worker.submit(_get_ready)
+            worker.submit(_get_ready, self.module)
         names = None if chosen is None else set(chosen)
-        every = check.methods()
+        every = self.methods()
         wanted = [place for place, method in enumerate(every) if names is None or method.name in names]
         keys = {(task, place): self.keys(task, every[place]) for task in tasks for place in wanted}
         todo = {task: [at for at in wanted if not all(map(folder.done, keys[task, at]))] for task in tasks}
@@ -128,9 +128,7 @@ class SideBySide:
         self, todo: Todo, scale: Scale, data_dir: Path | None, say: Callable[[str], object]
     ) -> Iterator[tuple[str, int, list[Row]]]:
         """Task, number of the method and rows, one task after the other in this process."""
-        from benchmarks import check
-
-        every = check.methods()
+        every = self.methods()
         for task, places in todo.items():
             if places:
                 say(f"data and model of {task}")
@@ -187,21 +185,17 @@ _prepared: dict[str, Any] = {}
 
 def _rows_of(module: str, task: str, place: int, scale: Scale, data_dir: Path | None) -> list[Row]:
     """The rows of one method of a task, in a process that may have the task from the method before."""
-    from benchmarks import check
-
     side: SideBySide = importlib.import_module(module).SIDE
     if task not in _prepared:
         _prepared.clear()
         _prepared[task] = side.prepare(task, scale, data_dir)
-    return list(side.rows(task, check.methods()[place], _prepared[task]))
+    return list(side.rows(task, side.methods()[place], _prepared[task]))
 
 
-def _get_ready() -> None:
+def _get_ready(module: str) -> None:
     """Before a run: forget the task of the last one, and import the toolkits while the other process does so."""
-    from benchmarks import check
-
     _prepared.clear()
-    check.methods()
+    importlib.import_module(module).SIDE.methods()
     gc.collect()
     gc.freeze()  # as in `_without_garbage`
 

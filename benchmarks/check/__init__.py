@@ -71,7 +71,7 @@ def prepared(name: str, scale: Scale, data_dir: Path | None, numbers: CheckScale
 
 
 SIDE = SideBySide(
-    __name__, "check", table.heading, table.source, lambda rows: table.line(rows[0]),
+    __name__, lambda: methods(), "check", table.heading, table.source, lambda rows: table.line(rows[0]),
     lambda task, method: [f"check/{task}/{method.toolkit}/{method.name}"],
     lambda task, scale, data_dir: prepared(task, scale, data_dir, scale.check[task]), _rows,
 )  # fmt: skip

@@ -167,7 +167,7 @@ def _agreement(found: Tensor, expected: Tensor) -> float | None:
 
 
 SIDE = SideBySide(
-    __name__, "method", table.heading, table.source, table.line,
+    __name__, lambda: check.methods(), "method", table.heading, table.source, table.line,
     lambda task, method: [f"speed/{task}/{method.toolkit}/{method.name}/{question}" for question in QUESTIONS],
     lambda *given: Comparison.of(*given), lambda _, method, compared: compared.rows(method),
 )  # fmt: skip

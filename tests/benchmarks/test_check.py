@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from benchmarks.results import ResultFolder
 from benchmarks.scales import SCALES
 from benchmarks.side_by_side import Workers, at_once
 from benchmarks.sizes import CheckScale
+from tests.benchmarks.side_case import SIDE
 
 SIZE = CheckScale(points=24, dattri_points=12, tests=2, group_size=6, batch=8, curvature_points=8, depth=2)
 
@@ -145,23 +147,27 @@ def test_every_method_equals_its_original_on_stand_in_data(
 
 
 def test_tasks_run_at_once_as_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tasks, methods, found = ["heloc-lr", "heloc-ann-s"], ["TracInCP", "TracInCPFast"], list[Any]()
-    (tmp_path / "heloc.npz").write_bytes(b"no archive")
+    def run(workers: Workers, data_dir: Path | None = None) -> tuple[list[Any], str, Any]:
+        folder = ResultFolder.open("check", {"command": "check", "scale": "smoke"}, base=tmp_path)
+        rows = SIDE.run(
+            ["one", "two", "three"], SCALES["smoke"], folder, data_dir, show_progress=False, workers=workers
+        )
+        return rows, capsys.readouterr().out, folder.config["data"]
 
-    def run(workers: Workers, data_dir: Path | None = None) -> None:
-        folder = ResultFolder.open("check", {"command": "check", "scale": "smoke"}, base=tmp_path / "results")
-        rows = check.run(tasks, SCALES["smoke"], folder, data_dir, methods, show_progress=False, workers=workers)
-        assert {row["status"] for row in rows} == {"equal"}
-        found.append(([row["key"] for row in rows], folder.config["data"]))
-        printed = capsys.readouterr().out
-        assert printed.count("TracInCPFast") == printed.count(" · ANN-S · ") + printed.count(" · LR · ") == 2
-
-    run(())
+    alone, printed, sources = run(())
+    assert printed == "method\n" + "".join(f"\n{task}\nfirst\nsecond\n" for task in ("ONE", "TWO", "THREE"))
     with at_once(2) as workers:
-        run(workers)
-        with pytest.raises(DataError, match=r"heloc\.npz"):  # what goes wrong there is raised here
+        rows, there, known = run(workers)
+        with pytest.raises(DataError, match="no data in"):  # what goes wrong in a process is raised here
             run(workers, tmp_path)
-    assert found[0] == found[1]
+        again, _, _ = run(workers)
+    assert [row["key"] for row in rows] == [row["key"] for row in alone] == [row["key"] for row in again]
+    assert sorted(there.strip().split("\n\n")) == sorted(printed.strip().split("\n\n"))
+    assert known == sources
+    tasks = {(row["data"], row["process"], row["prepared"]) for row in rows}
+    assert len(tasks) == 3  # each task in one process, made ready once for both methods
+    assert len({process for _, process, _ in tasks}) == 2
+    assert os.getpid() not in {process for _, process, _ in tasks}
     assert not multiprocessing.active_children()
 
 
