@@ -126,8 +126,8 @@ class SideBySide:
 
     def _alone(
         self, todo: Todo, scale: Scale, data_dir: Path | None, say: Callable[[str], object]
-    ) -> Iterator[tuple[str, int, list[Row]]]:
-        """Task, number of the method and rows, one task after the other in this process."""
+    ) -> Iterator[tuple[str, int, Iterable[Row]]]:
+        """Task, number of the method and rows as they are made, one task after the other in this process."""
         every = self.methods()
         for task, places in todo.items():
             if places:
@@ -135,11 +135,11 @@ class SideBySide:
                 prepared = self.prepare(task, scale, data_dir)
                 for place in places:
                     say(f"{task}: {every[place].toolkit} {every[place].name}")
-                    yield task, place, list(self.rows(task, every[place], prepared))
+                    yield task, place, self.rows(task, every[place], prepared)
 
     def _at_once(
         self, workers: Workers, todo: Todo, scale: Scale, data_dir: Path | None, say: Callable[[str], object]
-    ) -> Iterator[tuple[str, int, list[Row]]]:
+    ) -> Iterator[tuple[str, int, Iterable[Row]]]:
         """The same from several processes; the next task goes to the first that has nothing left to do."""
         waiting = deque((task, places) for task, places in todo.items() if places)
         running: dict[Future[list[Row]], tuple[str, int, ProcessPoolExecutor]] = {}

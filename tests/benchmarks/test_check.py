@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,18 @@ def test_tasks_run_at_once_as_one_after_the_other(tmp_path: Path, capsys: pytest
     assert len({process for _, process, _ in tasks}) == 2
     assert os.getpid() not in {process for _, process, _ in tasks}
     assert not multiprocessing.active_children()
+
+
+def test_a_row_is_kept_before_the_next_one_is_made(tmp_path: Path) -> None:
+    def rows(task: str, method: Any, common: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield common
+        raise KeyboardInterrupt
+
+    side = replace(SIDE, keys=lambda task, method: [f"{method.name}/1", f"{method.name}/2"], rows=rows)
+    folder = ResultFolder.open("check", {"command": "check", "scale": "smoke"}, base=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        side.run(["one"], SCALES["smoke"], folder, show_progress=False)
+    assert [row["key"] for row in folder.rows] == ["first/1"]
 
 
 def test_a_process_does_not_outlive_the_one_that_started_it() -> None:
