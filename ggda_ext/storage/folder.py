@@ -83,7 +83,7 @@ class Arrays:
     @property
     def names(self) -> list[str]:
         """Names of the arrays that are there; `in` says of each whether it is intact."""
-        return [name for part, name in _arrays_in(self.folder) if part == self._part]
+        return [name for part, name in _arrays_among(os.listdir(self.folder)) if part == self._part]
 
     def load(self, name: str) -> np.ndarray:
         """A finished array as a memory map; changes to it stay in memory."""
@@ -219,9 +219,9 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _arrays_in(folder: Path) -> list[tuple[str, str]]:
-    """Part and name of the arrays in a folder."""
-    return sorted((found[1] or "", found[2]) for found in map(_ARRAY.fullmatch, os.listdir(folder)) if found)
+def _arrays_among(files: list[str]) -> list[tuple[str, str]]:
+    """Part and name of the arrays among the files of a folder."""
+    return sorted((found[1] or "", found[2]) for found in map(_ARRAY.fullmatch, files) if found)
 
 
 def check_folder(folder: Path) -> None:
@@ -283,7 +283,8 @@ def read_store(folder: Path) -> tuple[Mapping[str, Any] | None, dict[str, Mappin
     """
     fingerprint: Mapping[str, Any] | None = None
     parts: dict[str, Mapping[str, Any]] = {}
-    for part, name in _arrays_in(folder):
+    files = os.listdir(folder)
+    for part, name in _arrays_among(files):
         if part not in parts:
             try:
                 told = read_made_with(_path(folder, name, part))
@@ -300,16 +301,15 @@ def read_store(folder: Path) -> tuple[Mapping[str, Any] | None, dict[str, Mappin
                 if of_all == fingerprint:
                     parts[part] = of_part or {}
     if fingerprint is None:
-        _refuse_foreign(folder)
+        _refuse_foreign(folder, files)
     parts.pop("", None)
     return fingerprint, parts
 
 
-def _refuse_foreign(folder: Path) -> None:
+def _refuse_foreign(folder: Path, files: list[str]) -> None:
     """Refuse a folder in which more lies than a store leaves behind that was killed before its first array."""
-    names = os.listdir(folder)
-    ours = [LOCK, *(name for name in names if LOCK in names and _ARRAY.fullmatch(name.removesuffix(".part")))]
-    foreign = sorted(set(names).difference(ours))
+    ours = [LOCK, *(name for name in files if LOCK in files and _ARRAY.fullmatch(name.removesuffix(".part")))]
+    foreign = sorted(set(files).difference(ours))
     if foreign:
         raise StoreMismatch(
             f"save_dir={str(folder)!r} is not empty and not a store (it holds {foreign[0]!r}): pass a new or empty "
