@@ -1,10 +1,8 @@
-"""Everything that is split over ranks: by `torchrun` on every rank, and by the tests in one process."""
+"""Everything that is split over ranks: on every rank, and in one process."""
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -415,7 +413,7 @@ def everything(folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """By all ranks that `torchrun` started, then by all but the last; every rank leaves what it found."""
+    """By all ranks that were started, then by all but the last; every rank leaves what it found."""
     dist.init_process_group("gloo")
     mine, many = rank(), world_size()
     for count in (many, many - 1):
@@ -425,12 +423,6 @@ def main(folder: Path) -> None:
         dist.destroy_process_group()
         if mine == many - 1:
             return
-        if count == many:  # these have imported everything: what takes longest
+        if count == many:
             meeting = f"file://{folder}/meeting"
             dist.init_process_group("gloo", init_method=meeting, rank=mine, world_size=many - 1)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(800, exit=True)  # says where ranks wait for each other, if they do
-    main(Path(sys.argv[1]))

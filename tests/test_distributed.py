@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import distributed_script
-import ggda_trak
 import numpy as np
 import pytest
 import torch
+from children import ranks
 
-import ggda_ext
 from ggda_ext import Groups
 from ggda_ext.sharing import alone, my_share, rank, world_size
 
 RANKS = (2, 3)
-
-
-def tree_under_test(*more: Path) -> str:
-    """The path by which other processes import the very code that is tested here, before any that is installed."""
-    packages = [Path(module.__file__ or "").resolve().parents[1] for module in (ggda_ext, ggda_trak)]
-    return os.pathsep.join(map(str, dict.fromkeys([*packages, *more])))
-
-
-def test_ranks_import_the_code_under_test(tmp_path: Path) -> None:
-    (tmp_path / "ggda_ext").mkdir()
-    (tmp_path / "ggda_ext" / "__init__.py").write_text("raise RuntimeError('another tree')")
-    command = [sys.executable, "-c", "import ggda_ext, ggda_trak; print(ggda_ext.__file__, ggda_trak.__file__)"]
-    environment = os.environ | {"PYTHONPATH": tree_under_test(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/", timeout=120)
-    assert done.stdout.split() == [ggda_ext.__file__, ggda_trak.__file__], done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +26,9 @@ def by_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the script, after `torchrun` has started it with the most ranks."""
+    """The folder of what the ranks found: started with the most of them."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = Path(distributed_script.__file__)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={max(RANKS)}", "--standalone"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": tree_under_test(script.parent)}
-    done = subprocess.run([*command, script, folder], env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
+    ranks(max(RANKS), lambda: distributed_script.main(folder))
     return folder
 
 

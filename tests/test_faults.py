@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import restart_script
 import torch
-from children import end, start
+from children import end, start, tree_under_test
 from torch import nn
 
+import ggda_ext
 from ggda_ext import GradientStore, GroupGradients, Groups, attribute, properties
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
 from ggda_ext.data import ProgressBar
@@ -142,10 +143,19 @@ def test_a_killed_run_goes_on_and_ends_as_if_undisturbed(work: Callable[[Path], 
         assert found.tobytes() == expected.tobytes()
 
 
+def test_ranks_import_the_code_under_test(tmp_path: Path) -> None:
+    (tmp_path / "ggda_ext").mkdir()
+    (tmp_path / "ggda_ext" / "__init__.py").write_text("raise RuntimeError('another tree')")
+    command = [sys.executable, "-c", "import ggda_ext, ggda_trak; print(ggda_ext.__file__, ggda_trak.__file__)"]
+    environment = os.environ | {"PYTHONPATH": tree_under_test(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/", timeout=120)
+    assert done.stdout.split() == [ggda_ext.__file__, ggda_trak.__file__], done.stderr
+
+
 def test_a_killed_rank_comes_back_with_torchrun(tmp_path: Path) -> None:
     script = Path(restart_script.__file__)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "--max-restarts=1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": tree_under_test()}
     done = subprocess.run([*command, script, tmp_path], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "Signal 9 (SIGKILL)" in done.stderr or "exitcode: -9" in done.stderr

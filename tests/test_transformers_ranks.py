@@ -1,24 +1,16 @@
-"""A tracker under `torchrun`: every rank ends with the sums of one process."""
+"""A tracker with the environment of `torchrun`: every rank ends with the sums of one process."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 import tracker_script
 from cases import relative_error
+from children import ranks
 
 
 def test_two_ranks_add_up_what_one_process_adds_up(tmp_path):
-    script = Path(tracker_script.__file__)
     (tmp_path / "two").mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", script]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([*command, tmp_path / "two"], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    ranks(2, lambda: tracker_script.main(tmp_path / "two"))
     first, second = (torch.load(tmp_path / "two" / f"rank{j}.pt", weights_only=True) for j in range(2))
     alone = tracker_script.everything(tmp_path / "one", 1)
     for name, scores in alone.items():

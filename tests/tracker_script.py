@@ -1,15 +1,15 @@
-"""A Trainer with a `GroupTracker`: by `torchrun` on every rank, and by the tests in one process."""
+"""A Trainer with a `GroupTracker`: on every rank, and in one process."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from ggda_transformers import GroupTracker
 from transformers_cases import examples, made, sources, trainer_of
 
@@ -48,8 +48,11 @@ def everything(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
     return found
 
 
-if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    result = everything(where, int(os.environ["WORLD_SIZE"]))
-    torch.save(result, where / f"rank{dist.get_rank()}.pt")
+def main(folder: Path) -> None:
+    """On every rank, which leaves what it found; it forgets what a `Trainer` of the process it was forked from was told."""
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    result = everything(folder, int(os.environ["WORLD_SIZE"]))
+    torch.save(result, folder / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
