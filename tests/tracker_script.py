@@ -49,7 +49,7 @@ def everything(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
 
 
 def main(folder: Path) -> None:
-    """On every rank, which leaves what it found; it forgets what a `Trainer` of the process it was forked from was told."""
+    """On every rank, which leaves what it found; what a `Trainer` was told before the fork is forgotten."""
     PartialState._reset_state()
     AcceleratorState._reset_state()
     GradientState._reset_state()
