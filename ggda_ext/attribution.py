@@ -30,8 +30,8 @@ from ggda_ext.methods.scoring import Account, keep_scores, scores_by
 from ggda_ext.model import ParameterChoice, only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
 from ggda_ext.properties.classes import data_of
-from ggda_ext.properties.property import names_of, whether_higher_is_better
 from ggda_ext.results import Attribution
+from ggda_ext.results.named_scores import names_of, whether_higher_is_better
 from ggda_ext.tables import check_columns, group_column
 
 
