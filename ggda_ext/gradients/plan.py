@@ -28,8 +28,7 @@ from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.proof.captured_layers import CapturedLayers
 from ggda_ext.gradients.proof.findings import Findings
 from ggda_ext.gradients.proof.truth import Subject
-from ggda_ext.groups.batches import GroupBatch
-from ggda_ext.groups.partition import Groups
+from ggda_ext.groups.partition import GroupBatch, Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, all_finite, sums_on
 from ggda_ext.sharing import share_of_stream
