@@ -6,33 +6,45 @@ The score of group G for a property g is
 
 over checkpoints θ_c with weights w_c. The method is P: see `ggda_ext.methods`. TracIn, whose P is the identity, sums
 over checkpoints (its weights are their learning rates); methods in the property's unit take the mean.
+
+`attribute` is the front door. For every checkpoint the property's side is prepared, then there is one pass over the
+training data. The scores go to the caller, or into a folder (`ggda_ext.storage.scores`, which has the methods of
+`ScoresInMemory`): `keep_scores` is the one place where the in-memory path knows of folders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints, states_of
 from ggda_ext.curvature.damping import Training
-from ggda_ext.data import DataLike
-from ggda_ext.gradients import GroupGradients, PointGradients
+from ggda_ext.data import DataLike, to_device
+from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
 from ggda_ext.groups.partition import GroupsLike
-from ggda_ext.methods import METHODS, Method, MethodName, TracIn
+from ggda_ext.methods import METHODS, Method, MethodName, Preconditioned, TracIn
 from ggda_ext.methods.cautions import cautions
 from ggda_ext.methods.intervals import Intervals, Sources, ends, jackknifed_directions
-from ggda_ext.methods.scoring import Account, keep_scores, scores_by
 from ggda_ext.model import ParameterChoice, only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
 from ggda_ext.properties.classes import data_of
-from ggda_ext.properties.property import names_of, whether_higher_is_better
 from ggda_ext.results import Attribution
+from ggda_ext.results.method import MethodFacts, Setting
+from ggda_ext.results.named_scores import names_of, whether_higher_is_better
 from ggda_ext.tables import check_columns, group_column
+
+if TYPE_CHECKING:
+    from ggda_ext.storage.scores import ScoreStore
+
+Weight = float | Tensor
 
 
 def attribute(
@@ -133,7 +145,7 @@ def attribute(
                 directions, m = jackknifed_directions(property, provider)
             else:
                 directions = property_directions(provider, asked)
-            each.append(scores_by(solver, provider, directions, account, kept, at, property))
+            each.append(_scores_at(at, solver, provider, directions, property, account, kept))
         apart = [kept.total([(1.0, one)]).clone() for one in each] if sources and sources.checkpoints else []
         scores = kept.total(zip(factors, each, strict=True))
         warned, cautious = cautions(provider, curvature=solver.needs_rows)
@@ -224,3 +236,170 @@ def property_directions(provider: GroupGradients, property: Property | PointGrad
     if isinstance(asked, PointGradients):
         return asked
     return property_gradient(asked, provider.model, provider.space.parameters)
+
+
+# scores of one checkpoint, and where they are kept
+
+
+@dataclass
+class Account:
+    """What a method did so far: over blocks of test points, and over checkpoints."""
+
+    settings: dict[str, Setting] = field(default_factory=dict)
+    passes: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, done: Preconditioned, passes: float) -> None:
+        """Add what was done for a block of test points: the largest of a number is kept, the first of a text."""
+        for name, value in done.settings.items():
+            before = self.settings.get(name)
+            numbers = isinstance(value, int | float) and isinstance(before, int | float)
+            self.settings[name] = max(value, before) if numbers else value if before is None else before  # type: ignore
+        self.passes += done.passes + passes
+        self.notes += [note for note in done.notes if note not in self.notes]
+
+    def facts(self, method: Method, checkpoints: int, seconds: float) -> MethodFacts:
+        """The facts that the result shows."""
+        several = {"checkpoints": checkpoints} if checkpoints > 1 or not self.settings else {}
+        return MethodFacts(method.name, method.unit, self.settings | several, self.passes, seconds)
+
+
+class ScoresInMemory:
+    """What `ScoreStore` does, without a folder: nothing is kept."""
+
+    notes: tuple[str, ...] = ()
+
+    def __enter__(self) -> ScoresInMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def scores(
+        self,
+        provider: GroupGradients,
+        directions: Directions,
+        checkpoint: int = 0,
+        property: Any = None,
+        plan: Plan | None = None,
+    ) -> Any:
+        """``provider.scores(directions)``."""
+        return provider.scores(directions)
+
+    def array(
+        self, provider: GroupGradients, checkpoint: int, name: str, settings: dict[str, Any], make: Callable[[], Tensor]
+    ) -> Tensor:
+        """``make()``."""
+        return make()
+
+    def solve(self, method: Method, provider: GroupGradients, rows: Tensor, checkpoint: int) -> Preconditioned:
+        """``method.precondition(provider, rows)``."""
+        return method.precondition(provider, rows)
+
+    def stacked(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
+        """Scores of some test points after others, from `(their positions, scores)`."""
+        return torch.cat([block for _, block in parts])[torch.cat([ids for ids, _ in parts]).argsort()]
+
+    def total(self, parts: Iterable[tuple[Weight, Any]]) -> Tensor:
+        """Weighted sum of scores `[m, k]`."""
+        return sum_scores(parts)
+
+    def write(self, made_of: str, m: int, k: int, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:
+        """``rows(0, m)``."""
+        return rows(0, m)
+
+
+KeptScores: TypeAlias = "ScoreStore | ScoresInMemory"
+"""Either of the two; both have the methods of `ScoresInMemory`."""
+
+
+def _scores_at(
+    checkpoint: int,
+    method: Method,
+    provider: GroupGradients,
+    directions: Directions,
+    property: Property,
+    account: Account,
+    kept: KeptScores,
+) -> Any:
+    """Scores `[m, k]` by a method at the model's current parameters; what `kept.scores` gives, where there is a folder.
+
+    Args:
+        checkpoint: the number of these parameters.
+        method: one of `ggda_ext.methods`.
+        provider: the training side.
+        directions: gradients of the property `[m, p]`, or the test points themselves.
+        property: where the directions come from.
+        account: is told what was done.
+        kept: where scores and solves are kept.
+    """
+
+    def scored(done: Preconditioned, along: Directions) -> Any:
+        plan = provider.plan(along)
+        account.add(done, plan.passes)
+        return kept.scores(provider, along, checkpoint, property, plan)
+
+    def of_rows(rows: Tensor) -> Any:
+        try:
+            done = kept.solve(method, provider, rows, checkpoint) if method.needs_rows else Preconditioned(rows)
+        except (ValueError, RuntimeError):
+            finite_losses(provider)  # curvature that cannot be solved with may come from a single point, which is named
+            raise
+        return scored(done, done.directions)
+
+    if isinstance(directions, Tensor):
+        return of_rows(directions)
+    if not method.needs_rows:
+        return scored(Preconditioned(torch.empty(0)), directions)
+    return kept.stacked([(ids, of_rows(rows)) for ids, rows in provider.tests(directions).all_blocks()])
+
+
+def finite_losses(points: GroupGradients, batch_size: int | None = None) -> Tensor:
+    """Loss of every point `[n]`; one that is not finite, which spoils everything else, is refused by its number.
+
+    Args:
+        points: the model, its loss, and the data.
+        batch_size: points per batch; by default those of a DataLoader, else 256.
+    """
+    batch_size = batch_size or points.data.batch_size or 256
+    with torch.no_grad():
+        found = [
+            points.loss.each(points.model, to_device(batch, points.space.device)).detach()
+            for _, batch in points.data.sequential(batch_size)
+        ]
+    losses = torch.cat(found).to(torch.promote_types(found[0].dtype, torch.float32))
+    wrong = torch.nonzero(~losses.isfinite())
+    if len(wrong):
+        at = int(wrong[0])
+        raise ValueError(f"the loss of point {at} of {points.data.name} is {float(losses[at])}: look at that point.")
+    return losses
+
+
+def keep_scores(save_dir: str | Path | None, tag: str | None = None) -> KeptScores:
+    """A store of scores, or one that keeps nothing where `save_dir` is None.
+
+    Args:
+        save_dir: the folder.
+        tag: names what a fingerprint cannot see, such as the version of the data; another tag is refused.
+    """
+    if save_dir is not None:
+        if not isinstance(save_dir, str | PathLike):
+            raise TypeError(f"save_dir is a {type(save_dir).__name__}: pass the path of a folder.")
+        if tag is not None and not isinstance(tag, str):
+            raise TypeError(f"tag is a {type(tag).__name__}: pass text, such as the version of the data.")
+        from ggda_ext.storage.scores import ScoreStore  # only who stores something needs it
+
+        return ScoreStore(save_dir, tag)
+    if tag is not None:
+        raise ValueError(f"tag={tag!r} is given without save_dir: pass the folder it is for, or leave it out.")
+    return ScoresInMemory()
+
+
+def sum_scores(parts: Iterable[tuple[Weight, Tensor]]) -> Tensor:
+    """Sum of weighted scores, added up as they come."""
+    total: Tensor | None = None
+    for weight, part in parts:
+        weighted = part if isinstance(weight, float) and weight == 1 else weight * part
+        total = weighted if total is None else total.add_(weighted)
+    assert total is not None
+    return total

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ggda_ext.attribution import KeptScores, keep_scores
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import STRATEGIES, GroupGradients
 from ggda_ext.gradients.plan import check_strategy
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.methods.scoring import KeptScores, keep_scores
 from ggda_ext.model import ParameterChoice
 from ggda_ext.words import check_counts
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ggda_ext.data import SomePoints
-from ggda_ext.data.in_memory import first_points
+from ggda_ext.data import SomePoints, first_points
 from ggda_ext.gradients import GroupGradients, Plan
 from ggda_ext.gradients.provider import check_provider
 from ggda_ext.groups.partition import Groups

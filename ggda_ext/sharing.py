@@ -2,25 +2,33 @@
 
 Under ``torchrun`` every rank runs the same script on the same model, data and groups. Each takes its share of the
 points, groups or jobs, and ends with the whole result, the same bits on all of them; an error on one is raised on all.
-So what shares work has to be called by every rank. In one process a share is everything, and nothing is sent.
+So what shares work has to be called by every rank. In one process a share is everything, and nothing is sent. The
+bar over the points of a pass is shown by the first rank.
 """
 
 from __future__ import annotations
 
+import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from ggda_ext import distributed as messages
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Sized)
 Same = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+
+PATIENCE = 5.0
+"""Seconds after which a bar appears that was neither asked for nor turned off."""
 
 _working_alone = ContextVar("working_alone", default=False)
 
@@ -173,3 +181,54 @@ def checksum(tensors: Iterable[Tensor]) -> str:
         values = tensor.detach().double()
         found = zlib.crc32(torch.stack([values.sum(), values.square().sum()]).cpu().numpy().data, found)
     return f"{found:08x}"
+
+
+# the bar over a pass
+
+
+class ProgressBar(tqdm):  # type: ignore[misc, unused-ignore]
+    """A bar that shares nothing with other processes.
+
+    tqdm's own lock is shared with forked processes, and every bar takes it: one that is killed at that moment would
+    keep all others waiting forever. Nor is there a thread that watches over bars and may hold the lock during a fork.
+    """
+
+    _lock = threading.RLock()
+    monitor_interval = 0
+
+
+def progress(total: int, title: str, show: bool | None, *, initial: int = 0) -> ProgressBar:
+    """A progress bar over points, on the first rank.
+
+    Args:
+        total: points.
+        title: what is done.
+        show: True at once, False never, None after `PATIENCE` seconds.
+        initial: points that are done already.
+    """
+    return ProgressBar(
+        total=total, initial=initial, desc=title, unit="point", disable=show is False or rank() > 0,
+        delay=0 if show else PATIENCE,
+    )  # fmt: skip
+
+
+def with_progress(
+    pairs: Iterator[tuple[S, T]], total: int, title: str, show: bool | None, done: int = 0
+) -> Iterator[tuple[S, T]]:
+    """Pairs of some points and their batch, with a bar over points: one not asked for is made when it is to be seen."""
+    start = perf_counter()
+    if show is False:
+        yield from pairs
+        return
+    if show is None:
+        for points, batch in pairs:
+            yield points, batch
+            done += len(points)
+            if perf_counter() - start > PATIENCE:
+                break
+        else:
+            return
+    with progress(total, title, True, initial=done) as bar:
+        for points, batch in pairs:
+            yield points, batch
+            bar.update(len(points))

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
 _logger = logging.getLogger(__name__)
+
+
+class Table(Protocol):
+    """A pandas frame or column."""
+
+    @property
+    def iloc(self) -> Any: ...
+
+    def to_numpy(self) -> np.ndarray: ...
+
+
+Array: TypeAlias = Tensor | np.ndarray | Table
 
 
 def is_table(value: Any) -> TypeGuard[Any]:
@@ -199,3 +211,10 @@ def why_no_data(source: Any, arrays: Sequence[Any], name: str) -> str:
         f"{name} is a {type(source).__name__} that does not hold tensors only, but a {type(strange).__name__}: pass a "
         "DataLoader, a Dataset, a tensor, a tuple of tensors or a dict of tensors."
     )
+
+
+def tensors_of(arrays: Sequence[Any], name: str) -> list[Tensor]:
+    """Arrays and tables as tensors; tables with their rows in the order of the first one."""
+    index, first = index_of(arrays), f"the first table of {name}"
+    named = [(f"part {j} of {name}", array) for j, array in enumerate(arrays)]
+    return [tensor_of(aligned(array, index, part, first), part) for part, array in named]

@@ -23,7 +23,7 @@ from torch import nn
 import ggda_ext
 from ggda_ext import GradientStore, GroupGradients, Groups, attribute, properties
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
-from ggda_ext.data import ProgressBar
+from ggda_ext.sharing import ProgressBar
 from ggda_ext.training import Recipe
 
 KILLS = 5

@@ -302,7 +302,7 @@ def test_outputs_are_never_taken_for_a_loss(kind: str) -> None:
 def test_progress_appears_when_a_pass_takes_long(
     show: bool | None, patience: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ggda_ext.data.indexed.PATIENCE", patience)
+    monkeypatch.setattr("ggda_ext.sharing.PATIENCE", patience)
     data, errors = tensors(table()), io.StringIO()
     with redirect_stderr(errors):
         attribute(network(), LOSS, data, None, properties.mean_loss(data, LOSS), show_progress=show, method="tracin")

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext import GroupGradients, PointGradients
+from ggda_ext.attribution import KeptScores, ScoresInMemory
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients.proof.findings import recall, remember
 from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
-from ggda_ext.methods.scoring import KeptScores, ScoresInMemory
 from ggda_ext.model import check_deterministic_modules, named_modules, only_thread, training_kernels
 from ggda_ext.properties import property_gradient
 from ggda_ext.sharing import world_size

@@ -14,9 +14,8 @@ from ggda_captum.arguments import CheckpointLoader
 from ggda_captum.group_influence import GroupInfluence
 from ggda_captum.last_layer import Asked, asked_of, layer_for
 from ggda_ext import PointGradients
-from ggda_ext.attribution import property_directions
+from ggda_ext.attribution import property_directions, sum_scores
 from ggda_ext.gradients import Directions
-from ggda_ext.methods.scoring import sum_scores
 
 
 class CheckpointInfluence(GroupInfluence):

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.grouping import Grouped, check_one_of
+from ggda_ext.attribution import KeptScores, sum_scores
 from ggda_ext.curvature import Hessian
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.methods.scoring import KeptScores, sum_scores
 from ggda_ext.properties import Property
 from ggda_ext.storage.fingerprint import name_of, of_data
 from ggda_ext.storage.folder import digest

@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader
 from ggda_dattri.checkpoint import Checkpoint
 from ggda_dattri.grouping import check_one_of
 from ggda_dattri.projection import GroupedProjection
-from ggda_ext.attribution import property_directions
+from ggda_ext.attribution import KeptScores, property_directions, sum_scores
 from ggda_ext.data import IndexedData
 from ggda_ext.gradients import GroupGradients, PointGradients
-from ggda_ext.methods.scoring import KeptScores, sum_scores
 from ggda_ext.properties import Property
 
 

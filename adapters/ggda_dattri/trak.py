@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 from ggda_dattri.checkpoint import Checkpoint, by_outer_names
 from ggda_dattri.grouping import check_one_of
 from ggda_dattri.projection import GroupedProjection
+from ggda_ext.attribution import KeptScores, sum_scores
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups import Groups
-from ggda_ext.methods.scoring import KeptScores, sum_scores
 from ggda_ext.properties import Property
 from ggda_ext.sharing import add_up, in_order, together
 from ggda_ext.storage.fingerprint import sums_of

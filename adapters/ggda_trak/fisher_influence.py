@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from trak.projectors import BasicProjector, NoOpProjector, ProjectionType
 
 from ggda_ext import GroupGradients
+from ggda_ext.attribution import keep_scores, sum_scores
 from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, listed_checkpoints
 from ggda_ext.curvature.fisher import Damping, EmpiricalFisher, FisherKind, check_damping, check_fisher
 from ggda_ext.data import DataLike
 from ggda_ext.groups import GroupsLike
-from ggda_ext.methods.scoring import keep_scores, sum_scores
 from ggda_ext.model import ParameterChoice
 from ggda_ext.properties import PointProperty, Property
 from ggda_ext.sharing import adding_up

@@ -31,8 +31,8 @@ from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups import Groups
 from ggda_ext.losses.row_reductions import Tokens
 from ggda_ext.properties.classes import data_of
-from ggda_ext.properties.property import names_of
 from ggda_ext.results import Attribution, MethodFacts
+from ggda_ext.results.named_scores import names_of
 from ggda_ext.sharing import alone
 from ggda_ext.storage.content import Content
 from ggda_ext.storage.data_content import some_points

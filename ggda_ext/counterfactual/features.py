@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ggda_ext.data import IndexedData, batch_length, progress, to_device
+from ggda_ext.data import IndexedData, batch_length, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.strategies import forward
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import BatchLoss, model_output
 from ggda_ext.model import ParameterSpace, called_with
-from ggda_ext.sharing import adding_up, my_share
+from ggda_ext.sharing import adding_up, my_share, progress
 
 _CHUNK_BYTES = 64 * 2**20  # tangents of one batch along one chunk of directions
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ggda_ext.counterfactual.checks import one_number
 from ggda_ext.properties import Property
-from ggda_ext.properties.property import names_of
+from ggda_ext.results.named_scores import names_of
 from ggda_ext.results.table import aligned_lines, number, shown
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import numpy as np
 
 from ggda_ext.counterfactual.checks import check_count, one_number
 from ggda_ext.properties import Property
-from ggda_ext.properties.property import check_property, names_of, whether_higher_is_better
+from ggda_ext.properties.property import check_property
+from ggda_ext.results.named_scores import names_of, whether_higher_is_better
 from ggda_ext.results.table import aligned_lines, shown
 
 if TYPE_CHECKING:

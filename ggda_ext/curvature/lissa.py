@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.curvature.hessian import Hessian, round_up
-from ggda_ext.data import ProgressBar
-from ggda_ext.sharing import adding_up, my_share, once, rank, world_size
+from ggda_ext.sharing import ProgressBar, adding_up, my_share, once, rank, world_size
 
 _CHECK_EVERY = 8  # steps between looks at the size of the iterate
 _GROWTH = 10.0  # how far beyond linear growth an iterate counts as diverging

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.curvature.hessian import GaussNewton, Hessian, NoCurvature
-from ggda_ext.data import IndexedData, SomePoints, to_device
-from ggda_ext.data.in_memory import RememberedPoints, first_points
+from ggda_ext.data import IndexedData, RememberedPoints, SomePoints, first_points, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss, OutputLoss, model_output

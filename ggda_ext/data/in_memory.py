@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.data.batches import pick, tensors_in
-from ggda_ext.data.indexed import IndexedData, SomePoints
+from ggda_ext.data.indexed import IndexedData, SomePoints, pick, tensors_in
 
 _REMEMBERED = 2**28
 """Bytes of points that are not read again."""

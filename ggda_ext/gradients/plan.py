@@ -21,18 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.data import IndexedData, to_device, with_progress
+from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients.errors import NonFinite
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.proof.captured_layers import CapturedLayers
 from ggda_ext.gradients.proof.findings import Findings
 from ggda_ext.gradients.proof.truth import Subject
-from ggda_ext.groups.batches import GroupBatch
-from ggda_ext.groups.partition import Groups
+from ggda_ext.groups.partition import GroupBatch, Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, all_finite, sums_on
-from ggda_ext.sharing import share_of_stream
+from ggda_ext.sharing import share_of_stream, with_progress
 
 LARGEST_BATCH = 2**17
 CACHED_BYTES = 26 * 2**20  # of activations of a batch, near the cache

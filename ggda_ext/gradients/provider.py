@@ -36,8 +36,7 @@ from ggda_ext.gradients.proof.probe import look
 from ggda_ext.gradients.proof.truth import Subject
 from ggda_ext.gradients.strategies import BY_NAME
 from ggda_ext.gradients.strategies.ghost import squared_norms
-from ggda_ext.groups.batches import GroupBatch
-from ggda_ext.groups.partition import Groups, GroupsLike
+from ggda_ext.groups.partition import GroupBatch, Groups, GroupsLike
 from ggda_ext.losses import as_example_loss
 from ggda_ext.model import (
     ParameterChoice,

@@ -11,14 +11,15 @@ Vocabulary used everywhere in the package:
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 
-from ggda_ext.groups.batches import GroupBatch, GroupBatchSampler, group_batches
 from ggda_ext.groups.labels import Rest, Rule, check_labels, read_labels, refuse_empty, sizes_by_rule
 from ggda_ext.groups.naming import Share, id_of, labels_of_some, names_at, spread_over
 from ggda_ext.words import without
@@ -41,6 +42,26 @@ GroupsLike: TypeAlias = (
     "Groups | np.ndarray | Tensor | Column | Sequence[Hashable] | Sequence[Indices] | Mapping[Any, Indices]"
 )
 """A `Groups`, one label per point, a list of index lists, or a dict ``{name: indices}``."""
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """Training indices of one batch, group after group.
+
+    Attributes:
+        indices: training indices `[b]`.
+        ids: group id of every segment `[s]`.
+        starts: where each segment starts, and where the last one ends `[s + 1]`.
+        complete: False if the (only) group of this batch goes on in the next one.
+    """
+
+    indices: np.ndarray
+    ids: np.ndarray
+    starts: np.ndarray
+    complete: bool
+
+    def __len__(self) -> int:
+        return len(self.indices)
 
 
 class Groups:
@@ -342,8 +363,44 @@ class Groups:
             most_groups: most groups in a batch.
             within: only the points ``order[low:high]``, as if there were no others; all by default.
         """
-        return group_batches(self.order, self.offsets, batch_size, most_groups, within)
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: pass at least 1.")
+        order, offsets, before = self.order, self.offsets, 0
+        if within is not None:
+            low, high = within
+            before = int(np.searchsorted(offsets, low, "right")) - 1
+            after = int(np.searchsorted(offsets, high, "left")) if low < high else before
+            offsets = offsets[before : after + 1].clip(low, high)
+        first, last = 0, len(offsets) - 1
+        while first < last:
+            start = int(offsets[first])
+            end = int(np.searchsorted(offsets, start + batch_size, side="right")) - 1
+            end = min(end, first + (most_groups or last))
+            if end > first:
+                indices, ids = order[start : int(offsets[end])], np.arange(before + first, before + end)
+                yield GroupBatch(indices, ids, offsets[first : end + 1] - start, True)
+                first = end
+                continue
+            stop = int(offsets[first + 1])
+            for piece in range(start, stop, batch_size):
+                indices = order[piece : min(piece + batch_size, stop)]
+                starts = np.array([0, len(indices)])
+                yield GroupBatch(indices, np.array([before + first]), starts, piece + batch_size >= stop)
+            first += 1
 
-    def batch_sampler(self, batch_size: int) -> GroupBatchSampler:
+    def batch_sampler(self, batch_size: int) -> Sampler[list[int]]:
         """A `batch_sampler` for `torch.utils.data.DataLoader` that keeps groups together."""
-        return GroupBatchSampler(self.batches, batch_size)
+        return _GroupBatchSampler(self, batch_size)
+
+
+class _GroupBatchSampler(Sampler[list[int]]):
+    """Index batches of groups, as a DataLoader's `batch_sampler`."""
+
+    def __init__(self, groups: Groups, batch_size: int) -> None:
+        self._groups, self.batch_size = groups, batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch.indices.tolist() for batch in self._groups.batches(self.batch_size))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._groups.batches(self.batch_size))

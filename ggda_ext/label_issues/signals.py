@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ggda_ext.attribution import finite_losses
 from ggda_ext.data import DataLike, IndexedData, SomePoints
 from ggda_ext.gradients import GroupGradients, PointGradients
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.label_issues.result import LabelIssues, RankedBy
-from ggda_ext.methods.scoring import finite_losses
 from ggda_ext.model import ParameterChoice, only_thread
 from ggda_ext.tables import check_columns
 from ggda_ext.words import without

@@ -21,14 +21,7 @@ product per batch. Called as functions they give the value, with a graph over al
 
 from ggda_ext.properties.attacks import fgsm, pgd
 from ggda_ext.properties.class_outputs import class_probabilities
-from ggda_ext.properties.classes import (
-    LinearProperty,
-    MeanProperty,
-    OutputsProperty,
-    PointProperty,
-    stack,
-    weighted_sum,
-)
+from ggda_ext.properties.classes import LinearProperty, OutputsProperty, stack, weighted_sum
 from ggda_ext.properties.library import (
     accuracy,
     attacked_loss,
@@ -45,7 +38,7 @@ from ggda_ext.properties.library import (
     soft_calibration_error,
     soft_f1,
 )
-from ggda_ext.properties.property import Property, named, property_gradient
+from ggda_ext.properties.property import MeanProperty, PointProperty, Property, named, property_gradient
 
 __all__ = [
     "Property",

@@ -1,7 +1,4 @@
-"""The kinds of properties that bring their own gradient: of points, of their mean, of all outputs, sums of these.
-
-Gradients are made in shares of the test points (see `ggda_ext.sharing`); values are computed by each rank.
-"""
+"""Properties of all outputs of a test set at once, and linear maps of several properties."""
 
 from __future__ import annotations
 
@@ -13,125 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import DataLike, IndexedData, to_device
-from ggda_ext.losses import ExampleLoss, model_output
+from ggda_ext.data import DataLike, IndexedData
+from ggda_ext.losses import model_output
 from ggda_ext.properties.property import (
+    DataProperty,
     Parameters,
     Property,
     ReadyProperty,
     Rows,
     checked_value,
-    finite_values,
     property_gradient,
 )
 from ggda_ext.sharing import anywhere, in_order, together
-from ggda_ext.words import check_counts
 
 OutputsFn = Callable[[Tensor, Any], Tensor]
-BATCH_SIZE = 256
-"""Test points per forward pass, where neither the caller nor a DataLoader says."""
 
 
-class _DataProperty(ReadyProperty):
-    """A property of a test set, run batch by batch in the order of the data."""
-
-    only_runs = True
-    """It does nothing with the model but run it."""
-
-    def __init__(
-        self, data: DataLike, batch_size: int | None, source: str, name: str, higher_is_better: bool | None
-    ) -> None:
-        check_counts(batch_size=batch_size)
-        self.data = data if isinstance(data, IndexedData) else IndexedData(data, source)
-        self.batch_size = batch_size or (None if isinstance(data, IndexedData) else self.data.batch_size)
-        self.name, self.higher_is_better = name, higher_is_better
-
-    def _batches(
-        self, model: nn.Module, *, mine: bool = False, batch_size: int | None = None
-    ) -> Iterator[tuple[np.ndarray, Any]]:
-        """Batches on the model's device: of all test points in order, or those that are this rank's share."""
-        size = batch_size or self._at_once
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self.data.suit(model)
-        for indices, batch in self.data.my_share(size) if mine else self.data.sequential(size):
-            yield indices, to_device(batch, device)
-
-    @property
-    def _at_once(self) -> int:
-        return self.batch_size or BATCH_SIZE
-
-
-class _LossProperty(_DataProperty):
-    """A property made of what `loss.each` gives for every test point."""
-
-    def __init__(
-        self,
-        data: DataLike,
-        loss: ExampleLoss,
-        batch_size: int | None = None,
-        source: str = "data",
-        *,
-        name: str = "loss",
-        higher_is_better: bool | None = None,
-    ) -> None:
-        super().__init__(data, batch_size, source, name, higher_is_better)
-        self.loss = loss
-
-
-class PointProperty(_LossProperty):
-    """One component for each test point `[N]`: its loss, or another number that `loss.each` gives.
-
-    Providers may recognise it and use `loss` and `data` directly.
-    """
-
-    @property
-    def components(self) -> int | None:
-        """How many test points there are; None for a stream."""
-        return self.data.n
-
-    def __call__(self, model: nn.Module) -> Tensor:
-        return torch.cat([self.loss.each(model, batch) for _, batch in self._batches(model)])
-
-    def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
-        """A row for each point `[N, p]`; point by point, as a row costs a backward of its whole batch."""
-        with together():
-            n = self.data.n or sum(len(indices) for indices, _ in self.data.sequential(self._at_once))
-        found = Rows(n, parameters)
-        with found.adding_up():
-            for indices, batch in self._batches(model, mine=True, batch_size=1):
-                values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
-                for j in range(len(indices)):
-                    found.add(int(indices[j]), values[j], keep=j + 1 < len(indices))
-        return found.result()
-
-    def mean(self) -> MeanProperty:
-        """The mean over the test points, a scalar property."""
-        return MeanProperty(
-            self.data, self.loss, self.batch_size, name=f"mean of {self.name}", higher_is_better=self.higher_is_better
-        )
-
-
-class MeanProperty(_LossProperty):
-    """Mean over the test points of what `loss.each` gives: one pass, as it decomposes."""
-
-    components = 1
-
-    def __call__(self, model: nn.Module) -> Tensor:
-        losses = [self.loss.each(model, batch) for _, batch in self._batches(model)]
-        return torch.cat(losses).mean()
-
-    def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
-        """The row `[1, p]`."""
-        found, n = Rows(1, parameters, sums=True), torch.tensor(0)
-        with found.adding_up(n):
-            for indices, batch in self._batches(model, mine=True):
-                values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
-                found.add(0, values.sum())
-                n += len(indices)
-        return found.result() / int(n)
-
-
-class OutputsProperty(_DataProperty):
+class OutputsProperty(DataProperty):
     """``fn(outputs [N, …], targets [N, …])`` of the whole test set, scalar or `[m]`; see `of_outputs`."""
 
     def __init__(
@@ -251,7 +146,7 @@ class LinearProperty(ReadyProperty):
 
 def data_of(property: Any) -> Iterator[IndexedData]:
     """The test data that a ready property is measured on; all of them, if it is made of several."""
-    if isinstance(property, _DataProperty):
+    if isinstance(property, DataProperty):
         yield property.data
     for part in getattr(property, "properties", ()):
         yield from data_of(part)

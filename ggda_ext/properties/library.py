@@ -14,14 +14,8 @@ from ggda_ext.data import DataLike
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss, cannot_take
 from ggda_ext.properties.attacks import Attack, AttackedLoss
 from ggda_ext.properties.class_outputs import Rates, class_labels, class_logits, class_probabilities, on_probabilities
-from ggda_ext.properties.classes import (
-    LinearProperty,
-    MeanProperty,
-    OutputsFn,
-    OutputsProperty,
-    PointProperty,
-    weighted_sum,
-)
+from ggda_ext.properties.classes import LinearProperty, OutputsFn, OutputsProperty, weighted_sum
+from ggda_ext.properties.property import MeanProperty, PointProperty
 
 LossFn = Callable[..., Tensor] | ExampleLoss | None
 Average = Literal["macro", "binary"]

@@ -1,7 +1,9 @@
-"""What every property has: a checked gradient; a name and a direction, so that a result can say who helps and hurts.
+"""What a property is: a checked gradient; a name and a direction, so that a result can say who helps and hurts.
 
 A property is any callable ``g(model) -> Tensor``. Ready ones bring their gradient, name and direction
-(`ReadyProperty`); `named` gives the last two to any other.
+(`ReadyProperty`); `named` gives the last two to any other. The properties that decompose over test points are here,
+those of all outputs at once and sums of properties in `classes`. Gradients are made in shares of the test points (see
+`ggda_ext.sharing`); values are computed by each rank.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ggda_ext.data import DataLike, IndexedData, to_device
 from ggda_ext.gradients.proof.findings import left_as_it_was_by_runs
-from ggda_ext.losses import cannot_take
+from ggda_ext.losses import ExampleLoss, cannot_take
 from ggda_ext.model import (
     all_finite,
     left_as_it_was,
@@ -28,12 +31,15 @@ from ggda_ext.model import (
     training_kernels,
     unwrapped,
 )
-from ggda_ext.sharing import adding_up, agreed
+from ggda_ext.sharing import adding_up, agreed, together
+from ggda_ext.words import check_counts
 
 Property = Callable[[nn.Module], Tensor]
 Parameters = Mapping[str, nn.Parameter]
 HigherIsBetter = bool | None
 """Whether higher is better; None if that is not known."""
+BATCH_SIZE = 256
+"""Test points per forward pass, where neither the caller nor a DataLoader says."""
 
 
 def property_gradient(property: Property, model: nn.Module, parameters: Parameters) -> Tensor:
@@ -259,56 +265,103 @@ def default_name(property: Any) -> str:
     return name if isinstance(name, str) and name != "<lambda>" else "property"
 
 
-def names_of(property: Any, m: int) -> list[str]:
-    """Names of the m components of a property; `property` may be the names themselves, or None."""
-    if isinstance(property, list | tuple):
-        if len(property) != m:
-            raise ValueError(f"property has {len(property)} names for scores of {m} properties.")
-        return [str(name) for name in property]
-    if property is None or isinstance(property, str):
-        name = property or "property"
-        return [name] if m == 1 else [f"{name} {j}" for j in range(m)]
-    parts = _parts(property, m)
-    if parts is not None:
-        return _numbered([name for part, count in parts for name in names_of(part, count)])
-    return names_of(default_name(property), m)
+# of a test set, batch by batch
 
 
-def _numbered(names: list[str]) -> list[str]:
-    """Names that differ: the second `mean_loss` becomes `mean_loss (2)`."""
-    seen: dict[str, int] = {}
-    found = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return found
+class DataProperty(ReadyProperty):
+    """A property of a test set, run batch by batch in the order of the data."""
+
+    only_runs = True
+    """It does nothing with the model but run it."""
+
+    def __init__(
+        self, data: DataLike, batch_size: int | None, source: str, name: str, higher_is_better: bool | None
+    ) -> None:
+        check_counts(batch_size=batch_size)
+        self.data = data if isinstance(data, IndexedData) else IndexedData(data, source)
+        self.batch_size = batch_size or (None if isinstance(data, IndexedData) else self.data.batch_size)
+        self.name, self.higher_is_better = name, higher_is_better
+
+    def _batches(
+        self, model: nn.Module, *, mine: bool = False, batch_size: int | None = None
+    ) -> Iterator[tuple[np.ndarray, Any]]:
+        """Batches on the model's device: of all test points in order, or those that are this rank's share."""
+        size = batch_size or self._at_once
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.data.suit(model)
+        for indices, batch in self.data.my_share(size) if mine else self.data.sequential(size):
+            yield indices, to_device(batch, device)
+
+    @property
+    def _at_once(self) -> int:
+        return self.batch_size or BATCH_SIZE
 
 
-def whether_higher_is_better(
-    property: Any, m: int, given: HigherIsBetter | Sequence[HigherIsBetter] = None
-) -> list[HigherIsBetter]:
-    """Whether higher is better, of the m components of a property; `given` goes before what the property says."""
-    if given is not None and not isinstance(given, bool):
-        found = list(given)
-        if len(found) != m:
-            raise ValueError(f"higher_is_better has {len(found)} entries for scores of {m} properties.")
-        return found
-    if given is not None:
-        return [given] * m
-    parts = _parts(property, m)
-    if parts is not None:
-        return [one for part, count in parts for one in whether_higher_is_better(part, count)]
-    return [getattr(property, "higher_is_better", None)] * m
+class LossProperty(DataProperty):
+    """A property made of what `loss.each` gives for every test point."""
+
+    def __init__(
+        self,
+        data: DataLike,
+        loss: ExampleLoss,
+        batch_size: int | None = None,
+        source: str = "data",
+        *,
+        name: str = "loss",
+        higher_is_better: bool | None = None,
+    ) -> None:
+        super().__init__(data, batch_size, source, name, higher_is_better)
+        self.loss = loss
 
 
-def _parts(property: Any, m: int) -> list[tuple[Any, int]] | None:
-    """The parts of a stack with their numbers of components; None for what is no stack, or where they are not known."""
-    stacked: Sequence[Any] = getattr(property, "stacked", ())
-    if not stacked:
-        return None
-    counts = [getattr(part, "components", None) for part in stacked]
-    unknown, rest = counts.count(None), m - sum(count or 0 for count in counts)
-    if (unknown and (rest < unknown or (unknown > 1 and rest > unknown))) or (not unknown and rest):
-        return None
-    each = rest if unknown == 1 else 1
-    return [(part, each if count is None else count) for part, count in zip(stacked, counts, strict=True)]
+class PointProperty(LossProperty):
+    """One component for each test point `[N]`: its loss, or another number that `loss.each` gives.
+
+    Providers may recognise it and use `loss` and `data` directly.
+    """
+
+    @property
+    def components(self) -> int | None:
+        """How many test points there are; None for a stream."""
+        return self.data.n
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        return torch.cat([self.loss.each(model, batch) for _, batch in self._batches(model)])
+
+    def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
+        """A row for each point `[N, p]`; point by point, as a row costs a backward of its whole batch."""
+        with together():
+            n = self.data.n or sum(len(indices) for indices, _ in self.data.sequential(self._at_once))
+        found = Rows(n, parameters)
+        with found.adding_up():
+            for indices, batch in self._batches(model, mine=True, batch_size=1):
+                values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
+                for j in range(len(indices)):
+                    found.add(int(indices[j]), values[j], keep=j + 1 < len(indices))
+        return found.result()
+
+    def mean(self) -> MeanProperty:
+        """The mean over the test points, a scalar property."""
+        return MeanProperty(
+            self.data, self.loss, self.batch_size, name=f"mean of {self.name}", higher_is_better=self.higher_is_better
+        )
+
+
+class MeanProperty(LossProperty):
+    """Mean over the test points of what `loss.each` gives: one pass, as it decomposes."""
+
+    components = 1
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        losses = [self.loss.each(model, batch) for _, batch in self._batches(model)]
+        return torch.cat(losses).mean()
+
+    def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
+        """The row `[1, p]`."""
+        found, n = Rows(1, parameters, sums=True), torch.tensor(0)
+        with found.adding_up(n):
+            for indices, batch in self._batches(model, mine=True):
+                values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
+                found.add(0, values.sum())
+                n += len(indices)
+        return found.result() / int(n)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import SomePoints
-from ggda_ext.properties.classes import LinearProperty, MeanProperty, OutputsProperty
-from ggda_ext.properties.property import NamedProperty, Parameters, Property, property_gradient
+from ggda_ext.properties.classes import LinearProperty, OutputsProperty
+from ggda_ext.properties.property import MeanProperty, NamedProperty, Parameters, Property, property_gradient
 
 FOLDS = 10
 

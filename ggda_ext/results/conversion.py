@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ggda_ext.groups.partition import Groups
-from ggda_ext.properties.property import HigherIsBetter, names_of, whether_higher_is_better
+from ggda_ext.properties.property import HigherIsBetter
 from ggda_ext.results.method import MethodFacts
+from ggda_ext.results.named_scores import names_of, whether_higher_is_better
 
 if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution

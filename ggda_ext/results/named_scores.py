@@ -1,6 +1,7 @@
 """`NamedScores`: the tensor that an `Attribution` is, with what is known of its rows and columns.
 
 Whatever PyTorch or NumPy does with one gives plain tensors and arrays; copies and files keep what is known.
+`names_of` and `whether_higher_is_better` ask a property for the names and directions of the rows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ggda_ext.groups.partition import Groups, GroupsLike
-from ggda_ext.properties.property import HigherIsBetter
+from ggda_ext.properties.property import HigherIsBetter, default_name
 from ggda_ext.results.method import MethodFacts, Unit
 
 if TYPE_CHECKING:
@@ -193,3 +194,58 @@ def _checked_warnings(warnings: Mapping[Hashable, Sequence[str]], groups: Groups
         if name not in names:
             raise ValueError(f"warnings has an entry for {name!r}, which is no group.")
     return found
+
+
+def names_of(property: Any, m: int) -> list[str]:
+    """Names of the m components of a property; `property` may be the names themselves, or None."""
+    if isinstance(property, list | tuple):
+        if len(property) != m:
+            raise ValueError(f"property has {len(property)} names for scores of {m} properties.")
+        return [str(name) for name in property]
+    if property is None or isinstance(property, str):
+        name = property or "property"
+        return [name] if m == 1 else [f"{name} {j}" for j in range(m)]
+    parts = _parts(property, m)
+    if parts is not None:
+        return _numbered([name for part, count in parts for name in names_of(part, count)])
+    return names_of(default_name(property), m)
+
+
+def _numbered(names: list[str]) -> list[str]:
+    """Names that differ: the second `mean_loss` becomes `mean_loss (2)`."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found
+
+
+def whether_higher_is_better(
+    property: Any, m: int, given: HigherIsBetter | Sequence[HigherIsBetter] = None
+) -> list[HigherIsBetter]:
+    """Whether higher is better, of the m components of a property; `given` goes before what the property says."""
+    if given is not None and not isinstance(given, bool):
+        found = list(given)
+        if len(found) != m:
+            raise ValueError(f"higher_is_better has {len(found)} entries for scores of {m} properties.")
+        return found
+    if given is not None:
+        return [given] * m
+    parts = _parts(property, m)
+    if parts is not None:
+        return [one for part, count in parts for one in whether_higher_is_better(part, count)]
+    return [getattr(property, "higher_is_better", None)] * m
+
+
+def _parts(property: Any, m: int) -> list[tuple[Any, int]] | None:
+    """The parts of a stack with their numbers of components; None for what is no stack, or where they are not known."""
+    stacked: Sequence[Any] = getattr(property, "stacked", ())
+    if not stacked:
+        return None
+    counts = [getattr(part, "components", None) for part in stacked]
+    unknown, rest = counts.count(None), m - sum(count or 0 for count in counts)
+    if (unknown and (rest < unknown or (unknown > 1 and rest > unknown))) or (not unknown and rest):
+        return None
+    each = rest if unknown == 1 else 1
+    return [(part, each if count is None else count) for part, count in zip(stacked, counts, strict=True)]

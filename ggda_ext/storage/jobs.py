@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.data import SomePoints, with_progress
+from ggda_ext.data import SomePoints
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.errors import NonFinite, Unproven
 from ggda_ext.groups.partition import Groups
-from ggda_ext.sharing import alone, gathered, of_all, once, rank, together, world_size
+from ggda_ext.sharing import alone, gathered, of_all, once, rank, together, with_progress, world_size
 from ggda_ext.storage.folder import Arrays, Store
 
 BATCHES_PER_BLOCK = 32

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ggda_ext.attribution import Weight, sum_scores
 from ggda_ext.data import SomePoints
 from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
 from ggda_ext.methods.method import Method, Preconditioned
-from ggda_ext.methods.scoring import Weight, sum_scores
 from ggda_ext.sharing import once, together
 from ggda_ext.storage import fingerprint
 from ggda_ext.storage.data_content import is_sampled

@@ -14,8 +14,8 @@ from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from ggda_ext.checkpoints import State, state_on_cpu
-from ggda_ext.data import ProgressBar
 from ggda_ext.losses import cannot_take
+from ggda_ext.sharing import ProgressBar
 from ggda_ext.training.denormals import denormals_flushed
 from ggda_ext.training.recipe import Recipe, checked_data, checked_subset, order_generator, shuffled
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from ggda_ext.checkpoints import State, load_state, state_on_cpu
-from ggda_ext.data import ProgressBar
+from ggda_ext.sharing import ProgressBar
 from ggda_ext.training.batch_order import Walk, batches, by_falling_steps, walks
 from ggda_ext.training.denormals import denormals_flushed
 from ggda_ext.training.loop import LossFn, MakeModel, initial_model, train_one
