@@ -126,6 +126,19 @@ def test_score_before_finalize_features_is_an_error(tmp_path: Path) -> None:
         traker.score(given.targets, num_samples=TARGETS)
 
 
+def test_score_before_an_experiment_and_no_dimension_are_named(tmp_path: Path) -> None:
+    given = case(TASK)
+    traker = TRAKer(given.model, TASK, N, save_dir=tmp_path / "a", groups=uneven_labels(), **given.options)
+    with pytest.raises(ValueError, match="call start_scoring_checkpoint"):
+        traker.score(given.targets, num_samples=TARGETS)
+    for dimension in (0, -4):
+        with pytest.raises(ValueError, match=f"proj_dim={dimension}: pass at least 1"):
+            TRAKer(
+                given.model, TASK, N, save_dir=tmp_path / "b", groups=uneven_labels(),
+                **{**given.options, "proj_dim": dimension},
+            )  # fmt: skip
+
+
 class Classifier(nn.Module):
     """A Hugging Face BERT that returns logits, as TRAK's text task expects."""
 

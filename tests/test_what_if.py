@@ -17,6 +17,7 @@ from what_if_cases import DECAY, LOSS, NAMES, SOURCES, N, fitted, kept_rows, mak
 from ggda_ext import Groups, properties
 from ggda_ext.counterfactual import WhatIf
 from ggda_ext.counterfactual.features import Linearizer
+from ggda_ext.counterfactual.newton import Subsets
 from ggda_ext.data import IndexedData
 from ggda_ext.model import ParameterSpace
 
@@ -91,6 +92,56 @@ def test_a_part_of_the_points_keeps_that_law_and_the_weights_of_groups():
     assert torch.equal(what_if.with_weights({}).outputs(data), what_if.models[0].features(data)[0].outputs)
     assert torch.allclose(what_if.linearized[0].refit.masses, torch.tensor([70.0, 30.0, 15.0, 5.0]).double())
     assert len(what_if.linearized[0].chosen) < N
+
+
+def test_a_part_of_the_points_has_the_gradients_of_all():
+    """Where a refit starts, its slope for any weights of the groups is that of all their points, by autograd."""
+    (x, y), model = points(), network()
+    groups = Groups(np.repeat([0, 1, 2, -1], [70, 30, 15, 5]), rest="drop")
+    of_points = torch.linspace(0.5, 2, N, dtype=torch.float64)
+    what_if = WhatIf(model, LOSS, (x, y), groups, rank=12, most_points=40, point_weights=of_points)
+    linearized, parameters = what_if.linearized[0], tuple(model.parameters())
+    labels = torch.tensor(groups.labels)
+
+    def slope(group_weights):
+        each = of_points * torch.tensor([*group_weights, 1.0], dtype=torch.float64)[labels]  # -1 is the last
+        mean = F.cross_entropy(model(x), y, reduction="none") @ each / each.sum()
+        gradient = torch.cat([part.flatten() for part in torch.autograd.grad(mean, parameters)])
+        return linearized.directions.rows @ gradient
+
+    for weights in ([1.0, 0.0, 1.0], [0.3, 2.0, 0.0]):
+        subsets = Subsets(linearized.refit, torch.tensor([[*weights, 1.0]]).double(), linearized.penalty())
+        expected = slope(weights) - slope([1.0, 1.0, 1.0])
+        assert torch.allclose(subsets.gradient()[0], expected, atol=1e-9 * float(expected.norm()))
+
+
+def test_what_a_part_of_the_points_says_is_told_and_near_to_what_all_say():
+    data, model = points(), fitted(nn.Linear(5, 3).double(), F.cross_entropy, points())
+    measure = properties.mean_loss(data, LOSS)
+    whole, part = (WhatIf(model, LOSS, data, SOURCES, weight_decay=DECAY, most_points=most) for most in (N, N // 2))
+    found, expected = (one.without("web").outputs(data) - model(data[0]) for one in (part, whole))
+    assert (found - expected).norm() < 0.3 * expected.norm()
+    assert not whole.note(measure)
+    assert f"{len(part.linearized[0].chosen)} of {N} training points" in part.note(measure)
+    assert "exact for these points" in part.explain()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make_model", [lambda: nn.Linear(5, 3).double(), network])
+def test_a_model_of_half_precision_has_the_answers_of_its_values(make_model, dtype):
+    """Those of a model of double precision with the same, rounded, parameters and inputs."""
+    torch.manual_seed(0)
+    half = fitted(make_model(), F.cross_entropy, points()).to(dtype)
+    x, y = points(dtype=dtype)
+    wide, inputs = copy.deepcopy(half).double(), x.double()
+    changes = [
+        WhatIf(model, LOSS, (given, y), SOURCES, weight_decay=DECAY, ridge=0.01).leave_group_out(
+            properties.mean_loss((given, y), LOSS)
+        ).scores
+        for model, given in ((half, x), (wide, inputs))
+    ]  # fmt: skip
+    found, expected = (torch.as_tensor(one).double() for one in changes)
+    assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 def test_a_small_change_is_the_influence_function():

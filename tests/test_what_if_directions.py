@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from what_if_cases import DECAY, LOSS, SOURCES, N, network, points
 
 from ggda_ext import Groups, properties
 from ggda_ext.counterfactual import WhatIf, directions, features, linearized
+from ggda_ext.gradients import GroupGradients
 
 
 def test_directions_hold_what_learned_groups_have_taught():
@@ -34,9 +35,9 @@ def test_directions_are_looked_for_within_the_memory_budget(monkeypatch):
     """Of a large model fewer eigenvectors, of many groups random bundles: no more rows than there is room for."""
     formed, made = [], directions.pulled_back
 
-    def counted(*given: Any) -> Tensor:
-        formed.append(len(rows := made(*given)))
-        return rows
+    def counted(*given: Any) -> GroupGradients:
+        formed.append(len((provider := made(*given)).groups))
+        return provider
 
     monkeypatch.setattr(directions, "pulled_back", counted)
     model = network()

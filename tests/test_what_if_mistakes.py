@@ -56,6 +56,12 @@ def test_bad_input_is_named():
     broken[0][7] = float("nan")
     with pytest.raises(ValueError, match="NaN or infinite outputs for 1 of 120 examples, first 7"):
         WhatIf(model, LOSS, broken, SOURCES)
+    x, counts = points()[0], points()[1].double()
+    with torch.no_grad():
+        below = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)).double()
+        below[0].bias.fill_(-9)
+    with pytest.raises(ValueError, match="NaN or infinite losses for 120 of 120 examples"):
+        WhatIf(below, nn.PoissonNLLLoss(log_input=False), (x, counts), SOURCES)
     with pytest.raises(ValueError, match="NaN or infinite outputs"):
         what_if.without("web").value(properties.mean_loss(broken, LOSS))
 
@@ -63,6 +69,7 @@ def test_bad_input_is_named():
 BAD_QUESTIONS: dict[str, tuple[Callable[[WhatIf, Any, Any], Any], str]] = {
     "weights without names": (lambda w, m, e: w.with_weights(["web"]), "weights is a list: pass a dict"),
     "a weight that is a word": (lambda w, m, e: w.with_weights({"web": "half"}), r"weights\['web'\]='half'"),
+    "weights of groups left out": (lambda w, m, e: w.without({"web": 0.5}), "names is a dict: .* with_weights"),
     "no subset": (lambda w, m, e: w.subsets(np.ones((0, 4)), m), r"kept has shape \[0, 4\]"),
     "names as subsets": (lambda w, m, e: w.subsets([["web"]], m), "kept holds what is no number"),
     "no property": (lambda w, m, e: w.without("web").value(None), "property is a NoneType"),
@@ -114,6 +121,9 @@ def test_bad_questions_are_named(asked, name):
         ({"nearby": 2}, "nearby=2 needs a recipe"),
         ({"nearby": 2, "start": network(), "recipe": Recipe(1, 0.1, 8)}, "nearby and start are both given"),
         ({"nearby": -1}, "nearby=-1: pass a whole number, at least 0"),
+        ({"seed": "a"}, "seed='a': pass a whole number"),
+        ({"batch_size": 0}, "batch_size=0: pass a whole number, at least 1"),
+        ({"models": [3]}, r"models\[0\] is a int"),
         ({"models": network()}, "models is a Sequential: pass a list"),
         ({"models": [nn.Linear(5, 4).double()]}, r"models\[0\] gives outputs \[4\] for a point, the model \[3\]"),
     ],

@@ -113,6 +113,8 @@ class TRAKer(trak.TRAKer):
         self.groups, self._grouped = drop_in.groups, not drop_in.by_toolkit
         self._load = given.get("load_from_save_dir", True)
         ridge = check_ridge(given.get("lambda_reg", 0.0), "lambda_reg")
+        if given.get("projector") is None and given.get("proj_dim", 1) < 1:
+            raise ValueError(f"proj_dim={given['proj_dim']}: pass at least 1.")
         given["save_dir"] = self._save_dir = ranks.own_folder(given.get("save_dir", "./trak_results"), self._load)
         given = self._options.for_trak(given, self.groups if self._grouped else None)
         self._made_with = self._options.made_with(given, drop_in)
@@ -277,7 +279,9 @@ class TRAKer(trak.TRAKer):
         if self.groups is None and property is None:
             super().score(batch, inds, num_samples)
             return
-        model_id, experiment = self.saver.current_model_id, self.saver.current_experiment_name
+        model_id, experiment = self.saver.current_model_id, getattr(self.saver, "current_experiment_name", None)
+        if experiment is None:
+            raise ValueError("no experiment to score for: call start_scoring_checkpoint(exp_name, …) before score.")
         if self.saver.model_ids[model_id]["is_finalized"] == 0:
             raise ModelIDException(f"model id {model_id} is not finalized: call finalize_features before score.")
         targets, start = self.saver.current_store[f"{experiment}_grads"], self._last_ind_target

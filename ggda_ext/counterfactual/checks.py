@@ -44,6 +44,9 @@ def checked_models(model: nn.Module, models: Any, checkpoints: Checkpoints | Non
     """The model and further ones, or copies of it at its checkpoints."""
     if isinstance(models, nn.Module) or not isinstance(models, Sequence):
         raise TypeError(f"models is a {type(models).__name__}: pass a list of further models, models=[second, third].")
+    for j, one in enumerate(models):
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"models[{j}] is a {type(one).__name__}: pass a list of further models, nn.Modules.")
     if checkpoints is None:
         return [model, *models]
     if models:
@@ -71,6 +74,8 @@ def checked_point_weights(weights: Any, n: int) -> Tensor:
 
 def ids_of(names: Names, known: Sequence[Hashable]) -> list[int]:
     """Ids of groups given by name, of all their names."""
+    if isinstance(names, Mapping):
+        raise TypeError("names is a dict: pass names of groups, or give groups other weights by with_weights.")
     places = {name: j for j, name in enumerate(known)}
     listed = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
     if isinstance(names, tuple) and names in places:

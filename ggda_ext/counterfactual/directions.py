@@ -72,8 +72,8 @@ class WithRows(IndexedData):
             yield batch, self.rows[torch.from_numpy(waiting.pop(0))]
 
 
-def pulled_back(provider: GroupGradients, cotangents: Tensor, groups: Groups) -> Tensor:
-    """Σ_{i∈G} J_iᵀ c_i `[k, p]` for cotangents c `[n, C]` of the outputs."""
+def pulled_back(provider: GroupGradients, cotangents: Tensor, groups: Groups) -> GroupGradients:
+    """Σ_{i∈G} J_iᵀ c_i of every group, for cotangents c `[n, C]` of the outputs."""
 
     def products(model: nn.Module, batch: Any) -> Tensor:
         points, rows = batch
@@ -81,12 +81,11 @@ def pulled_back(provider: GroupGradients, cotangents: Tensor, groups: Groups) ->
         return (output.reshape(len(rows), -1) * rows.to(output)).sum(1)
 
     paired = WithRows(provider.data, cotangents)
-    own = GroupGradients(
+    return GroupGradients(
         provider.model, BatchLoss(products), paired, groups,
         parameters=provider.space.parameters.values(), memory_budget=provider.memory_budget,
         show_progress=provider.show_progress,
     )  # fmt: skip
-    return own.rows()
 
 
 def sketch(
@@ -109,7 +108,7 @@ def sketch(
     cotangents = loss.noise(loss.state(columns[:, :, None]), generator) * signs
     cotangents = cotangents * weights.double().clamp_min(0).sqrt()[:, None]
     labels = torch.randperm(n, generator=generator) % min(rows, n)
-    return pulled_back(provider, loss.of_columns(cotangents), Groups(labels.numpy()))
+    return pulled_back(provider, loss.of_columns(cotangents), Groups(labels.numpy())).rows()
 
 
 def eigenvectors(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -197,17 +196,22 @@ def bundled(groups: Groups, most: int, seed: int) -> tuple[Groups, Tensor]:
     return found, torch.from_numpy(np.where(labels < 0, 0.0, signs[labels]))
 
 
+def slopes(loss: ConvexLoss, outputs: Tensor) -> Tensor:
+    """First derivatives of the loss by outputs `[n]` or `[n, C]`, in double precision `[n, C]`."""
+    columns = loss.columns(outputs.double().reshape(len(outputs), -1))
+    return loss.of_columns(loss.slope(loss.state(columns[:, :, None]))[:, :, 0])
+
+
 def _of_groups(
     provider: GroupGradients, loss: ConvexLoss, outputs: Tensor, weights: Tensor, groups: Groups,
     sketched: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Gradients g_G of the groups, h_G at outputs of zero and, given a sketch, (GN + λ)⁻¹ h_G: `[2k or 3k, p]`."""
-    columns = loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None]
     found = []
-    for at in (columns, torch.zeros_like(columns)):
-        slope = loss.of_columns(loss.slope(loss.state(at))[:, :, 0])
+    for at in (outputs, torch.zeros_like(outputs)):
+        slope = slopes(loss, at)
         if bool(torch.isfinite(slope).all()):
-            found.append(pulled_back(provider, slope * weights[:, None], groups))
+            found.append(pulled_back(provider, slope * weights[:, None], groups).rows())
     if sketched is not None:
         found.append(_inverted(sketched, found[-1]))
     return torch.cat(found)

@@ -30,6 +30,7 @@ from ggda_ext.model import ParameterSpace, called_with
 from ggda_ext.sharing import adding_up, my_share, progress
 
 _CHUNK_BYTES = 64 * 2**20  # tangents of one batch along one chunk of directions
+_ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class Features:
     """Outputs of a data set and how they move.
 
     Attributes:
-        outputs: the model's own `[N]` or `[N, C]`.
+        outputs: the model's own `[N]` or `[N, C]`, those of half precision as float32.
         targets: of every example, or None.
-        tangents: Φ `[N, C, r]`, in the model's precision; in a file if they are many.
+        tangents: Φ `[N, C, r]`, in the same precision; in a file if they are many.
     """
 
     outputs: Tensor
@@ -79,7 +80,7 @@ class Linearizer:
         self.space, self.batch_size, self.memory_budget, self.folder = space, batch_size, memory_budget, folder
         self.rank, self.show_progress, self.by_rows = len(directions), show_progress, by_rows
         self.directions = directions
-        self._moves = {name: space.part(directions, value) for name, value in space.parameters.items()}
+        self._moves = {name: space.part(directions, value).to(value) for name, value in space.parameters.items()}
         self._mapped = True
         self._files: list[tempfile.TemporaryDirectory] = []
 
@@ -89,6 +90,7 @@ class Linearizer:
         if data.n is None:
             raise TypeError(f"{data.name} is a stream without a length: pass a map-style data set to what-if.")
         output, target = model_output(self.space.model, to_device(data.first(1), self.space.device))
+        output = at_least_single(output)
         outputs = output.new_zeros(data.n, *output.shape[1:])
         targets = None if target is None else target.new_zeros(data.n, *target.shape[1:])
         tangents = self._empty((data.n, output[0].numel(), self.rank), output)
@@ -183,6 +185,16 @@ def are_rows_less_work(facts: Facts, outputs: int, directions: int) -> bool:
     return outputs * (3 * work + directions * min(work, facts.parameters)) < directions * work
 
 
+def at_least_single(values: Tensor) -> Tensor:
+    """Values of half precision as float32; others as they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def rounding(*precisions: torch.dtype) -> float:
+    """Relative differences that rounding may explain, of the least of some precisions."""
+    return max(_ROUNDING.get(precision, _ROUNDING[torch.float32]) for precision in precisions)
+
+
 def output_of(model: nn.Module, batch: Any) -> Tensor:
     """Outputs of a batch `[b, …]`."""
     return model_output(model, batch)[0]
@@ -203,12 +215,13 @@ def check_forward_mode(linearizer: Linearizer, data: IndexedData) -> None:
     with space.require_gradients(of_chosen=True), sdpa_kernel(SDPBackend.MATH):
         again, _ = model_output(space.model, batch)
         parts = space.gradients_of((again * cotangent).sum())
-    row = space.flatten(parts, torch.zeros(space.size, dtype=space.dtype, device=space.device))
-    flat = torch.cat([value.reshape(linearizer.rank, -1) for value in linearizer._moves.values()], 1)
+    row = space.flatten(parts, torch.zeros(space.size, dtype=torch.float64, device=space.device))
+    flat = torch.cat([value.reshape(linearizer.rank, -1) for value in linearizer._moves.values()], 1).double()
     expected = flat @ row
-    found = torch.einsum("bcr,bc->r", moves, cotangent.reshape(len(output), -1))
-    tolerance = 1e-3 if space.dtype == torch.float32 else 1e-7
-    if bool(((found - expected).abs() > tolerance * (row.norm() * flat.norm(dim=1) + 1e-30)).any()):
+    found = torch.einsum("bcr,bc->r", moves.double(), cotangent.reshape(len(output), -1).double())
+    if bool(
+        ((found - expected).abs() > rounding(space.dtype, output.dtype) * (row.norm() * flat.norm(dim=1) + 1e-30)).any()
+    ):
         raise ValueError(
             "forward-mode products of the model differ from its gradients (an operation that hides its derivative?), "
             "so what-if would be wrong: choose other layers with parameters=."

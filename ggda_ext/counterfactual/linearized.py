@@ -1,7 +1,8 @@
 """One trained model, linearised along a few directions: refits for any weights of the groups, and their outputs.
 
 Of large training sets a refit looks at a part, drawn evenly from every group and weighted back: a few hundred numbers
-are fitted, for which some ten thousand points are plenty.
+are fitted, for which some ten thousand points are plenty. The groups' gradients, where it starts, are those of all
+points; they cost one more pass.
 
 While learning rates are high, a training with batches is off its optimum by luck, mostly along directions of high
 curvature, in which it arrived long ago: at another step the outputs of one class might have been the higher ones. What
@@ -20,13 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.counterfactual.directions import find_directions
+from ggda_ext.counterfactual.directions import find_directions, pulled_back, slopes
 from ggda_ext.counterfactual.features import (
     Features,
     Linearizer,
     are_rows_less_work,
+    at_least_single,
     check_finite,
     check_forward_mode,
+    rounding,
 )
 from ggda_ext.counterfactual.known_losses import convex_loss
 from ggda_ext.counterfactual.newton import Penalty
@@ -80,11 +83,13 @@ class LinearizedModel:
         self._batch_size = batch_size = facts.batch_size
         outputs, targets = self._outputs_of(provider.model, provider.data)
         self.output_shape = list(outputs.shape[1:])
-        loss = convex_loss(provider.loss, outputs, targets)
+        loss = self._loss = convex_loss(provider.loss, outputs, targets)
         ignored = ignored_targets(getattr(provider.loss, "loss_fn", None), targets)
         self.point_weights = point_weights.to(outputs.device)
         if ignored is not None:
             self.point_weights = self.point_weights.masked_fill(ignored, 0)  # the mean loss is that of the others
+        losses = loss.value(loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None])[:, 0]
+        check_finite(torch.where(self.point_weights > 0, losses, 0.0), "losses", provider.data.name)
         self.directions = find_directions(
             settings.directions, settings.rank, provider, loss, outputs, self.point_weights / self.point_weights.sum(),
             settings.seed,
@@ -105,17 +110,20 @@ class LinearizedModel:
         )
         looked_at = _Chosen(provider.data, self.chosen)
         self.training = self._linearizer.features(looked_at)
-        self.training_loss = loss.take(torch.from_numpy(self.chosen).to(outputs.device))
+        at = torch.from_numpy(self.chosen).to(outputs.device)
+        self.training_loss = loss.take(at)
         self.is_linear = self._linear()
         self.settled = self.directions.rows.new_zeros(len(self.directions.rows), dtype=torch.float64)
         self.zero: Tensor | None = None
         self._start: Tensor | None = None
         if self.is_linear and explained is not None:  # its features are those of the model, where refits then begin
-            self.training = replace(self.training, outputs=self._outputs_of(explained, looked_at)[0])
+            outputs, _ = self._outputs_of(explained, provider.data)
+            self.training = replace(self.training, outputs=outputs[at])
         elif settings.start is not None and not self.is_linear:
             start = copy.deepcopy(settings.start).to(self.space.device).eval()
             self.zero = self._zero_from(start)
             self._start, _ = self._outputs_of(start, looked_at)
+        self._all_outputs = outputs
         self.refit = self._refit(provider.groups)
         self.metric = torch.eye(self.refit.r, dtype=torch.float64, device=self.space.device)
         self.ridge, self._ridge_from = self._default_ridge() if settings.ridge is None else (settings.ridge, "given")
@@ -134,10 +142,27 @@ class LinearizedModel:
         if not np.array_equal(order, np.arange(n)):  # pieces of groups; the groups themselves stand in order already
             at = torch.from_numpy(order).to(tangents.device)
             parts, loss, tangents = [part[at] for part in parts], loss.take(at), tangents[at]
-        problem = Refit(parts[0], tangents, loss, starts, parts[1], self.settings.memory_budget // 2)
+        budget = self.settings.memory_budget // 2
+        problem = Refit(parts[0], tangents, loss, starts, parts[1], budget, self._missing(groups))
         if self.is_linear and not self.settings.decay:
             problem.radius = self.training_loss.radius
         return problem
+
+    def _missing(self, groups: Groups) -> Tensor | None:
+        """What the points looked at lack of the gradients of all, group by group; those in no group last `[k + 1, r]`.
+
+        None where it looks at all of them, and where it starts far from its answers.
+        """
+        if len(self.chosen) == groups.n or self._start is not None:
+            return None
+        over = self.point_weights.double()
+        over = over.index_add(0, torch.from_numpy(self.chosen).to(over.device), -self._chosen_weights.double())
+        labels, k = groups.labels_of(np.arange(groups.n)), len(groups)
+        filled, at = np.unique(np.where(labels < 0, k, labels), return_inverse=True)
+        rows = slopes(self._loss, self._all_outputs) * over[:, None]
+        found = self.directions.rows.new_zeros(k + 1, len(self.directions.rows), dtype=torch.float64)
+        found[filled] = pulled_back(self.provider, rows, Groups(at)).scores(self.directions.rows).T.double()
+        return found
 
     def solve(self, weights: Tensor, factor: float = 1.0) -> Tensor:
         """Coefficients d `[s, r]` for weights of groups `[s, k]`, with a factor of the ridge; ranks share the work."""
@@ -183,7 +208,7 @@ class LinearizedModel:
                 output, target = model_output(model, to_device(batch, self.space.device))
                 outputs.append(output)
                 targets.append(target)
-        joined = torch.cat(outputs)
+        joined = at_least_single(torch.cat(outputs))
         check_finite(joined, "outputs", data.name)
         return joined, None if targets[0] is None else torch.cat([target for target in targets if target is not None])
 
@@ -206,7 +231,7 @@ class LinearizedModel:
         with torch.no_grad():
             real = moved_outputs(self, at, d)
         change = (moves @ d.to(moves)).view(output.shape)
-        size = 1e-4 if self.space.dtype == torch.float32 else 1e-10
+        size = 0.3 * rounding(self.space.dtype, real.dtype)
         return bool((real - output - change).abs().max() <= size * (1 + change.abs().max() + output.abs().max()))
 
     def _default_ridge(self) -> tuple[float, str]:
@@ -244,6 +269,8 @@ class LinearizedModel:
         points = len(self.chosen)
         of = "all" if points == self.provider.groups.n else f"{points:,} of {self.provider.groups.n:,}"
         kind = "linear in its parameters: refits are exact" if self.is_linear else "linearised around its parameters"
+        if self.is_linear and points < self.provider.groups.n:
+            kind += " for these points"
         told = (
             f"{self.directions.why}; {of} training points; the model is {kind}; weight decay "
             f"{self.settings.decay:.3g}, ridge {self.ridge:.3g} (from: {self._ridge_from})"

@@ -9,6 +9,9 @@ and at the optimum it is the decay's own pull), and the penalty Λ `[r, r]` is t
 the answer where the linearisation holds. Without weight decay a linear model has next to no Λ: there a refit stops
 where outputs have moved by the loss's radius, because with a class left out nothing else bounds them.
 
+Where the sums are over a part of the points only, the gradients of the groups at d = 0 are still those of all points:
+⟨Σ_G w_G e_G / Σ_i w_i, d⟩ is added, with e_G what the part lacks of them. What is left to chance is how they change.
+
 A training that stopped early has another reason to be where it is: what its points did not teach is as it was at the
 start. There gradients tell little, those of points that are learned are nearly zero, and nothing above would forget
 them. So, if the start and its outputs f⁰ are known, the training is done again from there, with a ridge R that pulls
@@ -46,6 +49,7 @@ class Refit:
         starts: where every group starts, and where the last one ends `[k + 1]`; later points are in no group and stay.
         point_weights: of every point in the training loss `[n]`.
         most_bytes: memory for one block of subsets, and for the groups' curvature.
+        missing: e, for the groups and for the points in none `[k + 1, r]`; None if these are all points.
 
     Attributes:
         radius: how far outputs may move, in the mean square; unbounded at first.
@@ -59,6 +63,7 @@ class Refit:
         starts: np.ndarray,
         point_weights: Tensor,
         most_bytes: int = 2**29,
+        missing: Tensor | None = None,
     ) -> None:
         self.n, self.c, self.r = tangents.shape
         self.outputs, self.dtype = outputs.to(tangents.dtype), tangents.dtype
@@ -71,7 +76,14 @@ class Refit:
         self.masses = torch.zeros(self.k + 1, dtype=torch.float64, device=tangents.device)
         self.masses.index_add_(0, self._labels, point_weights.double())
         self._everything = torch.ones(1, self.k + 1, dtype=torch.float64, device=tangents.device)
+        self._missing = missing
         self._begin()
+
+    def missing(self, weights: Tensor) -> Tensor:
+        """What the mean gradients of subsets lack of those of all their points `[s, r]`."""
+        if self._missing is None:
+            return torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
+        return weights @ self._missing / (weights @ self.masses)[:, None]
 
     def _begin(self) -> None:
         """What is known at d = 0: the gradient ḡ of all points, and the groups' curvature."""

@@ -35,6 +35,7 @@ class Settings:
         for name in ("rank", "most_points", "memory_budget"):
             check_count(name, getattr(self, name))
         check_count("nearby", self.nearby, 0)
+        check_count("seed", self.seed, 0)
         for name in ("weight_decay", "ridge"):
             if getattr(self, name) is not None:
                 check_penalty(name, getattr(self, name))

@@ -55,16 +55,17 @@ def kept_share(model: LinearizedModel, ridge: float) -> float:
     except SingularRefit:  # it runs without end
         return -float("inf")
     stay = torch.ones(len(weights), 1, dtype=torch.float64)
-    shares = model.refit.weights_of_points(torch.cat([weights, stay], 1).to(answers))
+    weights = torch.cat([weights, stay], 1).to(answers)
+    shares, pulls = model.refit.weights_of_points(weights), model.refit.pull - model.refit.missing(weights)
     step = -(-len(model.chosen) // _POINTS)
     at = torch.from_numpy(np.argsort(model.chosen)[::step].copy()).to(answers.device)
     loss, before = model.training_loss.take(at), model.outputs[at]
     tangents = model.training.tangents[at]
     found = []
-    for d, share in zip(answers, shares.T, strict=True):
+    for d, share, pulled in zip(answers, shares.T, pulls, strict=True):
         weight = share[at].double() * step
         linear = before + (tangents @ d.to(tangents)).view(before.shape)
-        pull = float(d @ model.refit.pull) - model.settings.decay / 2 * float(d @ d)
+        pull = float(d @ pulled) - model.settings.decay / 2 * float(d @ d)
         start, promised, real = (
             float(weight @ loss.value(loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None])[:, 0])
             for outputs in (before, linear, moved_outputs(model, at, model.settled + d))

@@ -29,6 +29,7 @@ from ggda_ext.counterfactual.answer import Counterfactual
 from ggda_ext.counterfactual.calibration import Calibration, Verification, chosen_subsets, verified
 from ggda_ext.counterfactual.checks import (
     Names,
+    check_count,
     checked_kept,
     checked_models,
     checked_point_weights,
@@ -96,7 +97,8 @@ class WhatIf:
             that are linear in their parameters. `verify` may choose another.
         point_weights: of every training point in the training loss `[n]`; 1 if left out.
         parameters: names of parameters or modules that may move; all that require a gradient if left out.
-        most_points: training points a refit looks at; more are drawn from evenly.
+        most_points: training points a refit looks at; more are drawn from evenly. The groups' gradients are those of
+            all points, which takes one more pass; pass n for refits of all of them.
         batch_size: points per pass; by default those of a DataLoader, else as many as fit the budget.
         memory_budget: bytes for features, for solving and for finding directions; features that need more go to a
             file, and of a large model fewer eigenvectors are taken.
@@ -139,6 +141,8 @@ class WhatIf:
             directions, rank, ridge, recipe, start, settle, nearby, weight_decay, most_points, memory_budget, folder,
             seed,
         )  # fmt: skip
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
         inside = IndexedData(data, "the training data")
         if inside.n is None:
             raise TypeError("the training data is a stream without a length: pass a map-style data set to what-if.")
@@ -356,8 +360,14 @@ class WhatIf:
 
     def note(self, property: Property) -> str:
         """What to know about predicted levels of this property; empty where they were calibrated or are exact."""
-        exact = all(model.is_linear for model in self.linearized)
-        return "" if exact or self.calibration_of(property) is not None else NOT_CALIBRATED
+        exact, found = all(model.is_linear for model in self.linearized), list[str]()
+        if not exact and self.calibration_of(property) is None:
+            found.append(NOT_CALIBRATED)
+        if (looked_at := len(self.linearized[0].chosen)) < self.groups.n:
+            found.append(
+                f"Refits look at {looked_at:,} of {self.groups.n:,} training points; see most_points of WhatIf."
+            )
+        return " ".join(found)
 
     def removed(self, weights: Tensor) -> Tensor:
         """Share of the training points that is left out `[s]`; points that count more than once leave nothing out."""
