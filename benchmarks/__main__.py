@@ -197,8 +197,8 @@ def _tasks(options: argparse.Namespace) -> list[str] | None:
 def _lds_sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Sizes of LDS that are given on the command line of `run`."""
     names = (
-        "lds_methods", "groups", "grouping_seeds", "protocols", "subsets", "seeds", "nearby", "settled_checkpoints",
-        "points", "epochs",
+        "lds_methods", "groups", "grouping_seeds", "protocols", "subsets", "seeds", "trios", "nearby",
+        "settled_checkpoints", "points", "epochs",
     )  # fmt: skip
     given = {name.removeprefix("lds_"): getattr(options, name, None) for name in names}
     found = {name: value for name, value in given.items() if value is not None}
@@ -327,6 +327,7 @@ def _add_lds_sizes(running: argparse.ArgumentParser) -> None:
     sizes.add_argument("--grouping-seeds", nargs="+", type=int, metavar="SEED")
     sizes.add_argument("--subsets", type=_count, metavar="N", help="choices of groups of each grouping and protocol")
     sizes.add_argument("--seeds", type=_count, metavar="N", help="models retrained on each of them")
+    sizes.add_argument("--trios", type=_count, metavar="N", help="trios of models explained, one trio after the other")
     sizes.add_argument("--nearby", type=_count, metavar="N", help="copies of every model that what-if explains")
     sizes.add_argument("--settled-checkpoints", action="store_true", default=None,
                        help="what-if explains all checkpoints of a model, settled")  # fmt: skip

@@ -123,6 +123,7 @@ class LdsScale:
         seeds: models retrained on every choice.
         protocols: which of `names.PROTOCOLS`; others than halves take at most `cells.refitted_groups` groups.
         left_out_groups: at most that many groups are left out one by one.
+        trios: how many times three models are explained, together and the first of them alone; of other seeds each.
         nearby: copies of every model that what-if explains.
         settled_checkpoints: whether it explains all checkpoints of a model, settled, in place of the last.
     """
@@ -132,6 +133,7 @@ class LdsScale:
     seeds: int = 2
     protocols: tuple[str, ...] = PROTOCOLS
     left_out_groups: int = 32
+    trios: int = 1
     nearby: int = 0
     settled_checkpoints: bool = False
 

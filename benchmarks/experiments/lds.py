@@ -62,19 +62,29 @@ def _groupings(bench: Bench, size: LdsScale) -> Iterator[Cell]:
 
 
 def _write(bench: Bench, size: LdsScale, cell: Cell, retrainings: Retrainings) -> None:
-    """The rows of one grouping: protocol by protocol, then real leave-group-out as a method of its own."""
+    """The rows of one grouping, by trio and protocol, then real leave-group-out as a method of its own."""
     groups, protocols = bench.groups(cell), _protocols(bench, size, cell)
-    predictor = Predictor(bench, groups, cell)
 
     @cache
     def truth(protocol: str) -> Truth:
         return _retrained(size, groups, cell, protocol, retrainings)
 
-    wanted = [(protocol, method) for protocol in protocols for method in _methods(bench, size, cell)]
+    @cache
+    def predictor(trio: int) -> Predictor:
+        return Predictor(bench, groups, cell, trio)
+
+    methods = list(_methods(bench, size, cell))
+    explaining = [method for method in methods if method not in TRIVIAL]
+    wanted = [
+        (trio, protocol, method)
+        for trio in range(size.trios)
+        for protocol in protocols
+        for method in (explaining if trio else methods)
+    ]
     if LEAVE_ONE_OUT in protocols:
-        wanted += [(protocol, LEAVE_GROUP_OUT) for protocol in protocols if protocol != LEAVE_ONE_OUT]
-    for protocol, method in wanted:
-        key = bench.key(NAME, _named(cell, method), protocol)
+        wanted += [(0, protocol, LEAVE_GROUP_OUT) for protocol in protocols if protocol != LEAVE_ONE_OUT]
+    for trio, protocol, method in wanted:
+        key = bench.key(NAME, _named(cell, method), protocol, *([f"trio {trio}"] if trio else []))
         if bench.folder.done(key):
             continue
         real = truth(protocol)
@@ -82,8 +92,8 @@ def _write(bench: Bench, size: LdsScale, cell: Cell, retrainings: Retrainings) -
             rises = truth(LEAVE_ONE_OUT).losses.mean(1) - bench.subject.loss
             found = Prediction.additive(real.kept, rises, bench.subject.loss, f"{len(groups)} trainings")
         else:
-            found = predictor(method, real)
-        about = {**vars(_named(cell, method)), "protocol": protocol, "groups": len(groups), "key": key}
+            found = predictor(trio)(method, real)
+        about = {**vars(_named(cell, method)), "protocol": protocol, "trio": trio, "groups": len(groups), "key": key}
         bench.folder.append(bench.common(NAME) | about | _fields(found, real))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks import names
 from benchmarks.experiments.bench import Bench, Cell
-from benchmarks.experiments.methods import attributed
+from benchmarks.experiments.methods import Attribution, attributed
 from benchmarks.experiments.refits import class_shift, from_start, warm_started, what_if
 from benchmarks.experiments.subject import Subject, Timed, timed
 from ggda_ext import Groups, WhatIf
@@ -24,8 +24,8 @@ RETRAINED = 8
 values are compared on the other half, none of which was looked at."""
 FEWEST_FITTED = 15
 """Choices of groups an additive score is fitted to."""
-OTHER_SEEDS = (501, 502)
-"""Models explained beside the one of seed 0; none of them is among those retrained."""
+EXPLAINED_SEEDS = 501
+"""Models are explained in trios: the first is of seed 0, those after it of seeds from here on; none is retrained."""
 
 
 @dataclass(frozen=True)
@@ -80,29 +80,30 @@ def two_halves(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Predictor:
-    """Predictions of all methods for one grouping; refits are set up once for all its protocols.
+    """Predictions of all methods for one grouping and one trio; refits are set up once for all its protocols.
 
     Args:
         bench: the task.
         groups: the groups.
         cell: where they come from; its method does not count.
+        trio: which three models are explained, together or the first of them alone.
     """
 
-    def __init__(self, bench: Bench, groups: Groups, cell: Cell) -> None:
-        self.bench, self.groups, self.cell = bench, groups, cell
+    def __init__(self, bench: Bench, groups: Groups, cell: Cell, trio: int = 0) -> None:
+        self.bench, self.groups, self.cell, self.seeds = bench, groups, cell, explained_seeds(trio)
 
     def __call__(self, method: str, truth: Truth) -> Prediction:
         """One method's predictions of the losses of retrained models; only what-if looks at some of them, after."""
-        subsets, subject = points_of(self.groups, truth.kept), self.bench.subject
+        subsets, subject = points_of(self.groups, truth.kept), self._first
         match method:
             case names.WHAT_IF:
-                return _refitted(self._one, truth, self.bench)
+                return _refitted(self._one, truth, subject)
             case names.WHAT_IF_3:
-                return _refitted(self._three, truth, self.bench)
+                return _refitted(self._three, truth, subject)
             case names.FROM_START:
-                return _refitted(self._from_start, truth, self.bench)
+                return _refitted(self._from_start, truth, subject)
             case names.FROM_START_3:
-                return _refitted(self._three_from_start, truth, self.bench)
+                return _refitted(self._three_from_start, truth, subject)
             case names.WARM_START:
                 found = timed(warm_started, subject, subsets)
                 return Prediction(found.value, "a few epochs on what is kept", {"scoring": found.seconds})
@@ -114,27 +115,35 @@ class Predictor:
 
     def _additive(self, method: str, kept: np.ndarray) -> Prediction:
         cell = replace(self.cell, method=names.AVERAGED.get(method, method))
-        first, loss = self.bench.attribution(cell), self.bench.subject.loss
-        if method not in names.AVERAGED:
-            return Prediction.additive(kept, first.importance, loss, first.settings, first.seconds)
-        others = [attributed(cell.method, subject, self.groups) for subject in self._others]
-        seconds = {
-            part: first.seconds[part] + sum(one.seconds.get(part, 0) for one in others) for part in first.seconds
-        }
-        importance = np.mean([first.importance, *(one.importance for one in others)], axis=0)
-        return Prediction.additive(kept, importance, loss, f"{first.settings}; three models", seconds)
+        averaged = method in names.AVERAGED
+        found = [self._attributed(cell, subject) for subject in (self._subjects if averaged else [self._first])]
+        seconds = {part: sum(one.seconds.get(part, 0) for one in found) for part in found[0].seconds}
+        importance = np.mean([one.importance for one in found], axis=0)
+        settings = f"{found[0].settings}; three models" if averaged else found[0].settings
+        return Prediction.additive(kept, importance, self._first.loss, settings, seconds)
+
+    def _attributed(self, cell: Cell, subject: Subject) -> Attribution:
+        """Importance of the groups for a model; the task's own is kept, and pays for the grouping."""
+        if subject is self.bench.subject:
+            return self.bench.attribution(cell)
+        return attributed(cell.method, subject, self.groups)
 
     @cached_property
-    def _others(self) -> list[Subject]:
-        return [self.bench.another_subject(seed) for seed in OTHER_SEEDS]
+    def _first(self) -> Subject:
+        first, own = self.seeds[0], self.bench.subject
+        return own if first == own.seed else self.bench.another_subject(first)
+
+    @cached_property
+    def _subjects(self) -> list[Subject]:
+        return [self._first, *(self.bench.another_subject(seed) for seed in self.seeds[1:])]
 
     @cached_property
     def _one(self) -> Timed[WhatIf]:
-        return self._asked([self.bench.subject])
+        return self._asked([self._first])
 
     @cached_property
     def _three(self) -> Timed[WhatIf]:
-        return self._asked([self.bench.subject, *self._others])
+        return self._asked(self._subjects)
 
     def _asked(self, subjects: list[Subject]) -> Timed[WhatIf]:
         size = self.bench.size.lds
@@ -143,27 +152,33 @@ class Predictor:
 
     @cached_property
     def _from_start(self) -> Timed[WhatIf]:
-        return timed(from_start, [self.bench.subject], self.groups)
+        return timed(from_start, [self._first], self.groups)
 
     @cached_property
     def _three_from_start(self) -> Timed[WhatIf]:
-        return timed(from_start, [self.bench.subject, *self._others], self.groups)
+        return timed(from_start, self._subjects, self.groups)
 
 
-def _refitted(asked: Timed[WhatIf], truth: Truth, bench: Bench) -> Prediction:
+def explained_seeds(trio: int) -> list[int]:
+    """Seeds of the three models of a trio."""
+    first = EXPLAINED_SEEDS + 3 * trio - 1
+    return [first if trio else 0, first + 1, first + 2]
+
+
+def _refitted(asked: Timed[WhatIf], truth: Truth, subject: Subject) -> Prediction:
     """What-if's predictions, and those after `verify` with a few of the retrained models."""
-    refit, measure = asked.value, bench.subject.property
+    refit, measure = asked.value, subject.property
     found = timed(refit.subsets, truth.kept, measure)
     calibrated = None
     if len(truth.kept) >= 2 * RETRAINED - 1:
-        calibrated = _verified(refit, truth, bench)
+        calibrated = _verified(refit, truth, subject)
     seconds = {"gradients": asked.seconds, "scoring": found.seconds}
     return Prediction(found.value.numpy(), refit.explain(), seconds, calibrated)
 
 
-def _verified(refit: WhatIf, truth: Truth, bench: Bench) -> np.ndarray:
+def _verified(refit: WhatIf, truth: Truth, subject: Subject) -> np.ndarray:
     """Calibrated predictions of the other half; the refit is left as it was, for the other protocols."""
-    measure, ridges = bench.subject.property, [model.ridge for model in refit.linearized]
+    measure, ridges = subject.property, [model.ridge for model in refit.linearized]
     first, second = two_halves(len(truth.kept))
     chosen = refit.to_retrain(measure, RETRAINED, among=truth.kept[first])
     places = [int(np.flatnonzero((truth.kept == one).all(1))[0]) for one in chosen]

@@ -26,7 +26,9 @@ def what_if_tables(rows: pd.DataFrame) -> Iterator[Table]:
         if WHAT_IF not in set(some["method"]):
             continue
         first = [setting, protocol, f"{grouping_title(grouping)} {int(size)}"]
-        lines = {method: some[some["method"] == method].sort_values("grouping_seed") for method in _SHOWN}
+        lines = {
+            method: some[some["method"] == method].sort_values("grouping_seed", kind="stable") for method in _SHOWN
+        }
         methods = [_rank(lines[method], method in WHAT_IFS) for method in _SHOWN]
         ceilings = [_mean(some, column) for column, _ in CEILINGS]
         seeds = sorted(set(some["model_seeds"].map(len)))
@@ -42,9 +44,9 @@ def what_if_tables(rows: pd.DataFrame) -> Iterator[Table]:
         keys=3,
         notes=[
             "LDS: Spearman correlation of predicted mean test losses with those of retrained models, the mean over "
-            "grouping seeds; for what-if with its 95 % bootstrap interval over models and, in parentheses, its value "
-            "for each grouping seed. Models: choices of groups for each grouping seed, and models retrained on each "
-            f"choice. {CEILING_NOTE}"
+            "grouping seeds and trios of explained models; for what-if with its 95 % bootstrap interval over models "
+            "and, in parentheses, its value for each of them. Models: choices of groups for each "
+            f"grouping seed, and models retrained on each choice. {CEILING_NOTE}"
         ],
     )
     yield Table(

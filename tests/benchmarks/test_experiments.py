@@ -22,7 +22,7 @@ from benchmarks import data, experiments
 from benchmarks.experiments import bench, dattri, groupings, lds, methods, noisy, refits, retrainings
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.methods import METHODS, attributed
-from benchmarks.experiments.predictions import Predictor, Truth
+from benchmarks.experiments.predictions import Predictor, Truth, explained_seeds
 from benchmarks.experiments.retrainings import Retrainings, Wanted
 from benchmarks.experiments.subject import LISSA_BATCH, Subject
 from benchmarks.names import (
@@ -34,6 +34,7 @@ from benchmarks.names import (
     GRAD_K_MEANS,
     GROUPINGS,
     INFLUENCE,
+    INFLUENCE_3,
     LEAVE_GROUP_OUT,
     PER_POINT,
     PROTOCOLS,
@@ -43,6 +44,7 @@ from benchmarks.names import (
     TRIVIAL,
     WARM_START,
     WHAT_IF,
+    WHAT_IF_3,
 )
 from benchmarks.report.dattri_tables import dattri_tables
 from benchmarks.report.rows import read
@@ -304,6 +306,21 @@ def test_lds_has_a_row_for_every_method_protocol_and_grouping_seed(folder: Resul
     assert "Influence: Random 16" in pictures[0].svg.read_text()
     experiments.run(["lds"], [TASK], scale, folder)
     assert len(folder.rows) == len(rows)
+
+
+def test_other_trios_of_models_are_explained_on_the_same_groups_and_retrainings(folder: ResultFolder) -> None:
+    cell = cells(INFLUENCE_3, WHAT_IF, WHAT_IF_3, Random=(16,))
+    experiments.run(["lds"], [TASK], tiny(lds={"cells": cell, "subsets": 16, "seeds": 1, "trios": 2}), folder)
+    rows = {(row["trio"], row["method"]): row for row in folder.rows if row["protocol"] == "halves"}
+    explaining = {INFLUENCE_3, WHAT_IF, WHAT_IF_3}
+    assert {name for trio, name in rows if trio == 1} == explaining
+    for method in explaining:
+        first, second = rows[0, method], rows[1, method]
+        assert first["real"] == second["real"]
+        assert first["predicted"] != second["predicted"]
+    seeds = [explained_seeds(trio) for trio in range(3)]
+    assert seeds[0] == [0, 501, 502]
+    assert len({seed for three in seeds for seed in three}) == 9
 
 
 def test_the_ceiling_is_what_as_many_models_of_other_seeds_reach() -> None:
