@@ -1,6 +1,6 @@
 """Group data attribution: which parts of the training data made a model what it is.
 
-Names in the order a newcomer meets them.
+``__all__`` lists the names in the order in which a new user meets them.
 """
 
 from importlib import import_module
@@ -53,7 +53,7 @@ _LATER = {
     "estimate": "ggda_ext.estimation",
     **{room: f"ggda_ext.{room}" for room in ("grouping", "counterfactual", "evaluation", "training")},
 }
-"""What the front door does without: imported when it is asked for, so that ``import ggda_ext`` is quick."""
+"""Names that are imported only when they are used, with their modules. This keeps ``import ggda_ext`` fast."""
 
 
 def __getattr__(name: str) -> Any:

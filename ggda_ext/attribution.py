@@ -4,12 +4,14 @@ The score of group G for a property g is
 
     τ_G = Σ_c w_c ⟨P_c ∇g(θ_c), Σ_{i∈G} ∇ℓ_i(θ_c)⟩
 
-over checkpoints θ_c with weights w_c. The method is P: see `ggda_ext.methods`. TracIn, whose P is the identity, sums
-over checkpoints (its weights are their learning rates); methods in the property's unit take the mean.
+over checkpoints θ_c with weights w_c. The method defines P: see `ggda_ext.methods`. For TracIn, P is the identity, and
+the scores are summed over checkpoints (the weights are their learning rates). Methods in the property's unit take the
+weighted mean.
 
-`attribute` is the front door. For every checkpoint the property's side is prepared, then there is one pass over the
-training data. The scores go to the caller, or into a folder (`ggda_ext.storage.scores`, which has the methods of
-`ScoresInMemory`): `keep_scores` is the one place where the in-memory path knows of folders.
+`attribute` is the function that users call. For every checkpoint it prepares the property's directions, then makes one
+pass over the training data. The scores are returned to the caller, or also written into a folder
+(`ggda_ext.storage.scores`, whose `ScoreStore` has the methods of `ScoresInMemory`). Only `keep_scores` chooses between
+the two.
 """
 
 from __future__ import annotations
@@ -71,52 +73,55 @@ def attribute(
     memory_budget: int = 256 * 2**20,
     show_progress: bool | None = None,
 ) -> Attribution:
-    """Scores of groups: positive where the property is predicted to rise if the group is removed.
+    """Return a score for every group; it is positive if the property is predicted to rise when the group is removed.
 
-    For a loss these are the groups that help; the result says who helps and who hurts. With ``"influence"`` and
-    ``"ekfac"`` a score is the predicted rise itself, in the property's unit; with ``"tracin"`` and ``"fisher"`` it
-    ranks groups (docs/signs.md lists all entry points).
+    If the property is a loss, groups with a positive score help. The result says which groups help and which hurt. With
+    ``"influence"`` and ``"ekfac"`` a score is the predicted rise itself, in the property's unit. With ``"tracin"`` and
+    ``"fisher"`` the scores only rank the groups (docs/signs.md lists the signs of all entry points).
 
     Args:
-        model: the trained model, in eval mode if it has dropout or BatchNorm.
-        loss_fn: the training loss, ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`; None for a model
-            that returns its own loss.
+        model: the trained model; put it in eval mode if it has dropout or BatchNorm.
+        loss_fn: the training loss: ``loss_fn(output, target)`` with any reduction, or an `ExampleLoss`; None for a
+            model that returns its own loss.
         data: the training set: a DataLoader that does not shuffle, a Dataset, tensors, arrays, pandas frames, or a dict
             of these.
-        groups: a `Groups` or anything it accepts; None for groups of one; with `frame`, the name of a column, or a
-            list of names for the combinations of their values.
-        property: what to explain, a callable ``g(model) -> Tensor`` or one of `ggda_ext.properties`.
-        method: ``"influence"``, ``"tracin"`` (one pass, ranks only), ``"ekfac"``, ``"fisher"``, or one of
-            `ggda_ext.methods` with settings of its own, such as ``Influence(curvature="hessian", points=2000)``.
+        groups: a `Groups` or anything it accepts; None puts every point in a group of its own. With `frame`, the name
+            of a column, or a list of column names: every combination of their values is a group.
+        property: what to explain: a callable ``g(model) -> Tensor`` or one of `ggda_ext.properties`.
+        method: ``"influence"``, ``"tracin"`` (one pass, ranks only), ``"ekfac"``, ``"fisher"``, or an object from
+            `ggda_ext.methods` with its own settings, such as ``Influence(curvature="hessian", points=2000)``.
             ``result.method`` says what was done.
-        damping: of the curvature; by default from the recipe, else from the curvature itself.
-        recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: gives the damping.
-        intervals: around the scores, at 95 %: over ``"test points"`` (ten folds of those that the property is measured
-            on), over ``"checkpoints"``, ``"both"``, or True for what there is. They share the pass over the training
-            data; solving with the curvature takes longer.
-        frame: the pandas table whose columns `groups` names, with a row for every training point.
-        models: more models trained the same way with other seeds. Scores are those of all of them, as over checkpoints:
-            a mean in the property's unit. Their mean predicts other retrained models better than one model does.
-        checkpoints: a state dict or its path, or several; the model's current parameters if left out. The model gets
-            its own parameters back afterwards.
-        weights: one weight per checkpoint, equal ones if left out. Scores in the property's unit are weighted means.
-        load_checkpoint: ``load_checkpoint(model, checkpoint)``, if a checkpoint is neither.
-        save_dir: a folder that keeps finished blocks of scores. Called again after a kill, only missing blocks are
-            made, with the same result bit for bit; another model, loss, data set, groups or settings are refused. The
-            folder may be asked about other properties, too. Under torchrun all ranks have to see it.
-        tag: with `save_dir`, a name for the version of what cannot be checked, such as files that the data set reads.
-            Choose another name when they change: a folder with another tag is refused.
-        parameters: names of parameters or modules, modules or parameters that count; by default all that require a
-            gradient.
+        damping: damping of the curvature; by default it comes from the recipe, or without one from the curvature.
+        recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`; it determines the damping.
+        intervals: whether to compute 95 % intervals around the scores: over ``"test points"`` (ten folds of the points
+            that the property is measured on), over ``"checkpoints"``, over ``"both"``, or True for all that apply.
+            Intervals need no further pass over the training data, but solving with the curvature takes longer.
+        frame: a pandas table with one row for every training point; `groups` names its columns.
+        models: more models that were trained the same way with other seeds. They are used like checkpoints: in the
+            property's unit a score is the mean over all models. This mean predicts other retrained models better than
+            one model does.
+        checkpoints: one or several state dicts or their paths; the model's current parameters if left out. The model
+            gets its own parameters back afterwards.
+        weights: one weight per checkpoint; equal weights if left out. Scores in the property's unit are weighted means.
+        load_checkpoint: ``load_checkpoint(model, checkpoint)``, for checkpoints that are neither state dicts nor paths.
+        save_dir: a folder that keeps finished blocks of scores. If a run was killed, call again: only missing blocks
+            are computed, and the result is the same bit for bit. A call with another model, loss, data set, groups or
+            settings raises an error; another property may use the same folder. Under torchrun all ranks have to see it.
+        tag: with `save_dir`, a name for the version of everything that cannot be checked, such as files that the data
+            set reads. Choose another name when they change: a folder with another tag raises an error.
+        parameters: the parameters that the gradients are taken for: names of parameters or modules, modules, or
+            parameters; by default all that require a gradient.
         strategy: how gradients are summed, ``"auto"`` or one of `STRATEGIES`; all give the same numbers.
-        batch_size: points per batch; by default those of a DataLoader, else as many as run fast and fit the budget.
+        batch_size: points per batch; by default the batch size of a DataLoader, else as many points as run fast and fit
+            the budget.
         memory_budget: bytes for one batch's activations and for one block of rows.
-        show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
+        show_progress: whether to show a progress bar for passes over the data; by default for passes that take more
+            than 5 seconds.
 
     Returns:
-        An `Attribution`: scores `[m, k]`, one row per component of the property, with names, sizes and direction; it
-        prints as a ranked table, and is a tensor. With `save_dir` the scores are on the CPU, a memory map if
-        they were found there or are more than one block.
+        An `Attribution`: scores `[m, k]`, one row per component of the property, with names, sizes and direction. It
+        prints as a ranked table and can be used as a tensor. With `save_dir` the scores are on the CPU; they are a
+        memory map if they were found in the folder or are more than one block.
     """
     if frame is not None or isinstance(groups, str):
         groups = group_column(frame, groups)
@@ -160,11 +165,11 @@ def attribute(
 
 
 def _chosen(method: MethodName | Method, **settings: Any) -> Method:
-    """A method by name with settings, of which those that are None are left to it; or one that has its settings.
+    """Return the method with this name and these settings, or the method itself if an object is given.
 
     Args:
-        method: its name, or the method itself.
-        **settings: `damping`, `recipe`.
+        method: the name of a method, or a `Method` that already has its settings.
+        **settings: `damping`, `recipe`; a setting that is None keeps the method's default.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     if isinstance(method, Method):
@@ -187,7 +192,7 @@ def _chosen(method: MethodName | Method, **settings: Any) -> Method:
 def _weighted(
     checkpoints: Checkpoints | None, weights: Sequence[float] | None, load_checkpoint: Any, *, mean: bool
 ) -> tuple[list[Any] | None, list[float]]:
-    """Checkpoints, None for the current parameters, with their weights; those of a mean add up to 1."""
+    """Return the checkpoints (None for the current parameters) and their weights; weights of a mean add up to 1."""
     if load_checkpoint is not None and (checkpoints is None or not callable(load_checkpoint)):
         what = "without checkpoints" if checkpoints is None else f"as a {type(load_checkpoint).__name__}"
         raise TypeError(
@@ -209,7 +214,7 @@ def _weighted(
 
 
 def _checked_weights(weights: Any) -> Any:
-    """Weights that are numbers."""
+    """Return the weights; raise an error if they cannot be iterated over, or if an entry is None or text."""
     if not isinstance(weights, Iterable) or isinstance(weights, str):
         raise TypeError(f"weights is a {type(weights).__name__}: pass a list, one number for each checkpoint.")
     for at, weight in enumerate(weights):
@@ -219,19 +224,19 @@ def _checked_weights(weights: Any) -> Any:
 
 
 def property_scores(provider: GroupGradients, property: Property) -> Tensor:
-    """Scores `[m, k]` of a property at the current parameters."""
+    """Return the scores `[m, k]` of a property at the current parameters, without a curvature."""
     return provider.scores(property_directions(provider, property))
 
 
 def as_points(property: Property) -> Property | PointGradients:
-    """The test points themselves for a property of points, which can be scored without forming gradients."""
+    """Return the test points of a `PointProperty`, which can be scored without forming gradients; else the property."""
     if isinstance(property, PointProperty):
         return PointGradients(property.loss, property.data, property.batch_size)
     return property
 
 
 def property_directions(provider: GroupGradients, property: Property | PointGradients) -> Any:
-    """A property as directions: its gradient `[m, p]`, or the test points themselves for a property of points."""
+    """Return the directions of a property: its gradient `[m, p]`, or the test points of a property of points."""
     asked = property if isinstance(property, PointGradients) else as_points(property)
     if isinstance(asked, PointGradients):
         return asked
@@ -243,14 +248,14 @@ def property_directions(provider: GroupGradients, property: Property | PointGrad
 
 @dataclass
 class Account:
-    """What a method did so far: over blocks of test points, and over checkpoints."""
+    """Record of what a method did so far, over all blocks of test points and all checkpoints."""
 
     settings: dict[str, Setting] = field(default_factory=dict)
     passes: float = 0.0
     notes: list[str] = field(default_factory=list)
 
     def add(self, done: Preconditioned, passes: float) -> None:
-        """Add what was done for a block of test points: the largest of a number is kept, the first of a text."""
+        """Add what was done for a block of test points; of numbers the largest is kept, of other settings the first."""
         for name, value in done.settings.items():
             before = self.settings.get(name)
             numbers = isinstance(value, int | float) and isinstance(before, int | float)
@@ -259,13 +264,13 @@ class Account:
         self.notes += [note for note in done.notes if note not in self.notes]
 
     def facts(self, method: Method, checkpoints: int, seconds: float) -> MethodFacts:
-        """The facts that the result shows."""
+        """Return the facts about the method that the result shows."""
         several = {"checkpoints": checkpoints} if checkpoints > 1 or not self.settings else {}
         return MethodFacts(method.name, method.unit, self.settings | several, self.passes, seconds)
 
 
 class ScoresInMemory:
-    """What `ScoreStore` does, without a folder: nothing is kept."""
+    """Has the methods of `ScoreStore` but no folder: it computes everything and stores nothing."""
 
     notes: tuple[str, ...] = ()
 
@@ -283,34 +288,34 @@ class ScoresInMemory:
         property: Any = None,
         plan: Plan | None = None,
     ) -> Any:
-        """``provider.scores(directions)``."""
+        """Return ``provider.scores(directions)``."""
         return provider.scores(directions)
 
     def array(
         self, provider: GroupGradients, checkpoint: int, name: str, settings: dict[str, Any], make: Callable[[], Tensor]
     ) -> Tensor:
-        """``make()``."""
+        """Return ``make()``."""
         return make()
 
     def solve(self, method: Method, provider: GroupGradients, rows: Tensor, checkpoint: int) -> Preconditioned:
-        """``method.precondition(provider, rows)``."""
+        """Return ``method.precondition(provider, rows)``."""
         return method.precondition(provider, rows)
 
     def stacked(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
-        """Scores of some test points after others, from `(their positions, scores)`."""
+        """Join the scores of blocks of test points, given as `(positions, scores)`, in the order of the positions."""
         return torch.cat([block for _, block in parts])[torch.cat([ids for ids, _ in parts]).argsort()]
 
     def total(self, parts: Iterable[tuple[Weight, Any]]) -> Tensor:
-        """Weighted sum of scores `[m, k]`."""
+        """Return the weighted sum of scores `[m, k]`."""
         return sum_scores(parts)
 
     def write(self, made_of: str, m: int, k: int, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:
-        """``rows(0, m)``."""
+        """Return ``rows(0, m)``."""
         return rows(0, m)
 
 
 KeptScores: TypeAlias = "ScoreStore | ScoresInMemory"
-"""Either of the two; both have the methods of `ScoresInMemory`."""
+"""A store of scores; both classes have the methods of `ScoresInMemory`."""
 
 
 def _scores_at(
@@ -322,16 +327,16 @@ def _scores_at(
     account: Account,
     kept: KeptScores,
 ) -> Any:
-    """Scores `[m, k]` by a method at the model's current parameters; what `kept.scores` gives, where there is a folder.
+    """Return the scores `[m, k]` of a method at the model's current parameters, in the form that `kept.scores` returns.
 
     Args:
-        checkpoint: the number of these parameters.
+        checkpoint: the number of the checkpoint that is loaded.
         method: one of `ggda_ext.methods`.
-        provider: the training side.
+        provider: the provider of the training gradients.
         directions: gradients of the property `[m, p]`, or the test points themselves.
-        property: where the directions come from.
-        account: is told what was done.
-        kept: where scores and solves are kept.
+        property: the property that the directions come from.
+        account: records what was done.
+        kept: keeps scores and solves.
     """
 
     def scored(done: Preconditioned, along: Directions) -> Any:
@@ -343,7 +348,7 @@ def _scores_at(
         try:
             done = kept.solve(method, provider, rows, checkpoint) if method.needs_rows else Preconditioned(rows)
         except (ValueError, RuntimeError):
-            finite_losses(provider)  # curvature that cannot be solved with may come from a single point, which is named
+            finite_losses(provider)  # a single point can make the solve fail; this error then names the point
             raise
         return scored(done, done.directions)
 
@@ -355,11 +360,11 @@ def _scores_at(
 
 
 def finite_losses(points: GroupGradients, batch_size: int | None = None) -> Tensor:
-    """Loss of every point `[n]`; one that is not finite, which spoils everything else, is refused by its number.
+    """Return the loss of every point `[n]`; raise an error that names the first point whose loss is not finite.
 
     Args:
         points: the model, its loss, and the data.
-        batch_size: points per batch; by default those of a DataLoader, else 256.
+        batch_size: points per batch; by default the batch size of a DataLoader, else 256.
     """
     batch_size = batch_size or points.data.batch_size or 256
     with torch.no_grad():
@@ -376,18 +381,19 @@ def finite_losses(points: GroupGradients, batch_size: int | None = None) -> Tens
 
 
 def keep_scores(save_dir: str | Path | None, tag: str | None = None) -> KeptScores:
-    """A store of scores, or one that keeps nothing where `save_dir` is None.
+    """Return a store of scores in a folder, or one that stores nothing if `save_dir` is None.
 
     Args:
         save_dir: the folder.
-        tag: names what a fingerprint cannot see, such as the version of the data; another tag is refused.
+        tag: a name for everything that a fingerprint cannot see, such as the version of the data; the store raises an
+            error if the folder has another tag.
     """
     if save_dir is not None:
         if not isinstance(save_dir, str | PathLike):
             raise TypeError(f"save_dir is a {type(save_dir).__name__}: pass the path of a folder.")
         if tag is not None and not isinstance(tag, str):
             raise TypeError(f"tag is a {type(tag).__name__}: pass text, such as the version of the data.")
-        from ggda_ext.storage.scores import ScoreStore  # only who stores something needs it
+        from ggda_ext.storage.scores import ScoreStore  # needed only if scores are stored
 
         return ScoreStore(save_dir, tag)
     if tag is not None:
@@ -396,7 +402,7 @@ def keep_scores(save_dir: str | Path | None, tag: str | None = None) -> KeptScor
 
 
 def sum_scores(parts: Iterable[tuple[Weight, Tensor]]) -> Tensor:
-    """Sum of weighted scores, added up as they come."""
+    """Return the weighted sum of scores; the parts are taken one at a time."""
     total: Tensor | None = None
     for weight, part in parts:
         weighted = part if isinstance(weight, float) and weight == 1 else weight * part

@@ -1,4 +1,4 @@
-"""Several sets of parameters of one model: loaded one after the other, and the model's own given back at the end."""
+"""Load several sets of parameters into one model, one after the other, and restore its own parameters at the end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ggda_ext.model import inner_names, left_as_it_was, unwrapped
 State = dict[str, Tensor]
 LoadCheckpoint = Callable[[nn.Module, Any], Any]
 Checkpoints: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Iterable[Any]
-"""One checkpoint, a path or a state dict, or several of them; with `load_checkpoint`, several of whatever it loads."""
+"""One path or state dict, or several of them; with `load_checkpoint`, several objects of any kind that it can load."""
 
 
 def listed_checkpoints(checkpoints: Checkpoints) -> list[Any]:
-    """Checkpoints as a list; a single path or state dict is one of them."""
+    """Return the checkpoints as a list; a single path or state dict gives a list of one."""
     if isinstance(checkpoints, nn.Module):
         raise TypeError(_not_a_state("checkpoints", checkpoints))
     if isinstance(checkpoints, int | float):
@@ -32,7 +32,7 @@ def listed_checkpoints(checkpoints: Checkpoints) -> list[Any]:
 
 
 def states_of(model: nn.Module, models: Sequence[nn.Module]) -> list[Mapping[str, Any]]:
-    """State dicts of a model, as a copy, and of other models like it, to be loaded into the first."""
+    """Return state dicts that fit the model: a copy of its own on the CPU, then the state dicts of the other models."""
     if isinstance(models, nn.Module):
         raise TypeError(f"models is a {type(models).__name__}: pass a list, [model].")
     own = unwrapped(model).state_dict()
@@ -50,17 +50,17 @@ def states_of(model: nn.Module, models: Sequence[nn.Module]) -> list[Mapping[str
 
 
 def state_on_cpu(model: nn.Module) -> State:
-    """A copy of the model's parameters and buffers, which `load_state` gives back."""
+    """Return a copy of the model's parameters and buffers on the CPU; `load_state` can load it again."""
     return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
 
 def at_checkpoints(
     model: nn.Module, checkpoints: Sequence[Any] | None, load: LoadCheckpoint | None = None
 ) -> Generator[int, None, None]:
-    """Load one checkpoint after the other, and give its number; without checkpoints, 0 for the current parameters.
+    """Load one checkpoint after the other and yield its number; without checkpoints, yield 0 and load nothing.
 
-    The model gets its own parameters back at the end, or when the generator is closed: use it with
-    `contextlib.closing`, so that this happens at once if something fails.
+    The model gets its own parameters back at the end, or when the generator is closed. Use the generator with
+    `contextlib.closing`, so that it is closed at once if something fails.
     """
     if checkpoints is None:
         yield 0
@@ -75,12 +75,12 @@ def at_checkpoints(
 
 
 def load_state(model: nn.Module, checkpoint: Any, name: str = "the checkpoint") -> None:
-    """Load a state dict, or the file that holds one; saved from a DistributedDataParallel or not.
+    """Load a state dict, or a file that holds one, into a model; it may come from a DistributedDataParallel.
 
     Args:
-        model: gets the state.
+        model: the model to load into.
         checkpoint: a state dict, or its path.
-        name: how errors call it.
+        name: the name of the checkpoint in error messages.
     """
     if isinstance(checkpoint, nn.Module):
         raise TypeError(_not_a_state(name, checkpoint))
@@ -113,7 +113,7 @@ def _not_a_state(name: str, found: nn.Module) -> str:
 
 
 def state_of(checkpoint: Any) -> Mapping[str, Any]:
-    """A state dict itself, or that of a file."""
+    """Return a state dict: the checkpoint itself if it is one, else the content of the file with this path."""
     if isinstance(checkpoint, Mapping):
         return checkpoint
     return torch.load(checkpoint, map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""Messages between the ranks of `torch.distributed`; only called where there are several (see `ggda_ext.sharing`)."""
+"""Messages between the ranks of `torch.distributed`; used only if there are several ranks (see `ggda_ext.sharing`)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _KNOWN = (ValueError, TypeError, LookupError, OSError, RuntimeError, Exception)
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Add up `tensor` over ranks, in place; every rank gets the same bits."""
+    """Add up `tensor` over all ranks, in place; every rank gets the same bits."""
     sent = _sent(tensor)
     dist.all_reduce(sent)
     return tensor if sent is tensor else tensor.copy_(sent)
 
 
 def broadcast(tensor: Tensor) -> Tensor:
-    """Give every rank the numbers of rank 0, in place: for what may differ in the last bit or was drawn at random."""
+    """Give every rank the numbers of rank 0, in place: for numbers that are random or may differ in the last bit."""
     sent = _sent(tensor)
     dist.broadcast(sent, src=0)
     return tensor if sent is tensor else tensor.copy_(sent)
 
 
 def gather_rows(rows: Tensor | None) -> Tensor:
-    """The rows `[n_r, …]` of all ranks, rank after rank `[Σ n_r, …]`; None on a rank that has none."""
+    """Return the rows `[n_r, …]` of all ranks, rank after rank `[Σ n_r, …]`; a rank without rows passes None."""
     kinds = gather_objects(None if rows is None else (len(rows), tuple(rows.shape[1:]), rows.dtype))
     known = [kind for kind in kinds if kind is not None]
     if len({kind[1:] for kind in known}) != 1:
@@ -48,21 +48,21 @@ def gather_rows(rows: Tensor | None) -> Tensor:
 
 
 def gather_objects(value: T) -> list[T]:
-    """The small values of all ranks, in their order."""
+    """Return the small values of all ranks, in the order of the ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def broadcast_object(value: T | None) -> T:
-    """The small value of rank 0, on every rank."""
+    """Return the small value of rank 0 on every rank."""
     sent: list[Any] = [value]
     dist.broadcast_object_list(sent, src=0)
     return sent[0]
 
 
 def check_same(same: Mapping[str, Any]) -> None:
-    """Refuse values, by name, that are not equal on all ranks."""
+    """Raise an error that names a value if it is not equal on all ranks."""
     own = zlib.crc32(repr(sorted(same.items())).encode())
     bounds = torch.tensor([own, -own], dtype=torch.int64, device=message_device())
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
@@ -79,7 +79,10 @@ def check_same(same: Mapping[str, Any]) -> None:
 
 
 def raise_everywhere(failure: Exception | None) -> None:
-    """Where any rank has failed, raise its own error there, and elsewhere one of a like type that names the rank."""
+    """If any rank has failed, raise an error on every rank.
+
+    A rank that failed raises its own error. The other ranks raise an error of a similar type that names a failed rank.
+    """
     flag = torch.tensor([failure is not None], dtype=torch.int64, device=message_device())
     dist.all_reduce(flag)
     if not int(flag):
@@ -92,20 +95,20 @@ def raise_everywhere(failure: Exception | None) -> None:
 
 
 def _known_type(failure: Exception) -> type[Exception]:
-    """The type that Python itself knows, for ranks that cannot be sent the error."""
+    """The nearest built-in type of an error, because the error itself cannot be sent to other ranks."""
     return next(kind for kind in type(failure).__mro__ if kind in _KNOWN)
 
 
 def message_device() -> torch.device:
-    """Where small messages are made: NCCL reads the GPU only."""
+    """The device on which small messages are made: NCCL reads only from the GPU."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def _sent(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and where the process group can read it."""
+    """The tensor, contiguous and on a device from which the process group can read it."""
     backend = dist.get_backend()
-    if backend in ("gloo", "nccl"):  # otherwise there is a backend for every device
+    if backend in ("gloo", "nccl"):  # other settings have a backend for every device
         tensor = tensor if tensor.device.type == message_device().type else tensor.to(message_device())
     return tensor.contiguous()

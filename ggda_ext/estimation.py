@@ -1,10 +1,11 @@
-"""How long a pass will take and what it needs, for any number of points, groups, properties and ranks.
+"""Estimates of the time and memory of a pass, for any number of points, groups, properties and ranks.
 
-A short calibration run times the same strategy on a few batches; a pass is then
+A short calibration run times the same strategy on a few batches. The time of a whole pass is then
 
-    seconds = fixed + n · seconds per point / ranks + what the ranks send each other / bandwidth
+    seconds = fixed + n · seconds per point / ranks + bytes that each rank sends / bandwidth
 
-with the scores `[m, k]` all that is sent: 2 · (ranks - 1) / ranks · m · k numbers per rank, a ring all-reduce.
+The ranks send each other only the scores `[m, k]`, by a ring all-reduce: 2 · (ranks - 1) / ranks · m · k numbers per
+rank.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ _NATURAL = ("directional", "forward", "ghost")
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one pass over the training data will take.
+    """Estimated time and memory of one pass over the training data.
 
     Attributes:
         strategy: how the gradients are computed.
-        points, parameters, groups, properties, ranks: what was asked about: n, p, k, m and the number of ranks.
-        fixed_seconds: of the checks before the first batch.
-        seconds_per_point: of one rank.
-        sent_bytes: what each rank sends to add up the scores.
-        send_seconds: what that takes.
-        working_bytes: one batch's activations, and the directions, on each rank.
-        score_bytes: the scores `[m, k]`, on each rank and in `save_dir`.
-        group_bytes: the group of every point, on each rank.
-        timed_points: points of the calibration run.
+        points, parameters, groups, properties, ranks: the sizes that the estimate is for: n, p, k, m and the number of
+            ranks.
+        fixed_seconds: time of the checks before the first batch.
+        seconds_per_point: time that one rank needs for one point.
+        sent_bytes: bytes that each rank sends to add up the scores.
+        send_seconds: time that each rank needs to send them.
+        working_bytes: memory for the activations of one batch and for the directions, on each rank.
+        score_bytes: memory for the scores `[m, k]`, on each rank and in `save_dir`.
+        group_bytes: memory for the group of every point, on each rank.
+        timed_points: number of points in the longest calibration run.
     """
 
     strategy: str
@@ -61,16 +63,16 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole pass."""
+        """Time of the whole pass, in seconds."""
         return self.fixed_seconds + self.points * self.seconds_per_point / self.ranks + self.send_seconds
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of each rank beyond model and data."""
+        """Memory that each rank needs in addition to the model and the data."""
         return self.working_bytes + self.score_bytes + self.group_bytes
 
     def explain(self) -> str:
-        """A few readable lines: what was asked about, time, memory, what is sent and stored."""
+        """A few readable lines: the sizes, the time, the memory, and how much is sent and stored."""
         ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         sent = f", {_bytes(self.sent_bytes)} sent by each in {_time(self.send_seconds)}" if self.ranks > 1 else ""
         return (
@@ -97,21 +99,21 @@ def estimate(
     calibration_seconds: float = 1.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Estimate:
-    """Estimate one pass of `provider`, by timing a few batches of it.
+    """Estimate the time and memory of one pass of `provider`, by timing a few of its batches.
 
-    Every point, rank and parameter is assumed to cost the same: a model with another `p` is one of the same kind, and
-    every rank is a machine like this one. The gradient of the property itself is not included.
+    The estimate assumes that every point, rank and parameter costs the same: a model with another `p` is of the same
+    kind, and every rank runs on a machine like this one. It does not include the gradient of the property itself.
 
     Args:
-        provider: model, loss, data and groups; any data of the right kind will do.
-        n: number of training points; the provider's if left out.
-        k: number of groups; the provider's if left out.
-        m: number of properties, or components of one.
-        p: number of parameters; the provider's if left out.
+        provider: model, loss, data and groups; any data of the right kind can be used.
+        n: number of training points; by default the provider's.
+        k: number of groups; by default the provider's.
+        m: number of properties, or of components of one property.
+        p: number of parameters; by default the provider's.
         ranks: number of processes that share the points.
         bandwidth: bytes per second between ranks.
-        calibration_seconds: about how long to measure.
-        clock: what is measured; `time.process_time` for CPU time.
+        calibration_seconds: approximate time of the calibration run.
+        clock: a function that returns the time in seconds; `time.process_time` measures CPU time.
     """
     check_provider(provider)
     check_counts(n=n, k=k, m=m, p=p, ranks=ranks)
@@ -137,7 +139,7 @@ def estimate(
 def _calibrated(
     provider: GroupGradients, plan: Plan, group_size: float, m: int, budget: float, clock: Callable[[], float]
 ) -> tuple[float, float, int]:
-    """Fixed seconds, seconds per point, and the points of the longest run: from runs of growing length."""
+    """Time runs of growing length; return fixed seconds, seconds per point and number of points of the longest run."""
     directions = torch.randn(m, provider.p, generator=torch.Generator().manual_seed(0)).to(
         provider.space.device, provider.space.dtype
     )
@@ -163,7 +165,7 @@ def _calibrated(
 
 
 def _alike(n: int, group_size: float) -> Groups:
-    """Groups of about a size, of points in a row."""
+    """Groups of about `group_size` consecutive points each."""
     return Groups((np.arange(n) / group_size).astype(np.int64))
 
 

@@ -1,9 +1,9 @@
-"""Work in shares: what a pass uses so that it need not know how many ranks there are, or which one it is.
+"""Splitting work between ranks. With these functions, a pass need not know how many ranks there are, or its own rank.
 
-Under ``torchrun`` every rank runs the same script on the same model, data and groups. Each takes its share of the
-points, groups or jobs, and ends with the whole result, the same bits on all of them; an error on one is raised on all.
-So what shares work has to be called by every rank. In one process a share is everything, and nothing is sent. The
-bar over the points of a pass is shown by the first rank.
+Under ``torchrun`` every rank runs the same script on the same model, data and groups. Each rank takes its share of the
+points, groups or jobs. At the end every rank has the whole result, with the same bits. An error on one rank is raised
+on all ranks. Every rank therefore has to call the functions that share work. In a single process the share is all of
+the work, and nothing is sent. Only the first rank shows the progress bar over the points of a pass.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ S = TypeVar("S", bound=Sized)
 Same = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 PATIENCE = 5.0
-"""Seconds after which a bar appears that was neither asked for nor turned off."""
+"""Seconds after which a progress bar appears if the user neither asked for it nor turned it off."""
 
 _working_alone = ContextVar("working_alone", default=False)
 
 
 def world_size() -> int:
-    """Number of ranks that share the work: 1 without a process group, and inside of `alone`."""
+    """Number of ranks that share the work; 1 without a process group, and inside `alone`."""
     if _working_alone.get() or not dist.is_available() or not dist.is_initialized():
         return 1
     return dist.get_world_size()
 
 
 def rank() -> int:
-    """Number of this rank among those that share the work."""
+    """Number of this rank among the ranks that share the work; 0 if it works alone."""
     return dist.get_rank() if world_size() > 1 else 0
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """In here a rank works for itself: nothing is shared, nothing is exchanged, no rank waits for another."""
+    """Let the rank work for itself in this context: it shares nothing, sends nothing and waits for no other rank."""
     before = _working_alone.set(True)
     try:
         yield
@@ -57,11 +57,13 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def together(same: Same | None = None) -> Iterator[None]:
-    """Around our share of the work, in which ranks do not talk: if one of them fails, all of them raise.
+    """Context for this rank's share of the work: if one rank fails in it, all ranks raise an error at its end.
+
+    The ranks must not send each other messages inside it.
 
     Args:
-        same: what has to be equal on all ranks before the work starts, by name, or a function that gives it; an error
-            names what is not.
+        same: values by name that have to be equal on all ranks before the work starts, or a function that returns them.
+            If a value differs, the error names it.
     """
     if world_size() == 1:
         yield
@@ -77,19 +79,19 @@ def together(same: Same | None = None) -> Iterator[None]:
 
 
 def my_share(count: int) -> range:
-    """Which of `count` pieces of work are ours: neighbours, and as many as others have, up to one."""
+    """The consecutive pieces of work, of `count`, that this rank does; ranks differ by at most one piece."""
     of = world_size()
     return range(count) if of == 1 else range(count * rank() // of, count * (rank() + 1) // of)
 
 
 def share_of_stream(items: Iterable[T]) -> Iterator[T]:
-    """Our items of a sequence of unknown length, one in as many as there are ranks; each rank reads all of it."""
+    """This rank's items of a sequence of unknown length: with r ranks every r-th item. Each rank reads all items."""
     mine, of = rank(), world_size()
     return (item for number, item in enumerate(items) if number % of == mine)
 
 
 def in_shares(count: int, work: Callable[[list[int]], Tensor], called: str = "jobs") -> Tensor:
-    """The results `[count, …]` of jobs 0 … count - 1, from ``work(jobs) -> [jobs, …]``; each rank does some of them."""
+    """Return the results `[count, …]` of jobs 0 … count - 1; each rank does some, by ``work(jobs) -> [jobs, …]``."""
     if world_size() == 1:
         return work(list(range(count)))
     with together({f"the number of {called}": count}):
@@ -101,10 +103,10 @@ def in_shares(count: int, work: Callable[[list[int]], Tensor], called: str = "jo
 
 @contextmanager
 def adding_up(*totals: Tensor, same: Same | None = None) -> Iterator[None]:
-    """Around work that adds our share to `totals`, in place: at its end they hold the sum of all shares.
+    """Context for work that adds this rank's share to `totals`, in place; at its end they hold the sum of all shares.
 
     Args:
-        *totals: what is added to; zero before.
+        *totals: the tensors that the work adds to; they have to be zero before.
         same: as in `together`.
     """
     with together(same):
@@ -115,7 +117,7 @@ def adding_up(*totals: Tensor, same: Same | None = None) -> Iterator[None]:
 
 
 def add_up(part: Tensor | None) -> Tensor:
-    """The sum of all parts; None where our share was empty, so that not even the shape is known."""
+    """Return the sum of the parts of all ranks; a rank with an empty share passes None, as it knows no shape."""
     if world_size() > 1:
         kinds = [kind for kind in messages.gather_objects(None if part is None else (part.shape, part.dtype)) if kind]
         if kinds:
@@ -128,7 +130,7 @@ def add_up(part: Tensor | None) -> Tensor:
 
 
 def in_order(blocks: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """All rows `[k, …]` in the order of their ids, from our blocks `(ids [b], rows [b, …])` and those of others."""
+    """Return all rows `[k, …]` in the order of their ids, from the blocks `(ids [b], rows [b, …])` of all ranks."""
     with together():
         found = list(blocks)
         ids = torch.cat([some for some, _ in found]).cpu() if found else None
@@ -138,7 +140,7 @@ def in_order(blocks: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def gathered(rows: Tensor | None) -> Tensor:
-    """The rows `[n_r, …]` of all ranks, one rank after the other `[Σ n_r, …]`; None on a rank that has none."""
+    """Return the rows `[n_r, …]` of all ranks, rank after rank `[Σ n_r, …]`; a rank without rows passes None."""
     if world_size() > 1:
         return messages.gather_rows(rows)
     assert rows is not None
@@ -146,17 +148,17 @@ def gathered(rows: Tensor | None) -> Tensor:
 
 
 def anywhere(flag: bool) -> bool:
-    """Whether it holds on any rank."""
+    """Whether `flag` is true on any rank."""
     return any(of_all(flag))
 
 
 def of_all(value: T) -> list[T]:
-    """What every rank has."""
+    """Return the values of all ranks, in the order of the ranks."""
     return messages.gather_objects(value) if world_size() > 1 else [value]
 
 
 def once(work: Callable[[], T]) -> T:
-    """``work()``, done by one rank and given to all: for what is random, or quicker done once."""
+    """Run ``work()`` on one rank and return its result on all: for random work, or work that is faster done once."""
     if world_size() == 1:
         return work()
     result: T | None = None
@@ -168,14 +170,14 @@ def once(work: Callable[[], T]) -> T:
 
 
 def agreed(work: Callable[[], Tensor]) -> Tensor:
-    """``work()``, done by every rank, with the numbers of the first: the last bits may differ."""
+    """Run ``work()`` on every rank and return the numbers of the first rank, because the last bits may differ."""
     with together():
         found = work()
     return messages.broadcast(found) if world_size() > 1 else found
 
 
 def checksum(tensors: Iterable[Tensor]) -> str:
-    """A short text that differs for other tensors, for `same`."""
+    """A short text that differs for other tensors, to be used in `same`."""
     found = 0
     for tensor in tensors:
         values = tensor.detach().double()
@@ -187,10 +189,11 @@ def checksum(tensors: Iterable[Tensor]) -> str:
 
 
 class ProgressBar(tqdm):  # type: ignore[misc, unused-ignore]
-    """A bar that shares nothing with other processes.
+    """A progress bar that shares nothing with other processes.
 
-    tqdm's own lock is shared with forked processes, and every bar takes it: one that is killed at that moment would
-    keep all others waiting forever. Nor is there a thread that watches over bars and may hold the lock during a fork.
+    tqdm's own lock is shared with forked processes, and every bar takes it. If a process is killed while it holds that
+    lock, all other processes wait forever. This class has a lock of its own. It also runs without tqdm's monitor
+    thread, which may hold the lock during a fork.
     """
 
     _lock = threading.RLock()
@@ -198,13 +201,13 @@ class ProgressBar(tqdm):  # type: ignore[misc, unused-ignore]
 
 
 def progress(total: int, title: str, show: bool | None, *, initial: int = 0) -> ProgressBar:
-    """A progress bar over points, on the first rank.
+    """A progress bar over points; only the first rank shows it.
 
     Args:
-        total: points.
-        title: what is done.
-        show: True at once, False never, None after `PATIENCE` seconds.
-        initial: points that are done already.
+        total: number of points.
+        title: the text in front of the bar.
+        show: True shows the bar at once, False never, None after `PATIENCE` seconds.
+        initial: number of points that are already done.
     """
     return ProgressBar(
         total=total, initial=initial, desc=title, unit="point", disable=show is False or rank() > 0,
@@ -215,7 +218,10 @@ def progress(total: int, title: str, show: bool | None, *, initial: int = 0) -> 
 def with_progress(
     pairs: Iterator[tuple[S, T]], total: int, title: str, show: bool | None, done: int = 0
 ) -> Iterator[tuple[S, T]]:
-    """Pairs of some points and their batch, with a bar over points: one not asked for is made when it is to be seen."""
+    """Yield pairs of some points and their batch, and show a progress bar over the points.
+
+    With ``show=None`` the bar is made only after `PATIENCE` seconds.
+    """
     start = perf_counter()
     if show is False:
         yield from pairs

@@ -1,7 +1,8 @@
-"""Arrays and pandas tables as data and as groups, without importing pandas: columns by name, rows in one order.
+"""Arrays and pandas tables as data and as groups, without importing pandas.
 
-Rows of a frame and of a column belong together by their index, as pandas itself sees it. A column that was shuffled
-against its frame is put back into the frame's order; one whose index is another is refused.
+Columns are found by name. Rows of a frame and of a column are matched by their index, as pandas itself does it. A
+column with the frame's index in another order is put back into the frame's order; a column with another index raises
+an error.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def is_table(value: Any) -> TypeGuard[Any]:
 
 
 def group_column(frame: Any, groups: Any) -> Any:
-    """The labels that a column name, or several, stand for; other groups as they are.
+    """The label of every training point, from one or several named columns of a frame.
 
     Args:
-        frame: a pandas DataFrame with a row for each training point, or None.
-        groups: a name of a column or of a level of the index, a list of names for the combinations of their values, or
-            anything else.
+        frame: a pandas DataFrame with a row for each training point; None raises an error that asks for it.
+        groups: the name of a column or of a level of the index, or a list of names: each combination of their values is
+            a label then. Anything else raises an error.
     """
     names = [groups] if isinstance(groups, str) else groups
     by_name = isinstance(names, list | tuple) and len(names) > 0 and all(isinstance(name, str) for name in names)
@@ -83,13 +84,13 @@ def _named_column(frame: Any, name: str) -> Any:
 
 
 def aligned(column: Any, index: Any, name: str, to: str) -> Any:
-    """A pandas column in the order of an index; anything else as it is.
+    """Put the rows of a pandas column in the order of an index; return anything else unchanged.
 
     Args:
         column: a Series or DataFrame, or anything else.
-        index: the pandas index of the rows it belongs to, or None.
-        name: how errors call the column.
-        to: how errors call what it belongs to.
+        index: the pandas index of the data that the column belongs to, or None.
+        name: the name of the column in errors.
+        to: the name in errors of the data that the column belongs to.
     """
     if index is None or not is_table(column) or column.index.equals(index):
         return column
@@ -113,17 +114,19 @@ def index_of(parts: Sequence[Any]) -> Any:
 
 
 def columns_of(parts: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The names of the columns of the first pandas DataFrame among them, or None."""
+    """The names of the columns of the first pandas DataFrame among the parts of some data, or None."""
     return next((tuple(part.columns) for part in parts if is_table(part) and hasattr(part, "columns")), None)
 
 
 def check_columns(columns: tuple[Any, ...] | None, name: str, trained: tuple[Any, ...] | None) -> None:
-    """Refuse a table whose columns are not those of the training table: the model would take one for another.
+    """Raise an error if a table has other columns than the training data: the model would confuse them.
+
+    Tables with another number of columns are not checked.
 
     Args:
-        columns: of the table, or None.
-        name: how errors call it.
-        trained: the columns of the training data, or None.
+        columns: the names of the columns of the table, or None.
+        name: the name of the table in errors.
+        trained: the names of the columns of the training data, or None.
     """
     if columns is None or trained is None or columns == trained or len(columns) != len(trained):
         return
@@ -140,18 +143,18 @@ def check_columns(columns: tuple[Any, ...] | None, name: str, trained: tuple[Any
 
 
 def tensor_of(array: Any, name: str) -> Tensor:
-    """A tensor, NumPy array or pandas table of numbers as a tensor."""
+    """Convert a tensor, NumPy array or pandas table of numbers to a tensor."""
     if isinstance(array, Tensor):
         return array
     if is_table(array):
-        return torch.as_tensor(_numbers_of(array, name).copy())  # pandas gives arrays that may not be written to
+        return torch.as_tensor(_numbers_of(array, name).copy())  # pandas may return read-only arrays
     if array.dtype.kind in "OSUmM":
         raise TypeError(f"{name} is not made of numbers: it holds {array.dtype}. Encode it first.")
-    return torch.as_tensor(array if array.flags.writeable else array.copy())  # a tensor can be written to
+    return torch.as_tensor(array if array.flags.writeable else array.copy())  # a tensor is always writable
 
 
 def _numbers_of(table: Any, name: str) -> np.ndarray:
-    """A Series or DataFrame as an array of numbers; text and missing values are refused by column."""
+    """Convert a Series or DataFrame to an array of numbers; raise an error if a column has text or gaps."""
     parts = [(name, table)]
     if hasattr(table, "columns"):
         parts = [(f"column {column!r} of {name}", table.iloc[:, j]) for j, column in enumerate(table.columns)]
@@ -167,12 +170,12 @@ def _numbers_of(table: Any, name: str) -> np.ndarray:
     found = np.asarray(table.to_numpy())
     if found.dtype.kind in "fiub":
         return found
-    whole = all(part.dtype.kind in "iub" for _, part in parts)  # of pandas' own types, or of several kinds
+    whole = all(part.dtype.kind in "iub" for _, part in parts)  # of pandas' own types, or of mixed types
     return found.astype(np.int64 if whole else np.float64)
 
 
 def holds_doubles(parts: Sequence[Any]) -> bool:
-    """Whether some of them are arrays or tables of float64, which their makers may not have chosen."""
+    """Whether some parts of the data are NumPy arrays or tables of float64, which the user may not have chosen."""
     return any(
         part.dtype == np.float64 if isinstance(part, np.ndarray) else is_table(part) and _table_holds_doubles(part)
         for part in parts
@@ -180,7 +183,7 @@ def holds_doubles(parts: Sequence[Any]) -> bool:
 
 
 def _table_holds_doubles(table: Any) -> bool:
-    """Whether a table as one array is of float64: a column is, or float32 stands beside larger whole numbers."""
+    """Whether a table becomes float64 as one array: a column is float64, or floats stand beside bools or wide ints."""
     kinds = [table.dtype] if hasattr(table, "dtype") else list(table.dtypes)
     sizes = [(kind.kind, getattr(kind, "itemsize", 8)) for kind in kinds]
     wide = any(kind == "b" or (kind in "iu" and size > 2) for kind, size in sizes)
@@ -188,7 +191,7 @@ def _table_holds_doubles(table: Any) -> bool:
 
 
 def why_no_data(source: Any, arrays: Sequence[Any], name: str) -> str:
-    """Why a list, tuple or dict is no data set, and what would be one."""
+    """The reason why a list, tuple or dict is not a data set, and what to pass instead."""
     if isinstance(arrays[0], Mapping) and isinstance(source, list | tuple):
         return (
             f"{name} is a list of dicts: pass DataLoader(examples, batch_size=32, collate_fn=your_collate), which says "
@@ -214,7 +217,7 @@ def why_no_data(source: Any, arrays: Sequence[Any], name: str) -> str:
 
 
 def tensors_of(arrays: Sequence[Any], name: str) -> list[Tensor]:
-    """Arrays and tables as tensors; tables with their rows in the order of the first one."""
+    """Convert arrays and tables to tensors; the rows of all tables are put in the order of the first table."""
     index, first = index_of(arrays), f"the first table of {name}"
     named = [(f"part {j} of {name}", array) for j, array in enumerate(arrays)]
     return [tensor_of(aligned(array, index, part, first), part) for part, array in named]

@@ -1,8 +1,8 @@
-"""One language for users: a word of `attribute` means the same at every entry point, or is refused with what to do.
+"""The same keywords everywhere: a keyword of `attribute` means the same at every entry point, or raises a clear error.
 
-The words are `WORDS`. An entry point that has no use for one of them says so with `without`: who passes it reads
-why, and what to pass instead. A word that `without` does not name gives Python's own error. `check_counts` and
-`check_not_negative` look at numbers.
+The keywords are listed in `WORDS`. An entry point that cannot use one of them declares this with `without`. A user who
+passes the keyword then gets an error that says why, and what to do instead. A keyword that `without` does not name
+gives Python's own error. `check_counts` and `check_not_negative` check numbers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Entry = TypeVar("Entry", bound=Callable[..., Any])
 
 
 def without(*, keeping: str | None = None, **instead: str) -> Callable[[Entry], Entry]:
-    """Let an entry point, a function or an ``__init__``, refuse words of `attribute` by name.
+    """Decorate an entry point (a function or an ``__init__``), to raise a clear error for some keywords of `attribute`.
 
     Args:
-        keeping: why nothing is kept in a folder, and what to do: for `save_dir` and `tag`.
-        **instead: word → why it has no meaning here, and what to do.
+        keeping: the message for `save_dir` and `tag`: why nothing is kept in a folder, and what to do instead.
+        **instead: keyword → why it has no meaning here, and what to do instead.
 
     >>> @without(strategy="it trains models; there are no gradients to sum")
     ... def train(model, *, show_progress=None):
@@ -47,13 +47,13 @@ def without(*, keeping: str | None = None, **instead: str) -> Callable[[Entry], 
 
 
 def refuse_words(given: Mapping[str, Any], instead: Mapping[str, str], entry: Callable[..., Any], who: str) -> None:
-    """Refuse keywords of `attribute` that an entry point does not take.
+    """Raise an error for keywords of `attribute` that an entry point does not take.
 
     Args:
-        given: the keywords it is called with.
-        instead: word → why, and what to do.
-        entry: what is called; words that it has itself are not refused.
-        who: its name.
+        given: the keywords that the entry point is called with.
+        instead: keyword → why the entry point does not take it, and what to do instead.
+        entry: the entry point; keywords in its own signature are accepted.
+        who: the name of the entry point in the error.
     """
     for word in given:
         if word in instead and word not in signature(entry).parameters:
@@ -61,10 +61,10 @@ def refuse_words(given: Mapping[str, Any], instead: Mapping[str, str], entry: Ca
 
 
 def check_counts(*, whole: bool = True, **counts: Any) -> None:
-    """Refuse what is no positive number; None is passed on.
+    """Raise an error if a value is not a number of at least 1; None is accepted.
 
     Args:
-        whole: whether it counts something; if not, any number will do.
+        whole: whether the values have to be whole numbers; if False, any real number from 1 on is accepted.
         **counts: name → value.
     """
     for name, value in counts.items():
@@ -77,7 +77,7 @@ def check_counts(*, whole: bool = True, **counts: Any) -> None:
 
 
 def check_not_negative(**numbers: Any) -> None:
-    """Refuse what is no number from 0 on, by name; None is passed on."""
+    """Raise an error that names the value if a value is not a finite number from 0 on; None is accepted."""
     for name, value in numbers.items():
         if value is None:
             continue

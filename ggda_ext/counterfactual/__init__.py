@@ -1,6 +1,6 @@
-"""What would have happened: counterfactual models without some groups, by refitting instead of training again.
+"""Counterfactual models: predict a model without some groups by refitting instead of training again.
 
-Scores of groups add up, and what several coherent groups do together does not: see `WhatIf`.
+Scores of groups add up, but the effects of several coherent groups do not; see `WhatIf`.
 """
 
 from ggda_ext.counterfactual.answer import Counterfactual

@@ -19,13 +19,13 @@ class Counterfactual:
     """The model as it would be with other weights of the groups.
 
     Attributes:
-        weights: of every group `[k]`.
+        weights: the weight of every group `[k]`.
     """
 
     def __init__(self, what_if: WhatIf, weights: Tensor) -> None:
         self.what_if, self.weights = what_if, weights
         self._solved: dict[tuple[float, ...], list[list[Tensor]]] = {}
-        _ = self._coefficients  # a question without an answer is refused when it is asked
+        _ = self._coefficients  # solves at once, so that a refit without an optimum raises its error here
 
     def __repr__(self) -> str:
         changed = {n: float(w) for n, w in zip(self.what_if.names, self.weights, strict=True) if w != 1}
@@ -33,33 +33,36 @@ class Counterfactual:
 
     @property
     def _coefficients(self) -> list[list[Tensor]]:
-        """The answers d `[1, r]` of every model and its copies with their present ridges, which `verify` may change."""
+        """The answers d `[1, r]` of every model and its copies; solved again if `verify` has changed a ridge."""
         ridges = tuple(model.ridge for model in self.what_if.linearized)
         if ridges not in self._solved:
             self._solved = {ridges: [one.solve(self.weights[None]) for one in self.what_if.models]}
         return self._solved[ridges]
 
     def value(self, property: Property) -> Tensor:
-        """A property of it, a scalar or `[m]`: the mean over models, calibrated if `verify` was called for it."""
+        """Predict a property, a scalar or `[m]`: the mean over models, calibrated if `verify` was called for it."""
         return self.what_if.calibrated(property, self.weights[None], self._predicted(property))[0]
 
     def _predicted(self, property: Property) -> Tensor:
-        """Its value before calibration `[1]` or `[1, m]`."""
+        """Predicted value of a property before calibration `[1]` or `[1, m]`."""
         models = zip(self.what_if.models, self._coefficients, strict=True)
         return torch.stack([one.values(property, solved) for one, solved in models]).mean(0)
 
     def change(self, property: Property) -> Tensor:
-        """How much the property rises compared with the model as it is."""
+        """Predict how much a property rises compared with the model as it is."""
         full = Counterfactual(self.what_if, torch.ones_like(self.weights))
         return self.value(property) - full.value(property)
 
     def error(self, property: Property) -> float | None:
-        """Standard error of `value`, from the retrainings of `verify`; None where there were none."""
+        """Standard error of `value`, from the retrainings of `verify`; None if `verify` was not called for it."""
         found = self._value_and_error(property)
         return None if found is None else found[1]
 
     def interval(self, property: Property, confidence: float = 0.95) -> tuple[float, float] | None:
-        """Where the value of a retrained model lies, by the retrainings of `verify`; None where there were none."""
+        """Interval for the value of a retrained model, from the retrainings of `verify`.
+
+        None if `verify` was not called for the property.
+        """
         found, both = self.what_if.calibration_of(property), self._value_and_error(property)
         if found is None or both is None:
             return None
@@ -67,7 +70,7 @@ class Counterfactual:
         return value - width, value + width
 
     def _value_and_error(self, property: Property) -> tuple[float, float] | None:
-        """The value and its standard error, from one prediction; None where `verify` was not called for it."""
+        """The value and its standard error, from one prediction; None if `verify` was not called for the property."""
         found = self.what_if.calibration_of(property)
         if found is None:
             return None
@@ -76,9 +79,9 @@ class Counterfactual:
         return float(value), found.error * float(found.spread(predicted[0] - self.what_if.value_of_all(property)))
 
     def outputs(self, data: DataLike, model: int = 0) -> Tensor:
-        """Outputs on any data `[N]` or `[N, C]`, of one of the models."""
+        """Predict the outputs on any data `[N]` or `[N, C]`, for one of the models."""
         return self.what_if.models[model].features(data)[0].moved(self._coefficients[model][0][0])
 
     def is_linearised(self, property: Property) -> bool:
-        """Whether a property is taken to first order, because it is not known to depend on outputs only."""
+        """Whether a property is predicted to first order, because it is not known to depend on outputs only."""
         return not of_outputs_only(property)

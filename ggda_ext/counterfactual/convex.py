@@ -26,61 +26,61 @@ _RADIUS = 10.0
 
 
 class ConvexLoss:
-    """The loss of every training point as a function of what a refit moves, the *columns* of the outputs.
+    """The loss of every training point as a function of the *columns* of its outputs, which a refit moves.
 
     Args:
-        constants: what the closed form needs of every point, tensors with points along dim 0.
+        constants: tensors that the closed form needs, with points along dim 0.
     """
 
     radius = math.inf
-    """How far outputs may move, in the mean square; for logits, beyond which probabilities are 0 or 1."""
+    """How far outputs may move, as a root mean square over points. Logits beyond it give probabilities of 0 or 1."""
 
     def __init__(self, *constants: Tensor) -> None:
         self.constants = constants
 
     def columns(self, outputs: Tensor) -> Tensor:
-        """The columns `[n, c, …]` of outputs `[n, C, …]`, a linear map."""
+        """Map outputs `[n, C, …]` to columns `[n, c, …]`; the map is linear."""
         return outputs
 
     def of_columns(self, rows: Tensor) -> Tensor:
-        """The transposed map: a cotangent of columns `[n, c]` as one of outputs `[n, C]`."""
+        """Apply the transposed map: turn a cotangent of columns `[n, c]` into a cotangent of outputs `[n, C]`."""
         return rows
 
     def take(self, at: slice | Tensor) -> ConvexLoss:
-        """The same for some of the points."""
+        """Return the loss of some of the points."""
         return type(self)(*(constant[at] for constant in self.constants))
 
     def to(self, dtype: torch.dtype) -> ConvexLoss:
-        """The same with constants of another precision."""
+        """Return the loss with constants of another precision."""
         return type(self)(*(constant.to(dtype) for constant in self.constants))
 
     @property
     def bends(self) -> Tensor:
-        """A factor of every second derivative, of its sign."""
+        """The factor of every point's second derivatives that decides their sign."""
         raise NotImplementedError
 
     def state(self, z: Tensor) -> Tensor:
-        """What `slope` and `bend` need of columns z `[n, c, s]`, of the same shape."""
+        """Compute the tensor that `slope` and `bend` need from columns z `[n, c, s]`; it has the same shape."""
         raise NotImplementedError
 
     def value(self, z: Tensor) -> Tensor:
-        """Losses `[n, s]`."""
+        """Return the losses `[n, s]` for columns z `[n, c, s]`."""
         raise NotImplementedError
 
     def slope(self, state: Tensor) -> Tensor:
-        """First derivatives `[n, c, s]`."""
+        """Return the first derivatives `[n, c, s]`."""
         raise NotImplementedError
 
     def bend(self, state: Tensor, t: Tensor) -> Tensor:
-        """Second derivatives times t `[n, c, s]`."""
+        """Return the second derivatives times t `[n, c, s]`."""
         raise NotImplementedError
 
     def root(self, state: Tensor) -> Tensor:
-        """Square roots B `[n, c, c]` of the second derivatives BᵀB, of a state `[n, c, 1]`."""
+        """Return square roots B `[n, c, c]` of the second derivatives BᵀB for a state `[n, c, 1]`."""
         raise NotImplementedError
 
     def noise(self, state: Tensor, generator: torch.Generator) -> Tensor:
-        """A random cotangent `[n, c]` of every point, whose covariance is the second derivative."""
+        """Draw a random cotangent `[n, c]` for every point; its covariance is the second derivative."""
         signs = torch.randint(0, 2, state.shape[:2], generator=generator).to(state) * 2 - 1
         return torch.einsum("nab,na->nb", self.root(state), signs)
 
@@ -115,7 +115,7 @@ class SoftmaxLoss(ConvexLoss):
         return (self.constants[0][:, None] * p).sqrt()[:, :, None] * (eye - p[:, None, :])
 
     def noise(self, state: Tensor, generator: torch.Generator) -> Tensor:
-        p = state[:, :, 0]  # the slope for a label drawn from the model: closer to real gradients than signs are
+        p = state[:, :, 0]  # use the slope for a label drawn from the model: it is nearer to real gradients than signs
         labels = torch.multinomial(p.cpu(), 1, generator=generator)[:, 0].to(p.device)
         return self.constants[0].clamp_min(0).sqrt()[:, None] * (p - F.one_hot(labels, p.shape[1]))
 
@@ -186,13 +186,13 @@ class SquaredLoss(ConvexLoss):
 
 
 class AnyLoss(ConvexLoss):
-    """Any loss, by autograd; its only constant is the targets, in the order of the points.
+    """Any other loss, differentiated by autograd; its only constants are the targets.
 
     Args:
-        loss_fn: of outputs and targets.
-        targets: of every point, or None.
-        shape: of one output.
-        dtype: the precision in which the loss is computed, whatever that of the columns.
+        loss_fn: the loss, a function of outputs and targets.
+        targets: the target of every point, in the order of the points, or None.
+        shape: the shape of one output.
+        dtype: the precision in which the loss is computed, whatever the precision of the columns.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class AnyLoss(ConvexLoss):
         return values.clamp_min(0).sqrt()[:, :, None] * vectors.transpose(1, 2)
 
     def curvature(self, state: Tensor) -> Tensor:
-        """Second derivatives `[n, c, c]` of a state `[n, c, 1]`."""
+        """Return the second derivatives `[n, c, c]` for a state `[n, c, 1]`."""
         units = torch.eye(state.shape[1], dtype=state.dtype, device=state.device)
         columns = [self.bend(state, unit[None, :, None].expand_as(state))[:, :, 0] for unit in units]
         return torch.stack(columns, 2)

@@ -1,12 +1,12 @@
 """Which parameter directions a refit may move along.
 
 The Gauss-Newton matrix of the training loss, GN = 1/n Σ J_iᵀ A_i J_i with A the curvature of the loss in the outputs,
-is sketched in one pass: points are put into m random groups, each point with a random cotangent of covariance A_i, so
-that the group-summed rows R `[m, p]` have RᵀR ≈ GN. Its leading eigenvectors span half of the space. The groups add
-their gradients g_G and, because those of points that are learned are nearly zero, what they have *taught*: the
-gradients h_G that a model with outputs of zero would get from them, and (GN + λ)⁻¹ h_G, the way to take that back. With
-the sketch the inverse costs no pass (Woodbury). Rows of all parameters are formed as far as the memory budget goes:
-of a large model fewer eigenvectors, and of many groups random bundles.
+is sketched in one pass. Points are put into m random groups, and each point gets a random cotangent of covariance A_i.
+Then the rows R `[m, p]`, summed by group, have RᵀR ≈ GN. The leading eigenvectors of GN span half of the space. The
+groups add their gradients g_G. The gradients of learned points are nearly zero, so the groups also add what they have
+*taught*: the gradients h_G that a model with outputs of zero would get from them, and (GN + λ)⁻¹ h_G, the way to take
+that back. With the sketch, the inverse costs no pass (Woodbury). If the memory budget has no room for all rows, a large
+model gets fewer eigenvectors, and many groups are put into random bundles.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from ggda_ext.losses import BatchLoss, model_output
 Kind = Literal["auto", "all", "eigen", "groups", "both"]
 KINDS: tuple[Kind, ...] = ("auto", "all", "eigen", "groups", "both")
 OVERSAMPLED = 5
-"""Rows of the sketch for every eigenvector taken from it."""
-_BUNDLES = 2  # of groups for each direction wanted, where there are more groups than that
+"""Number of rows of the sketch for every eigenvector taken from it."""
+_BUNDLES = 2  # bundles of groups for each direction wanted, if there are more groups than that
 _FEWEST_ROWS = 10
-_KINDS_OF_ROWS = 3  # of every group or bundle
+_KINDS_OF_ROWS = 3  # rows of every group or bundle: g_G, h_G and (GN + λ)⁻¹ h_G
 _DEPENDENT = 1e-5  # share of the largest squared singular value below which a direction adds nothing
 _DAMPED = 1e-4  # λ of (GN + λ)⁻¹ h_G, in units of the largest eigenvalue
-_UNCOVERED = 0.01  # squared length of what a unit gradient must leave outside of the eigenvectors to count
+_UNCOVERED = 0.01  # squared length that a unit gradient must have outside of the eigenvectors to be added
 
 
 @dataclass(frozen=True)
 class Directions:
-    """An orthonormal set of directions, and why these.
+    """An orthonormal set of directions, and how it was chosen.
 
     Attributes:
-        rows: `[r, p]`.
-        cut: the Gauss-Newton eigenvalue at which eigenvectors were cut off; 0 if none is missing.
-        why: in words.
+        rows: the directions `[r, p]`.
+        cut: the Gauss-Newton eigenvalue at which eigenvectors were cut off; 0 if none were cut off.
+        why: how the directions were chosen, in words.
     """
 
     rows: Tensor
@@ -53,14 +53,14 @@ class Directions:
 
 
 class WithRows(IndexedData):
-    """A data set whose batches come as ``(batch, rows)``, with the rows `[b, c]` of its examples."""
+    """A data set that yields batches as ``(batch, rows)``, with one row of numbers `[b, c]` for each example."""
 
     def __init__(self, inner: IndexedData, rows: Tensor) -> None:
         self.__dict__.update(inner.__dict__)
         self.rows = rows
 
     def batches(self, index_batches: Iterable[Any]) -> Iterator[Any]:
-        """One batch for every sequence of indices, with its rows."""
+        """Yield one batch for every sequence of indices, with the rows of its examples."""
         waiting: list[np.ndarray] = []
 
         def noted() -> Iterator[np.ndarray]:
@@ -73,7 +73,7 @@ class WithRows(IndexedData):
 
 
 def pulled_back(provider: GroupGradients, cotangents: Tensor, groups: Groups) -> GroupGradients:
-    """Σ_{i∈G} J_iᵀ c_i of every group, for cotangents c `[n, C]` of the outputs."""
+    """Return a provider of Σ_{i∈G} J_iᵀ c_i for every group, with cotangents c `[n, C]` of the outputs."""
 
     def products(model: nn.Module, batch: Any) -> Tensor:
         points, rows = batch
@@ -91,15 +91,15 @@ def pulled_back(provider: GroupGradients, cotangents: Tensor, groups: Groups) ->
 def sketch(
     provider: GroupGradients, loss: ConvexLoss, outputs: Tensor, weights: Tensor, rows: int, seed: int
 ) -> Tensor:
-    """Rows R `[m, p]` with RᵀR ≈ the Gauss-Newton matrix of the weighted mean training loss.
+    """Return rows R `[m, p]` with RᵀR ≈ the Gauss-Newton matrix of the weighted mean training loss.
 
     Args:
         provider: the model and the training data.
         loss: the training loss of every point.
-        outputs: of every point `[n]` or `[n, C]`.
-        weights: of every point `[n]`, their sum 1.
+        outputs: the output of every point `[n]` or `[n, C]`.
+        weights: the weight of every point `[n]`; they sum to 1.
         rows: m.
-        seed: of the random groups, cotangents and signs.
+        seed: random seed of the groups, cotangents and signs.
     """
     n = len(outputs)
     generator = torch.Generator().manual_seed(seed)
@@ -112,7 +112,7 @@ def sketch(
 
 
 def eigenvectors(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Eigenvalues of RᵀR, falling, and the first eigenvectors `[count, p]`."""
+    """Return the eigenvalues of RᵀR, largest first, and the first eigenvectors `[count, p]`."""
     values, vectors = torch.linalg.eigh((rows @ rows.T).double())
     values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)
     found = int((values > 1e-9 * values[0]).sum()) if len(values) else 0
@@ -121,20 +121,20 @@ def eigenvectors(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def orthonormal(rows: Tensor, most: int | None = None, basis: Tensor | None = None) -> Tensor:
-    """An orthonormal basis `[r, p]` of what rows span, each counted alike; at most that many, the leading ones.
+    """Return an orthonormal basis `[r, p]` of the space that rows span. Every row counts alike, whatever its length.
 
     Args:
-        rows: `[m, p]`.
-        most: directions at most.
-        basis: orthonormal rows that are there already. Rows are added to them where they leave that space by a tenth of
-            their length: what is left of others has hardly any curvature, and a refit would run along it.
+        rows: the rows `[m, p]`.
+        most: largest number of directions to take; the leading ones are taken.
+        basis: an orthonormal basis to extend. Only directions in which unit rows leave its space by at least a tenth of
+            their length are added: the other remainders have hardly any curvature, and a refit would run along them.
     """
     sizes = rows.norm(dim=1)
     found = rows[sizes > 0] / sizes[sizes > 0, None]
     least = _DEPENDENT
     if basis is not None:
         found, least = found - (found @ basis.T) @ basis, _UNCOVERED
-    for relative in (True, False):  # the second round removes what rounding left of the first
+    for relative in (True, False):  # the second round removes the rounding errors of the first
         values, vectors = torch.linalg.eigh((found @ found.T).double())
         values, vectors = values.flip(0), vectors.flip(1)
         kept = values > (least * (values[0] if basis is None else 1.0) if relative else 0.0)
@@ -157,7 +157,7 @@ def find_directions(
     weights: Tensor,
     seed: int,
 ) -> Directions:
-    """The directions of a refit; see `WhatIf`."""
+    """Find the directions of a refit; see `WhatIf` for the arguments."""
     space, k = provider.space, len(provider.groups)
     if kind == "all" or (kind == "auto" and space.size <= rank):
         eye = torch.eye(space.size, dtype=space.dtype, device=space.device)
@@ -186,7 +186,10 @@ def find_directions(
 
 
 def bundled(groups: Groups, most: int, seed: int) -> tuple[Groups, Tensor]:
-    """The groups, or at most so many random bundles of them, and the random sign of every point's group `[n]`."""
+    """Return the groups, or `most` random bundles of them if there are more, and a sign for every point `[n]`.
+
+    In bundles, every group has a random sign, and points in no group have 0. Otherwise all signs are 1.
+    """
     if len(groups) <= most:
         return groups, torch.ones(groups.n, dtype=torch.float64)
     draw = np.random.default_rng(seed)
@@ -197,7 +200,7 @@ def bundled(groups: Groups, most: int, seed: int) -> tuple[Groups, Tensor]:
 
 
 def slopes(loss: ConvexLoss, outputs: Tensor) -> Tensor:
-    """First derivatives of the loss by outputs `[n]` or `[n, C]`, in double precision `[n, C]`."""
+    """Return the first derivatives of the loss at outputs `[n]` or `[n, C]`, in double precision `[n, C]`."""
     columns = loss.columns(outputs.double().reshape(len(outputs), -1))
     return loss.of_columns(loss.slope(loss.state(columns[:, :, None]))[:, :, 0])
 
@@ -206,7 +209,7 @@ def _of_groups(
     provider: GroupGradients, loss: ConvexLoss, outputs: Tensor, weights: Tensor, groups: Groups,
     sketched: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Gradients g_G of the groups, h_G at outputs of zero and, given a sketch, (GN + λ)⁻¹ h_G: `[2k or 3k, p]`."""
+    """Return the groups' gradients g_G, h_G at outputs of zero and, given a sketch, (GN + λ)⁻¹ h_G: `[2k or 3k, p]`."""
     found = []
     for at in (outputs, torch.zeros_like(outputs)):
         slope = slopes(loss, at)
@@ -218,7 +221,7 @@ def _of_groups(
 
 
 def _inverted(sketched: Tensor, rows: Tensor) -> Tensor:
-    """(RᵀR + λ)⁻¹ of rows `[k, p]`, up to their length, by Woodbury's identity."""
+    """Return (RᵀR + λ)⁻¹ times rows `[k, p]`, up to a constant factor, by Woodbury's identity."""
     inner = (sketched @ sketched.T).double()
     damping = _DAMPED * torch.linalg.matrix_norm(inner, 2) + 1e-30
     inner.diagonal().add_(damping)

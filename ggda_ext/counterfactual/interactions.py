@@ -1,7 +1,8 @@
-"""Pairs of groups whose joint effect is not the sum of their own: redundant and conflicting sources.
+"""Pairs of groups whose joint effect is not the sum of their single effects: redundant and conflicting sources.
 
-I_ab = change without a and b − change without a − change without b. For a loss, positive pairs stand in for each other
-(each alone is dispensable, both together are not), and negative ones overlap in what their removal does.
+I_ab = change without a and b − change without a − change without b. For a loss, the groups of a positive pair can
+replace each other (each alone is dispensable, both together are not). In a negative pair, the removals of the two
+groups overlap in what they do.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Interactions:
         measured: the name of the property.
         matrix: I `[k, k]`, symmetric, with zeros on the diagonal.
         alone: the change of the property without each group `[k]`.
-        names: of the groups.
-        note: what to know about predicted values.
+        names: names of the groups.
+        note: a warning about predicted values.
     """
 
     measured: str
@@ -55,22 +56,22 @@ class Interactions:
         return "\n".join([title, "", *aligned_lines(rows, {0, 1}), *(["", self.note] if self.note else [])])
 
     def strongest(self, count: int = 5) -> list[tuple[Hashable, Hashable, float]]:
-        """The pairs of largest interaction, of either sign."""
+        """Return the `count` pairs with the largest interaction of either sign: two names and the interaction."""
         pairs = sorted(combinations(range(len(self.names)), 2), key=lambda pair: -abs(self.matrix[pair]))
         return [(self.names[a], self.names[b], float(self.matrix[a, b])) for a, b in pairs[:count]]
 
     def plot(self, *, most: int = 20, ax: Axes | None = None) -> Axes:
-        """The matrix as a picture.
+        """Draw the matrix.
 
         Args:
-            most: how many groups to draw, those of the strongest pairs.
+            most: largest number of groups to draw; the groups with the strongest interactions are drawn.
             ax: matplotlib axes to draw into; a new figure by default.
         """
         from ggda_ext.results import drawing
 
         chosen = np.sort(np.argsort(-np.abs(self.matrix).max(1), kind="stable")[:most])
         matrix, names = self.matrix[np.ix_(chosen, chosen)], [shown(self.names[j], drawing.WIDEST_NAME) for j in chosen]
-        np.fill_diagonal(matrix, np.nan)  # a group makes no pair with itself: neither a number nor a colour
+        np.fill_diagonal(matrix, np.nan)  # a group makes no pair with itself: draw neither a number nor a colour
         side = 2.5 + 0.5 * len(chosen)
         ax = drawing.new_axes(ax, side, side)
         limit = float(np.abs(self.matrix).max()) or 1.0
@@ -84,7 +85,7 @@ class Interactions:
 
 
 def found_interactions(what_if: WhatIf, property: Property, ids: list[int] | None) -> Interactions:
-    """Interactions of all pairs of the groups, or of some of them, from a refit for each pair."""
+    """Return the interactions of all pairs of groups, or of the groups in `ids`, from one refit for each pair."""
     chosen = list(range(len(what_if.groups))) if ids is None else ids
     if len(set(chosen)) < 2:
         raise ValueError("interactions need at least two groups.")

@@ -1,9 +1,9 @@
-"""Which of the known forms a training loss has, found by evaluating it, and whether a refit may use it.
+"""Find out by evaluating a training loss which known closed form it has, and whether a refit may use it.
 
-The constants of a closed form are read off the loss at outputs of zero and one, and the form is taken if it has the
-values and slopes of the loss elsewhere. A loss is refused where its curvature is negative, because the problem of a
-refit then has more than one solution, and where it has none at all, as that of log-probabilities: nothing would bound
-the outputs.
+The constants of a closed form are read off the loss at outputs of zero and one. The form is taken if it has the same
+values and slopes as the loss elsewhere. A loss with negative curvature raises an error, because the problem of a refit
+then has more than one solution. A loss without any curvature, such as a loss of log-probabilities, also raises an
+error, because nothing would bound the outputs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ggda_ext.counterfactual.convex import (
 )
 from ggda_ext.losses import ExampleLoss, OutputLoss
 
-_PROBED = 64  # points on which convexity is looked at
-_MOVES = (0.0, 0.5, 3.0)  # how far outputs are moved for it
+_PROBED = 64  # number of points on which convexity is checked
+_MOVES = (0.0, 0.5, 3.0)  # how far outputs are moved to compare losses and to check convexity
 
 
 def convex_loss(loss: ExampleLoss, outputs: Tensor, targets: Tensor | None) -> ConvexLoss:
-    """The training loss in closed form where it has one of the known forms; refused if it is not convex.
+    """Return the training loss, in closed form if it has a known one; raise an error if it is not convex.
 
     Args:
         loss: ``loss_fn(output, target)`` as an `OutputLoss`.
-        outputs: the model's own `[n]` or `[n, C]`.
-        targets: of every point, or None.
+        outputs: the model's own outputs `[n]` or `[n, C]`.
+        targets: the target of every point, or None.
     """
     if not isinstance(loss, OutputLoss):
         raise TypeError(
@@ -66,7 +66,7 @@ def convex_loss(loss: ExampleLoss, outputs: Tensor, targets: Tensor | None) -> C
 
 
 def _computable(loss_fn: LossFn, outputs: Tensor, targets: Tensor | None) -> AnyLoss:
-    """The loss in double precision, or in the model's own where it holds numbers of that precision."""
+    """Return the loss in double precision, or in the outputs' precision if double fails (it holds such numbers)."""
     if isinstance(loss_fn, nn.Module):
         loss_fn = copy.deepcopy(loss_fn).double()
     first, some = outputs[:2].detach(), None if targets is None else targets[:2]
@@ -78,7 +78,7 @@ def _computable(loss_fn: LossFn, outputs: Tensor, targets: Tensor | None) -> Any
 
 
 def _closed_forms(plain: AnyLoss, z: Tensor) -> list[ConvexLoss]:
-    """The known forms that agree with the loss at zero and one; whether they agree elsewhere is not known yet."""
+    """Return known forms that agree with the loss at outputs of zero and one; elsewhere they may still differ."""
     zero, one = (torch.full_like(z, at)[:, :, None] for at in (0.0, 1.0))
     try:
         value, low, high = plain.value(zero)[:, 0], plain.slope(zero)[:, :, 0], plain.slope(one)[:, :, 0]
@@ -117,7 +117,7 @@ def _same(form: ConvexLoss, plain: AnyLoss, z: Tensor) -> bool:
 
 
 def _lowest_and_highest(plain: AnyLoss, z: Tensor) -> Tensor:
-    """The lowest and highest second derivative `[m, 2]` at and around the outputs of some of the points."""
+    """Return the lowest and highest second derivative `[m, 2]` at and around the outputs of some of the points."""
     some = torch.linspace(0, len(z) - 1, min(_PROBED, len(z)), dtype=torch.float64).long()
     part, generator, found = plain.take(some), torch.Generator().manual_seed(0), []
     for size in _MOVES:
@@ -130,7 +130,7 @@ def _lowest_and_highest(plain: AnyLoss, z: Tensor) -> Tensor:
 
 
 def _check_bends(bends: Tensor, plain: AnyLoss) -> None:
-    """Refuse a loss with negative second derivatives, or with none, given some of every point `[n, m]`."""
+    """Raise an error if second derivatives of the points `[n, m]` are negative, or if all of them are zero."""
     name, rounding = _name(plain.loss_fn), 1e-12 if plain.dtype == torch.float64 else 1e-5
     if bool((bends.amin(1) < -1e-6 * bends.abs().amax(1) - rounding).any()):
         raise ValueError(

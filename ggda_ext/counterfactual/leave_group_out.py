@@ -1,9 +1,9 @@
-"""Leave-group-out: what a property of the model becomes when it is trained again without a group.
+"""Leave-group-out: how a property of the model changes when the model is trained again without a group.
 
 The score of group G_j is ``E_s g(θ_s(D ∖ G_j)) − E_s g(θ_s(D))`` over training seeds s, the negative of the paper's
 τ_j: how much the property *rises* if the group is removed, as everywhere in this package. It takes k + 1 trainings per
-seed, and is both the ground truth for faster methods and an attribution method of its own. The property needs no
-gradient: accuracy will do.
+seed. It is both the ground truth for faster methods and an attribution method of its own. The property needs no
+gradient, so it may be the accuracy.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class LeaveGroupOut:
         per_seed: the rise for every seed `[seeds, m, k]`, between two models of the same seed.
         full: the property of the models trained on all points `[seeds, m]`.
         group_ids: the groups that were left out `[k]`.
-        groups: those that `group_ids` are ids of.
+        groups: the groups that `group_ids` refers to.
         measured: the property.
-        made_by: how, in a word or two.
-        retrained: whether models were trained without each group, or their values predicted.
-        note: what to know about predicted values.
+        made_by: the method, in a few words.
+        retrained: True if models were trained without each group, False if their values were predicted.
+        note: a warning about predicted values.
     """
 
     per_seed: Tensor
@@ -70,7 +70,7 @@ class LeaveGroupOut:
 
     @property
     def scores(self) -> Tensor:
-        """Mean rise over seeds `[m, k]`: positive for groups that lower the property, helpful ones for a loss."""
+        """Mean rise over seeds `[m, k]`: positive for groups that lower the property. For a loss, such groups help."""
         return self.per_seed.mean(0)
 
     @property
@@ -98,12 +98,12 @@ class LeaveGroupOut:
         property: Any = None,
         higher_is_better: bool | Sequence[bool | None] | None = None,
     ) -> Attribution:
-        """The scores as an `Attribution`, with their 95 % interval over seeds if there are several.
+        """Return the scores as an `Attribution`, with their 95 % interval over seeds if there are several.
 
         Args:
-            groups: by default those that were left out.
-            property: what was measured, or its name; by default the property that was passed.
-            higher_is_better: by default what the property says.
+            groups: by default the groups of this result.
+            property: the property that was measured, or its name; by default the property that was passed.
+            higher_is_better: whether more of the property is better; by default what the property says.
         """
         known = self.groups if groups is None else Groups.of(groups)
         if known is None:
@@ -152,24 +152,25 @@ def leave_group_out(
     tag: str | None = None,
     show_progress: bool | None = None,
 ) -> LeaveGroupOut:
-    """Train without each group in turn, and compare with models trained on all points.
+    """Train models without each group in turn, and compare them with models trained on all points.
 
-    Under ``torchrun`` the trainings are shared by the ranks, and every rank gets the whole result.
+    Under ``torchrun`` the ranks share the trainings, and every rank gets the whole result.
 
     Args:
         make_model: builds a model; its initial weights come from torch's global random state.
         loss_fn: the training loss, ``loss_fn(model(x), y)``, a mean over the batch.
         data: the training set ``(x, y)``.
         groups: a `Groups` or anything it accepts.
-        property: what is explained: test data ``(x, y)`` for the mean test loss, or a callable ``g(model)`` that gives
-            one number or a vector `[m]`.
+        property: test data ``(x, y)`` for the mean test loss, or a callable ``g(model)`` that returns one number or a
+            vector `[m]`.
         recipe: how the models are trained.
-        seeds: of initial weights and batch orders; every group is left out once for each.
-        group_ids: leave out only these groups, by id or name; all if left out.
-        at_once: models trained at once, and saved at once; chosen by size if left out.
-        save_dir: folder for finished trainings. Called again with the same arguments, a stopped run goes on from there;
-            another model, loss, property, data set, recipe or other groups are refused.
-        tag: with `save_dir`, a name for the version of what cannot be checked, such as a file that the property reads.
+        seeds: seeds of the initial weights and batch orders; every group is left out once for each seed.
+        group_ids: ids or names of the groups to leave out; by default all groups.
+        at_once: number of models trained at once, and saved at once; chosen by size if left out.
+        save_dir: folder for finished trainings. If a run was stopped, call it again with the same arguments to go on
+            from there. A call with another model, loss, property, data set, recipe or other groups raises an error.
+        tag: with `save_dir`, a version name for everything that cannot be checked, such as a file that the property
+            reads.
         show_progress: whether to show a progress bar; by default once it takes over 5 seconds.
     """
     if tag is not None and save_dir is None:
@@ -190,7 +191,7 @@ def leave_group_out(
     kept = [everything, *(np.delete(everything, groups[int(j)]) for j in ids)]
     trainings = [(points, seed) for seed in seeds for points in kept]
     layout = layout_of(make_model, loss_fn, (x, y))
-    # Parts enough for a few ranks, and for little to be lost by a stop; a smaller stack is hardly faster than a loop
+    # Enough parts for a few ranks, and to lose little if the run stops; a smaller stack is hardly faster than a loop
     share = max(SMALLEST_STACK, -(-len(trainings) // PARTS))
     together = at_once or (1 if layout is None else min(models_at_once(layout, recipe), share))
     order = by_falling_steps([torch.from_numpy(points) for points, _ in trainings], recipe)
@@ -234,7 +235,7 @@ def leave_group_out(
 def _finished(
     save_dir: str | Path | None, made_with: Callable[[], dict[str, Any]], jobs: list[Job], show_progress: bool | None
 ) -> Tensor:
-    """What all jobs give, one after the other: kept in a folder, or in one that is thrown away."""
+    """Run all jobs and return their joined values. They are stored in `save_dir`, or in a temporary folder."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()) if save_dir is None else save_dir)
         store = stack.enter_context(opened(folder, dict if save_dir is None else made_with))
@@ -248,7 +249,7 @@ def _finished(
 
 
 class Measure:
-    """A property's values for many models, through their joint outputs where it is the mean loss of test data."""
+    """Computes a property of many models; the mean loss of test data uses the outputs of all models together."""
 
     def __init__(self, property: Property | Pair, loss_fn: LossFn) -> None:
         self.property, self.loss_fn = property, loss_fn
@@ -258,7 +259,7 @@ class Measure:
         check_property(property) if callable(property) else checked_data(property)
 
     def __call__(self, models: TrainedModels) -> Tensor:
-        """Values `[models, m]`."""
+        """Return the values `[models, m]` of the property."""
         if callable(self.property):
             return torch.stack([self._values(self.property, model) for model in models])
         x, y = self.property
@@ -266,7 +267,7 @@ class Measure:
         return torch.stack(losses)[:, None]
 
     def components(self, model: nn.Module) -> int:
-        """How many numbers m the property is."""
+        """Return m, the number of values that the property gives for one model."""
         return len(self._values(self.property, model)) if callable(self.property) else 1
 
     @torch.no_grad()

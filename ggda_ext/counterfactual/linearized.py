@@ -1,13 +1,14 @@
 """One trained model, linearised along a few directions: refits for any weights of the groups, and their outputs.
 
-Of large training sets a refit looks at a part, drawn evenly from every group and weighted back: a few hundred numbers
-are fitted, for which some ten thousand points are plenty. The groups' gradients, where it starts, are those of all
-points; they cost one more pass.
+For a large training set, a refit looks at a part of the points. They are drawn evenly from every group and weighted
+back: the refit fits a few hundred numbers, and some ten thousand points are plenty for that. The groups' gradients at
+the start of the refit are those of all points; they cost one more pass.
 
-While learning rates are high, a training with batches is off its optimum by luck, mostly along directions of high
-curvature, in which it arrived long ago: at another step the outputs of one class might have been the higher ones. What
-a loss would be without some groups depends on it as much as on the groups. So a linearised model may first *settle*,
-where all points together put it with a ridge that leaves be what the training has not reached, and is refitted there.
+While learning rates are high, a training with batches is off its optimum by luck. This is so mostly along directions of
+high curvature, in which it arrived long ago: at another step, the outputs of another class might have been higher. The
+predicted loss without some groups depends on this luck as much as on the groups. So a linearised model may first
+*settle*: it moves to where all points together put it, with a ridge that leaves unchanged what the training has not
+reached. It is refitted from there.
 """
 
 from __future__ import annotations
@@ -49,27 +50,29 @@ from ggda_ext.sharing import in_shares
 RIDGE = 0.1
 """The ridge without a recipe, in units of the curvature at which eigenvectors are cut off."""
 ADAM = 1.0
-"""The ridge of a training by Adam that ended before its optimum, in units of √v_j / Σ η_t (`curvature.damping`). Chosen
-on HELOC with 2,000 points and MNIST with 4,000, one grouping each, then halved on three groupings of HELOC with ANN-S;
-1 is what a quadratic loss would have."""
+"""The ridge for a training by Adam that ended before its optimum, in units of √v_j / Σ η_t (`curvature.damping`).
+Chosen on HELOC with 2,000 points and MNIST with 4,000, one grouping each, then halved on three groupings of HELOC with
+ANN-S. A quadratic loss would have 1."""
 FROM_START = 0.1
-"""The ridge of a refit from the start, in units of the recipe's. Chosen on MNIST with 4,000 points, two groupings, for
-changes of about the right size; ranks were as good with 0.03 to 1."""
+"""The ridge of a refit from the start, in units of the ridge that follows from the recipe. Chosen on MNIST with 4,000
+points, two groupings, so that changes have about the right size; ranks were as good with 0.03 to 1."""
 SETTLED = 10.0
-"""The ridge with which a model settles, in units of its own: for Adam the damping of influence functions. With 1, one
-that stopped early would be trained on. Chosen on HELOC with ANN-S and on MNIST with 4,000 points, one grouping each."""
-_RELATIVE_RIDGE = 2e-5  # in units of the largest curvature, where no eigenvectors are cut off
-_BOUNDING = 1e-6  # likewise for models that are linear, only to bound what the data does not: separable classes
+"""The ridge with which a model settles, in units of its own ridge; for Adam this is the damping of influence functions.
+With 1, settling would continue a training that stopped early. Chosen on HELOC with ANN-S and on MNIST with 4,000
+points, one grouping each."""
+_RELATIVE_RIDGE = 2e-5  # the ridge if no eigenvectors are cut off, in units of the largest curvature
+_BOUNDING = 1e-6  # the same for linear models; it only bounds what the data leaves unbounded (separable classes)
 
 
 class LinearizedModel:
     """Refits of one model.
 
     Args:
-        provider: the model, its loss, the training data, the groups and the parameters that count.
+        provider: the model, its loss, the training data, the groups and the parameters that the gradients are taken
+            for.
         settings: directions, ridge and limits.
-        point_weights: of every training point in the loss `[n]`.
-        explained: the model whose outputs are changed, if that is not the one that is linearised.
+        point_weights: weight of every training point in the loss `[n]`.
+        explained: the model whose outputs are changed, if it is not the model that is linearised.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class LinearizedModel:
         ignored = ignored_targets(getattr(provider.loss, "loss_fn", None), targets)
         self.point_weights = point_weights.to(outputs.device)
         if ignored is not None:
-            self.point_weights = self.point_weights.masked_fill(ignored, 0)  # the mean loss is that of the others
+            self.point_weights = self.point_weights.masked_fill(ignored, 0)  # the mean loss leaves these points out
         losses = loss.value(loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None])[:, 0]
         check_finite(torch.where(self.point_weights > 0, losses, 0.0), "losses", provider.data.name)
         self.directions = find_directions(
@@ -116,7 +119,7 @@ class LinearizedModel:
         self.settled = self.directions.rows.new_zeros(len(self.directions.rows), dtype=torch.float64)
         self.zero: Tensor | None = None
         self._start: Tensor | None = None
-        if self.is_linear and explained is not None:  # its features are those of the model, where refits then begin
+        if self.is_linear and explained is not None:  # a linear model has the same features at all parameters
             outputs, _ = self._outputs_of(explained, provider.data)
             self.training = replace(self.training, outputs=outputs[at])
         elif settings.start is not None and not self.is_linear:
@@ -132,14 +135,14 @@ class LinearizedModel:
             self.settled = self.refit.settle(here)
 
     def _refit(self, groups: Groups) -> Refit:
-        """The small problem for groups of the training points."""
+        """Return the small problem (see `Refit`) for groups of the training points."""
         labels = groups.labels_of(self.chosen)
         order = _group_after_group(labels, len(groups))
         starts = np.searchsorted(np.sort(labels[labels >= 0]), np.arange(len(groups) + 1))
         n = len(order)
         parts = [self.training_loss.columns(self.outputs.reshape(n, -1).double()), self._chosen_weights]
         loss, tangents = self.training_loss, self.training_loss.columns(self.training.tangents)
-        if not np.array_equal(order, np.arange(n)):  # pieces of groups; the groups themselves stand in order already
+        if not np.array_equal(order, np.arange(n)):  # pieces of groups; the groups themselves are in order already
             at = torch.from_numpy(order).to(tangents.device)
             parts, loss, tangents = [part[at] for part in parts], loss.take(at), tangents[at]
         budget = self.settings.memory_budget // 2
@@ -149,9 +152,10 @@ class LinearizedModel:
         return problem
 
     def _missing(self, groups: Groups) -> Tensor | None:
-        """What the points looked at lack of the gradients of all, group by group; those in no group last `[k + 1, r]`.
+        """Gradients of all points of every group minus those of the points looked at `[k + 1, r]`.
 
-        None where it looks at all of them, and where it starts far from its answers.
+        The last row is for points in no group. None if the refit looks at all points, or if it begins at the outputs
+        of the start, far from its answers.
         """
         if len(self.chosen) == groups.n or self._start is not None:
             return None
@@ -165,22 +169,25 @@ class LinearizedModel:
         return found
 
     def solve(self, weights: Tensor, factor: float = 1.0) -> Tensor:
-        """Coefficients d `[s, r]` for weights of groups `[s, k]`, with a factor of the ridge; ranks share the work."""
+        """Return coefficients d `[s, r]` for weights of groups `[s, k]`; ranks share the work.
+
+        `factor` multiplies the ridge.
+        """
         penalty = self.penalty(factor * self.ridge)
         return in_shares(len(weights), lambda some: self.refit.solve(weights[some], penalty), "subsets")
 
     @property
     def outputs(self) -> Tensor:
-        """Of the training points that a refit looks at, where it starts: those of the start, or once it has settled."""
+        """Outputs, where a refit starts, of the training points it looks at: of the start, or of the settled model."""
         return self.training.moved(self.settled) if self._start is None else self._start
 
     def penalty(self, ridge: float | None = None) -> Penalty:
-        """Weight decay and ridge in the directions, and where they pull."""
+        """Return the weight decay and the ridge in the directions, and the place that they pull to."""
         size = self.ridge if ridge is None else ridge
         return Penalty(size * self.metric, self.settings.decay, self.zero)
 
     def _zero_from(self, model: nn.Module) -> Tensor:
-        """Where in the directions parameters are zero `[r]`, seen from those of a model."""
+        """Coefficients `[r]` of the directions at which parameters are zero, if d = 0 is at the model's parameters."""
         rows, found = self.directions.rows, dict(model.named_parameters())
         for name, value in self.space.parameters.items():
             if name not in found or found[name].shape != value.shape:
@@ -189,11 +196,11 @@ class LinearizedModel:
         return -(rows.double() @ self.space.flatten(values, rows.new_zeros(self.space.size)).double())
 
     def regrouped(self, groups: Groups) -> Refit:
-        """The small problem of other groups of the same points, with the same features."""
+        """Return the small problem for other groups of the same points, with the same features."""
         return self._refit(groups)
 
     def features(self, data: IndexedData) -> Features:
-        """Outputs and tangents of any data."""
+        """Return the outputs and tangents of any data."""
         with only_thread(self.provider.model):
             data.suit(self.provider.model)
             found = self._linearizer.features(data)
@@ -201,7 +208,7 @@ class LinearizedModel:
 
     @torch.no_grad()
     def _outputs_of(self, model: nn.Module, data: IndexedData) -> tuple[Tensor, Tensor | None]:
-        """Outputs of a model for all points, and their targets if they have any."""
+        """Return the outputs of a model for all points of `data`, and the targets of the points if they have any."""
         outputs, targets = [], []
         with only_thread(model):
             for _, batch in data.sequential(self._batch_size):
@@ -213,7 +220,7 @@ class LinearizedModel:
         return joined, None if targets[0] is None else torch.cat([target for target in targets if target is not None])
 
     def linearised(self, property: Property) -> tuple[Tensor, Tensor]:
-        """Values `[m]` of a property at the model's parameters and their slopes `[m, r]` along the directions."""
+        """Return values `[m]` of a property at the model's parameters, and its slopes `[m, r]` along the directions."""
         model = self.provider.model
         own = model if self._explained is None else self._explained
         with only_thread(own), torch.no_grad():
@@ -223,7 +230,7 @@ class LinearizedModel:
         return value, (gradient @ self.directions.rows.T).double()
 
     def _linear(self) -> bool:
-        """Whether outputs are linear in the parameters, so that refits are exact: found by moving them."""
+        """Whether outputs are linear in the parameters, which makes refits exact; checked by moving the parameters."""
         generator = torch.Generator().manual_seed(0)
         d = torch.randn(len(self.directions.rows), generator=generator, dtype=torch.float64).to(self.space.device)
         at = torch.arange(min(16, len(self.chosen)), device=self.space.device)
@@ -235,7 +242,7 @@ class LinearizedModel:
         return bool((real - output - change).abs().max() <= size * (1 + change.abs().max() + output.abs().max()))
 
     def _default_ridge(self) -> tuple[float, str]:
-        """The ridge, and where it comes from; sets the metric in which it is measured."""
+        """Return the ridge and where it comes from; set the metric in which the ridge is measured."""
         if self.is_linear and self.settings.decay:
             return 0.0, "refits are exact"
         if self.settings.recipe is not None and not self.is_linear:
@@ -260,12 +267,12 @@ class LinearizedModel:
         return self._trusted(_RELATIVE_RIDGE * largest, "the largest curvature")
 
     def _trusted(self, ridge: float, source: str) -> tuple[float, str]:
-        """A guess at the ridge, raised where the model itself does not follow."""
+        """Return the ridge, raised until the model itself follows (see `trusted_ridge`), and where it comes from."""
         raised = trusted_ridge(self, ridge)
         return raised, source if raised == ridge else f"{source}, raised until the model itself follows"
 
     def explain(self) -> str:
-        """What was chosen, and why."""
+        """Describe in words what was chosen, and why."""
         points = len(self.chosen)
         of = "all" if points == self.provider.groups.n else f"{points:,} of {self.provider.groups.n:,}"
         kind = "linear in its parameters: refits are exact" if self.is_linear else "linearised around its parameters"
@@ -295,17 +302,20 @@ class _Chosen(IndexedData):
         self._inner, self._chosen, self.n = inner, chosen, len(chosen)
 
     def batches(self, index_batches: Any) -> Any:
-        """One batch for every sequence of indices among the chosen."""
+        """Return one batch for every sequence of indices; index j is the j-th chosen example."""
         return self._inner.batches(self._chosen[np.asarray(indices)] for indices in index_batches)
 
 
 def _group_after_group(labels: np.ndarray, k: int) -> np.ndarray:
-    """Places of points with these group ids, group after group, those in no group last."""
+    """Return the order that sorts points with these group ids by group, points in no group last."""
     return np.argsort(np.where(labels < 0, k, labels), kind="stable")
 
 
 def _evenly_drawn(groups: Groups, weights: Tensor, most: int, seed: int) -> tuple[np.ndarray, Tensor]:
-    """At most about `most` points, the same share of every group and at least one, and their weights."""
+    """Draw about `most` points, the same share of every group and at least one each; return them and their weights.
+
+    If there are no more than `most` points, all are taken.
+    """
     n = groups.n
     labels = groups.labels_of(np.arange(n))
     if n <= most:

@@ -1,9 +1,10 @@
-"""Copies of a model nearby: other features, and nearly the same function once they have settled.
+"""Copies of a model nearby: they have other features, and compute nearly the same function once they have settled.
 
-A refit moves along the features of one model, and which features those are is the luck of its training: predictions of
-another model differ, and the mean over several is better than each. So some of that luck is averaged away without any
-training. A copy has every parameter changed at random by a third of its size, settles where all points together put it
-(see `linearized`), and is refitted there; what it changes is added to the model's own value.
+A refit moves along the features of one model. Which features a model has is partly the luck of its training:
+predictions of another model differ, and the mean over several models is better than each of them. Copies average some
+of that luck away without any training. In a copy, every parameter is changed at random by about a third of its size.
+The copy settles where all points together put it (see `linearized`), and is refitted there. The change that its refit
+predicts is added to the model's own value.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from torch import nn
 from ggda_ext.gradients import GroupGradients
 
 SIZE = 0.3
-"""By how much parameters are changed, in units of their own size. Chosen on HELOC with ANN-S among 0.1 (one grouping),
-0.3 and 0.6 (two)."""
+"""Standard deviation of the change of a parameter, in units of its own size. Chosen on HELOC with ANN-S among 0.1
+(tried on one grouping), 0.3 and 0.6 (tried on two)."""
 
 
 def copies_nearby(providers: Sequence[GroupGradients], count: int, seed: int) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Copies of every provider's model, one of each in turn, and the names of the parameters that count."""
+    """Yield `count` copies of every provider's model, one of each model in turn.
+
+    With each copy comes the list of the names of the parameters that the gradients are taken for.
+    """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         for provider in providers:

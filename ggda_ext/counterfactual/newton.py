@@ -1,7 +1,7 @@
 """Newton steps of many refits at once, each by conjugate gradients.
 
-They are preconditioned with the groups' own curvature at d = 0, and all products with Φ are matrix products shared by a
-block of subsets.
+The conjugate gradients are preconditioned with the groups' own curvature at d = 0. All products with Φ are matrix
+products shared by a block of subsets.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _HALVINGS = 30
 
 @dataclass(frozen=True)
 class Penalty:
-    """What keeps a refit from going anywhere.
+    """The penalty of a refit, which bounds its answer; symbols as in `ggda_ext.counterfactual.refit`.
 
     Attributes:
         ridge: R `[r, r]`.
         decay: λ.
-        zero: o `[r]`, where parameters would be zero, if d = 0 is where the training started; None for a refit that
-            starts at the model itself.
+        zero: o `[r]`, the place where parameters are zero, for a refit whose d = 0 is where the training started; None
+            for a refit that starts at the model itself.
     """
 
     ridge: Tensor
@@ -52,12 +52,12 @@ class Subsets:
         self.columns = problem.outputs[:, :, None].expand(-1, -1, len(weights)).contiguous()
         if first is not None and bool(first.any()):
             self.d += first
-            self.columns = self.columns + self._forth(first)  # of one subset, columns are the problem's own
+            self.columns = self.columns + self._forth(first)  # not in place: one subset shares the problem's outputs
         self.factors: Tensor | None = None
         self.objective = self._objective(self.columns, self.d)
 
     def only(self, rows: Tensor) -> Subsets:
-        """The same for some of the subsets."""
+        """Return the same state for some of the subsets."""
         other = object.__new__(Subsets)
         other.problem, other.penalty = self.problem, self.penalty
         other.pull, other.harder = self.pull[rows], self.harder[rows]
@@ -68,7 +68,7 @@ class Subsets:
         return other
 
     def refresh(self) -> None:
-        """Precondition with the curvature at the present d."""
+        """Compute the preconditioner again, from the curvature at the present d."""
         matrix = torch.zeros(len(self.d), self.problem.r, self.problem.r, dtype=torch.float64, device=self.d.device)
         for low, high, loss in self.problem.chunks(1):
             for j in range(len(self.d)):
@@ -78,7 +78,7 @@ class Subsets:
         self.factors = self._factored(matrix)
 
     def _factored(self, matrix: Tensor) -> Tensor:
-        """Cholesky factors of curvatures `[s, r, r]` with the penalty, and a little more against rounding."""
+        """Return Cholesky factors of curvatures `[s, r, r]` plus the penalty, and a little more against rounding."""
         floor = 1e-7 if self.problem.dtype == torch.float32 else 1e-12
         scale = matrix.diagonal(dim1=1, dim2=2).mean(1)
         ridge = self.penalty.ridge
@@ -87,11 +87,11 @@ class Subsets:
         return torch.linalg.cholesky(found)
 
     def _penalised(self, rows: Tensor) -> Tensor:
-        """The penalty's curvature times rows `[s, r]`."""
+        """Return the penalty's curvature times rows `[s, r]`."""
         return (rows @ self.penalty.ridge) * self.harder + self.penalty.decay * rows
 
     def gradient(self) -> Tensor:
-        """Of the objective at d `[s, r]`."""
+        """Return the gradient of the objective at d `[s, r]`."""
         total = torch.zeros_like(self.d)
         for low, high, loss in self.problem.chunks(len(self.d)):
             slope = loss.slope(loss.state(self.columns[low:high])).mul_(self.share[low:high, None])
@@ -99,7 +99,10 @@ class Subsets:
         return total - self.pull + self._penalised(self.d)
 
     def step(self) -> Tensor:
-        """One Newton step with a line search; by how much the objective fell `[s]`."""
+        """Take one Newton step with a line search, and return how much the objective falls to first order `[s]`.
+
+        It is 0 for a subset that the radius stops.
+        """
         if self.factors is None:
             self.factors = self._factored(self.problem.curvature(self.weights))
         gradient = self.gradient()
@@ -121,7 +124,7 @@ class Subsets:
         return torch.where(bounded, 0.0, -slope * length)
 
     def _within(self, columns: Tensor) -> Tensor:
-        """The longest step `[s]`, up to 1, along columns that leaves the outputs within the loss's radius."""
+        """Return the longest step `[s]`, up to 1, along columns that keeps the outputs within the loss's radius."""
         radius, ones = self.problem.radius, torch.ones_like(self.objective)
         if radius == float("inf"):
             return ones
@@ -135,7 +138,7 @@ class Subsets:
         return torch.minimum(ones, ((root - b) / a.clamp_min(1e-300)).clamp_min(0))
 
     def _newton(self, gradient: Tensor) -> Tensor:
-        """−H⁻¹ g by preconditioned conjugate gradients, H the curvature at d."""
+        """Return −H⁻¹ g by preconditioned conjugate gradients, where H is the curvature at d."""
         states = self._states()
         move, residual = torch.zeros_like(gradient), -gradient
         pre = self._preconditioned(residual)
@@ -165,7 +168,7 @@ class Subsets:
         return found
 
     def _bend(self, states: Tensor, directions: Tensor) -> Tensor:
-        """H times directions `[s, r]`."""
+        """Return H times directions `[s, r]`."""
         total = self._penalised(directions)
         moves = directions.T.to(self.problem.dtype).contiguous()
         for low, high, loss in self.problem.chunks(len(directions)):
@@ -175,12 +178,12 @@ class Subsets:
         return total
 
     def _forth(self, directions: Tensor) -> Tensor:
-        """Φ times directions, `[n, c, s]`."""
+        """Return Φ times directions `[s, r]`, as columns `[n, c, s]`."""
         moves = directions.T.to(self.problem.dtype).contiguous()
         return (self.problem.flat @ moves).view(self.problem.n, self.problem.c, -1)
 
     def _back(self, columns: Tensor, low: int, high: int) -> Tensor:
-        """Φᵀ times columns `[b, c, s]`, `[s, r]`."""
+        """Return Φᵀ times columns `[b, c, s]` of the points from low to high, as rows `[s, r]`."""
         flat = self.problem.flat[low * self.problem.c : high * self.problem.c]
         return (columns.reshape(len(flat), -1).T @ flat).double()
 
@@ -198,11 +201,11 @@ class Subsets:
 
 
 class SingularRefit(ValueError):
-    """A small problem without an optimum."""
+    """Raised if a small problem has no optimum."""
 
 
 def singular(count: int) -> SingularRefit:
-    """The error for a small problem without an optimum."""
+    """Return the error for small problems without an optimum; `count` is the number of subsets."""
     return SingularRefit(
         f"a refit has no optimum, or none within {MOST_STEPS} steps, for {count} subsets: the small problem is "
         "singular, because nothing bounds the outputs in some direction. Pass a larger ridge, or the weight_decay of "

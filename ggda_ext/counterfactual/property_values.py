@@ -1,10 +1,10 @@
-"""Properties of a counterfactual model: those of outputs as they are, others to first order.
+"""Properties of a counterfactual model: computed from its outputs if possible, otherwise to first order.
 
 A refit gives outputs. A property that depends on outputs only, such as a loss, accuracy, F1 or a fairness gap, is
 computed from them; it needs no gradient. Any other callable g(model) is linearised along the directions.
 
-Of a model that has settled (see `linearized`), and of copies `nearby`, it is the change since then that is added to the
-model's own value.
+For a model that has settled (see `linearized`) and for copies `nearby`, the change from the settled model is computed
+and added to the model's own value.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 OutputsOf = Callable[[IndexedData], tuple[Tensor, Tensor | None]]
-"""The outputs and targets of a data set."""
+"""A function that returns the outputs and targets of a data set."""
 
 
 def of_outputs_only(property: Property) -> bool:
-    """Whether a property depends on the model through its outputs only, as far as can be seen."""
+    """Whether a property is known to depend on the model through its outputs only."""
     if isinstance(property, LinearProperty):
         return all(of_outputs_only(part) for part in property.properties)
     if isinstance(property, MeanProperty | PointProperty):
@@ -41,7 +41,7 @@ def of_outputs_only(property: Property) -> bool:
 
 @torch.no_grad()
 def value_of(property: Property, outputs_of: OutputsOf) -> Tensor:
-    """A property of outputs, computed from given outputs; a scalar or `[m]`."""
+    """Compute a property of outputs, a scalar or `[m]`, from given outputs."""
     if isinstance(property, LinearProperty):
         return property.join([value_of(part, outputs_of) for part in property.properties])
     assert isinstance(property, OutputsProperty | MeanProperty | PointProperty)
@@ -54,15 +54,15 @@ def value_of(property: Property, outputs_of: OutputsOf) -> Tensor:
 
 
 class Explained:
-    """A model and its copies nearby: their refits, and properties of these, averaged over all of them.
+    """A model and its copies nearby: refits all of them, and averages properties over them.
 
-    Outputs and tangents of every data set are computed once.
+    It computes the outputs and tangents of every data set once, and keeps them.
 
     Args:
         own: the model itself, linearised.
 
     Attributes:
-        models: the model itself first, then its copies, of which only changes count.
+        models: the model itself first, then its copies. From a copy only the change of a property is used.
     """
 
     def __init__(self, own: LinearizedModel) -> None:
@@ -70,11 +70,11 @@ class Explained:
         self._features: dict[Any, tuple[IndexedData, list[Features]]] = {}
 
     def solve(self, weights: Tensor, factor: float = 1.0) -> list[Tensor]:
-        """Coefficients d `[s, r]` of every model for weights of groups `[s, k]`, with a factor of the ridges."""
+        """Return coefficients d `[s, r]` of every model for group weights `[s, k]`; `factor` multiplies the ridges."""
         return [model.solve(weights, factor) for model in self.models]
 
     def values(self, property: Property, coefficients: Sequence[Tensor]) -> Tensor:
-        """Values `[s]` or `[s, m]` of a property for coefficients `[s, r]` of every model."""
+        """Return the values `[s]` or `[s, m]` of a property for coefficients `[s, r]` of every model: their mean."""
         check_property(property)
         found = self._of_outputs if of_outputs_only(property) else self._to_first_order
         return torch.stack([found(j, property, d) for j, d in enumerate(coefficients)]).mean(0)
@@ -116,7 +116,7 @@ class Explained:
         return features.moved(coefficients), features.targets
 
     def features(self, data: DataLike) -> list[Features]:
-        """Outputs and tangents of a data set for every model."""
+        """Return the outputs and tangents of a data set for every model."""
         indexed = data if isinstance(data, IndexedData) else IndexedData(data, "data")
         key = identity_of(indexed)
         if key not in self._features:
@@ -126,7 +126,7 @@ class Explained:
 
 
 def identity_of(data: IndexedData) -> Any:
-    """What two data sets that hold the same tensors share."""
+    """A key that is equal for data sets that hold the same tensors."""
     source = data._source
     parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else [source]
     return (*(id(part) for part in parts), id(data._loader))

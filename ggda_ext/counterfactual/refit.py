@@ -4,23 +4,25 @@ With outputs f_i + Φ_i d and weights w of the groups, the refit is
 
     min_d  Σ_i w_i ℓ_i(f_i + Φ_i d) / Σ_i w_i  −  ⟨ḡ, d⟩  +  1/2 dᵀ Λ d
 
-where ḡ, the gradient of all training points at d = 0, makes d = 0 the answer if nothing changes (with weight decay
-and at the optimum it is the decay's own pull), and the penalty Λ `[r, r]` is the weight decay and a ridge that keeps
-the answer where the linearisation holds. Without weight decay a linear model has next to no Λ: there a refit stops
-where outputs have moved by the loss's radius, because with a class left out nothing else bounds them.
+where ḡ is the gradient of all training points at d = 0. It makes d = 0 the answer if nothing changes (with weight decay
+and at the optimum, ḡ is the pull of the decay). The penalty Λ `[r, r]` is the weight decay plus a ridge that keeps the
+answer where the linearisation holds. Without weight decay, a linear model has next to no Λ. Its refit stops when
+outputs have moved by the loss's radius, because nothing else bounds them if a class is left out.
 
-Where the sums are over a part of the points only, the gradients of the groups at d = 0 are still those of all points:
-⟨Σ_G w_G e_G / Σ_i w_i, d⟩ is added, with e_G what the part lacks of them. What is left to chance is how they change.
+If the sums are over a part of the points only, the gradients of the groups at d = 0 are still those of all points:
+⟨Σ_G w_G e_G / Σ_i w_i, d⟩ is added, where e_G is the gradient of all points of a group minus the gradient of its part.
+Only how the gradients change with d is left to chance.
 
-A training that stopped early has another reason to be where it is: what its points did not teach is as it was at the
-start. There gradients tell little, those of points that are learned are nearly zero, and nothing above would forget
-them. So, if the start and its outputs f⁰ are known, the training is done again from there, with a ridge R that pulls
-back to it, the harder the fewer points (and so steps) there are,
+A training that stopped early is where it is for another reason: everything that its points did not teach is as it was
+at the start. There gradients tell little: the gradients of learned points are nearly zero, and nothing above would
+forget these points. So, if the start and its outputs f⁰ are known, the refit repeats the training from there. A ridge R
+pulls back to the start, the harder the fewer points (and so steps) there are,
 
     d_S = argmin_d  Σ_i w_i ℓ_i(f⁰_i + Φ_i d) / Σ_i w_i  +  n/2n_S dᵀ R d  +  λ/2 |d − o|²
 
-with the weight decay λ towards parameters of zero, o, and the answer is d_S − d_all: nothing, if nothing changes. Φ may
-be that of an early checkpoint: at the end of a training features know the groups that are to be left out.
+where the weight decay λ pulls towards o, the place where parameters are zero. The answer is d_S − d_all, which is zero
+if nothing changes. Φ may come from an early checkpoint, because at the end of a training the features already know the
+groups that are to be left out.
 """
 
 from __future__ import annotations
@@ -35,24 +37,24 @@ from torch import Tensor
 from ggda_ext.counterfactual.convex import ConvexLoss
 from ggda_ext.counterfactual.newton import MOST_STEPS, Penalty, Subsets, singular
 
-_REFRESH = 12  # steps after which the preconditioner is that of the present curvature, for subsets far from d = 0
-_CHUNK_BYTES = 4 * 2**20  # columns of all subsets worked on at once, so that they stay near the cache
+_REFRESH = 12  # steps after which the preconditioner is computed again at the present d, for subsets far from d = 0
+_CHUNK_BYTES = 4 * 2**20  # size of the columns of all subsets worked on at once, so that they fit the cache
 
 
 class Refit:
     """Refits of one linearised model.
 
     Args:
-        outputs: columns of the training outputs at d = 0 `[n, c]`, points group after group.
-        tangents: Φ in those columns `[n, c, r]`, likewise.
+        outputs: columns of the training outputs at d = 0 `[n, c]`, points sorted by group.
+        tangents: Φ in those columns `[n, c, r]`, in the same order.
         loss: the training loss of these points.
         starts: where every group starts, and where the last one ends `[k + 1]`; later points are in no group and stay.
-        point_weights: of every point in the training loss `[n]`.
+        point_weights: weight of every point in the training loss `[n]`.
         most_bytes: memory for one block of subsets, and for the groups' curvature.
-        missing: e, for the groups and for the points in none `[k + 1, r]`; None if these are all points.
+        missing: e of every group, and of the points in no group `[k + 1, r]`; None if the refit looks at all points.
 
     Attributes:
-        radius: how far outputs may move, in the mean square; unbounded at first.
+        radius: how far outputs may move, as a root mean square over points; infinite at first.
     """
 
     def __init__(
@@ -80,38 +82,38 @@ class Refit:
         self._begin()
 
     def missing(self, weights: Tensor) -> Tensor:
-        """What the mean gradients of subsets lack of those of all their points `[s, r]`."""
+        """Mean gradients of subsets over all their points, minus those over the points looked at `[s, r]`."""
         if self._missing is None:
             return torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
         return weights @ self._missing / (weights @ self.masses)[:, None]
 
     def _begin(self) -> None:
-        """What is known at d = 0: the gradient ḡ of all points, and the groups' curvature."""
+        """Compute the gradient ḡ of all points and the groups' curvature at d = 0."""
         self.pull = torch.zeros(self.r, dtype=torch.float64, device=self.flat.device)
         self.pull = Subsets(self, self._everything, Penalty(self.pull.new_zeros(self.r, self.r))).gradient()[0]
         self._curvature = self._group_curvature(torch.zeros_like(self.pull))
 
     def settle(self, penalty: Penalty) -> Tensor:
-        """Begin anew at the optimum of all points, with a start; where it was `[r]`."""
+        """Move d = 0 to the optimum of all points, and return its place `[r]`; the penalty must have a `zero`."""
         found = self._solved(self._everything, penalty, torch.zeros_like(self.pull)[None])[0]
         self.outputs = self.outputs + (self.flat @ found.to(self.flat)).view(self.n, self.c)
         self._begin()
         return found
 
     def solve(self, weights: Tensor, penalty: Penalty) -> Tensor:
-        """The answers d `[s, r]` of weights of groups `[s, k]`; exactly zero where all groups weigh the same."""
+        """Return the answers d `[s, r]` for weights of groups `[s, k]`; exactly zero if all points weigh the same."""
         weights = weights.to(self.flat.device, torch.float64)
         stay = torch.ones(len(weights), 1, dtype=torch.float64, device=weights.device)
         weights = torch.cat([weights, stay], 1)
         found = torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
-        whole = weights if self.masses[-1] > 0 else weights[:, :-1]  # nothing is fixed by points in no group
+        whole = weights if self.masses[-1] > 0 else weights[:, :-1]  # the last column counts if it has points
         changed = (whole != whole[:, :1]).any(1).nonzero()[:, 0]
         if not len(changed):
             return found
         everything = torch.zeros_like(found[:1])
         if penalty.zero is not None:
             everything = self._solved(self._everything, penalty, everything)
-            self._curvature = self._group_curvature(everything[0])  # answers are nearer to it than to the start
+            self._curvature = self._group_curvature(everything[0])  # answers are nearer to this optimum than to d = 0
         for rows in changed.split(self._at_once()):
             found[rows] = self._solved(weights[rows], penalty, everything) - everything
         return found
@@ -120,11 +122,11 @@ class Refit:
         return int(max(1, min(64, self.most_bytes // (4 * self.n * self.c * self.flat.element_size()))))
 
     def _solved(self, weights: Tensor, penalty: Penalty, first: Tensor) -> Tensor:
-        """The optima `[s, r]` themselves, from a first guess `[1, r]`."""
+        """Return the optima `[s, r]`, found from a first guess `[1, r]`."""
         answers = torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
         going = torch.arange(len(weights), device=weights.device)
         subsets = Subsets(self, weights, penalty, first)
-        tolerance = 1e-6 if self.dtype == torch.float32 else 1e-17  # what is left after such a step is far less
+        tolerance = 1e-6 if self.dtype == torch.float32 else 1e-17  # after such a step the remaining fall is far less
         for step in range(MOST_STEPS):
             if step and step % _REFRESH == 0:
                 subsets.refresh()
@@ -138,18 +140,18 @@ class Refit:
         raise singular(len(going))
 
     def curvature(self, weights: Tensor) -> Tensor:
-        """Near its answer, of every subset `[s, r, r]`, or of all points `[1, r, r]`."""
+        """Curvature of every subset near its answer `[s, r, r]`; of all points `[1, r, r]` if groups are too many."""
         if self._curvature.shape[0] == 1:
             return self._curvature.double() / self.masses.sum()
         flat = weights.to(self._curvature) @ self._curvature.flatten(1)
         return flat.double().view(-1, self.r, self.r) / (weights @ self.masses)[:, None, None]
 
     def steps(self, weights: Tensor) -> Tensor:
-        """Steps of a training `[s]`, as a share of those on all points: a point that counts twice is seen once."""
+        """Training steps on every subset `[s]`, as a share of the steps on all points; weights above 1 count as 1."""
         return weights.clamp(max=1) @ self.masses / self.masses.sum()
 
     def _group_curvature(self, d: Tensor) -> Tensor:
-        """Σ_{i∈G} Φᵀ A Φ of every group at d `[k + 1, r, r]`; only their sum `[1, r, r]` if they are too many."""
+        """Σ_{i∈G} Φᵀ A Φ of every group at d `[k + 1, r, r]`; only the sum `[1, r, r]` if there are too many groups."""
         apart = (self.k + 1) * self.r**2 * self.flat.element_size() <= self.most_bytes
         found = self.flat.new_zeros(self.k + 1 if apart else 1, self.r, self.r)
         for low, high, loss in self.chunks(1):
@@ -168,7 +170,7 @@ class Refit:
         return self.flat[low * self.c : high * self.c].view(high - low, self.c, self.r)
 
     def chunks(self, subsets: int) -> Iterator[tuple[int, int, ConvexLoss]]:
-        """Runs of points that are worked on together, with their losses."""
+        """Yield ranges of points that are worked on together, as low, high and their loss."""
         row = self.c * max(subsets, self.r) * self.flat.element_size()
         step = max(1, _CHUNK_BYTES // row)
         for low in range(0, self.n, step):

@@ -1,7 +1,7 @@
-"""Which groups to leave out: greedy choice with exchange, each step a block of refits.
+"""Find the groups to leave out: a greedy choice followed by exchanges; each step is a block of refits.
 
-The choice overfits the property it is made by, as any selection does: among thousands of candidate sets some look good
-on these test points by chance. So pass `holdout`, the same property of other points; the search never looks at it, and
+Like any selection, the choice overfits the property that it improves: among thousands of candidate sets, some look good
+on these test points by chance. So pass `holdout`, the same property of other points. The search never looks at it, and
 its predicted values say what to expect.
 """
 
@@ -31,13 +31,13 @@ class Search:
 
     Attributes:
         measured: the name of the property.
-        removed: names of the groups, in the order in which they were chosen, after exchanges.
+        removed: names of the groups to leave out, in the order in which they were chosen, after exchanges.
         values: predicted value of the property with nothing left out, then after each choice.
         holdout: the same for the held-out property; None if there was none.
         value: predicted value without all of `removed`.
-        additive: names that a ranking by one-group effects would have left out.
-        additive_value: predicted value without those.
-        note: what to know about predicted values.
+        additive: names of the groups that a ranking by the effect of each group alone would have left out.
+        additive_value: predicted value without the groups in `additive`.
+        note: a warning about predicted values.
     """
 
     measured: str
@@ -112,7 +112,7 @@ def _check(what_if: WhatIf, remove: int | None, budget: int | None, exchanges: i
 
 @dataclass(frozen=True)
 class _Choices:
-    """Choices of groups to leave out, as lists of their ids; the lower the cost, the better."""
+    """Evaluates choices of groups to leave out, given as lists of ids; the lower the cost, the better."""
 
     what_if: WhatIf
     property: Property
@@ -120,24 +120,28 @@ class _Choices:
     budget: int | None
 
     def kept(self, choices: list[list[int]]) -> np.ndarray:
-        """Which groups stay `[s, k]`."""
+        """Return which groups every choice keeps `[s, k]`."""
         return np.array([[j not in gone for j in range(len(self.what_if.groups))] for gone in choices])
 
     def costs(self, choices: list[list[int]]) -> np.ndarray:
-        """Predicted values `[s]`, with the sign of what is worse."""
+        """Return predicted values `[s]`, with the sign chosen so that lower is better."""
         return self.sign * one_number(self.what_if.subsets(self.kept(choices), self.property))
 
     def fits(self, gone: list[int]) -> bool:
-        """Whether something stays, and the budget is kept."""
+        """Whether at least one group stays, and the removed points fit the budget."""
         sizes = self.what_if.groups.sizes
         return len(gone) < len(sizes) and (self.budget is None or int(sizes[gone].sum()) <= self.budget)
 
     def more(self, gone: list[int]) -> list[int]:
-        """Groups that are there yet."""
+        """Return the ids of the groups that are not removed yet."""
         return [j for j in range(len(self.what_if.groups)) if j not in gone]
 
     def greedy(self, remove: int | None) -> tuple[list[int], np.ndarray]:
-        """One group after the other, the best one each time, and the cost without each group alone `[k]`."""
+        """Remove one group after the other, each time the best one.
+
+        Returns:
+            The ids of the removed groups, and the cost without each group alone `[k]`.
+        """
         gone: list[int] = []
         alone, cost = np.full(len(self.what_if.groups), np.inf), float(self.costs([[]])[0])
         while remove is None or len(gone) < remove:
@@ -154,7 +158,7 @@ class _Choices:
         return gone, alone
 
     def exchanged(self, gone: list[int], rounds: int) -> list[int]:
-        """The choice after that many rounds at most in which one of its groups gives way to a better one."""
+        """Return the choice after at most `rounds` rounds, each of which replaces one removed group by a better one."""
         cost = float(self.costs([gone])[0])
         for _ in range(rounds if gone else 0):
             options = [[*gone[:at], j, *gone[at + 1 :]] for at in range(len(gone)) for j in self.more(gone)]
@@ -166,7 +170,7 @@ class _Choices:
         return gone
 
     def first(self, ranked: list[int], count: int) -> list[int]:
-        """The first of ranked groups that fit together, at most that many."""
+        """Return the first groups of a ranking that fit the budget together, at most `count` of them."""
         found: list[int] = []
         for j in ranked:
             if len(found) < count and self.fits([*found, j]):
@@ -175,7 +179,7 @@ class _Choices:
 
 
 def _better(property: Property) -> Goal:
-    """Where a property is better."""
+    """Return ``"max"`` if higher values of a property are better, else ``"min"``; raise an error if it is not known."""
     check_property(property)
     higher = whether_higher_is_better(property, 1)[0]
     if higher is None:

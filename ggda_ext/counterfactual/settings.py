@@ -1,4 +1,4 @@
-"""How models are linearised, checked when they are put together."""
+"""Settings that say how models are linearised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ggda_ext.curvature.damping import Training, TrainingSteps
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of `WhatIf`, refused where they make no sense."""
+    """Arguments of `WhatIf`; raises an error if they make no sense."""
 
     directions: Kind
     rank: int
@@ -49,9 +49,9 @@ class Settings:
                 raise ValueError(f"{name}={asked} needs a recipe, which says how far a training gets: pass both.")
             if asked and self.start is not None:
                 raise ValueError(f"{name} and start are both given: pass one of them.")
-        _ = self.decay  # of what is no recipe, refused
+        _ = self.decay  # raises an error if `recipe` is no recipe
 
     @property
     def decay(self) -> float:
-        """The weight decay λ, or that of the recipe."""
+        """The weight decay λ, given directly or by the recipe."""
         return (self.weight_decay or 0.0) if self.recipe is None else TrainingSteps.of(self.recipe, 1).weight_decay

@@ -1,8 +1,8 @@
-"""How far a refit may be trusted: what the model itself does where its linearisation is moved to.
+"""How far a refit may be trusted: compare the linearised model with the model itself at the parameters of the refit.
 
-A refit promises that the loss of what is kept falls by some amount. The model's own outputs at θ + V d tell how much of
-it comes true; this share is that of trust-region methods, 1 where outputs are linear in the parameters. A share far
-below zero says that the refit runs where the linearisation means nothing, and its levels neither.
+A refit promises that the loss of the kept groups falls by some amount. The model's own outputs at θ + V d tell how much
+of this fall comes true. Trust-region methods use the same share; it is 1 if outputs are linear in the parameters. A
+share far below zero says that the refit goes where the linearisation means nothing, so its levels mean nothing either.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from ggda_ext.counterfactual.linearized import LinearizedModel
 
 LEAST = 0.0
-"""Where no recipe gives the ridge, it is raised until at least this share comes true: the model itself must not lose
-where its linearisation promises a gain. Ranks can be good below it; levels were off by factors of up to 9."""
+"""If no recipe gives the ridge, the ridge is raised until at least this share comes true: the model itself must not
+lose where its linearisation promises a gain. Below this share, ranks can be good, but levels were off by factors of up
+to 9."""
 _HALVES, _POINTS, _FACTOR, _RAISES = 8, 2_000, 2.0, 16
 
 
 def trusted_ridge(model: LinearizedModel, ridge: float) -> float:
-    """The ridge, raised until `LEAST` of what is promised for random halves of the groups comes true."""
+    """Return the ridge, raised until at least the share `LEAST` of the promised fall comes true (see `kept_share`)."""
     for _ in range(_RAISES):
         if not kept_share(model, ridge) < LEAST or ridge == 0:
             break
@@ -39,20 +40,20 @@ def trusted_ridge(model: LinearizedModel, ridge: float) -> float:
 
 @torch.no_grad()
 def kept_share(model: LinearizedModel, ridge: float) -> float:
-    """The share of a promised fall that comes true: the median over random halves of the groups.
+    """Share of the promised fall of the loss that comes true: the median over refits on random halves of the groups.
 
-    NaN for one group, −∞ where a refit has no optimum.
+    NaN for one group; −∞ if a refit has no optimum.
     """
     groups = model.provider.groups
     if len(groups) < 2:
         return float("nan")
     halves = random_subsets(groups, _HALVES, fraction=0.5, seed=model.settings.seed)
     first = np.unique(groups.labels[groups.labels >= 0], return_index=True)[1]
-    halves = halves[:, np.argsort(np.argsort(first))]  # the same points whatever the order of the groups
+    halves = halves[:, np.argsort(np.argsort(first))]  # so the halves do not depend on the order of the groups
     weights = torch.from_numpy(np.unique(halves, axis=0).astype(float))
     try:
         answers = model.refit.solve(weights, model.penalty(ridge))
-    except SingularRefit:  # it runs without end
+    except SingularRefit:  # nothing bounds the refit
         return -float("inf")
     stay = torch.ones(len(weights), 1, dtype=torch.float64)
     weights = torch.cat([weights, stay], 1).to(answers)
@@ -76,7 +77,7 @@ def kept_share(model: LinearizedModel, ridge: float) -> float:
 
 
 def moved_outputs(model: LinearizedModel, at: Tensor, d: Tensor) -> Tensor:
-    """The model's own outputs for some training points at θ + V d."""
+    """Return the model's own outputs at θ + V d; `at` are places among the training points that the refit looks at."""
     rows = model.directions.rows
     step = (d.to(rows) @ rows)[None]
     moved = {name: value + model.space.part(step, value)[0] for name, value in model.space.parameters.items()}

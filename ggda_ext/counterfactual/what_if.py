@@ -62,10 +62,10 @@ NOT_CALIBRATED = "Not calibrated: the order of predictions can be trusted before
 class WhatIf:
     """A trained model's answers to *what if some groups had not been in the training set, or had weighed less?*
 
-    The outputs are linearised along a few parameter directions, and the training problem of what is kept is solved
-    there; see `ggda_ext.counterfactual.refit`. Setting up takes about one pass over the training data for every
-    direction, or a few passes for every output where points use each parameter often (text, images); a question then
-    takes milliseconds.
+    It linearises the outputs along a few parameter directions, and solves the training problem of the kept groups
+    there; see `ggda_ext.counterfactual.refit`. The set-up takes about one pass over the training data for every
+    direction. If points use each parameter often (text, images), it takes a few passes for every output instead. A
+    question then takes milliseconds.
 
     Args:
         model: the model trained on all the data, in eval mode if it has dropout or BatchNorm.
@@ -73,38 +73,43 @@ class WhatIf:
         data: the training set.
         groups: a `Groups` or anything it accepts. Points in no group always stay.
         weight_decay: the L2 penalty of the training, λ in λ/2 ‖θ‖²; or pass its `recipe`.
-        recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`: for its weight decay and for
-            the ridge of a training that stopped before its optimum. For one that has converged pass `weight_decay`.
-        start: the model before that training, e.g. the pre-trained one; of a model trained from scratch any fresh one,
-            ``make_model()``. Refits then begin at its outputs, so that what only the groups left out have taught is
-            not learned, also where it was learned so well that its gradients are nearly zero.
-        settle: whether changes are those of the model once the noise of its last steps is taken out; with a recipe. For
-            checkpoints and models whose last learning rates were still high, not for a training that stopped early.
-        nearby: copies of every model, changed at random and settled, that are refitted beside it; with a recipe. Values
-            are averaged over them, which takes their time but no training; see `counterfactual.nearby`.
+        recipe: how the model was trained, a `ggda_ext.training.Recipe` or `TrainingSteps`. It gives the weight decay,
+            and the ridge for a training that stopped before its optimum. If the training has converged, pass
+            `weight_decay` instead.
+        start: the model before that training, e.g. the pre-trained one; for a model trained from scratch any fresh one,
+            ``make_model()``. Refits then begin at its outputs, so they do not learn what only the removed groups have
+            taught. This also works if the model learned it so well that the gradients are nearly zero.
+        settle: whether the model first settles, which takes out the noise of its last training steps; changes are then
+            measured from there. Needs a recipe. Use it for checkpoints and for models whose last learning rates were
+            still high, not for a training that stopped early.
+        nearby: number of copies of every model. Each copy is changed at random, settled and refitted beside the model,
+            and values are averaged over all of them. This takes time for every copy, but no training; see
+            `counterfactual.nearby`. Needs a recipe.
         models: more models trained the same way with other seeds; values are averaged over all of them.
-        checkpoints: state dicts or their paths, from along the training; values are averaged over them, and the
-            present parameters count only if they are among them. With a start outputs are linearised there, and
-            changes are those of the model as it is: best one from early in the training, or one each of several
-            trainings with other seeds.
+        checkpoints: state dicts or their paths, from along the training. Values are averaged over them; the present
+            parameters count only if they are among them. With a `start`, outputs are linearised at the checkpoints,
+            and the changes are added to the outputs of the present model. Then it is best to pass one checkpoint from
+            early in the training, or one from each of several trainings with other seeds.
         directions: ``"all"`` parameters, the leading ``"eigen"`` vectors of the Gauss-Newton matrix, what the
-            ``"groups"`` teach, ``"both"``; ``"auto"`` takes all parameters if there are at most `rank` of them, else
-            both.
-        rank: half of it eigenvectors (all of it for ``"eigen"``), and at most as many directions of the groups.
-        ridge: keeps refits near the model, where the linearisation holds. By default what the recipe's number of steps
-            amounts to, for Adam in its own metric; without a recipe a tenth of the curvature at which eigenvectors are
-            cut off, raised where the model itself does not follow (`counterfactual.trust`); next to nothing for models
-            that are linear in their parameters. `verify` may choose another.
-        point_weights: of every training point in the training loss `[n]`; 1 if left out.
+            ``"groups"`` teach, or ``"both"`` of the last two; ``"auto"`` takes all parameters if there are at most
+            `rank` of them, else both.
+        rank: number of directions: half of it for eigenvectors (all of it for ``"eigen"``), and in addition at most
+            `rank` directions of the groups.
+        ridge: keeps refits near the model, where the linearisation holds. With a recipe, the default follows from the
+            number of training steps (for Adam in its own metric). Without a recipe, it is a tenth of the curvature at
+            which eigenvectors are cut off, raised until the model itself follows (`counterfactual.trust`). Models that
+            are linear in their parameters get next to no ridge. `verify` may choose another.
+        point_weights: weight of every training point in the training loss `[n]`; 1 if left out.
         parameters: names of parameters or modules that may move; all that require a gradient if left out.
-        most_points: training points a refit looks at; more are drawn from evenly. The groups' gradients are those of
-            all points, which takes one more pass; pass n for refits of all of them.
-        batch_size: points per pass; by default those of a DataLoader, else as many as fit the budget.
-        memory_budget: bytes for features, for solving and for finding directions; features that need more go to a
-            file, and of a large model fewer eigenvectors are taken.
-        folder: for such files; a temporary folder if left out.
-        seed: of sketches and draws.
-        show_progress: whether to show progress bars while it is set up; by default on passes over 5 seconds.
+        most_points: number of training points that a refit looks at. If there are more, this many are drawn, the same
+            share of every group. The groups' gradients still are those of all points, which takes one more pass. Pass
+            n for refits that look at all points.
+        batch_size: points per batch; by default the batch size of the DataLoader, else as many as fit the budget.
+        memory_budget: bytes for features, for solving and for finding directions. Features that need more go to a
+            file, and a large model gets fewer eigenvectors.
+        folder: folder for such files; a temporary folder if left out.
+        seed: random seed of sketches and draws.
+        show_progress: whether to show progress bars during the set-up; by default on passes over 5 seconds.
     """
 
     @without(
@@ -182,7 +187,7 @@ class WhatIf:
         return list(self.groups.all_names)
 
     def explain(self) -> str:
-        """What was chosen for every model, why, and what was calibrated."""
+        """Describe in words what was chosen for every model, why, and what was calibrated."""
         lines = [f"model {j}: {one.models[0].explain()}" for j, one in enumerate(self.models)]
         if copies := len(self.models[0].models) - 1:
             lines.append(f"and {copies} copies nearby of each, settled; values are averaged")
@@ -191,37 +196,43 @@ class WhatIf:
         return "\n".join(lines + [found.explain() for _, found in self.calibrations.values()])
 
     def without(self, names: Names) -> Counterfactual:
-        """The model without one group or several, by name (or id, if they have no names)."""
+        """Return the model without one or several groups, given by name (or by id, if the groups have no names)."""
         weights = np.ones(len(self.groups))
         weights[self.ids(names)] = 0
         return self._answer(weights)
 
     def only(self, names: Names) -> Counterfactual:
-        """The model trained on these groups only."""
+        """Return the model as it would be if it had been trained on these groups only."""
         weights = np.zeros(len(self.groups))
         weights[self.ids(names)] = 1
         return self._answer(weights)
 
     def with_weights(self, weights: Mapping[Hashable, float]) -> Counterfactual:
-        """With other weights of some groups: 0 leaves a group out, 2 counts each of its points twice; others have 1."""
+        """Return the model with other weights of some groups: 0 removes a group, 2 counts each of its points twice.
+
+        Groups that are not given keep weight 1.
+        """
         return self._answer(weights_by_name(weights, self.names))
 
     def _answer(self, weights: np.ndarray) -> Counterfactual:
         return Counterfactual(self, self.checked_weights(weights[None])[0])
 
     def subsets(self, kept: Any, property: Property) -> Tensor:
-        """Values `[s]` or `[s, m]` of a property for many choices of groups at once.
+        """Return the values `[s]` or `[s, m]` of a property for many choices of groups at once.
 
         Args:
-            kept: which groups every counterfactual model sees `[s, k]`, as booleans, or weights; of a pandas table the
-                columns are found by name.
-            property: what is asked.
+            kept: which groups every counterfactual model sees `[s, k]`, as booleans or weights. The columns of a pandas
+                table are found by name.
+            property: the property to predict.
         """
         weights = self.checked_weights(kept)
         return self.calibrated(property, weights, self.values(property, weights).mean(0))
 
     def leave_group_out(self, property: Property) -> LeaveGroupOut:
-        """How much a property rises without each group in turn; a "seed" of the result is a model explained here."""
+        """Predict how much a property rises without each group in turn.
+
+        The result has one "seed" for every model that is explained here.
+        """
         k = len(self.groups)
         if k == 1:
             raise ValueError("there is one group: nothing is left without it.")
@@ -238,7 +249,7 @@ class WhatIf:
         )  # fmt: skip
 
     def interactions(self, property: Property, names: Names | None = None) -> Interactions:
-        """Pairs of groups whose effects do not add up; see `Interactions`."""
+        """Find pairs of groups whose effects do not add up; see `Interactions`."""
         from ggda_ext.counterfactual.interactions import found_interactions
 
         return found_interactions(self, property, None if names is None else self.ids(names))
@@ -253,15 +264,16 @@ class WhatIf:
         holdout: Property | None = None,
         exchanges: int = 3,
     ) -> Search:
-        """Which groups to leave out, so that a property becomes as good as possible.
+        """Find the groups to remove to make a property as good as possible.
 
         Args:
-            property: one number.
-            remove: how many groups to leave out.
-            budget: or at most how many training points; the search then stops when nothing that fits improves it.
-            goal: ``"min"`` or ``"max"``; by default what is better for the property.
-            holdout: the property of points that the search does not see, to judge the choice by.
-            exchanges: rounds in which one removed group may be exchanged for a kept one.
+            property: the property to improve, one number.
+            remove: how many groups to remove.
+            budget: instead of `remove`, the largest number of training points to remove. The search stops when no group
+                that fits the budget improves the property.
+            goal: ``"min"`` or ``"max"``; by default the one that is better for the property.
+            holdout: the same property of points that the search does not see, to judge the choice by.
+            exchanges: largest number of rounds in which one removed group is exchanged for a kept one.
         """
         from ggda_ext.counterfactual.search import found_search
 
@@ -276,14 +288,15 @@ class WhatIf:
         atoms: int | None = None,
         seed: int = 0,
     ) -> Semivalues:
-        """Shapley or Banzhaf values of the groups from many refits.
+        """Estimate Shapley or Banzhaf values of the groups from many refits.
 
         Args:
             property: a property of outputs, one number.
-            samples: for Shapley, random orders in which groups arrive; for Banzhaf, random halves: k + 1 refits each.
+            samples: number of random orders in which groups arrive (Shapley), or of random halves (Banzhaf). Each takes
+                k + 1 refits.
             kind: ``"shapley"`` or ``"banzhaf"``.
-            atoms: cut groups into pieces of about that many points, so that splitting a group gains nothing.
-            seed: of the orders.
+            atoms: cut groups into pieces of about this many points, so that splitting a group gains nothing.
+            seed: random seed of the orders or halves.
         """
         from ggda_ext.counterfactual.semivalues import found_semivalues
 
@@ -292,50 +305,52 @@ class WhatIf:
     def verify(
         self, retrain: Retrain, property: Property, subsets: Any = 8, *, fraction: float = 0.5, seed: int = 0
     ) -> Verification:
-        """Compare predictions with a few real retrainings, and calibrate later ones; see `Verification`.
+        """Compare predictions with a few real retrainings, and calibrate later predictions; see `Verification`.
 
         Args:
-            retrain: training indices to keep, one array per subset → values of the property `[subsets, seeds]`; a
-                `ggda_ext.evaluation.Retrainer`, or your own.
+            retrain: a function that takes the training indices to keep, one array per subset, and returns the values of
+                the property `[subsets, seeds]`; a `ggda_ext.evaluation.Retrainer`, or your own.
             property: the property that `retrain` measures, one number.
-            subsets: which groups to keep `[s, k]`, or how many to choose: see `to_retrain`.
-            fraction: of the groups that a random choice keeps: about what you are going to ask for.
-            seed: of the choice.
+            subsets: which groups to keep `[s, k]`, or how many subsets to choose; see `to_retrain`.
+            fraction: share of the groups that a random subset keeps. Pass about the share that you are going to ask
+                about.
+            seed: random seed of the choice.
         """
         return verified(self, retrain, property, subsets, fraction, seed)
 
     def to_retrain(
         self, property: Property, count: int = 8, *, fraction: float = 0.5, among: Any = None, seed: int = 0
     ) -> np.ndarray:
-        """Subsets worth a retraining, for `verify`: which groups to keep `[count, k]`, their predictions spread evenly.
+        """Choose subsets for `verify` to retrain: which groups to keep `[count, k]`. Their predictions spread evenly.
 
         Args:
-            property: one number.
-            count: how many; fewer if there are no more.
-            fraction: of the groups that a subset keeps.
+            property: the property to predict, one number.
+            count: number of subsets; fewer are returned if there are no more.
+            fraction: share of the groups that a subset keeps.
             among: subsets to choose from `[s, k]`, instead of random ones.
-            seed: of the draw.
+            seed: random seed of the draw.
         """
         return chosen_subsets(self, property, count, fraction, seed, among)
 
     def values(self, property: Property, weights: Tensor, factor: float = 1.0) -> Tensor:
-        """Values `[models, s]` or `[models, s, m]` of a property for weights of groups `[s, k]`, not calibrated; those
-        of a model and its copies nearby are one.
+        """Return values `[models, s]` or `[models, s, m]` of a property for weights of groups, without calibration.
+
+        A model and its copies nearby give one value, their mean.
 
         Args:
-            property: what is asked.
-            weights: of the groups.
-            factor: of the ridges.
+            property: the property to predict.
+            weights: weights of the groups `[s, k]`.
+            factor: multiplies the ridges.
         """
         return torch.stack([one.values(property, one.solve(weights, factor)) for one in self.models])
 
     @property
     def linearized(self) -> list[LinearizedModel]:
-        """All models with their copies."""
+        """All models, each followed by its copies nearby."""
         return [model for one in self.models for model in one.models]
 
     def calibrated(self, property: Property, weights: Tensor, values: Tensor) -> Tensor:
-        """Values with what `verify` found out about their level and slope; as they are without it."""
+        """Correct values by the level and slope that `verify` found; return them unchanged if it found none."""
         found = self.calibration_of(property)
         if found is None:
             return values
@@ -343,23 +358,29 @@ class WhatIf:
         return base + found.rise(values - base, self.removed(weights))
 
     def value_of_all(self, property: Property) -> Tensor:
-        """A property with nothing left out, a scalar or `[m]`: the mean over models."""
+        """Predicted value of a property with nothing left out, a scalar or `[m]`: the mean over models."""
         return self.values(property, torch.ones(1, len(self.groups), dtype=torch.float64)).mean(0)[0]
 
     @staticmethod
     def identity(property: Property) -> Any:
-        """What two properties share that measure the same: a mean loss made twice of the same data and loss is one."""
+        """A key that is equal for properties that measure the same.
+
+        Two mean losses made from the same data and the same loss have the same key.
+        """
         if not isinstance(property, MeanProperty) or property.loss.anchors is None:
             return id(property)
         return (MeanProperty, identity_of(property.data), *map(id, property.loss.anchors))
 
     def calibration_of(self, property: Property) -> Calibration | None:
-        """What `verify` found for this property."""
+        """The calibration that `verify` found for this property, or None."""
         found = self.calibrations.get(self.identity(property))
         return None if found is None else found[1]
 
     def note(self, property: Property) -> str:
-        """What to know about predicted levels of this property; empty where they were calibrated or are exact."""
+        """A warning about the predicted values of this property; empty if nothing limits them.
+
+        It says that they are not calibrated, unless they are exact, and that refits look at a part of the points.
+        """
         exact, found = all(model.is_linear for model in self.linearized), list[str]()
         if not exact and self.calibration_of(property) is None:
             found.append(NOT_CALIBRATED)
@@ -370,14 +391,14 @@ class WhatIf:
         return " ".join(found)
 
     def removed(self, weights: Tensor) -> Tensor:
-        """Share of the training points that is left out `[s]`; points that count more than once leave nothing out."""
+        """Share of the training points that is left out `[s]`; weights above 1 count as 1."""
         sizes = torch.from_numpy(self.groups.sizes.astype(float))
         return (1 - weights.cpu().double()).clamp_min(0) @ sizes / self.groups.n
 
     def ids(self, names: Names) -> list[int]:
-        """Ids of groups given by name."""
+        """Return the ids of groups given by name."""
         return ids_of(names, self.names)
 
     def checked_weights(self, weights: Any) -> Tensor:
-        """Weights of groups `[s, k]`, refused where nothing is left."""
+        """Return weights of groups `[s, k]` as a tensor; raise an error if a row leaves nothing to train on."""
         return checked_kept(weights, self.groups, self._mass_of_group, self._mass_of_others)

@@ -1,7 +1,7 @@
-"""Conjugate gradients that give the same answer in every order of additions, or say where they cannot.
+"""Conjugate gradients whose result does not depend on the order of additions; where it would, they warn.
 
-From x = v they minimise ½ xᵀ A x - vᵀ x with A = H + regularization I over one more direction in every step, by one
-product with A for all vectors at once.
+They start at x = v and minimise ½ xᵀ A x - vᵀ x with A = H + regularization I. Every step adds one direction and takes
+one product with A for all vectors at once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ggda_ext.curvature.hessian import Hessian, round_up
 
-_CONVERGED = 1e-3  # share of the first residual at which conjugate gradients that lost accuracy count all the same
-_NOISE = 100.0  # a curvature below so many roundings of |d| |H d| has no sign that can be trusted
+_CONVERGED = 1e-3  # a solve that lost accuracy still counts below this share of the first residual
+_NOISE = 100.0  # below this many rounding errors of |d| |H d| the sign of a curvature cannot be trusted
 
 
 def conjugate_gradients(
@@ -26,27 +26,28 @@ def conjugate_gradients(
     regularization: float = 0.0,
     memory_budget: int = 512 * 2**20,
 ) -> Tensor:
-    """(H + regularization I)⁻¹ v by at most `max_iter` steps of conjugate gradients from v, for `vectors [m, p]`.
+    """Return (H + regularization I)⁻¹ v for `vectors [m, p]` by at most `max_iter` steps of conjugate gradients from v.
 
-    In exact arithmetic all residuals are orthogonal. Rounding spoils that after a few steps, in float32 after three to
-    ten, and then the steps depend on the order of additions: so residuals are made orthogonal to all earlier ones
-    again, as long as there is memory to keep those. A vector is done when its residual falls below `tol`. It stops
-    earlier, with a warning, where a further step would be rounding errors rather than mathematics:
+    In exact arithmetic all residuals are orthogonal. With rounding they are not after a few steps (three to ten in
+    float32), and the steps then depend on the order of additions. Therefore each residual is made orthogonal to all
+    earlier ones again, as long as there is memory to keep them. A vector is done when its residual falls below `tol`.
+    It stops earlier, with a warning, in two cases in which a further step would only follow rounding errors:
 
-    * in a direction of negative curvature, or of none but for rounding: the method is for positive matrices;
-    * where residuals are no longer orthogonal for want of memory. Steps after that are kept only if they converge all
-      the same, to a thousandth of the first residual.
+    * The direction has negative curvature, or none apart from rounding. The method is for positive matrices.
+    * Residuals are no longer orthogonal because there is too little memory. Later steps are kept only if they still
+      converge, to a thousandth of the first residual.
 
     Args:
-        hessian: the curvature H, a `Hessian` or a `GaussNewton`, which has no negative curvature for a convex loss.
+        hessian: the curvature H, a `Hessian` or a `GaussNewton`; the latter has no negative curvature for a convex
+            loss.
         vectors: right-hand sides `[m, p]`.
-        max_iter: most steps.
-        tol: residual norm at which a vector is done.
-        regularization: added to the diagonal.
+        max_iter: largest number of steps.
+        tol: norm of the residual below which a vector is done.
+        regularization: number added to the diagonal.
         memory_budget: bytes for earlier residuals.
 
     Warns:
-        NegativeCurvature, LostAccuracy: with the first such step, what was found there, and what helps.
+        NegativeCurvature, LostAccuracy: the warning names the first such step, what was found there, and what helps.
     """
     vectors = vectors.detach()
     eps = torch.finfo(vectors.dtype).eps
@@ -61,7 +62,7 @@ def conjugate_gradients(
     earlier = [_unit(residual)][:room]
     squares = residual.square().sum(1, keepdim=True)
     negative, lost = (torch.zeros_like(squares, dtype=torch.bool) for _ in range(2))
-    trusted = solution.clone()  # the last solution before a vector lost its accuracy
+    trusted = solution.clone()  # solution before a vector lost its accuracy
     first_negative: tuple[int, float] | None = None
     first_lost: int | None = None
     for number in range(1, max_iter + 1):
@@ -79,12 +80,12 @@ def conjugate_gradients(
         step = torch.where(going, squares / curved, 0)
         solution += step * direction
         residual -= step * bent
-        for _ in range(2):  # twice is enough, once is not
+        for _ in range(2):  # once leaves rounding errors, twice is enough
             for unit in earlier:
                 residual -= (residual * unit).sum(1, keepdim=True) * unit
         if len(earlier) < room:
             earlier.append(_unit(residual))
-        else:  # some of them would hide from the look below that the others are lost
+        else:  # with only some of them, the check below would not see that orthogonality is lost
             earlier, room = [], 0
         before, squares = squares, residual.square().sum(1, keepdim=True)
         turned = (residual * start).sum(1, keepdim=True).abs() > eps**0.5 * _lengths(residual) * _lengths(start)
@@ -111,11 +112,11 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 class NegativeCurvature(UserWarning):
-    """Conjugate gradients met a direction in which the loss is not curved upwards, and stopped there."""
+    """Conjugate gradients found a direction in which the loss does not curve upwards, and stopped there."""
 
 
 class LostAccuracy(UserWarning):
-    """Conjugate gradients reached steps that depend on rounding, did not converge, and went back to the step before."""
+    """Conjugate gradients came to steps that depend on rounding, did not converge, and went back to the step before."""
 
 
 def _warn_of_negative_curvature(

@@ -1,26 +1,26 @@
-"""How much to damp the curvature: from how the model was trained where that is known, else from the curvature itself.
+"""The damping of the curvature: it comes from how the model was trained if this is known, else from the curvature.
 
-A training of T steps with learning rates η_t ends before it is at the optimum in flat directions. For gradient descent
-on a quadratic loss what it reaches is, closely, the solution with damping λ = 1 / Σ η_t; momentum β makes every step
-1 / (1 − β) as long. Adam divides the step of parameter j by √v_j, the root mean square of its batch gradients, so each
-parameter has its own
+A training of T steps with learning rates η_t stops before it reaches the optimum in flat directions. For gradient
+descent on a quadratic loss the result is close to the solution with damping λ = 1 / Σ η_t. Momentum β makes every step
+1 / (1 − β) times as long. Adam divides the step of parameter j by √v_j, the root mean square of its batch gradients, so
+each parameter has its own
 
     λ_j = 10 √v_j / Σ η_t,     v_j = 1/B · mean_i (∂ℓ_i/∂θ_j)² + (mean_i ∂ℓ_i/∂θ_j)²
 
-for batches of B points. Weight decay adds to λ. Without a recipe λ is a share of the curvature's own scale, of
-tr H² / tr H, the mean eigenvalue where each counts by its size; smaller where n points determine p < n parameters:
+for batches of B points. Weight decay is added to λ. Without a recipe λ is a share of the curvature's own scale
+tr H² / tr H, the mean of the eigenvalues weighted by their size. It is smaller if n points determine p < n parameters:
 
     λ = 0.05 · min(1, p / n) · tr H² / tr H
 
-(A + λ I) x = v is solved for many vectors at once in the block Krylov space of all of them: span{v, A v, A² v, …}. One
-product with A for all vectors adds a block of directions Q to it, which are kept orthonormal, so that A is there a
-small matrix T = Q A Qᵀ:
+(A + λ I) x = v is solved for many vectors at once in the block Krylov space of all vectors: span{v, A v, A² v, …}. One
+product with A for all vectors adds a block of directions Q to the space. The directions are kept orthonormal, so that A
+becomes a small matrix T = Q A Qᵀ in the space:
 
     x = Qᵀ (T + λ I)⁻¹ Q v
 
-For one vector these are the steps of conjugate gradients; several share what each finds. The space does not depend on
-λ, so λ may be chosen once the spectrum of T is known. The eigenvalues of T show negative curvature, which conjugate
-gradients would walk past.
+For one vector these are the steps of conjugate gradients; with several vectors each one also uses the directions of the
+others. The space does not depend on λ, so λ can be chosen after the spectrum of T is known. The eigenvalues of T show
+negative curvature, which conjugate gradients would not notice.
 """
 
 from __future__ import annotations
@@ -43,26 +43,27 @@ if TYPE_CHECKING:
     from ggda_ext.training import Recipe
 
 SHARE = 0.05
-"""λ · tr H / tr H² without a recipe, for p ≥ n. Chosen, as `ADAM`, on digits, breast cancer and made data."""
+"""The value of λ · tr H / tr H² without a recipe, for p ≥ n; chosen, like `ADAM`, on digits, breast cancer and
+synthetic data."""
 ADAM = 10.0
-"""By how much Adam's damping is larger than √v_j / Σ η_t with the v_j of the trained model: while it was being trained
-gradients were larger."""
-_PROBES = 4  # random vectors that the scale of the curvature is estimated with
-_MOMENT_POINTS = 256  # points whose gradients tell Adam's second moments
-_MOMENT_NUMBERS = 2**31  # numbers in these gradients: fewer points tell them for a large model, but at least 8
-_LEAST = 1e-6  # of the largest curvature; below it a matrix counts as singular
-_ABOVE_NEGATIVE = 1.5  # how far damping goes beyond the most negative curvature
-_SPACE_BYTES = 2**30  # for the directions of the space, but room for four blocks of them at least
+"""Factor by which Adam's damping is larger than √v_j / Σ η_t with the v_j of the trained model, because gradients were
+larger during the training."""
+_PROBES = 4  # random vectors that estimate the scale of the curvature
+_MOMENT_POINTS = 256  # points whose gradients give Adam's second moments
+_MOMENT_NUMBERS = 2**31  # most numbers in these gradients: a large model uses fewer points, but at least 8
+_LEAST = 1e-6  # share of the largest curvature; a matrix with less is treated as singular
+_ABOVE_NEGATIVE = 1.5  # damping is this many times the most negative curvature
+_SPACE_BYTES = 2**30  # memory for the directions of the space; four blocks are always allowed
 
 
 @dataclass(frozen=True)
 class TrainingSteps:
-    """What the training of a model did, for the damping.
+    """The steps of a model's training, from which the damping is computed.
 
     Attributes:
-        learning_rates: of every step, or their sum.
-        optimizer: ``"sgd"`` or ``"adam"`` (AdamW as well).
-        momentum: of SGD.
+        learning_rates: learning rate of every step, or their sum.
+        optimizer: ``"sgd"`` or ``"adam"`` (also for AdamW).
+        momentum: momentum of SGD.
         weight_decay: the L2 penalty λ in λ/2 |θ|².
         batch_size: points per step; Adam's steps depend on it.
     """
@@ -87,15 +88,15 @@ class TrainingSteps:
 
     @property
     def distance(self) -> float:
-        """Σ η_t, with momentum."""
+        """Sum of the learning rates Σ η_t, divided by 1 − momentum."""
         return float(np.sum(self.learning_rates)) / (1 - self.momentum)
 
     @classmethod
     def of(cls, recipe: Training, n: int) -> TrainingSteps:
-        """Those of a recipe on `n` points."""
+        """Return the steps of a recipe on `n` points; `TrainingSteps` are returned unchanged."""
         if isinstance(recipe, TrainingSteps):
             return recipe
-        from ggda_ext.training import Recipe  # a room that scores do without
+        from ggda_ext.training import Recipe  # imported here, as most scores do not need it
 
         if not isinstance(recipe, Recipe):
             raise TypeError(
@@ -110,13 +111,13 @@ Training: TypeAlias = "Recipe | TrainingSteps"
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solve found.
+    """The result of a solve.
 
     Attributes:
         rows: solutions `[m, p]`.
         damping: λ.
-        residual: the largest |v − (A + λ) x| / |v| of any vector.
-        steps: products with A, each of all vectors.
+        residual: the largest |v − (A + λ) x| / |v| over all vectors.
+        steps: number of products with A, each for all vectors.
         lowest: the smallest eigenvalue of A in the space.
     """
 
@@ -129,16 +130,16 @@ class Solution:
 
 @dataclass(frozen=True)
 class Damped:
-    """A curvature with its damping, as a problem (A + λ I) y = w with one number λ: A = S H S with S diagonal.
+    """A curvature with its damping, written as (A + λ I) y = w with a single number λ: A = S H S with S diagonal.
 
     Attributes:
         curvature: H.
-        least: λ, before negative curvature is met.
-        source: where λ comes from, in words.
-        fixed: whether λ was given, so that it must not be raised.
+        least: λ, unless negative curvature makes it larger.
+        source: text that says where λ comes from.
+        fixed: whether the user gave λ, so that it must not be raised.
         scale: the diagonal of S `[p]`, or None for the identity.
-        mean: the mean damping of a parameter, where λ = 1.
-        passes: what finding it cost.
+        mean: the mean damping of a parameter that λ = 1 stands for.
+        passes: the cost of finding the damping, in passes.
     """
 
     curvature: SampledCurvature
@@ -150,21 +151,21 @@ class Damped:
     passes: float = 0.0
 
     def product(self, vectors: Tensor, *, elsewhere: bool = False) -> Tensor:
-        """A times `vectors [m, p]`; `elsewhere`, on points that the curvature did not see."""
+        """Return A times `vectors [m, p]`; with `elsewhere`, A is taken on points outside the curvature's sample."""
         scaled = self.scaled(vectors)
         return self.scaled(self.curvature.elsewhere(scaled) if elsewhere else self.curvature @ scaled)
 
     def scaled(self, vectors: Tensor) -> Tensor:
-        """S times vectors: right-hand sides of (H + λ) become those of A, and solutions of A those of (H + λ)."""
+        """Return S times vectors; this turns right-hand sides for H into sides for A, and solutions for A back."""
         return vectors if self.scale is None else vectors * self.scale.to(vectors)
 
     def solve(self, vectors: Tensor, *, max_steps: int, tolerance: float) -> Solution:
-        """(A + λ)⁻¹ v for all `vectors [m, p]` in one space.
+        """Return (A + λ)⁻¹ v for all `vectors [m, p]`, solved in one space.
 
         Args:
             vectors: right-hand sides.
-            max_steps: most products.
-            tolerance: residual, relative to the vector, at which all are done.
+            max_steps: largest number of products.
+            tolerance: the solve is done when every residual, relative to its vector, is this small.
         """
         lengths = vectors.norm(dim=1, keepdim=True)
         space = _Space(vectors / lengths.clamp_min(torch.finfo(vectors.dtype).tiny))
@@ -181,7 +182,7 @@ class Damped:
         return Solution(space.lift(inside) * lengths, chosen, residual, len(space.blocks), float(values[0]))
 
     def _choose(self, values: Tensor) -> float:
-        """λ for eigenvalues of A, rising: enough to have no negative curvature left."""
+        """Return a λ that leaves no negative curvature, given the eigenvalues of A in rising order."""
         lowest, top = float(values[0]), float(values.abs().max())
         if self.least + lowest > _LEAST * top and self.least + top > 0:
             return self.least
@@ -198,11 +199,11 @@ class Damped:
         )
 
     def reported(self, chosen: float) -> float:
-        """The damping of a parameter, on average."""
+        """Return the mean damping of a parameter, for this λ."""
         return chosen * self.mean
 
     def notes(self, found: Solution) -> tuple[str, ...]:
-        """What happened to the damping in a solve."""
+        """Return a note if a solve had to raise the damping."""
         if found.damping <= self.least:
             return ()
         return (
@@ -212,7 +213,7 @@ class Damped:
 
 
 def damped(curvature: SampledCurvature, damping: float | None, recipe: Training | None) -> Damped:
-    """The curvature with a damping: the given one, that of a recipe, or a share of the curvature's own scale."""
+    """Return the curvature with a damping: the given one, one from the recipe, or a share of the curvature's scale."""
     if damping is not None and recipe is not None:
         raise ValueError("damping and recipe are both given: pass one of them.")
     if damping is not None:
@@ -229,7 +230,7 @@ def damped(curvature: SampledCurvature, damping: float | None, recipe: Training 
 
 
 def of_recipe(provider: GroupGradients, sample: IndexedData, total: int, recipe: Training) -> tuple[str, Tensor]:
-    """Where damping comes from, in words, and the damping: one number, or one for every parameter `[p]`."""
+    """Return a text that says where the damping comes from, and the damping: one number, or one per parameter `[p]`."""
     steps = TrainingSteps.of(recipe, total)
     if steps.optimizer == "sgd":
         return "the learning rates of SGD", torch.tensor(1 / steps.distance + steps.weight_decay, dtype=torch.float64)
@@ -241,12 +242,12 @@ def of_recipe(provider: GroupGradients, sample: IndexedData, total: int, recipe:
 
 
 def told_by_points(parameters: int, points: int) -> float:
-    """min(1, p / n): the fewer parameters there are for each point, the less their curvature needs damping."""
+    """Return min(1, p / n): with fewer parameters per point, the curvature needs less damping."""
     return min(1.0, parameters / points)
 
 
 def scale_of(curvature: SampledCurvature) -> float:
-    """tr H² / tr H, by random vectors; the same for every property."""
+    """Return tr H² / tr H, estimated with random vectors; it is the same for every property."""
     space = curvature.provider.space
     generator = torch.Generator().manual_seed(curvature.seed)
     signs = torch.randint(0, 2, (_PROBES, space.size), generator=generator) * 2 - 1
@@ -257,7 +258,7 @@ def scale_of(curvature: SampledCurvature) -> float:
 
 
 def _second_moments(provider: GroupGradients, sample: IndexedData, batch_size: int) -> Tensor:
-    """E (batch gradient)² of every parameter `[p]`, from the gradients of some points."""
+    """Return E (batch gradient)² of every parameter `[p]`, computed from the gradients of some points."""
     n = sample.n or 0
     count = min(_MOMENT_POINTS, n, max(8, _MOMENT_NUMBERS // provider.p))
     some = SomePoints(sample, np.linspace(0, n - 1, count).astype(np.int64))
@@ -272,11 +273,11 @@ def _second_moments(provider: GroupGradients, sample: IndexedData, batch_size: i
 
 
 class _Space:
-    """An orthonormal basis that grows block by block, and the matrix in it.
+    """An orthonormal basis that grows block by block, and the matrix A in this basis.
 
     Attributes:
-        newest: the block that was not multiplied yet `[r, p]`.
-        matrix: T `[d, d]` of the blocks that were.
+        newest: the block that has not been multiplied with A yet `[r, p]`.
+        matrix: T `[d, d]`, A in the basis of all other blocks.
         sides: the right-hand sides in the basis `[d, m]`.
     """
 
@@ -289,7 +290,7 @@ class _Space:
         self.outside = vectors.new_zeros(0, vectors.shape[1])
 
     def extend(self, products: Tensor) -> None:
-        """Take the products of the newest block; the space grows by what they have outside of it."""
+        """Add the products of A with the newest block; the part of them outside the space gives the next block."""
         self.blocks.append(self.newest)
         size, wide = len(self.newest), len(self.matrix) + len(self.newest)
         columns = torch.cat([self._inner(block, products) for block in self.blocks])
@@ -301,20 +302,20 @@ class _Space:
         self.matrix = grown
         self.sides = torch.cat([self.sides, self._inner(self.newest, self.vectors)])
         outside = products.clone()
-        for _ in range(2):  # twice is enough, once is not
+        for _ in range(2):  # once leaves rounding errors, twice is enough
             for block in self.blocks:
                 outside -= (outside @ block.T) @ block
         self.outside = outside
         self.newest = _orthonormal(outside, float(products.norm(dim=1).max()))
 
     def residual(self, inside: Tensor) -> float:
-        """The largest residual of solutions `[d, m]` in the basis: only the newest products leave the space."""
+        """Return the largest residual of solutions `[d, m]` in the basis; only the newest products leave the space."""
         last = inside[-len(self.blocks[-1]) :]
         gram = self._inner(self.outside, self.outside)
         return float((last * (gram @ last)).sum(0).clamp_min(0).sqrt().max())
 
     def lift(self, inside: Tensor) -> Tensor:
-        """Vectors `[m, p]` of coordinates `[d, m]` in the basis."""
+        """Return the vectors `[m, p]` with coordinates `[d, m]` in the basis."""
         rows, at = torch.zeros_like(self.vectors), 0
         for block in self.blocks:
             rows += inside[at : at + len(block)].T.to(block) @ block
@@ -326,9 +327,9 @@ class _Space:
 
 
 def _orthonormal(rows: Tensor, size: float) -> Tensor:
-    """An orthonormal basis `[r, p]` of rows `[m, p]`; what is rounding next to rows of that size is left out."""
+    """Return an orthonormal basis `[r, p]` of rows `[m, p]`; leave out rounding errors, relative to `size`."""
     found, least = rows, (100 * torch.finfo(rows.dtype).eps * size) ** 2
-    for _ in range(2):  # the second round removes what rounding left of the first
+    for _ in range(2):  # the second round removes rounding errors of the first
         values, turn = torch.linalg.eigh(found.double() @ found.double().T)
         kept = values > least
         found = (turn[:, kept] / values[kept].sqrt()).T.to(rows) @ found

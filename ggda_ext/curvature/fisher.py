@@ -1,7 +1,7 @@
 """The empirical Fisher of (projected) gradients, of points or of groups, with a ridge relative to its own size.
 
-With φ_i the gradients whose Fisher a method takes (of the loss for influence functions, of the output for TRAK), ℓ_i
-the loss of a point, and |G| the size of a group, every ``fisher=`` of this package is one of
+Let φ_i be the gradients that a method takes the Fisher of (of the loss for influence functions, of the output for
+TRAK), ℓ_i the loss of a point, and |G| the size of a group. Every ``fisher=`` of this package is one of
 
     "exact"     F = Σ_i φ_i φ_iᵀ
     "batched"   F = Σ_G u_G u_Gᵀ / |G|,   u_G = Σ_{i∈G} φ_i      every φ_i replaced by the mean of its group
@@ -9,13 +9,14 @@ the loss of a point, and |G| the size of a group, every ``fisher=`` of this pack
 
 and is inverted with a ridge, F_λ = F + λ · mean diag(F) · I.
 
-The batched Fisher is the exact one for groups of one, and where the gradients in a group are alike; where they are
-unrelated, with mean zero, it is 1/|G| of the exact one. Next to the exact Fisher of loss gradients the paper's is right
-on average where they are unrelated, and |G| times as large where they are alike. So for groups of one size the two
-differ by a factor, if φ_i = ∇ℓ_i; with uneven sizes large groups count more in the paper's.
+The batched Fisher equals the exact one for groups of one point, and for groups whose gradients are alike. If the
+gradients in a group are unrelated, with mean zero, it is 1/|G| of the exact one. The paper's Fisher, compared with the
+exact Fisher of loss gradients, is right on average if the gradients are unrelated, and |G| times as large if they are
+alike. So for groups of one size and φ_i = ∇ℓ_i the two differ by a factor; with unequal sizes large groups count more
+in the paper's Fisher.
 
 Both are approximations: k rows say little about p directions unless k is well above p, and a ridge has to make up for
-it. ``"auto"`` is λ = 0.3 · p / k, chosen on real data (``python -m benchmarks fidelity``).
+this. ``"auto"`` is λ = 0.3 · p / k, chosen on real data (``python -m benchmarks fidelity``).
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ FISHERS: tuple[FisherKind, ...] = ("exact", "batched", "paper")
 Damping = float | Literal["auto"]
 
 AUTO_DAMPING = 0.3
-"""λ · k / p. On data not used to choose it, agreement with TRAK is at most 0.13 below that with the best λ for each
-group size, grouping and data set, where any one λ for all of them loses 0.18 or more somewhere."""
+"""The value of λ · k / p. On data that was not used to choose it, the agreement with TRAK is at most 0.13 below the
+agreement with the best λ for each group size, grouping and data set. Any single λ for all of them loses 0.18 or more in
+some case."""
 
 
 class EmpiricalFisher:
@@ -69,18 +71,18 @@ class EmpiricalFisher:
 
     @classmethod
     def of_matrix(cls, matrix: Tensor, rows: int) -> EmpiricalFisher:
-        """A Fisher `[p, p]` that was added up before, of so many rows."""
+        """Return a Fisher whose matrix `[p, p]` was already summed over this number of rows."""
         found = cls(len(matrix), matrix.device)
         found.matrix, found.rows = matrix, rows
         return found
 
     def add_groups(self, kind: FisherKind, sums: Tensor, sizes: np.ndarray) -> EmpiricalFisher:
-        """Add groups as rows, by the formula of `kind` (see `ggda_ext.curvature.fisher`).
+        """Add one row per group, with the formula of `kind` (see `ggda_ext.curvature.fisher`).
 
         Args:
             kind: ``"batched"`` or ``"paper"``.
             sums: u_G of every group `[k, p]`.
-            sizes: points in every group `[k]`.
+            sizes: number of points in every group `[k]`.
 
         >>> sums = torch.tensor([[4.0, 4.0]])  # four points (1, 1)
         >>> EmpiricalFisher(2).add_groups("batched", sums, np.array([4])).matrix.tolist()
@@ -96,12 +98,12 @@ class EmpiricalFisher:
 
     @classmethod
     def of_groups(cls, kind: FisherKind, sums: Tensor, sizes: np.ndarray) -> EmpiricalFisher:
-        """The Fisher of groups whose sums `[k, p]` every rank has; each takes a share of the work."""
+        """Return the Fisher of groups; every rank has all sums `[k, p]` and takes a share of the work."""
         mine = slice(my_share(len(sums)).start, my_share(len(sums)).stop)
         return cls(sums.shape[1], sums.device).add_groups(kind, sums[mine], sizes[mine]).add_up()
 
     def add_up(self) -> EmpiricalFisher:
-        """The Fisher of all rows, where each rank has added its share of them."""
+        """Sum the Fisher over all ranks, after each rank has added its share of the rows."""
         self.matrix, self.rows = add_up(self.matrix), int(add_up(torch.tensor(self.rows)))
         return self
 
@@ -112,37 +114,37 @@ class EmpiricalFisher:
 
     @property
     def mean_diagonal(self) -> float:
-        """The scale of the Fisher, to which a ridge is relative."""
+        """Mean of the diagonal; a relative ridge is a multiple of it."""
         return float(self.matrix.diagonal().mean())
 
     @property
     def auto_damping(self) -> float:
-        """The relative ridge for this number of rows and dimensions."""
+        """The automatic relative ridge for this number of rows and dimensions."""
         return AUTO_DAMPING * self.dim / max(self.rows, 1)
 
     def damped(self, damping: Damping = "auto", absolute: float = 0.0) -> tuple[Tensor, float]:
-        """The damped Fisher `[p, p]` and the relative ridge λ in it.
+        """Return the damped Fisher `[p, p]` and its relative ridge λ.
 
         Args:
             damping: λ relative to the mean diagonal, or ``"auto"`` for `auto_damping`.
-            absolute: a toolkit's own ridge (TRAK's `lambda_reg`, dattri's `regularization`), added on top as it is.
+            absolute: a toolkit's own ridge (TRAK's `lambda_reg`, dattri's `regularization`), added without scaling.
 
         Raises:
-            ValueError: if it cannot be inverted.
+            ValueError: if the damped Fisher cannot be inverted.
         """
         checked = check_damping(damping)
         ridge = self.auto_damping if checked == "auto" else checked
         damped = self.matrix.clone()
         added = ridge * self.mean_diagonal + absolute
         damped.diagonal().add_(added)
-        enough = self.dim * torch.finfo(torch.float32).eps * self.mean_diagonal  # else it is well conditioned
+        enough = self.dim * torch.finfo(torch.float32).eps * self.mean_diagonal  # with more it is well conditioned
         if added <= enough or not self.mean_diagonal > 0:
             check_invertible(damped, self.rows)
         return damped, ridge
 
 
 def check_fisher(kind: str) -> FisherKind:
-    """`kind` as one of `FISHERS`."""
+    """Return `kind`; raise an error if it is not one of `FISHERS`."""
     for known in FISHERS:
         if kind == known:
             return known
@@ -150,24 +152,24 @@ def check_fisher(kind: str) -> FisherKind:
 
 
 def check_damping(damping: object) -> Damping:
-    """`damping` as a number, if it is one and not negative, or ``"auto"``."""
+    """Return `damping` as a number or ``"auto"``; raise an error if it is neither, negative or not finite."""
     if damping == "auto":
         return "auto"
     return check_ridge(damping, "damping", ", relative to the mean diagonal, or 'auto'")
 
 
 def check_ridge(ridge: object, name: str, more: str = "; a relative ridge is damping=") -> float:
-    """A toolkit's own ridge as a number, if it is one and not negative; errors say `more` about what to pass."""
+    """Return a ridge as a number; raise an error, with the hint `more`, if it is none, negative or not finite."""
     if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not 0 <= ridge < float("inf"):
         raise ValueError(f"{name}={ridge!r}: pass a number from 0 on{more}.")
     return float(ridge)
 
 
 def check_invertible(fisher: Tensor, rows: int) -> None:
-    """Refuse a Fisher `[p, p]` made of `rows` rows whose inverse would be noise, saying how to mend it."""
+    """Raise an error if the inverse of a Fisher `[p, p]` of `rows` rows would be noise; the error says what helps."""
     inverse, failed = torch.linalg.inv_ex(fisher.double())
     condition = float(torch.linalg.matrix_norm(fisher.double(), 1) * torch.linalg.matrix_norm(inverse, 1))
-    # the 1-norm condition is at most p times that of the 2-norm, so what is refused here is noise for certain
+    # the 1-norm condition is at most p times the 2-norm condition, so above the limit the inverse is noise for certain
     if int(failed) or not condition * torch.finfo(torch.float32).eps < len(fisher):
         raise ValueError(
             f"the Fisher of {rows} rows in {len(fisher)} dimensions is singular (condition {condition:.1g}), so scores "

@@ -1,15 +1,15 @@
-"""Curvature of the training loss as products with many vectors at once: the Hessian and the Gauss–Newton matrix.
+"""Products of the training loss's curvature with many vectors at once: the Hessian and the Gauss–Newton matrix.
 
-With L the mean training loss and H = ∇²L(θ), every product is ``H v = ∇⟨∇L(θ), v⟩``: one backward pass through
-the graph of the gradient for each vector, the graph itself built once for all of them.
+Let L be the mean training loss and H = ∇²L(θ). Every product is ``H v = ∇⟨∇L(θ), v⟩``: one backward pass through the
+graph of the gradient for each vector. The graph is built once for all vectors.
 
-With z = f(x; θ) the model's outputs and J = ∂z/∂θ, H is Jᵀ (∂²ℓ/∂z²) J plus a term with the second derivatives of f,
-which makes it indefinite. The Gauss–Newton matrix leaves that term out:
+Let z = f(x; θ) be the model's outputs and J = ∂z/∂θ. Then H is Jᵀ (∂²ℓ/∂z²) J plus a term with the second derivatives
+of f, which makes H indefinite. The Gauss–Newton matrix leaves this term out:
 
     G v = Σ_batches Jᵀ (∂²ℓ/∂z²) J v
 
-It has no negative curvature for a convex loss, equals H where f is linear in θ, and comes close to it where the model
-fits its data. Under several ranks (see `ggda_ext.sharing`) products are shared out by points.
+It has no negative curvature for a convex loss. It equals H if f is linear in θ, and is close to H if the model fits its
+data. With several ranks (see `ggda_ext.sharing`) each rank takes a share of the points for every product.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from ggda_ext.sharing import adding_up, checksum
 
 BatchLossFn = Callable[[nn.Module, Any], Tensor]
 
-_CHUNK_BYTES = 8 * 2**20  # vectors worked on at once: few enough to stay near the cache, enough to share overheads
+_CHUNK_BYTES = 8 * 2**20  # vectors multiplied at once: few enough for the cache, enough to share overheads
 
 
 class Hessian:
     """The Hessian of a loss over a data set, with respect to some of the model's parameters.
 
     Args:
-        space: the model and the parameters that count.
-        loss: ``loss(model, batch)``, a scalar: the mean or the sum over the batch.
-        data: the points the loss is taken over.
-        batch_size: points per pass in products with the whole data.
-        reduction: whether the loss of a batch is the mean or the sum over its points; found by trying if left out.
+        space: the model and the parameters that the Hessian is taken for.
+        loss: ``loss(model, batch)`` returns a scalar: the mean or the sum over the batch.
+        data: the points that the loss is taken over.
+        batch_size: points per batch in products over the whole data.
+        reduction: whether the loss of a batch is the mean or the sum over its points; if left out, it is found by a
+            test on two points.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class Hessian:
             self.reduction = reduction
 
     def on_batch(self, batch: Any, vectors: Tensor) -> Iterator[tuple[slice, list[Tensor | None]]]:
-        """Products of the Hessian on one batch with `vectors [m, p]`.
+        """Yield the products of the Hessian on one batch with `vectors [m, p]`.
 
-        Yields ``(rows, parts)`` for some vectors at a time: a part `[rows, *shape]` for every parameter, or None
-        where it is zero. A vector is not read again after its product was given out.
+        Each item is ``(rows, parts)`` for some of the vectors, with one part `[rows, *shape]` for every parameter, or
+        None if the part is zero. A vector is not read again after its product was yielded.
         """
         parameters = list(self.space.parameters.values())
         with self.space.require_gradients(of_chosen=True), sdpa_kernel(SDPBackend.MATH):
@@ -77,7 +78,7 @@ class Hessian:
                 yield rows, _products_with_vectors([g for g, _ in used], parameters, along, keep=keep)
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
-        """Products `[m, p]` of the Hessian over the whole data with `vectors [m, p]`."""
+        """Return the products `[m, p]` of the Hessian over the whole data with `vectors [m, p]`."""
         result = torch.zeros_like(vectors, dtype=torch.float64, device=sums_on(vectors.device))
         with adding_up(result, same=lambda: self.same(len(vectors))):
             for indices, batch in self.data.my_share(self.batch_size):
@@ -87,24 +88,24 @@ class Hessian:
         return result.to(vectors)
 
     def same(self, m: int) -> dict[str, Any]:
-        """What has to be the same on all ranks, so that their shares of a product add up."""
+        """Return the values that must be the same on all ranks, so that the sum of their shares is the product."""
         parameters = checksum(self.space.model.parameters())
         return {"the vectors": m, "the points of the Hessian": self.n, "the parameters": parameters}
 
     def matrix(self) -> Tensor:
-        """The Hessian itself `[p, p]`."""
+        """Return the Hessian as a matrix `[p, p]`."""
         matrix = self @ torch.eye(self.space.size, dtype=self.space.dtype, device=self.space.device)
         return (matrix + matrix.T) / 2
 
     def add(self, target: Tensor, parts: list[Tensor | None], factor: float) -> None:
-        """target `[rows, p]` += factor · parts."""
+        """Add factor · parts to target `[rows, p]`."""
         for parameter, part in zip(self.space.parameters.values(), parts, strict=True):
             if part is not None:
                 self.space.part(target, parameter).add_(part.to(target.device), alpha=factor)
 
     @cached_property
     def reduction(self) -> str:
-        """Whether the loss of a batch is the ``"mean"`` or the ``"sum"`` over its points, found by trying two."""
+        """Whether the loss of a batch is the ``"mean"`` or the ``"sum"`` over its points; two points are tested."""
         pair = to_device(self.data.first(2), self.space.device)
         ones = [to_device(batch, self.space.device) for batch in self.data.batches([[0], [min(1, self.n - 1)]])]
         with torch.no_grad():
@@ -122,24 +123,24 @@ class Hessian:
 
 
 class NoCurvature(ValueError, TypeError):
-    """A loss that is no curved function of one output of the model, so that it has no Gauss–Newton matrix."""
+    """Raised if the loss is not a curved function of one output of the model and so has no Gauss–Newton matrix."""
 
 
 class GaussNewton(Hessian):
-    """The Gauss–Newton matrix of a loss over a data set; products and solves as with a `Hessian`.
+    """The Gauss–Newton matrix of a loss over a data set; products and solves work as with a `Hessian`.
 
-    The loss may call the model in any way, but once per batch, and must depend on the parameters through the model's
-    output alone; anything else is refused.
+    The loss must call the model exactly once per batch, in any way, and must depend on the parameters only through the
+    model's output. Any other loss raises an error.
 
     Args:
-        space: the model, which returns one tensor, and the parameters that count.
-        loss: ``loss(model, batch)``, a scalar: the mean or the sum over the batch.
-        data: the points the loss is taken over.
-        batch_size: points per pass in products with the whole data.
+        space: the model, which returns one tensor, and the parameters that the matrix is taken for.
+        loss: ``loss(model, batch)`` returns a scalar: the mean or the sum over the batch.
+        data: the points that the loss is taken over.
+        batch_size: points per batch in products over the whole data.
     """
 
     def on_batch(self, batch: Any, vectors: Tensor) -> Iterator[tuple[slice, list[Tensor | None]]]:
-        """Products of the Gauss–Newton matrix on one batch with `vectors [m, p]`, see `Hessian.on_batch`."""
+        """Yield the products of the Gauss–Newton matrix on one batch with `vectors [m, p]`; see `Hessian.on_batch`."""
         parameters = list(self.space.parameters.values())
         with self.space.require_gradients(of_chosen=True), sdpa_kernel(SDPBackend.MATH):
             outputs, leaf, slope = self._linearized(to_device(batch, self.space.device))
@@ -161,14 +162,14 @@ class GaussNewton(Hessian):
                     yield rows, _products_with_vectors([outputs], parameters, [bent], keep=keep)
 
     def _linearized(self, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The outputs with their graph, the same as a leaf, and its gradient of the loss; None if that is constant."""
+        """Return the outputs with their graph, a leaf copy, and the gradient of the loss there (None if constant)."""
         seen: list[Tensor] = []
         leaves: list[Tensor] = []
 
         def cut(module: nn.Module, inputs: Any, output: Any) -> Any:
             logits = getattr(output, "logits", None)
             if isinstance(output, Mapping) and isinstance(logits, Tensor) and output.get("loss") is None:
-                seen.append(logits)  # of Hugging Face, given inputs without labels
+                seen.append(logits)  # a Hugging Face model that was given inputs without labels
                 leaves.append(logits.detach().requires_grad_())
                 return type(output)(**{**output, "logits": leaves[-1]})
             if not isinstance(output, Tensor):
@@ -207,14 +208,14 @@ class GaussNewton(Hessian):
 
 
 def _one_number(value: Tensor) -> Tensor:
-    """The loss of a batch as a scalar, if it is one number."""
+    """Return the loss of a batch as a scalar; raise an error if it is not one number."""
     if value.numel() != 1:
         raise ValueError(f"the loss of a batch has shape {list(value.shape)}: return one number, its mean or sum.")
     return value.reshape(())
 
 
 def _chunks_of_vectors(vectors: Tensor) -> Iterator[slice]:
-    """Rows of `vectors [m, p]` that are worked on at once."""
+    """Yield slices of `vectors [m, p]`; the rows of a slice are multiplied at once."""
     chunk = max(1, _CHUNK_BYTES // (vectors.shape[1] * vectors.element_size()))
     return (slice(low, min(low + chunk, len(vectors))) for low in range(0, len(vectors), chunk))
 
@@ -222,7 +223,7 @@ def _chunks_of_vectors(vectors: Tensor) -> Iterator[slice]:
 def _products_with_vectors(
     of: list[Tensor], by: Sequence[Tensor], vectors: list[Tensor], *, keep: bool
 ) -> list[Tensor | None]:
-    """∂⟨of, vectors⟩/∂by for some vectors at a time `[c, *shape]`; zero where None. `keep` keeps the graph."""
+    """Return ∂⟨of, vectors⟩/∂by for c vectors `[c, *shape]`; None means zero. `keep` says whether to keep the graph."""
     if len(vectors[0]) == 1:
         single = [vector[0] for vector in vectors]
         found = torch.autograd.grad(of, by, single, retain_graph=keep, allow_unused=True)
@@ -231,7 +232,7 @@ def _products_with_vectors(
 
 
 def direct_solve(matrix: Tensor, vectors: Tensor, regularization: float = 0.0) -> Tensor:
-    """(matrix + regularization I)⁻¹ v for `vectors [m, p]`."""
+    """Return (matrix + regularization I)⁻¹ v for `vectors [m, p]`; raise an error if the matrix is singular."""
     damped = matrix.clone()
     damped.diagonal().add_(regularization)
     try:
@@ -244,6 +245,6 @@ def direct_solve(matrix: Tensor, vectors: Tensor, regularization: float = 0.0) -
 
 
 def round_up(value: float) -> float:
-    """To two significant digits, upwards."""
+    """Round a positive number up to two significant digits."""
     unit = 10.0 ** (np.floor(np.log10(value)) - 1)
     return float(f"{np.ceil(value / unit) * unit:.2g}")

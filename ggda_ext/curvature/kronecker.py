@@ -1,10 +1,11 @@
-"""EK-FAC: the Gauss–Newton matrix layer by layer, in the basis where a Kronecker product is diagonal.
+"""EK-FAC: the Gauss–Newton matrix of each layer, in the basis in which a Kronecker product is diagonal.
 
-With a the input of a Linear or Conv layer and d the gradient at its output for a random cotangent (so that d dᵀ is, on
-average, the Gauss–Newton matrix of that output), the basis of a layer are the eigenvectors of E a aᵀ and of E d dᵀ; the
-curvature in it is diagonal, E (U_dᵀ d aᵀ U_a)², the mean squared gradient of a point. Other layers (norms, embeddings)
-have a diagonal curvature of their own. One pass over a sample for the bases, one for the diagonals. A side with more
-than `LARGEST` entries (the vocabulary of a language model) keeps its own basis, as if its factor were diagonal.
+Let a be the input of a Linear or Conv layer, and d the gradient at its output for a random cotangent, so that d dᵀ is
+on average the Gauss–Newton matrix of this output. The basis U_a, U_d of the layer consists of the eigenvectors of
+E a aᵀ and of E d dᵀ. The curvature in this basis is taken as diagonal: E (U_dᵀ d aᵀ U_a)², the mean squared gradient of
+a point. Other layers (norms, embeddings) have a diagonal curvature in their own parameters. One pass over a sample
+finds the bases, one the diagonals. A side with more than `LARGEST` entries (the vocabulary of a language model) gets no
+new basis, as if its factor were diagonal.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from ggda_ext.losses import BatchLoss, OutputLoss, ignored_targets, model_output
 from ggda_ext.sharing import add_up
 
 LARGEST = 4096
-"""Entries of a layer's input or output up to which a basis is looked for: its cost grows with their cube."""
-_AT_ONCE = 2**23  # numbers of gradients that are formed at a time
+"""Most entries of a layer's input or output for which a basis is computed; the cost grows with the cube of them."""
+_AT_ONCE = 2**23  # most numbers in the gradients that are formed at a time
 
 
 @dataclass
@@ -38,9 +39,9 @@ class _Factors:
     """Sums over points for the parameters of one layer.
 
     Attributes:
-        left: Σ d dᵀ `[out, out]`, then its eigenvectors; None for a side that keeps its own basis.
-        right: Σ a aᵀ `[in, in]`, then its eigenvectors; or None.
-        squares: Σ (gradient in the basis)² `[out, in]`.
+        left: first Σ d dᵀ `[out, out]`, later its eigenvectors; None for a side that gets no new basis.
+        right: first Σ a aᵀ `[in, in]`, later its eigenvectors; None for a side that gets no new basis.
+        squares: first Σ (gradient in the basis)² `[out, in]`, later its mean.
     """
 
     left: Tensor | None
@@ -49,18 +50,18 @@ class _Factors:
 
 
 class Kronecker:
-    """The curvature of the mean training loss on a sample, diagonal in a basis for each layer.
+    """The curvature of the mean training loss on a sample, diagonal in a basis of each layer.
 
     Args:
         provider: the model, its loss and the training data.
-        sample: the points to look at.
-        seed: of the random cotangents.
+        sample: the points for the curvature.
+        seed: seed of the random cotangents.
     """
 
     def __init__(self, provider: GroupGradients, sample: IndexedData, seed: int) -> None:
         self.space, self.n = provider.space, sample.n or 0
         self.dtype = torch.promote_types(self.space.dtype, torch.float32)
-        """In which products are formed; sums over batches are kept in double precision."""
+        """The dtype of products; sums over batches are kept in double precision."""
         self.empirical, source = _with_cotangents(provider, sample, seed)
         self.matrices: dict[str, tuple[Layer, _Factors]] = {}
         self.diagonals: dict[int, Tensor] = {}
@@ -75,13 +76,13 @@ class Kronecker:
         self.diagonals = {key: add_up(value) / self.n for key, value in self.diagonals.items()}
 
     def scale(self) -> float:
-        """tr H² / tr H."""
+        """Return tr H² / tr H."""
         parts = [found.squares for _, found in self.matrices.values()] + list(self.diagonals.values())
         total = sum(float(part.sum()) for part in parts)
         return sum(float(part.square().sum()) for part in parts) / total if total > 0 else 0.0
 
     def solve(self, vectors: Tensor, damping: float) -> Tensor:
-        """(H + damping)⁻¹ of `vectors [m, p]`."""
+        """Return (H + damping)⁻¹ times `vectors [m, p]`."""
         result = vectors.double() / damping if damping else vectors.double()
         for parameter in self.space.parameters.values():
             if id(parameter) in self.diagonals:
@@ -94,7 +95,7 @@ class Kronecker:
         return result.to(vectors)
 
     def _matrix(self, rows: Tensor, layer: Layer) -> Tensor:
-        """The columns of rows that belong to a layer, weight and bias side by side `[m, out, in (+ 1)]`."""
+        """Return the columns of rows that belong to a layer, weight and bias side by side `[m, out, in (+ 1)]`."""
         parts = []
         if layer.weight is not None:
             weight = self.space.part(rows, layer.weight).double()
@@ -165,7 +166,7 @@ class Kronecker:
 
 
 class _Each(Observer):
-    """Gives a and d of every layer call to a function."""
+    """Passes a and d of every layer call to a function."""
 
     def __init__(self, tell: Callable[[Layer, Tensor, Tensor, int], None], size: int = 1) -> None:
         self.tell, self.size = tell, size
@@ -185,7 +186,7 @@ def _transposed(layer: Layer) -> bool:
 
 
 def _tokens(layer: Layer, a: Tensor, d: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Output gradients and inputs `[size, t, …]`, patches of an image as tokens, with a one for the bias."""
+    """Return output gradients and inputs `[size, t, …]`; image patches are tokens, and the bias has an input of one."""
     module = layer.module
     if isinstance(module, nn.Conv2d):
         padded = F.pad(a, module._reversed_padding_repeated_twice, mode=_padding(module))
@@ -204,7 +205,7 @@ def _padding(module: nn.Conv2d) -> str:
 
 
 def _own_rows(layer: Layer, a: Tensor, d: Tensor, starts: list[int]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The gradient of every point by the parameters of any layer `[b, …]`."""
+    """Yield each parameter of a layer of any kind with the gradients of the points `[b, …]`, a few points at a time."""
     if layer.bias is not None:
         yield layer.bias, layer.rule.bias_rows(layer.module, d, starts)
     if layer.weight is not None:
@@ -218,13 +219,13 @@ def _own_rows(layer: Layer, a: Tensor, d: Tensor, starts: list[int]) -> Iterator
 
 
 def _turned(matrices: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
-    """leftᵀ times matrices `[m, out, in]` times right; None is the identity."""
+    """Return leftᵀ times matrices `[m, out, in]` times right; None stands for the identity."""
     turned = matrices if left is None else left.mT.double() @ matrices
     return turned if right is None else turned @ right.double()
 
 
 def _add_token_squares(total: Tensor, tokens: Tensor, d: Tensor, size: int) -> None:
-    """Add the squared gradients of `size` points by an embedding `[vocabulary, h]`, from the rows that tokens take."""
+    """Add the squared gradients of `size` points for an embedding `[vocabulary, h]`; only their tokens' rows change."""
     found, d = tokens.reshape(size, -1), d.reshape(size, -1, d.shape[-1])
     places = torch.arange(size, device=found.device)[:, None] * len(total) + found
     taken, which = places.flatten().unique(return_inverse=True)
@@ -233,7 +234,7 @@ def _add_token_squares(total: Tensor, tokens: Tensor, d: Tensor, size: int) -> N
 
 
 def _with_cotangents(provider: GroupGradients, sample: IndexedData, seed: int) -> tuple[bool, GroupGradients]:
-    """Gradients of ⟨output, random cotangent⟩ of single points; or of the loss itself, and True."""
+    """Return False and point gradients of ⟨output, random cotangent⟩; for an unknown loss, True and its gradients."""
     singles = Groups.singletons(sample.n or 0)
     loss_fn = provider.loss.loss_fn if isinstance(provider.loss, OutputLoss) else None
     generator, parts = torch.Generator().manual_seed(seed), []
@@ -262,21 +263,21 @@ def _with_cotangents(provider: GroupGradients, sample: IndexedData, seed: int) -
 
 
 class _WithCotangents(IndexedData):
-    """The points of some data, each with a cotangent of its outputs: batches are ``(batch, cotangents [b, …])``."""
+    """Data whose points come with a cotangent of their outputs: batches are ``(batch, cotangents [b, …])``."""
 
     def __init__(self, data: IndexedData, cotangents: Tensor) -> None:
         self.data, self.cotangents = data, cotangents
         self.name, self.n = data.name, data.n
 
     def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
-        """One batch for every sequence of indices, in that order."""
+        """Yield one batch for every sequence of indices, in the same order."""
         asked, again = tee(index_batches)
         for indices, batch in zip(asked, self.data.batches(again), strict=True):
             yield batch, self.cotangents[torch.from_numpy(np.asarray(indices).astype(np.int64))]
 
 
 def _cotangents(loss_fn: Any, z: Tensor, random: torch.Generator) -> Tensor | None:
-    """Random cotangents of outputs z whose covariance is the second derivative of the loss; None if not known."""
+    """Return random cotangents of outputs z whose covariance is the loss's second derivative; None if it is unknown."""
     plain = getattr(loss_fn, "weight", None) is None and getattr(loss_fn, "label_smoothing", 0.0) == 0.0
     if type(loss_fn) is nn.CrossEntropyLoss and plain and z.dim() == 2:
         p = z.softmax(1)

@@ -1,9 +1,9 @@
-"""LiSSA: solves with a Hessian on random batches.
+"""LiSSA: solve with a Hessian by a recursion over random batches.
 
     e ← v + (1 - damping) e - H_batch e / scaling,      H⁻¹ v ≈ e / scaling
 
-All vectors share each batch, so for a given seed the solve is one linear map. Under several ranks (see
-`ggda_ext.sharing`) it is shared out by vectors and runs, if there are enough of them, else by the points of a batch.
+All vectors share each batch, so for a given seed the solve is a linear map. With several ranks (see
+`ggda_ext.sharing`) each rank takes a share of the vectors and runs, or, if these are too few, of the points of a batch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from ggda_ext.curvature.hessian import Hessian, round_up
 from ggda_ext.sharing import ProgressBar, adding_up, my_share, once, rank, world_size
 
-_CHECK_EVERY = 8  # steps between looks at the size of the iterate
-_GROWTH = 10.0  # how far beyond linear growth an iterate counts as diverging
+_CHECK_EVERY = 8  # steps between checks of the size of the iterate
+_GROWTH = 10.0  # an iterate diverges if it is this many times as large as linear growth allows
 
 
 def lissa(
@@ -36,20 +36,20 @@ def lissa(
     seed: int = 0,
     show_progress: bool = False,
 ) -> Tensor:
-    """H⁻¹ v by LiSSA for `vectors [m, p]`, all on the same random batches.
+    """Return H⁻¹ v by LiSSA for `vectors [m, p]`, all on the same random batches.
 
-    Every vector's estimate has the distribution it would have alone; only the errors of different vectors are
-    correlated. The global random state is not touched.
+    The estimate of every vector has the same distribution as if it were solved alone; only the errors of different
+    vectors are correlated. The global random state is not changed.
 
     Args:
         hessian: the Hessian.
         vectors: right-hand sides `[m, p]`.
-        depth: steps of the recursion.
-        scaling: divides the Hessian; must exceed its largest eigenvalue on the batches.
-        damping: shrinks the iterate in every step; helps against negative curvature.
-        repeat: independent runs to average.
+        depth: number of steps of the recursion.
+        scaling: divides the Hessian; it must be larger than the largest eigenvalue on the batches.
+        damping: shrinks the iterate in every step, which helps against negative curvature.
+        repeat: number of independent runs that are averaged.
         batch_size: points drawn without replacement for each step.
-        seed: of the batches.
+        seed: seed of the batches.
         show_progress: whether to show a progress bar.
     """
     for name, value, least in (("depth", depth, 0), ("repeat", repeat, 1), ("batch_size", batch_size, 1)):
@@ -83,7 +83,7 @@ class _Steps:
 
 
 def _estimate(hessian: Hessian, vectors: Tensor, steps: _Steps, run: int, cut: bool, bar: Any) -> Tensor:
-    """The iterate `[m, p]` after all steps of one run; with `cut` every rank takes a share of each batch."""
+    """Return the iterate `[m, p]` after all steps of one run; with `cut` every rank takes a share of each batch."""
     estimate, sizes = vectors.clone(), vectors.norm(dim=1)
     for step, batch in enumerate(_draws(hessian, steps.depth, steps.batch_size, [steps.seed, run], cut)):
         if cut:
@@ -103,7 +103,7 @@ def _estimate(hessian: Hessian, vectors: Tensor, steps: _Steps, run: int, cut: b
 
 
 def _shared_product(hessian: Hessian, batch: Any, vectors: Tensor, batch_size: int) -> Tensor:
-    """Products `[m, p]` of the Hessian on a batch of which this rank has a share."""
+    """Return the products `[m, p]` of the Hessian on a batch that all ranks share; `batch` is this rank's share."""
     product = torch.zeros_like(vectors)
     with adding_up(product):
         size = min(batch_size, hessian.n)
@@ -114,7 +114,7 @@ def _shared_product(hessian: Hessian, batch: Any, vectors: Tensor, batch_size: i
 
 
 def _draws(hessian: Hessian, count: int, batch_size: int, seed: list[int], cut: bool = False) -> Iterator[Any]:
-    """Random batches without replacement, all the data where a batch is that large; this rank's share if `cut`."""
+    """Return random batches without replacement, of at most all points; with `cut`, this rank's share of each."""
     random, size = np.random.default_rng(seed), min(batch_size, hessian.n)
     mine = my_share(size) if cut else range(size)
     drawn = (random.choice(hessian.n, size, replace=False) for _ in range(count))
@@ -122,12 +122,12 @@ def _draws(hessian: Hessian, count: int, batch_size: int, seed: list[int], cut: 
 
 
 def _bounded(estimate: Tensor, sizes: Tensor, steps: int) -> bool:
-    """Whether the iterate grew no faster than it can while every step contracts: |e| ≤ (steps + 1) |v|."""
+    """Whether the iterate is within `_GROWTH` times the bound (steps + 1) |v|, which holds if every step contracts."""
     return bool((estimate.norm(dim=1) <= _GROWTH * (steps + 1) * sizes.clamp_min(1e-30)).all())
 
 
 def _diverged(hessian: Hessian, vectors: Tensor, step: int, steps: _Steps, run: int) -> ValueError:
-    """The error for an iterate that grows, with values that would have held it."""
+    """Return the error for an iterate that grows; it names settings that would keep it bounded."""
     damping, scaling = steps.damping, steps.scaling
     draws = _draws(hessian, 4, steps.batch_size, [steps.seed, run])
     curvature = max((_extreme(hessian, vectors, batch) for batch in draws), key=abs)
@@ -144,7 +144,7 @@ def _diverged(hessian: Hessian, vectors: Tensor, step: int, steps: _Steps, run: 
 
 
 def _extreme(hessian: Hessian, vectors: Tensor, batch: Any) -> float:
-    """The eigenvalue of largest size of the Hessian on a batch, roughly, by power iteration."""
+    """Return roughly the eigenvalue of largest size of the Hessian on a batch, by power iteration."""
     vector, value = vectors[:1] / vectors[:1].norm().clamp_min(1e-30), 0.0
     for _ in range(10):
         product = torch.zeros_like(vector)

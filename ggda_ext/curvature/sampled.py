@@ -1,14 +1,14 @@
 """Curvature of the mean training loss on a sample of the data, as products with vectors.
 
-Three kinds, of which all but the Hessian have no negative eigenvalues:
+There are three kinds; only the Hessian can have negative eigenvalues:
 
 * ``"gauss-newton"``  1/N Σ Jᵢᵀ (∂²ℓᵢ/∂z²) Jᵢ, for losses that are curved, convex functions of the model's outputs z;
 * ``"hessian"``       1/N Σ ∇²ℓᵢ;
-* ``"fisher"``        1/N Σ ∇ℓᵢ ∇ℓᵢᵀ, the empirical Fisher, for any loss at all.
+* ``"fisher"``        1/N Σ ∇ℓᵢ ∇ℓᵢᵀ, the empirical Fisher, for any loss.
 
-A few thousand points are enough for the curvature; the error this leaves is measured on other points. The
-Fisher keeps their gradients where they fit into memory, so that its products need no further pass; where nobody asked
-for it by name, it is taken on as many points as that.
+A few thousand points are enough for the curvature; the remaining error is measured on other points. The Fisher keeps
+the gradients of its points if they fit into memory, so that its products need no further pass. If ``"auto"`` chooses
+the Fisher, it takes no more points than fit into memory, but at least `FEWEST`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ggda_ext.sharing import adding_up
 CurvatureKind = Literal["auto", "gauss-newton", "hessian", "fisher"]
 KINDS: tuple[str, ...] = get_args(CurvatureKind)
 _PROBED = 8
-"""Points that tell whether there is a curvature at all; if they do not, all are asked."""
+"""Number of points for the first test whether there is any curvature; if they show none, all points are tested."""
 KEPT_BYTES, FEWEST = 2**30, 128
-"""For the gradients of the Fisher's points; at least so many are taken, kept or not."""
+"""Memory for the gradients of the Fisher's points, and the smallest number of points if ``"auto"`` limits them."""
 _PASSES, _PASSES_OF_VECTOR, PASSES_OF_ROWS = 1.0, 1.3, 2.5
-"""Passes over the sample that a product takes, those for each of its vectors, and those for gradients of points."""
+"""Passes over the sample: for a product, for each vector of the product, and for the gradients of single points."""
 
 
 def checked_kind(kind: str) -> str:
-    """A kind of curvature, or an error that names them."""
+    """Return the kind; raise an error that lists all kinds if it is not one of them."""
     if kind not in KINDS:
         raise ValueError(f"curvature={kind!r} is not one of {', '.join(map(repr, KINDS))}.")
     return kind
@@ -50,10 +50,10 @@ class SampledCurvature:
 
     Args:
         provider: the model, its loss and the training data.
-        kind: which curvature; ``"auto"`` is Gauss–Newton, or the empirical Fisher where the loss is no function of
-            outputs that can be computed (a model that returns its own loss).
-        points: most points to look at, drawn at random.
-        seed: of the draw.
+        kind: which curvature; ``"auto"`` is Gauss–Newton, or the empirical Fisher if the Gauss–Newton matrix cannot be
+            computed (for example if the model returns its own loss).
+        points: largest number of points to use, drawn at random.
+        seed: seed of the draw.
     """
 
     def __init__(self, provider: GroupGradients, kind: str, points: int, seed: int) -> None:
@@ -68,24 +68,24 @@ class SampledCurvature:
 
     @property
     def points(self) -> int:
-        """How many points are looked at."""
+        """Number of points in the sample."""
         return self.sample.n or 0
 
     @property
     def whole(self) -> bool:
-        """Whether all training points are looked at."""
+        """Whether the sample holds all training points."""
         return self.points == self.total
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
-        """Products `[m, p]` of vectors `[m, p]` with the curvature on the sample."""
+        """Return the products `[m, p]` of the curvature on the sample with vectors `[m, p]`."""
         return self.on(self.sample, vectors)
 
     def elsewhere(self, vectors: Tensor) -> Tensor:
-        """The same on as many points of which few are in the sample; the sample itself where that is all there is."""
+        """Return products on as many points as the sample has, outside the sample as far as there are such points."""
         return self.on(_draw(self.provider.data, self.points, self.seed, others=True), vectors)
 
     def passes(self, steps: int, vectors: int) -> float:
-        """What the products of a solve took, and one elsewhere, in passes over all training points."""
+        """Return the cost of a solve and of one product on other points, in passes over all training points."""
         product = _PASSES + _PASSES_OF_VECTOR * vectors
         solve = PASSES_OF_ROWS if self._keeps else steps * product
         return (solve + (0 if self.whole else product)) * self.points / self.total
@@ -96,7 +96,7 @@ class SampledCurvature:
 
     @property
     def _points_to_keep(self) -> int:
-        """How many points have gradients that fit into memory."""
+        """Number of points whose gradients fit into memory."""
         return KEPT_BYTES // (self.provider.p * self._dtype.itemsize)
 
     @property
@@ -105,11 +105,11 @@ class SampledCurvature:
 
     @cached_property
     def _gradients(self) -> Tensor:
-        """Those of the sample's points `[N, p]`."""
+        """Gradients of the sample's points `[N, p]`."""
         return self.provider.on(self.sample, Groups.singletons(self.points)).rows().to(self._dtype)
 
     def on(self, data: IndexedData, vectors: Tensor) -> Tensor:
-        """Products with the curvature on some data."""
+        """Return the products of the curvature on this data with vectors `[m, p]`."""
         if self._keeps and data is self.sample:
             rows = self._gradients
             return ((vectors.to(rows) @ rows.T) @ rows / self.points).to(vectors)
@@ -124,7 +124,7 @@ class SampledCurvature:
 
     @cached_property
     def _loss(self) -> ExampleLoss:
-        """The loss; cross-entropy, which is the same and is curved, where it is that of log-probabilities."""
+        """The loss; an `NLLLoss` of log-probabilities becomes the equal cross-entropy, which is curved."""
         loss = self.provider.loss
         if not isinstance(loss, OutputLoss) or type(loss.loss_fn) is not nn.NLLLoss:
             return loss
@@ -135,13 +135,13 @@ class SampledCurvature:
         return loss if same is None else OutputLoss(same)
 
     def _no_gauss_newton(self) -> str | None:
-        """Why the Gauss–Newton matrix of this loss cannot be computed, or None."""
+        """Return the reason why the Gauss–Newton matrix of this loss cannot be computed, or None if it can."""
         if isinstance(self.provider.loss, OwnLoss):
             return "the model returns its own loss."
         if self.provider.loss.vectorized:
             return "the loss is written for one example in the manner of torch.func."
         space = self.provider.space
-        random = torch.Generator().manual_seed(self.seed)  # all alike, they could move all outputs alike
+        random = torch.Generator().manual_seed(self.seed)  # equal entries could move all outputs equally
         vector = torch.randn(1, space.size, generator=random).to(space.device, space.dtype)
         try:
             for some in (SomePoints(self.sample, np.arange(min(_PROBED, self.points))), self.sample):
@@ -157,7 +157,7 @@ class SampledCurvature:
 
 
 def as_cross_entropy(loss_fn: Any, outputs: Tensor) -> nn.CrossEntropyLoss | None:
-    """The cross-entropy that equals `NLLLoss` on outputs that are log-probabilities; None if they are not."""
+    """Return the cross-entropy that equals an `NLLLoss`; None if the outputs are not log-probabilities."""
     if type(loss_fn) is not nn.NLLLoss or outputs.dim() < 2:
         return None
     sums = outputs.detach().logsumexp(1)
@@ -167,19 +167,19 @@ def as_cross_entropy(loss_fn: Any, outputs: Tensor) -> nn.CrossEntropyLoss | Non
 
 
 def sample_of(provider: GroupGradients, points: int, seed: int) -> tuple[IndexedData, int]:
-    """Points to take the curvature on, and how many there are in all."""
+    """Return a sample of points for the curvature, and the number of all training points."""
     total = provider.data.n if provider.data.n is not None else provider.groups.n
     return _draw(provider.data, min(points, total), seed), total
 
 
 def _draw(data: IndexedData, points: int, seed: int, *, others: bool = False) -> IndexedData:
-    """Some points of the data, in their order; of a stream, its first ones.
+    """Return random points of the data, in the order of the data; for a stream, its first points.
 
     Args:
         data: all points.
-        points: how many.
-        seed: of the draw.
-        others: whether to take points that the draw with this seed leaves out, as far as there are any.
+        points: number of points to return.
+        seed: seed of the draw.
+        others: whether to prefer points that are not in the draw with this seed.
     """
     if data.is_stream:
         return first_points(data, points)
@@ -192,13 +192,13 @@ def _draw(data: IndexedData, points: int, seed: int, *, others: bool = False) ->
 
 
 def _fisher_product(provider: GroupGradients, data: IndexedData, vectors: Tensor) -> Tensor:
-    """1/N Σ g_i ⟨g_i, v⟩ for vectors `[m, p]`: a pass for the inner products and one for the weighted sums."""
+    """Return 1/N Σ g_i ⟨g_i, v⟩ for vectors `[m, p]`, with one pass for inner products and one for weighted sums."""
     n = data.n or 0
     points = provider.on(data, Groups.singletons(n))
     inner = points.scores(vectors.to(provider.space.dtype)) / n
     total = torch.zeros(len(vectors), provider.p, dtype=provider.space.dtype, device=provider.space.device)
     whole = provider.on(data, np.zeros(n, np.int64))
-    whole.strategy, whole.show_progress = "auto", False  # one that forms rows
+    whole.strategy, whole.show_progress = "auto", False  # a strategy that forms rows
     with adding_up(total):
         for _, rows in whole.blocks(weights=inner):
             total += rows[0]

@@ -1,7 +1,7 @@
-"""Data sets as the library reads them: any kind of data by index, in batches.
+"""How the library reads data sets: any kind of data, by index, in batches.
 
-`indexed` has one interface to whatever holds the examples, and what is done with a batch of any shape; `loaders` what
-has to be known of a DataLoader; `in_memory` points that stay in memory.
+`indexed` has one interface to all kinds of data, and functions for batches of any shape. `loaders` reads the order and
+the settings of a DataLoader. `in_memory` keeps points in memory.
 """
 
 from ggda_ext.data.in_memory import RememberedPoints, first_points

@@ -1,4 +1,4 @@
-"""Points that are read once and then kept in memory: the first ones of a stream, or those that are asked for again."""
+"""Points that are read once and then kept in memory: the first points of a stream, or points that are used again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from ggda_ext.data.indexed import IndexedData, SomePoints, pick, tensors_in
 
 _REMEMBERED = 2**28
-"""Bytes of points that are not read again."""
+"""Maximum number of bytes of points that are kept in memory."""
 
 
 def first_points(data: IndexedData, count: int) -> IndexedData:
-    """The first points of a stream, however its loader batches them; fewer if it has no more."""
+    """Return the first `count` points of a stream, for any batch size of its loader; fewer if the stream is shorter."""
     kept: list[Any] = []
     for indices, batch in data.sequential(count):
         kept += [pick(batch, [at]) for at in range(len(indices))]
@@ -26,19 +26,19 @@ def first_points(data: IndexedData, count: int) -> IndexedData:
 
 
 class _Examples(IndexedData):
-    """Examples in memory, each as a batch of one."""
+    """A data set of examples in memory, each stored as a batch of one."""
 
     def __init__(self, examples: list[Any], name: str) -> None:
         self.examples, self.name, self.n = examples, name, len(examples)
 
     def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
-        """One batch for every sequence of indices, in that order."""
+        """Yield one batch for every sequence of indices, in the order of the sequences."""
         for indices in index_batches:
             yield _joined([self.examples[int(at)] for at in indices])
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Batches one after the other, as one."""
+    """Join batches into one batch, in their order."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(list(parts)) if first.dim() else first
@@ -50,14 +50,14 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 class RememberedPoints(SomePoints):
-    """Some points of a data set that reads them from somewhere: every batch is read once, as far as memory goes."""
+    """Some points of a data set that is not in memory. Every batch is read once and kept, up to `_REMEMBERED` bytes."""
 
     def __init__(self, data: IndexedData, positions: np.ndarray) -> None:
         super().__init__(data, positions)
         self._left, self._known = _REMEMBERED, dict[bytes, Any]()
 
     def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
-        """One batch for every sequence of indices, in that order."""
+        """Yield one batch for every sequence of indices, in the order of the sequences."""
         for indices in index_batches:
             key = np.asarray(indices, np.int64).tobytes()
             if key in self._known:

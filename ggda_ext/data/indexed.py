@@ -1,9 +1,8 @@
-"""Batches of a data set by index, as cheaply as the data allows; and what is done with a batch of any shape.
+"""Batches of a data set by index, as cheaply as the data allows; and functions for batches of any shape.
 
-Fetching tensor data item by item can cost more than running the model on it, so what is
-already a tensor is indexed as a tensor (a contiguous run as a view, without a copy).
-Everything else goes through a DataLoader that keeps the user's workers, pinned memory and
-collate function, and draws nothing from the global random state.
+Fetching tensor data item by item can cost more than running the model on it. So tensors are indexed as tensors (a
+contiguous run as a view, without a copy). All other data goes through a DataLoader that keeps the user's workers,
+pinned memory and collate function, and draws nothing from the global random state.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ggda_ext.tables import Array, columns_of, holds_doubles, index_of, is_table
 
 
 class ExampleSource(Protocol):
-    """A data set that is no torch `Dataset` but is fetched like one, such as those of Hugging Face."""
+    """A data set that is not a torch `Dataset` but is read like one, such as a Hugging Face data set."""
 
     def __len__(self) -> int: ...
 
@@ -34,25 +33,25 @@ class ExampleSource(Protocol):
 DataLike: TypeAlias = (
     "DataLoader[Any] | Dataset[Any] | ExampleSource | Array | Sequence[Array] | Mapping[str, Array] | IndexedData"
 )
-"""A DataLoader, a Dataset, a tensor, a tuple of tensors, or a dict of tensors, also as arrays or pandas frames; what is
-indexed already where the library passes its own data on."""
+"""A DataLoader, a Dataset, a tensor, a tuple of tensors, or a dict of tensors; also arrays or pandas frames in place of
+tensors. An `IndexedData` if the library passes its own data on."""
 
 _logger = logging.getLogger(__name__)
 
 
 class IndexedData:
-    """One interface to whatever holds the examples; example i is the i-th one the user's loader gives.
+    """One interface to all kinds of data. Example i is the i-th example that the user's loader gives.
 
     Args:
         data: a DataLoader, a Dataset, a tensor, a tuple of tensors or a dict of tensors.
-        name: how errors call it.
+        name: name of the data in error messages.
 
     Attributes:
         n: number of examples, or None for a stream (an IterableDataset) of unknown length.
-        batch_size: of the user's DataLoader, or None.
-        index: of the rows of a pandas table, or None.
+        batch_size: batch size of the user's DataLoader, or None.
+        index: row index of a pandas table, or None.
         columns: names of the columns of a pandas table, or None.
-        dropped: examples that the user's DataLoader leaves out, as its last batch would be smaller.
+        dropped: number of examples that the user's DataLoader leaves out because its last batch would be smaller.
     """
 
     batch_size: int | None = None
@@ -61,7 +60,7 @@ class IndexedData:
     dropped = 0
     is_stream = False
     anchors: tuple[Any, ...] | None = None
-    """The objects that hold the examples, to see whether two data sets are the same; None if that cannot be seen."""
+    """The objects that hold the examples, to see whether two data sets are the same; None if that is not known."""
 
     _loader: DataLoader[Any] | None = None
     _order: np.ndarray | None = None
@@ -86,7 +85,7 @@ class IndexedData:
             raise ValueError(f"{name} is empty: it holds no examples.")
 
     def _read_itself(self) -> None:
-        """Take the examples from the data set itself."""
+        """Read the examples from the data set itself."""
         parts = parts_of(self._source)
         self.anchors = tuple(parts)
         self._tensors = None if self.is_stream else as_tensors(self._source, self.name)
@@ -94,22 +93,22 @@ class IndexedData:
             self.index, self.columns, self._doubles = index_of(parts), columns_of(parts), holds_doubles(parts)
 
     def _read_through(self, loader: DataLoader[Any]) -> None:
-        """Take the examples as a loader gives them."""
+        """Read the examples in the order and with the settings of a loader."""
         self._loader, self.batch_size, self.anchors = loader, loader.batch_size, (loader,)
         if self.is_stream:
             return
         self._order = loader_order(loader, self.name)
         if loader.drop_last and self._order is not None and isinstance(loader.sampler, Sized):
             self.dropped = len(loader.sampler) - len(self._order)
-        by_example = isinstance(self._source, list | tuple)  # entries, to a DataLoader
+        by_example = isinstance(self._source, list | tuple)  # a DataLoader reads its entries as examples
         if by_example or loader.collate_fn is not default_collate:
             return
         self._tensors = as_tensors(self._source, self.name)
         if self._tensors is not None and self._order is None:
-            self.anchors = (self._source,)  # the loader adds nothing: another one of this data set gives the same
+            self.anchors = (self._source,)  # another loader of this data set would give the same examples
 
     def suit(self, model: nn.Module) -> None:
-        """Convert float64 numbers of NumPy and pandas, where they are the default, to the model's dtype from now on."""
+        """From now on, convert float64 numbers of NumPy and pandas (their default dtype) to the model's dtype."""
         if self._doubles:
             found = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
             cast = None if found == torch.float64 else found
@@ -119,7 +118,7 @@ class IndexedData:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was done to the data, for results to say."""
+        """Sentences about what was done to the data; results show them."""
         if self._cast is None:
             return ()
         dtype = str(self._cast).removeprefix("torch.")
@@ -131,7 +130,7 @@ class IndexedData:
         return self._tensors if self._order is None else None
 
     def is_fit_for(self, device: torch.device) -> bool:
-        """Whether all batches are such that `to_device` leaves them as they are."""
+        """Whether `to_device` leaves all batches unchanged."""
         tensors = [] if self._tensors is None else tensors_in(getattr(self._tensors, "tensors", self._tensors))
         return bool(tensors) and all(fit_for(tensor, device) is tensor for tensor in tensors)
 
@@ -150,7 +149,7 @@ class IndexedData:
         )
 
     def sequential(self, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
-        """All examples in order, as `(indices, batch)`."""
+        """Yield all examples in order, as `(indices, batch)`."""
         if self.is_stream:
             yield from self._stream(batch_size)
             return
@@ -158,20 +157,20 @@ class IndexedData:
         yield from self._runs(0, self.n, batch_size)
 
     def _runs(self, low: int, high: int, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
-        """Examples low … high - 1 in order, as `(indices, batch)`."""
+        """Yield the examples low … high - 1 in order, as `(indices, batch)`."""
         runs = [range(start, min(start + batch_size, high)) for start in range(low, high, batch_size)]
         for run, batch in zip(runs, self.batches(runs), strict=True):
             yield np.arange(run.start, run.stop), batch
 
     def my_share(self, batch_size: int, *, whole_batches: bool = False) -> Iterator[tuple[np.ndarray, Any]]:
-        """Our share of all examples in order, as `(indices, batch)`; all of them in one process.
+        """Yield this rank's share of all examples in order, as `(indices, batch)`; in one process, all examples.
 
-        Of a stream every rank reads all batches, and keeps its share of them.
+        From a stream, every rank reads all batches and keeps its share of them.
 
         Args:
-            batch_size: examples per batch.
-            whole_batches: whether to share out the batches of `sequential`, so that every example is in the same batch
-                whatever the number of ranks; by default shares are equal in examples.
+            batch_size: number of examples per batch.
+            whole_batches: whether ranks share the batches of `sequential`. Then every example is in the same batch for
+                any number of ranks. By default, ranks get equal numbers of examples.
         """
         if self.is_stream:
             yield from share_of_stream(self._stream(batch_size))
@@ -189,14 +188,14 @@ class IndexedData:
         loader = own_loader(self._source, None, batch_size=batch_size) if self._loader is None else self._loader
         seen, random = 0, torch.get_rng_state()
         batches = iter(loader)
-        torch.set_rng_state(random)  # a loader draws a seed for its workers
+        torch.set_rng_state(random)  # because a loader draws a seed for its workers
         for batch in batches:
             size = batch_length(batch) if loader.batch_size is not None else self._length_of_item(batch)
             yield np.arange(seen, seen + size), batch
             seen += size
 
     def _length_of_item(self, item: Any) -> int:
-        """Number of examples in what a stream gives that nobody batches."""
+        """Return the number of examples in an item of a stream whose loader does not make batches."""
         lengths = [len(tensor) if tensor.dim() else None for tensor in tensors_in(item)]
         if None in lengths or len(set(lengths)) != 1:
             raise ValueError(
@@ -206,7 +205,7 @@ class IndexedData:
         return batch_length(item)
 
     def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
-        """One batch for every sequence of indices, in that order."""
+        """Yield one batch for every sequence of indices, in the order of the sequences."""
         if self.is_stream:
             raise TypeError(
                 f"{self.name} is an IterableDataset, whose points cannot be fetched by index: pass a "
@@ -223,7 +222,7 @@ class IndexedData:
                 yield batch
 
     def _check_length(self, batch: Any, asked: int) -> None:
-        """Refuse a batch that does not hold its examples row by row."""
+        """Raise an error if a batch does not hold one row for each of its examples."""
         found = batch_length(batch)
         if found != asked:
             raise ValueError(
@@ -237,32 +236,32 @@ class IndexedData:
         return tensor.to(self._cast) if tensor.dtype == torch.float64 else tensor
 
     def first(self, count: int) -> Any:
-        """The first `count` examples as one batch."""
+        """Return the first `count` examples as one batch."""
         if self.is_stream:
             return take(next(batch for _, batch in self._stream(count)), count)
         assert self.n is not None
         return next(iter(self.batches([np.arange(min(count, self.n))])))
 
     def _positions(self, indices: Sequence[int] | np.ndarray) -> np.ndarray | range:
-        """Where the examples are in the data set; a range stays one, which tensors are cut by."""
+        """Return the positions of the examples in the data set. A range may stay one, so that tensors can be sliced."""
         if self._order is not None:
             return self._order[np.asarray(indices)]
         return indices if isinstance(indices, range) else np.asarray(indices)
 
 
 class SomePoints(IndexedData):
-    """Some points of a data set, as a data set."""
+    """A data set made of some points of another data set."""
 
     def __init__(self, data: IndexedData, positions: np.ndarray) -> None:
         self.data, self.positions = data, positions
         self.name, self.n = data.name, len(positions)
 
     def suit(self, model: nn.Module) -> None:
-        """The data set they are of gives them."""
+        """Tell the underlying data set, which converts the numbers; see `IndexedData.suit`."""
         self.data.suit(model)
 
     def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
-        """One batch for every sequence of indices, in that order."""
+        """Yield one batch for every sequence of indices, in the order of the sequences."""
         return self.data.batches(self.positions[np.asarray(indices)] for indices in index_batches)
 
 
@@ -270,7 +269,7 @@ class SomePoints(IndexedData):
 
 
 def as_tensors(source: Any, name: str) -> Any:
-    """The tensors behind `source` with examples along dim 0, or None if it is not made of tensors."""
+    """Return the tensors behind `source`, with examples along dim 0, or None if it is not made of tensors."""
     if isinstance(source, Tensor):
         return source
     if type(source) is TensorDataset:
@@ -296,12 +295,12 @@ def as_tensors(source: Any, name: str) -> Any:
 
 
 def holds_tensors(source: Any) -> bool:
-    """Whether data is made of tensors alone: nothing to convert, and no rows to match."""
+    """Whether data is made only of tensors, so that nothing has to be converted and no rows have to be matched."""
     return all(isinstance(part, Tensor) for part in parts_of(source))
 
 
 def _from_the_front(subset: Subset, name: str) -> np.ndarray:
-    """The indices of a Subset, where −1 is the last point."""
+    """Return the indices of a Subset, with negative indices (−1 is the last point) replaced by positive ones."""
     n, indices = len(subset.dataset), np.asarray(subset.indices, dtype=np.int64)  # type: ignore[arg-type]
     outside = indices[(indices < -n) | (indices >= n)]
     if len(outside):
@@ -310,7 +309,7 @@ def _from_the_front(subset: Subset, name: str) -> np.ndarray:
 
 
 class SelectedRows:
-    """Some rows of tensors, as `Subset` selects them, without copying them."""
+    """Some rows of tensors, selected like in a `Subset`, without a copy."""
 
     def __init__(self, tensors: Any, positions: np.ndarray) -> None:
         self.tensors, self.positions = tensors, positions
@@ -320,7 +319,7 @@ class SelectedRows:
 
 
 def rows_at(tensors: Any, indices: np.ndarray | range) -> Any:
-    """Some rows of tensors, as a batch; rows that follow one another as a view."""
+    """Return some rows of tensors as a batch; consecutive rows are a view."""
     if isinstance(tensors, SelectedRows):
         return rows_at(tensors.tensors, tensors.positions[np.asarray(indices)])
     if isinstance(indices, range):
@@ -335,21 +334,21 @@ def rows_at(tensors: Any, indices: np.ndarray | range) -> Any:
     return map_tensors(lambda tensor: tensor[at.to(tensor.device)], tensors)
 
 
-# batches: tensors in tuples, lists and dicts
+# batches are tensors in tuples, lists and dicts
 
 
 def parts_of(held: Any) -> Sequence[Any]:
-    """The values of a dict, the entries of a tuple or list; anything else is its own only part."""
+    """Return the values of a dict, or the entries of a tuple or list; any other object is its own only part."""
     if isinstance(held, Mapping):
         return list(held.values())
     return held if isinstance(held, tuple | list) else [held]
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """The batch with every tensor changed by `function`; what is no tensor stays as it is."""
+    """Return the batch with `function` applied to every tensor. Values that are not tensors are left unchanged."""
     if isinstance(batch, Tensor):
         return function(batch)
-    if type(batch) is tuple:  # nearly always, and for every batch
+    if type(batch) is tuple:  # a fast path, as nearly every batch is a tuple
         return tuple([map_tensors(function, value) for value in batch])
     if isinstance(batch, Mapping | tuple | list):
         return _rebuilt(batch, lambda value: map_tensors(function, value))
@@ -357,20 +356,20 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def _rebuilt(held: Any, function: Callable[[Any], Any]) -> Any:
-    """A container of the same kind, with every value changed."""
-    if isinstance(held, Mapping):  # also a tokenizer's BatchEncoding, as a plain dict
+    """Return a container of the same kind, with `function` applied to every value."""
+    if isinstance(held, Mapping):  # a tokenizer's BatchEncoding, too, becomes a plain dict
         return {key: function(value) for key, value in held.items()}
     values = [function(value) for value in held]
     return type(held)(*values) if hasattr(held, "_fields") else type(held)(values)
 
 
 def take(batch: Any, count: int) -> Any:
-    """The first `count` examples of a batch."""
+    """Return the first `count` examples of a batch."""
     return map_tensors(lambda tensor: tensor[:count], batch)
 
 
 def pick(batch: Any, positions: Sequence[int]) -> Any:
-    """Some examples of a batch, as a batch."""
+    """Return some examples of a batch, as a batch."""
     return _picked(batch, list(positions), batch_length(batch))
 
 
@@ -378,7 +377,7 @@ def _picked(batch: Any, positions: list[int], size: int) -> Any:
     if isinstance(batch, Tensor):
         if not batch.dim() or len(batch) != size:
             return batch
-        if batch.layout != torch.strided:  # sparse rows cannot be indexed by a list
+        if batch.layout != torch.strided:  # sparse tensors cannot be indexed by a list
             return batch.index_select(0, torch.tensor(positions, device=batch.device))
         return batch[positions]
     if not isinstance(batch, Mapping | tuple | list):
@@ -391,36 +390,36 @@ def _picked(batch: Any, positions: list[int], size: int) -> Any:
 
 
 def as_batch_of_one(example: Any) -> Any:
-    """One example, without a batch dimension, as a batch."""
+    """Turn one example, which has no batch dimension, into a batch."""
     return map_tensors(lambda tensor: tensor.unsqueeze(0), example)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor on `device`, and fit for autograd if it was made in inference mode."""
+    """Return the batch with every tensor on `device`; tensors made in inference mode become usable for autograd."""
     with torch.inference_mode(False):
         return map_tensors(lambda tensor: fit_for(tensor, device), batch)
 
 
 def fit_for(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`, without a graph; itself if it is so already."""
+    """Return the tensor on `device`, without a graph; the same tensor if nothing has to change."""
     if tensor.is_inference():
         tensor = tensor.clone()
-    if tensor.requires_grad:  # of inputs nobody asks for a gradient
+    if tensor.requires_grad:  # gradients of inputs are not needed
         tensor = tensor.detach()
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """All tensors of a batch."""
+    """Return all tensors of a batch."""
     found: list[Tensor] = []
     map_tensors(found.append, batch)
     return found
 
 
 def batch_length(batch: Any) -> int:
-    """Number of examples in a batch: the length of its first tensor, or of a list with a tensor for each example."""
+    """Return the number of examples in a batch: the length of its first tensor, or of a list with one tensor each."""
     if isinstance(batch, tuple) and batch and isinstance(batch[0], Tensor) and batch[0].dim():
-        return batch[0].shape[0]  # nearly always
+        return batch[0].shape[0]  # a fast path for nearly all batches
     parts = parts_of(batch)
     for part in parts:
         lengths = [tensor.shape[0] for tensor in tensors_in(part) if tensor.dim()]
@@ -434,7 +433,7 @@ def batch_length(batch: Any) -> int:
 
 
 def _one_each(part: Any, size: int) -> bool:
-    """Whether a part of a batch is a list that holds one tensor for each of its examples, of any length."""
+    """Whether a part of a batch is a list with one tensor, of any length, for each of `size` examples."""
     if not isinstance(part, tuple | list) or len(part) != size or not all(isinstance(one, Tensor) for one in part):
         return False
     return any(not one.dim() or one.shape[0] != size for one in part)

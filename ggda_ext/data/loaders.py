@@ -1,4 +1,4 @@
-"""The user's DataLoader: in which order it gives the examples, and one like it for our own batches."""
+"""The user's DataLoader: the order of its examples, and a similar DataLoader for the library's own batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def loader_order(loader: DataLoader, name: str) -> np.ndarray | None:
-    """Data set positions in the order a loader gives them; None for 0, 1, 2, …"""
+    """Return the data set positions in the order in which a loader gives the examples; None for 0, 1, 2, …"""
     if loader.batch_sampler is None:
         raise ValueError(
             f"{name} is a DataLoader with batch_size=None, whose items cannot be put into other batches: pass the "
@@ -51,7 +51,7 @@ def loader_order(loader: DataLoader, name: str) -> np.ndarray | None:
 
 
 def own_loader(source: Dataset, loader: DataLoader | None, **batching: Any) -> DataLoader:
-    """A DataLoader over `source` that treats it as the user's `loader` does, with our batches."""
+    """Return a DataLoader over `source` with the settings of the user's `loader`, and with our own batches."""
     kept: dict[str, Any] = {}
     if loader is not None:
         for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"):
@@ -62,10 +62,10 @@ def own_loader(source: Dataset, loader: DataLoader | None, **batching: Any) -> D
 
 
 class GivenBatches:
-    """Index batches as a batch sampler that is iterated once.
+    """Index batches, as a batch sampler that is iterated once.
 
     Attributes:
-        sizes: of the batches that were asked for and have not come yet: a loader with workers asks ahead.
+        sizes: sizes of the batches that were requested but are not delivered yet; a loader with workers requests ahead.
     """
 
     def __init__(self, batches: Iterator[list[int]]) -> None:

@@ -1,8 +1,8 @@
 """How good are scores of groups? Retraining score, pruning, noisy labels, group LDS, leave-group-out correlation.
 
-*Importance* has one meaning everywhere: the predicted rise of the test loss if the group is removed, so helpful
-groups are positive and harmful ones negative, as `ggda_ext.attribute` scores a test loss. What needs new models asks
-a function for them, ``retrain(subsets) -> values [subsets, seeds]``: a `Retrainer`, or your own.
+*Importance* has one meaning everywhere: the predicted rise of the test loss if the group is removed. Helpful groups are
+positive and harmful groups negative; `ggda_ext.attribute` scores a test loss in the same way. Functions that need new
+models take ``retrain(subsets) -> values [subsets, seeds]``: a `Retrainer`, or a function of your own.
 """
 
 from ggda_ext.evaluation.correlation import (

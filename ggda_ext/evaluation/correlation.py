@@ -1,4 +1,4 @@
-"""Do scores follow real retrainings? Group LDS, leave-group-out correlation, and what an additive score could reach."""
+"""Do scores follow real retrainings? Group LDS, leave-group-out correlation, and the best LDS of additive scores."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Correlation:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How predicted values follow real ones.
+    """How well predicted values follow real values.
 
     Attributes:
-        spearman: correlation of their ranks.
+        spearman: correlation of the ranks.
         pearson: correlation of the values.
-        slope: of real on predicted values, the mean over columns; 1 where changes have their real size.
+        slope: slope of real on predicted values, the mean over columns; 1 if predicted changes have the real size.
     """
 
     spearman: Correlation
@@ -43,13 +43,13 @@ class Agreement:
 
 
 def agreement(predicted: Any, real: Any, *, resamples: int = 1000, seed: int = 0) -> Agreement:
-    """How well predictions follow the values of models that were really retrained, additive or not.
+    """Measure how well predictions, additive or not, follow the values of models that were really retrained.
 
     Args:
         predicted: a value for every retrained model `[s]`, or for several test points or properties `[s, m]`.
-        real: of the retrained models, as `predicted`.
-        resamples: of the bootstrap over models, for the intervals.
-        seed: of the bootstrap.
+        real: the values of the retrained models, in the same shape as `predicted`.
+        resamples: number of resamples of the bootstrap over models, for the intervals.
+        seed: random seed of the bootstrap.
 
     >>> found = agreement([1.0, 2.0, 3.0, 4.0], [2.0, 4.0, 6.0, 8.5])
     >>> found.spearman.value, round(found.slope, 2)
@@ -69,14 +69,14 @@ def agreement(predicted: Any, real: Any, *, resamples: int = 1000, seed: int = 0
 def group_lds(importance: Any, kept: Any, values: Any, *, resamples: int = 1000, seed: int = 0) -> Correlation:
     """Linear data-modelling score: do summed scores rank the test losses of really retrained models?
 
-    The Spearman correlation over subsets of the predicted loss, ``-Σ_{kept G} importance_G``, with the real one.
+    It is the Spearman correlation over subsets of the predicted loss, ``-Σ_{kept G} importance_G``, with the real loss.
 
     Args:
-        importance: of every group `[k]`, or for several test points or properties `[m, k]`.
+        importance: importance of every group `[k]`, or for several test points or properties `[m, k]`.
         kept: which groups every retrained model saw `[s, k]`, see `random_subsets`.
         values: test loss of every retrained model `[s]`, or `[s, m]`.
-        resamples: of the bootstrap over subsets, for the interval.
-        seed: of the bootstrap.
+        resamples: number of resamples of the bootstrap over subsets, for the interval.
+        seed: random seed of the bootstrap.
     """
     scores = np.atleast_2d(checked_numbers(importance, "importance"))
     chosen = np.asarray(kept, dtype=float)
@@ -86,19 +86,19 @@ def group_lds(importance: Any, kept: Any, values: Any, *, resamples: int = 1000,
 
 
 def additive_ceiling(kept: Any, values: Any, *, train: float = 0.8, splits: int = 50, seed: int = 0) -> Correlation:
-    """The LDS of the best additive score there can be on these retrainings: one fitted to them.
+    """Estimate the best LDS that an additive score can reach on these retrainings, by fitting one to them.
 
-    Values are regressed on which groups were kept, on a part of the subsets, with the ridge that predicts best within
-    that part; the Spearman correlation is taken on the others. With few subsets for many groups this is a lower bound.
-    A low ceiling beside reliable values (models of other seeds agree) says that what groups do does not add up: ask
-    `ggda_ext.WhatIf` instead of adding scores.
+    On a part of the subsets, values are regressed on which groups were kept, with the ridge that predicts best within
+    that part. The Spearman correlation is taken on the other subsets. With few subsets for many groups this is a lower
+    bound. If the ceiling is low and the values are reliable (models of other seeds agree), the effects of groups do not
+    add up: ask `ggda_ext.WhatIf` instead of adding scores.
 
     Args:
         kept: which groups every retrained model saw `[s, k]`, see `random_subsets`.
         values: test loss of every retrained model `[s]`, or `[s, m]`.
         train: share of the subsets that scores are fitted to.
-        splits: random splits that are averaged; their middle 95 % is the interval.
-        seed: of the splits.
+        splits: number of random splits to average over; the middle 95 % of the splits is the interval.
+        seed: random seed of the splits.
     """
     chosen, real = np.asarray(kept, dtype=float), checked_numbers(values, "values")
     real = real[:, None] if real.ndim == 1 else real
@@ -122,7 +122,10 @@ def additive_ceiling(kept: Any, values: Any, *, train: float = 0.8, splits: int 
 
 
 def _ridge_prediction(x: np.ndarray, y: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Ridge regression with an intercept, its penalty by leave-one-out error, at new rows `[t, m]`."""
+    """Predict values `[t, m]` at new rows by ridge regression with an intercept.
+
+    The penalty is chosen by leave-one-out error.
+    """
     from sklearn.linear_model import RidgeCV  # takes seconds to import
 
     largest = max(float(np.linalg.norm(x - x.mean(0), 2)) ** 2, 1e-12)
@@ -136,12 +139,12 @@ def leave_group_out_correlation(
     """Correlation of importance with the real rise of the test loss when a group is left out.
 
     Args:
-        importance: of every group `[k]`, or for several test points or properties `[m, k]`.
-        rises: loss without the group minus loss with all data, `[k]` or `[m, k]` as `importance`: the `scores` of
+        importance: importance of every group `[k]`, or for several test points or properties `[m, k]`.
+        rises: loss without the group minus loss with all data, in the same shape as `importance`; the `scores` of
             `ggda_ext.counterfactual.leave_group_out.leave_group_out`.
         kind: ``"pearson"`` or ``"spearman"``.
-        resamples: of the bootstrap over groups, for the interval.
-        seed: of the bootstrap.
+        resamples: number of resamples of the bootstrap over groups, for the interval.
+        seed: random seed of the bootstrap.
     """
     if kind not in ("pearson", "spearman"):
         raise ValueError(f"kind={kind!r} is not one of 'pearson', 'spearman'.")
@@ -153,7 +156,7 @@ def leave_group_out_correlation(
 
 
 def _correlation(predicted: np.ndarray, real: np.ndarray, kind: Rank, resamples: int, seed: int) -> Correlation:
-    """Correlations of the columns of two matrices `[s, m]`, their mean, and its bootstrap interval over rows."""
+    """Correlations of the columns of two matrices `[s, m]`, their mean, and the mean's bootstrap interval over rows."""
     real = real[:, None] if real.ndim == 1 else real
     if predicted.shape != real.shape:
         raise ValueError(
@@ -175,8 +178,8 @@ def _correlation(predicted: np.ndarray, real: np.ndarray, kind: Rank, resamples:
 def _mean(columns: np.ndarray, real: np.ndarray) -> np.ndarray:
     """Means `[r]` of correlations `[r, m]` over the columns whose real values `[r, s, m]` differ.
 
-    A point that all retrained models treat alike tells nothing. Of several columns, one whose predictions are all the
-    same counts as 0: it must not raise the mean by its absence.
+    A test point with the same value in all retrained models tells nothing. If there are several columns, a column whose
+    predictions are all the same counts as 0, because leaving it out could raise the mean.
     """
     told = np.ptp(real, axis=1) > 0
     known = np.nan_to_num(columns) if columns.shape[1] > 1 else columns

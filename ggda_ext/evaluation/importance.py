@@ -13,7 +13,7 @@ Aggregation = Literal["sum", "mean"]
 
 
 def aggregated(importance: Any, groups: GroupsLike, aggregation: Aggregation = "sum") -> np.ndarray:
-    """Importance of groups `[k]` as it is (``"sum"`` over the members), or divided by their sizes (``"mean"``)."""
+    """Return importance of groups `[k]`, unchanged (``"sum"`` over the members) or divided by size (``"mean"``)."""
     if aggregation not in ("sum", "mean"):
         raise ValueError(f"aggregation={aggregation!r} is not one of 'sum', 'mean'.")
     groups = Groups.of(groups)
@@ -24,16 +24,16 @@ def aggregated(importance: Any, groups: GroupsLike, aggregation: Aggregation = "
 def removal_order(
     importance: Any, groups: GroupsLike, fraction: float = 1.0, *, largest_first: bool = True, seed: int = 0
 ) -> np.ndarray:
-    """The training points to remove: whole groups in order of importance, random points of the last one.
+    """Return the training points to remove: whole groups in order of importance, and random points of the last group.
 
-    For one seed a smaller fraction is the beginning of a larger one.
+    With the same seed, the points of a smaller fraction are the first points of a larger one.
 
     Args:
-        importance: of every group `[k]`.
+        importance: importance of every group `[k]`.
         groups: a `Groups` or anything it accepts. Points in no group stay.
-        fraction: how much of the training set to remove.
+        fraction: share of the training set to remove.
         largest_first: whether to begin with the most important group.
-        seed: of the order within groups, and of groups of equal importance.
+        seed: random seed of the order within groups, and of the order of groups of equal importance.
 
     >>> removal_order([0.5, 2.0], [0, 0, 1, 1], 0.5).tolist()
     [2, 3]
@@ -61,7 +61,7 @@ def checked_importance(importance: Any, groups: Groups) -> np.ndarray:
 
 
 def checked_numbers(values: Any, name: str) -> np.ndarray:
-    """Values as float64, all of them finite."""
+    """Return values as float64; raise an error if some are NaN or infinite."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
     array = np.asarray(values, dtype=float)

@@ -13,14 +13,15 @@ from ggda_ext.groups.partition import Groups, GroupsLike
 
 @dataclass(frozen=True)
 class Detection:
-    """How early mislabelled points are found if points are checked from the lowest importance on.
+    """How early mislabelled points are found if points are checked in order of importance, the lowest first.
 
     Attributes:
-        auc: area under `found` against `checked`, the paper's: 0.5 for a random order, and at best one minus half the
-            noisy fraction.
+        auc: the AUC of the paper, the area under `found` against `checked`: 0.5 for a random order, and at best one
+            minus half the noisy fraction.
         roc_auc: the ordinary ROC AUC: 0.5 for a random order, at best 1.
-        checked: fractions of the points that were checked, from 0 to 1, at the boundaries of groups.
-        found: fractions of the mislabelled points among them; within a group they are expected evenly.
+        checked: fractions of the points that are checked, from 0 to 1, at the boundaries of groups.
+        found: fractions of the mislabelled points that are found by then. Within a group, mislabelled points are
+            expected to be spread evenly.
     """
 
     auc: float
@@ -32,13 +33,14 @@ class Detection:
 def noisy_label_detection(
     importance: Any, groups: GroupsLike, is_noisy: Any, *, aggregation: Aggregation = "sum"
 ) -> Detection:
-    """How well low importance points at wrong labels.
+    """Measure how well low importance finds wrong labels.
 
     Args:
-        importance: of every group `[k]`.
+        importance: importance of every group `[k]`.
         groups: a `Groups` or anything it accepts. Points in no group are not checked.
-        is_noisy: whether the label of every training point is wrong `[n]`.
-        aggregation: rank groups by their importance, or by that divided by their size.
+        is_noisy: for every training point, whether its label is wrong `[n]`.
+        aggregation: rank groups by their importance (``"sum"``), or by their importance divided by their size
+            (``"mean"``).
 
     >>> found = noisy_label_detection([-1.0, 2.0], [0, 0, 1, 1], [True, True, False, False])
     >>> found.auc, found.roc_auc

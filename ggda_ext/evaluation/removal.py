@@ -1,4 +1,4 @@
-"""Retraining score and pruning: what becomes of a model as groups are removed in the order of their importance."""
+"""Retraining score and pruning: how a model changes as groups are removed in the order of their importance."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ def retraining_score(
     aggregation: Aggregation = "sum",
     seed: int = 0,
 ) -> RemovalCurve:
-    """Accuracy after removing the most important points and training again; lower is better.
+    """Remove the most important points, train again and return the accuracy; lower is better.
 
     Args:
-        importance: of every group `[k]`.
+        importance: importance of every group `[k]`.
         groups: a `Groups` or anything it accepts.
-        retrain: a `Retrainer`, or any function of its form.
-        fractions: how much to remove.
-        aggregation: rank groups by their importance, or by that divided by their size.
-        seed: of the random choice among the members of the last group.
+        retrain: a `Retrainer`, or any function with the same arguments and result.
+        fractions: shares of the training points to remove.
+        aggregation: rank groups by their importance (``"sum"``), or by their importance divided by their size
+            (``"mean"``).
+        seed: random seed of the choice among the members of the last group.
     """
     return _curve(importance, groups, retrain, fractions, aggregation, seed, largest_first=True)
 
@@ -67,9 +68,9 @@ def pruning_score(
     aggregation: Aggregation = "sum",
     seed: int = 0,
 ) -> RemovalCurve:
-    """Accuracy after removing the least important points and training again; higher is better.
+    """Remove the least important points, train again and return the accuracy; higher is better.
 
-    Arguments as in `retraining_score`.
+    The arguments are the same as in `retraining_score`.
     """
     return _curve(importance, groups, retrain, fractions, aggregation, seed, largest_first=False)
 

@@ -1,4 +1,4 @@
-"""Models trained again on parts of the data: what scores of groups are compared with."""
+"""Train models again on parts of the data, to compare scores of groups with them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Retrainer:
     """Trains models on subsets of the data, several seeds each, all at once, and measures them on test points.
 
     Args:
-        make_model: a new model, its weights drawn from torch's current seed.
+        make_model: builds a new model; its weights come from torch's global random state.
         loss_fn: the training loss, ``loss_fn(output, target)``.
         train: inputs and targets of all training points.
         test: inputs and targets of the test points.
         recipe: how to train.
-        seeds: of initial weights and batches; every subset is trained once for each.
+        seeds: seeds of initial weights and batches; every subset is trained once for each seed.
         measure: ``"accuracy"``, ``"loss"``, or a function of outputs `[n, …]` and targets `[n]`.
         show_progress: whether to show a progress bar.
     """
@@ -43,7 +43,7 @@ class Retrainer:
             raise ValueError(f"measure={self.measure!r} is not one of 'accuracy', 'loss', and no function either.")
 
     def __call__(self, subsets: Sequence[np.ndarray]) -> np.ndarray:
-        """Values `[subsets, seeds]` of models trained on every subset; under several ranks each trains some of them."""
+        """Train models on every subset and return their values `[subsets, seeds]`; ranks share the trainings."""
         if not isinstance(subsets, Iterable):
             raise TypeError(f"subsets={subsets!r}: pass a list of arrays of training indices.")
         jobs = [(subset, seed) for subset in subsets for seed in self.seeds]

@@ -1,4 +1,4 @@
-"""Providers of group-summed gradients: what is proven before a pass and watched in it; one file per strategy."""
+"""Providers of group-summed gradients, the checks before and during a pass, and one file per strategy."""
 
 from ggda_ext.gradients.plan import Plan
 from ggda_ext.gradients.points import Directions, PointGradients

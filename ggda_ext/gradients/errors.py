@@ -1,4 +1,4 @@
-"""What may go wrong in a pass: numbers that are not finite, and batches for which nothing was proven."""
+"""Errors of a pass: numbers that are not finite, and batches for which nothing was proven."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class NonFinite(ValueError):
     """Some groups have gradients or scores that are not finite.
 
     Args:
-        ids: their group ids.
+        ids: the ids of these groups.
         groups: all groups.
         what: ``"gradients"`` or ``"scores"``.
     """
@@ -27,10 +27,10 @@ class NonFinite(ValueError):
 
 
 class Unproven(ValueError):
-    """Layer inputs and output gradients do not give the gradient of some parameters: name → why."""
+    """Layer inputs and output gradients do not give the gradient of some parameters, given as name → why."""
 
     refused: Mapping[str, str] = {}
-    """Strategies that the finding speaks against: name → why."""
+    """Strategies that were found to be wrong: name → why."""
 
     def __init__(self, why: dict[str, str]) -> None:
         self.why = why

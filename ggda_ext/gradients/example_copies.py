@@ -1,7 +1,8 @@
-"""What a model is given while it is observed, where its layers alone would not show the examples apart.
+"""Changes to a model while it is observed, for cases in which its layers alone do not show each example separately.
 
-A parameter outside any known layer (a scale, a class token) becomes one copy per example, and so do the scores that an
-attention adds for all examples; under `torch.func.vmap` a rule meets the whole batch where the layer meets one example.
+A parameter outside any known layer (a scale, a class token) becomes one copy per example. The scores that an attention
+adds for all examples become one copy per example, too. Under `torch.func.vmap` a layer sees only one example, but the
+vmap rule of an autograd function sees the whole batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ggda_ext.gradients.layers import Layer, UnknownLayer
 
 @contextmanager
 def given_copies(layers: list[Layer], size: int) -> Iterator[list[tuple[Layer, Tensor]]]:
-    """Give modules their parameters as `size` copies that require a gradient, where a layer asks for it."""
+    """Inside this context, give modules `size` copies of a parameter that require a gradient; for `copied` layers."""
     given = []
     try:
         for layer in layers:
@@ -38,7 +39,7 @@ def given_copies(layers: list[Layer], size: int) -> Iterator[list[tuple[Layer, T
 
 @contextmanager
 def given_biases(layers: list[Layer], share: Callable[[Layer, Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Let attentions that add an embedding's rows to the scores of all examples add what `share` makes of them."""
+    """Inside this context, replace the bias that attentions compute from an embedding by the result of `share`."""
 
     def wrapped(layer: Layer, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def computed(*args: Any, **kwargs: Any) -> Tensor:
@@ -72,7 +73,7 @@ def given_biases(layers: list[Layer], share: Callable[[Layer, Tensor, Tensor], T
 
 
 class UnderVmap(torch.autograd.Function):
-    """Taps a layer that runs under `torch.func.vmap`, where only a vmap rule meets the whole batch."""
+    """Taps a layer that runs under `torch.func.vmap`, where only the vmap rule sees the whole batch."""
 
     @staticmethod
     def forward(output: Tensor, a: Tensor, layer: Layer, tap: Callable[..., Tensor]) -> Tensor:
@@ -80,7 +81,7 @@ class UnderVmap(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        raise NotImplementedError  # never reached: `forward` refuses
+        raise NotImplementedError  # never reached, because `forward` raises
 
     @staticmethod
     def vmap(
@@ -91,5 +92,5 @@ class UnderVmap(torch.autograd.Function):
         output, a = output.movedim(in_dims[0], 0), a.movedim(in_dims[1], 0)
         if output.dim() < 3 or output.shape[1] != 1 or layer.rule.rank == output.dim():
             return tap(layer, a, output), 0
-        shape = output.shape  # examples came as batches of one
+        shape = output.shape  # each example is a batch of one
         return tap(layer, a.flatten(0, 1), output.flatten(0, 1)).view(shape), 0

@@ -1,12 +1,12 @@
-"""Layers that are linear in their parameters: a rule for each kind, and which layers of a model have one.
+"""Layers that are linear in their parameters: a rule for each kind of layer, and the layers of a model that have one.
 
 With a the input of a layer, d the gradient of the loss at its output, and θ = (weight, bias):
 
 * along a direction v the score of example i is ⟨layer(a_i; v), d_i⟩, because layer(a; θ) is linear in θ;
 * the gradient of a group is a sum over its segment, for a Linear layer Σ_i d_i a_iᵀ.
 
-A rule states both for one kind of layer; add one to `_RULES`. It takes examples along dim 0; a segment is given by its
-bounds in `starts`.
+A rule computes both for one kind of layer; to support another kind, add a rule to `_RULES`. Examples are along dim 0.
+Segment j holds the examples from ``starts[j]`` up to ``starts[j + 1]``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class LayerRule:
     """How one kind of layer acts on its input with given parameters, and its segment-summed gradients."""
 
     rank: int | None = None
-    """Number of dimensions of a batched input, if only that many will do."""
+    """Number of dimensions that a batched input must have; None if any number is possible."""
 
     def apply(self, layer: Any, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """layer(a; weight, bias), linear in (weight, bias)."""
+        """Return layer(a; weight, bias), which is linear in (weight, bias)."""
         raise NotImplementedError
 
     def add_scores(self, layer: Any, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None, scores: Tensor) -> None:
@@ -42,21 +42,21 @@ class LayerRule:
         scores += self.apply(layer, a, weight, bias).mul_(d).reshape(scores.shape[0], -1).sum(1)
 
     def arranged(self, weight: Tensor) -> Tensor:
-        """The same numbers, in the order in memory in which `add_scores` reads them fastest."""
+        """Return the same weight, in the memory order that `add_scores` reads fastest."""
         return weight
 
     def weight_rows(self, layer: Any, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
-        """Write the weight's gradient of every segment to `out` `[s, *weight.shape]`."""
+        """Write the gradient of the weight, for every segment, to `out` `[s, *weight.shape]`."""
         raise NotImplementedError
 
     def bias_rows(self, layer: Any, d: Tensor, starts: Starts) -> Tensor:
-        """The bias's gradient of every segment `[s, *bias.shape]`."""
+        """Return the gradient of the bias, for every segment `[s, *bias.shape]`."""
         return segment_sum(d.flatten(2).sum(2) if d.dim() > 2 else d, starts)
 
 
-_FEW = 16  # outputs of a layer, as matrix products go
-_SMALL = 2**18  # numbers in a weight from which on its order in memory does not matter
-_NEAR, _ENOUGH = 2**17, 512  # numbers of a product that stay in the cache until they are used; rows of one at least
+_FEW = 16  # outputs of a layer; a matrix product with no more columns than this is slow
+_SMALL = 2**18  # numbers in a weight; for a larger weight the memory order does not matter
+_NEAR, _ENOUGH = 2**17, 512  # numbers of a product that stay in the cache until they are used; fewest rows of a block
 
 
 class _Linear(LayerRule):
@@ -66,7 +66,7 @@ class _Linear(LayerRule):
     def add_scores(
         self, layer: nn.Linear, a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None, scores: Tensor
     ) -> None:
-        """By W a or by Wᵀ d, as matrix products are faster, in blocks of rows whose products stay in the cache."""
+        """Add the scores by W a or by Wᵀ d, whichever is faster, in blocks of rows whose products stay in the cache."""
         out, into = weight.shape
         if d.dim() > 2:
             a, d = a.reshape(-1, into), d.reshape(-1, out)
@@ -82,7 +82,7 @@ class _Linear(LayerRule):
             scores += found.view(scores.shape[0], -1).sum(1)
 
     def arranged(self, weight: Tensor) -> Tensor:
-        """By columns, where `add_scores` multiplies inputs by a small weight."""
+        """Return the weight stored by columns, if `add_scores` multiplies inputs by it and it is small."""
         out, into = weight.shape
         turned = _FEW < out <= into and weight.numel() <= _SMALL
         return weight.T.contiguous().T if turned else weight
@@ -95,12 +95,15 @@ class _Linear(LayerRule):
 
 
 def _add_dots(a: Tensor, d: Tensor, weight: Tensor, bias: Tensor | None, back: bool, scores: Tensor) -> None:
-    """Add ⟨W a + b, d⟩ of every row, by products with vectors: faster than `sum`, and than a wide bias in W a."""
+    """Add ⟨W a + b, d⟩ of every row to `scores`.
+
+    It uses products with vectors, which are faster than `sum`, and faster than adding a wide bias to W a.
+    """
     if back:
         products = torch.mm(d, weight).mul_(a)
     elif weight.shape[0] > _FEW:
         products = torch.mm(a, weight.T).mul_(d)
-    else:  # a product with few columns is slow, one with few rows is not
+    else:  # a product with few columns is slow, a product with few rows is not
         turned = torch.mm(weight, a.T) if bias is None else torch.addmm(bias[:, None], weight, a.T)
         products, bias = turned.mul_(d.T).T, None
     scores.addmv_(products, products.new_ones(products.shape[1]))
@@ -118,7 +121,7 @@ class _TransposedLinear(_Linear):
         super().add_scores(layer, a, d, weight.T, bias, scores)
 
     def arranged(self, weight: Tensor) -> Tensor:
-        """As it is: by columns already."""
+        """Return the weight unchanged, because it is stored by columns already."""
         return weight
 
     def weight_rows(self, layer: nn.Module, a: Tensor, d: Tensor, starts: Starts, out: Tensor) -> None:
@@ -179,7 +182,7 @@ class _EmbeddingBag(LayerRule):
 
 
 class _Copies(LayerRule):
-    """A parameter that the module was given as one copy per example: d is its gradient, example by example."""
+    """A parameter that the module is given as one copy per example; d is then its gradient for each example."""
 
     def apply(self, layer: nn.Module, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return weight.expand_as(a).clone()
@@ -189,7 +192,7 @@ class _Copies(LayerRule):
 
 
 class _Norm(LayerRule):
-    """Layers that normalise, then scale and shift: their parameters act on the normalised input."""
+    """Layers that normalise their input, then scale and shift it; the parameters act on the normalised input."""
 
     def __init__(self, normalise: Callable[..., Tensor], channels_last: bool) -> None:
         self.normalise, self.channels_last = normalise, channels_last
@@ -230,7 +233,7 @@ COPIES: LayerRule = _Copies()
 
 
 def rule_for(layer: nn.Module) -> LayerRule | None:
-    """The rule of a layer, or None for a kind of layer (or a use of it) that is not known to be linear."""
+    """Return the rule of a layer, or None if this kind of layer (or its settings) is not known to be linear."""
     embeds = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
     if embeds and (layer.max_norm is not None or layer.scale_grad_by_freq):
         return None
@@ -247,7 +250,7 @@ def rule_for(layer: nn.Module) -> LayerRule | None:
 
 
 def segment_sum(values: Tensor, starts: Starts) -> Tensor:
-    """Sum rows `[b, …]` over segments `[s, …]`."""
+    """Return the sums of rows `[b, …]` over segments `[s, …]`."""
     segments = len(starts) - 1
     if segments == len(values):
         return values
@@ -259,11 +262,11 @@ def segment_sum(values: Tensor, starts: Starts) -> Tensor:
 
 
 def _outer_products(left: Tensor, right: Tensor, starts: Starts, out: Tensor) -> None:
-    """Σ leftᵀ right over every segment, written to `out` `[s, l, r]`; tokens count as examples."""
+    """Write Σ leftᵀ right of every segment to `out` `[s, l, r]`; the sum is over examples and their tokens."""
     tokens = left[0].numel() // left.shape[-1]
     left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
     length = starts[1] - starts[0]
-    if len(left) == len(starts) - 1:  # every segment is one example: not worth a matrix product
+    if len(left) == len(starts) - 1:  # every segment is one row, for which a matrix product does not pay off
         torch.mul(left[:, :, None], right[:, None, :], out=out)
         return
     if starts[-1] == length * (len(starts) - 1) and starts == list(range(0, starts[-1] + 1, length)):
@@ -275,23 +278,26 @@ def _outer_products(left: Tensor, right: Tensor, starts: Starts, out: Tensor) ->
 
 
 def _padded(layer: _ConvNd, a: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Input and numeric padding of a convolution: other paddings than zeros are carried out here."""
+    """Return the input and the padding, in numbers, of a convolution.
+
+    Padding that is not by zeros, or is given as a string, is applied to the input here.
+    """
     if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
         return a, layer.padding
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     return F.pad(a, layer._reversed_padding_repeated_twice, mode=mode), (0,) * len(layer.stride)
 
 
-MOST_COPIED = 2**18  # numbers in a parameter that is copied for every example
+MOST_COPIED = 2**18  # most numbers in a parameter that is copied for every example
 
 
 class UnknownLayer(ValueError):
-    """A parameter whose gradient cannot be had from layer inputs and output gradients."""
+    """The gradient of a parameter cannot be computed from layer inputs and output gradients."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A module of the model with chosen parameters and a rule for them."""
+    """A module of the model that has chosen parameters, with the rule for them."""
 
     name: str
     module: nn.Module
@@ -299,27 +305,27 @@ class Layer:
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     copies_output: bool = False
-    """Whether the model overwrites the layer's output in place and nothing before it requires a gradient."""
+    """Whether the model overwrites the layer's output in place and nothing before the layer requires a gradient."""
     copied: tuple[str, tuple[int, ...]] | None = None
-    """A parameter that is given to the module as copies, one per example: its name there, and the shape of a copy."""
+    """If the module is given its parameter as one copy per example: the parameter's name there, shape of a copy."""
     bias_of: nn.Module | None = None
-    """The attention that adds this embedding's rows to the scores of all examples alike, as T5's does."""
+    """The attention module that adds this embedding's rows to the attention scores of all examples, as in T5."""
 
     def apply(self, a: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """layer(a; weight, bias), with zeros for a parameter that was not chosen."""
+        """Return layer(a; weight, bias), with zeros for a parameter that was not chosen."""
         if weight is None:
             weight = torch.zeros_like(self.module.weight)  # type: ignore[arg-type]
         return self.rule.apply(self.module, a, weight, bias)
 
     def add_scores(self, a: Tensor, d: Tensor, weight: Tensor | None, bias: Tensor | None, scores: Tensor) -> None:
-        """Add ⟨layer(a; weight, bias), d⟩ of every example to its score `[b]`, with zeros for what was not chosen."""
+        """Add ⟨layer(a; weight, bias), d⟩ of every example to its score `[b]`; parameters not chosen count as zeros."""
         if weight is None:
             weight = torch.zeros_like(self.module.weight)  # type: ignore[arg-type]
         self.rule.add_scores(self.module, a, d, weight, bias, scores)
 
 
 def known_layers(space: ParameterSpace, copies_output: bool = False) -> tuple[list[Layer], dict[str, str]]:
-    """The layers that own the chosen parameters, and the parameters with no rule: name → why."""
+    """Return the layers that own the chosen parameters, and the parameters that have no rule: name → why."""
     layers: list[Layer] = []
     unknown: dict[str, str] = {}
     names = {id(value): name for name, value in space.parameters.items()}
@@ -338,7 +344,10 @@ def known_layers(space: ParameterSpace, copies_output: bool = False) -> tuple[li
 
 
 def _attention_of(model: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
-    """The attention whose `compute_bias` turns an embedding of relative positions into scores `[1, h, q, k]`."""
+    """The attention whose `compute_bias` turns this embedding of relative positions into scores `[1, h, q, k]`.
+
+    None if the module is not such an embedding.
+    """
     parent, _, own = name.rpartition(".")
     if own != "relative_attention_bias" or not isinstance(module, nn.Embedding):
         return None
@@ -347,19 +356,21 @@ def _attention_of(model: nn.Module, name: str, module: nn.Module) -> nn.Module |
 
 
 def copied_parameter(name: str, module: nn.Module, key: str, parameter: nn.Parameter, output_dim: int) -> Layer | None:
-    """A parameter outside any known layer, to be given to its module as copies; None if no shape would fit.
+    """Return a layer for a parameter outside any known layer, which its module is given as one copy per example.
+
+    None if no shape of the copies fits, or if the parameter is too large.
 
     Args:
-        name: of the module.
-        module: that owns the parameter.
+        name: name of the module.
+        module: the module that owns the parameter.
         key: the parameter's name in the module.
-        parameter: a scale, a shift, a token: something that meets the examples by broadcasting.
-        output_dim: number of dimensions of what the module returns for a batch.
+        parameter: a scale, a shift or a token, which is broadcast over the examples.
+        output_dim: number of dimensions of the module's output for a batch.
     """
     if parameter.dim() == output_dim and len(parameter) == 1:
-        shape = tuple(parameter.shape[1:])  # [1, t, h] meets [b, t, h]
+        shape = tuple(parameter.shape[1:])  # [1, t, h] is broadcast to [b, t, h]
     elif parameter.dim() < output_dim:
-        shape = (1,) * (output_dim - 1 - parameter.dim()) + tuple(parameter.shape)  # [h] meets [b, t, h]
+        shape = (1,) * (output_dim - 1 - parameter.dim()) + tuple(parameter.shape)  # [h] is broadcast to [b, t, h]
     else:
         return None
     if parameter.numel() > MOST_COPIED:
@@ -368,5 +379,5 @@ def copied_parameter(name: str, module: nn.Module, key: str, parameter: nn.Param
 
 
 def copied_layer(name: str, module: nn.Module, key: str, parameter: nn.Parameter, shape: tuple[int, ...]) -> Layer:
-    """A parameter that its module is given as copies of a shape."""
+    """Return a layer for a parameter that its module is given as copies of this shape, one per example."""
     return Layer(name, module, COPIES, parameter, None, copied=(key, shape))

@@ -1,8 +1,8 @@
 """Functions that may move rows of a batch to other places: an index along the batch, a sort, a roll.
 
-By function, whether a call may do so, given the number of examples and its arguments. What reads rows together, or
-moves them by what it reads, is found without a list (`ggda_ext.gradients.proof.descent`); these may leave a small batch
-as it is.
+`MOVERS` maps each function to a check that says whether a call may move rows, given the number of examples and the
+arguments of the call. Functions that read several rows together, or move rows depending on what they read, are found
+without a list (`ggda_ext.gradients.proof.descent`). The functions listed here may leave a small batch unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 
 def _row_dim(size: int, values: Any) -> int | None:
-    """Along which dimension a tensor may have the examples of a batch: the first if it can, or one of their number."""
+    """The dimension along which a tensor may hold the examples of a batch, or None.
+
+    The first dimension if its length is a multiple of the number of examples, otherwise one with exactly that length.
+    """
     if not isinstance(values, Tensor) or values.is_nested or not values.dim():
         return None
     if len(values) and len(values) % size == 0:
@@ -43,9 +46,9 @@ def _by_index(size: int, values: Tensor, index: Any, *_: Any) -> bool:
 
 
 def _in_place(rows: Tensor, others: tuple[Any, ...]) -> bool:
-    """Whether rows `[b, 1, …]` are 0, 1, … b − 1, and stay the first dimension beside the other indices.
+    """Whether the index `rows` `[b, 1, …]` is 0, 1, … b − 1, and stays the first dimension beside the other indices.
 
-    Transformers makes masks so: ``mask[rows [b, 1, 1, 1], columns [1, 1, 1, l]]``.
+    Transformers makes masks in this way: ``mask[rows [b, 1, 1, 1], columns [1, 1, 1, l]]``.
     """
     if rows.dtype == torch.bool or rows.shape[0] != rows.numel() or max(map(_depth, others), default=0) > rows.dim():
         return False
@@ -53,14 +56,14 @@ def _in_place(rows: Tensor, others: tuple[Any, ...]) -> bool:
 
 
 def _depth(index: Any) -> int:
-    """How many dimensions an index brings along."""
+    """Number of dimensions of an index."""
     if isinstance(index, Tensor):
         return 1 if index.dtype == torch.bool else index.dim()
     return 1 + max(map(_depth, index), default=0) if isinstance(index, list | tuple) else 0
 
 
 def _along(place: int, default: int | None = None) -> Callable[..., bool]:
-    """For functions of a tensor and a dimension, the argument at a place or called `dim`."""
+    """Return the check for functions of a tensor and a dimension, which is the argument number `place` or `dim`."""
 
     def moves(size: int, values: Any, *args: Any, **named: Any) -> bool:
         rows, dim = _row_dim(size, values), named.get("dim", args[place] if len(args) > place else default)

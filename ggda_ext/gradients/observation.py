@@ -1,17 +1,18 @@
-"""A pass that observes layers: their inputs on the way forward, the gradients at their outputs on the way back.
+"""A pass that observes layers: their inputs in the forward pass, the gradients at their outputs in the backward pass.
 
-An `Observation` runs one forward pass and an activation-only backward pass. Hooks hand the input a of every known layer
-to an observer, and then the gradient d at its output. The gradients of parameters are left out meanwhile, so the
-backward pass costs half of an ordinary one. Hooks on tensors see the gradient at the value the layer returned, also
-when an in-place activation overwrites it afterwards. A parameter outside any known layer (a scale, a class token) may
-be given to the model as one copy per example; then the gradient at the copies is what is observed.
+An `Observation` runs one forward pass and an activation-only backward pass. Hooks hand an observer the input a of every
+known layer, and later the gradient d at the layer's output. The gradients of parameters are not computed, so the
+backward pass costs half of an ordinary one. The hooks are on tensors. They see the gradient at the value that the layer
+returned, even if an in-place activation overwrites it afterwards. A parameter outside any known layer (a scale, a class
+token) may be given to the model as one copy per example; then the gradient at the copies is observed.
 
-Meanwhile a `Watch` sees the functions that the model calls from Python. One that may move rows, a number that Python is
-told, or a hook that may change gradients on the way back, can make a strategy wrong: always, for some batch sizes, or
-for rare examples. Such batches are looked at closely.
+During the pass a `Watch` sees the functions that the model calls from Python. Three things can make a strategy wrong,
+always, for some batch sizes, or for rare examples: a function that may move rows, a number that Python reads from a
+tensor, and a hook that may change gradients in the backward pass. Batches with one of them are checked more closely.
 
-A layer is called with detached parameters, while the parameters themselves require a gradient. So where the loss has a
-gradient of a parameter, something else uses it (a functional call, a penalty), and layers alone do not tell the score.
+A layer is called with detached parameters, while the parameters themselves require a gradient. If the loss still has a
+gradient for a parameter, something other than its layer uses it (a functional call, a penalty), and the layers alone
+do not give the score.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ggda_ext.model import ParameterSpace, full_precision
 Signature = tuple[tuple[tuple[str, int], ...], int]
 
 
-_LOOKED_AT = 100_000  # nodes of a graph
+_LOOKED_AT = 100_000  # most nodes of an autograd graph that are looked at
 TELLERS = {
     Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__, Tensor.item,
     Tensor.tolist, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose, torch.is_nonzero,
@@ -51,15 +52,15 @@ _LOOKED_AT_CLOSELY = {*MOVERS, *TELLERS, *_HOOKS, *_ASKS}
 
 
 class Watch(TorchFunctionMode):
-    """Lets functions run, and keeps their names.
+    """A mode that records the functions that a model calls, and lets them run.
 
     Args:
-        size: examples of the batch.
+        size: number of examples in the batch.
 
     Attributes:
         moves: the name of a function that may have moved rows of the batch, or None.
         hooks: the name of a function that may have put a hook on a gradient, or None.
-        asks: whether the model asks if something requires a gradient, and may do otherwise if not.
+        asks: whether the model asks if gradients are required; it may then do something else if they are not.
     """
 
     def __init__(self, size: int) -> None:
@@ -73,12 +74,12 @@ class Watch(TorchFunctionMode):
 
     @cached_property
     def called(self) -> int:
-        """The same for runs that call the same functions in the same order; asked for when a run is over."""
+        """A hash that is the same for runs that call the same functions in the same order. Read it after the run."""
         return hash(tuple(self._called))
 
     @cached_property
     def told(self) -> int:
-        """The same for runs in which Python was told the same numbers, too."""
+        """Like `called`, but the runs must also have read the same numbers from tensors into Python."""
         return hash((*self._called, *self._told)) if self._told else self.called
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,7 +102,7 @@ class Watch(TorchFunctionMode):
 
 
 def hidden_hooks(model: nn.Module, parameters: Sequence[nn.Parameter]) -> str | None:
-    """A hook on gradients that the model or its parameters were given, or None."""
+    """Describe a hook on gradients that is registered on the model or its parameters; None if there is none."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             return f"a hook on the gradients of module {name!r}"
@@ -110,11 +111,11 @@ def hidden_hooks(model: nn.Module, parameters: Sequence[nn.Parameter]) -> str | 
 
 
 def altered_gradients(losses: Tensor, watch: Watch) -> str | None:
-    """What makes gradients of losses other than derivatives: a hook, or a `Function`; None if nothing does.
+    """Describe what makes the gradients of losses differ from derivatives: a hook, or a `Function`; else None.
 
     Args:
-        losses: computed with gradients.
-        watch: what was called for it.
+        losses: losses that were computed with gradients.
+        watch: the functions that were called for them.
     """
     if watch.hooks is not None:
         return "a hook on a gradient"
@@ -132,7 +133,7 @@ def altered_gradients(losses: Tensor, watch: Watch) -> str | None:
 
 
 def _of_torch(node: BackwardCFunction) -> bool:
-    """Whether an autograd function is PyTorch's own, such as that of a checkpoint."""
+    """Whether an autograd function belongs to PyTorch itself, such as the function of a checkpoint."""
     return getattr(type(node), "_forward_cls", type(node)).__module__.split(".")[0] == "torch"
 
 
@@ -140,53 +141,53 @@ class Observer:
     """Sees every call of a known layer, first forward, then (in reverse order) backward."""
 
     def forward(self, layer: Layer, a: Tensor) -> Any:
-        """Keep what `backward` will need of the layer's input a `[b·r, …]`; by default a itself."""
+        """Return what `backward` will need of the layer's input a `[b·r, …]`; by default a itself."""
         return a
 
     def backward(self, layer: Layer, kept: Any, d: Tensor, repeats: int) -> None:
-        """Use the gradient at the layer's output d `[b·r, …]`, of r = `repeats` rows per example; here, do not."""
+        """Use the gradient d `[b·r, …]` at the layer's output, with r = `repeats` rows per example; here do nothing."""
 
 
 @dataclass
 class Calls:
-    """What happened in one run: how often each layer was called, with how many rows per example."""
+    """What happened in one run: which layers were called, and with how many rows per example."""
 
     watch: Watch
-    """Sees the functions that are called."""
+    """The functions that were called."""
     rows: list[tuple[str, int]] = field(default_factory=list)
     touched: list[nn.Parameter] = field(default_factory=list)
-    """Those of the parameters asked about that had a gradient other than zero."""
+    """Parameters in the observation's `unseen` that had a gradient other than zero."""
     strayed: list[nn.Parameter] = field(default_factory=list)
-    """Parameters that had a gradient outside of their layers."""
+    """Parameters that had a gradient from outside of their layers."""
     alters: str | None = None
-    """What makes gradients other than derivatives, where that was asked for."""
+    """What makes gradients differ from derivatives, if the run looked for it; None if nothing does."""
     misplaced: str | None = None
-    """A layer whose rows turned out not to be those of the examples in their order."""
+    """A layer whose rows are not those of the examples in their order, or None."""
     losses: Tensor | None = None
-    """Of the examples `[b]`."""
+    """Losses of the examples `[b]`."""
 
     @property
     def suspicious(self) -> bool:
-        """Whether something was seen that layers may not tell."""
+        """Whether the run did something that the layers may not show."""
         watch = self.watch
         return bool(self.strayed) or watch.moves is not None or watch.hooks is not None or self.misplaced is not None
 
     @property
     def signature(self) -> Signature:
-        """The same for runs that call the same functions, and layers equally often with as many rows per example."""
+        """The same for runs that call the same functions, and the same layers with as many rows per example."""
         return tuple(sorted(self.rows)), self.watch.called
 
 
 class Observation:
-    """The layers of a model with hooks on them that tell an observer what a batch does, for one batch or many.
+    """Hooks on the layers of a model that tell an observer what happens in a batch; for one batch or many.
 
-    Meanwhile no parameter but `unseen` and those of the layers requires a gradient.
+    While the hooks are on, only `unseen` and the parameters of the layers require a gradient.
 
     Args:
         space: model and chosen parameters.
-        layers: what to observe.
-        loss: of the examples.
-        unseen: parameters to look after: whether the loss depends on them.
+        layers: the layers to observe.
+        loss: loss of the examples.
+        unseen: parameters to watch: a run records whether the loss depends on them.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class Observation:
 
     @contextmanager
     def on(self) -> Iterator[Observation]:
-        """With the hooks on the layers."""
+        """Keep the hooks on the layers inside this context."""
         handles: list[RemovableHandle] = []
         own = {id(parameter) for parameter in self._watched}
         with self._space.require_gradients(of_chosen=False, also=[*self._unseen, *self._watched]):
@@ -222,7 +223,7 @@ class Observation:
             if self._run is None:
                 return None
             a = args[0] if args else kwargs["input"]
-            with torch._C.DisableTorchFunction():  # what is done here is not the model's
+            with torch._C.DisableTorchFunction():  # the calls made here are not the model's
                 if self._loss.vectorized:
                     return UnderVmap.apply(output, a, layer, self._run.tap)
                 return self._run.tap(layer, a, output)
@@ -237,14 +238,15 @@ class Observation:
         allowed: float = 1e-3,
         alters: bool = False,
     ) -> Calls:
-        """Run the summed loss of a batch forward and backward, telling `observer` about every layer call.
+        """Run the summed loss of a batch forward and backward, and tell `observer` about every layer call.
 
         Args:
             batch: examples along dim 0.
-            observer: is told.
-            closely: by what the model did, whether a second backward pass looks whose rows are whose (`RowOrder`).
+            observer: the observer to tell.
+            closely: given what the model did, whether a second backward pass checks which example each row belongs
+                to (`RowOrder`).
             allowed: relative differences that rounding may explain.
-            alters: whether to look for what makes gradients other than derivatives.
+            alters: whether to look for something that makes gradients differ from derivatives.
         """
         self._loss.prepare(self._space.model, batch)
         run = _Run(self._space, batch_length(batch), observer)
@@ -262,7 +264,7 @@ class Observation:
                     f"take one for each ({str(error).partition(chr(10))[0]})"
                 ) from error
             finally:
-                self._run, run.ran = None, True  # a checkpoint calls layers again on the way back
+                self._run, run.ran = None, True  # a checkpoint calls layers again in the backward pass
             calls.losses = losses.detach()
             calls.alters = altered_gradients(losses, calls.watch) if alters else None
             if losses.requires_grad:
@@ -273,14 +275,14 @@ class Observation:
 
     @contextmanager
     def _given_instead(self, run: _Run) -> Iterator[None]:
-        """With copies in place of parameters and biases, where layers ask for it."""
+        """Give the model copies in place of parameters and biases inside this context, for layers that need them."""
         with given_copies(self._copied, run.size) as copied, given_biases(self._biases, run.share):
             for layer, copies in copied:
                 run.tell_of_copies(layer, copies)
             yield
 
     def _go_back(self, run: _Run, losses: Tensor) -> None:
-        """The backward pass, and a second one if that is wanted; parameters that have a gradient are kept."""
+        """Run the backward pass, and a second one if `run.order` is set; record parameters that have a gradient."""
         calls, order, leaves, others = run.calls, run.order, run.leaves, [*self._unseen, *self._watched]
         again = order is not None
         found = torch.autograd.grad(losses.sum(), [*leaves, *others], allow_unused=True, retain_graph=again)
@@ -301,24 +303,24 @@ def observe(
     observer: Observer,
     **looking: Any,
 ) -> Calls:
-    """Run one batch under observation; see `Observation.run`."""
+    """Run one batch under observation. For the arguments see `Observation` and `Observation.run`."""
     with Observation(space, layers, loss).on() as observation:
         return observation.run(batch, observer, **looking)
 
 
 class _Run:
-    """One batch under observation: what happened so far."""
+    """The state of one batch under observation."""
 
     def __init__(self, space: ParameterSpace, size: int, observer: Observer) -> None:
         self.dtype, self.size, self.observer = space.dtype, size, observer
         self.calls = Calls(Watch(size))
-        self.order: RowOrder | None = None  # looks whose rows are whose, where that is in doubt
-        self.ran = False  # whether the losses are known, and gradients are those of their sum
+        self.order: RowOrder | None = None  # checks which example each row belongs to, where that is in doubt
+        self.ran = False  # whether the losses are known; from then on gradients are those of their sum
         self.leaves: list[Tensor] = []
         self.shared: str | None = None  # a layer whose only row was given to every example
 
     def tell_of_copies(self, layer: Layer, copies: Tensor) -> None:
-        """Tell of a parameter's copies, and of their gradient."""
+        """Tell the observer about the copies of a parameter, and later about their gradient."""
         self.leaves.append(copies)
         shape = self.size, *_of(layer.weight).shape
         kept = self.observer.forward(layer, copies.detach().view(shape))
@@ -326,7 +328,7 @@ class _Run:
         copies.register_hook(lambda d: back(d.view(shape)))
 
     def _back(self, layer: Layer, kept: Any, repeats: int) -> Callable[[Tensor], None]:
-        """What is done with the gradient at the output of a layer; `kept` is let go of once the loss has used it."""
+        """Return the hook for the gradient at the output of a layer; it frees `kept` after the final backward pass."""
         observer, dtype, held = self.observer, self.dtype, [kept]
 
         def on_gradient(d: Tensor) -> None:
@@ -340,7 +342,7 @@ class _Run:
         return on_gradient
 
     def tap(self, layer: Layer, a: Tensor, output: Tensor) -> Tensor:
-        """Tell of a layer's input; what goes on in place of its output tells of its gradient."""
+        """Tell the observer about a layer's input; return an output whose hook will tell about its gradient."""
         a, rows, size = a.detach(), output.shape[0], self.size
         if rows != size and rows == 1:  # shared by the batch, as position embeddings are
             a, output, rows = a.expand(size, *a.shape[1:]), output.expand(size, *output.shape[1:]), size
@@ -363,7 +365,7 @@ class _Run:
         return output
 
     def share(self, layer: Layer, positions: Tensor, bias: Tensor) -> Tensor:
-        """Scores `[1, h, q, k]` that all examples get, as one copy for each, so that each has a gradient of its own."""
+        """Return scores `[1, h, q, k]` of all examples as one copy per example, so that each has its own gradient."""
         if bias.dim() != 4 or len(bias) != 1 or bias.shape[2:] != positions.shape:
             raise UnknownLayer(f"layer {layer.name!r} gives scores {list(bias.shape)}, which are not [1, h, q, k]")
         self.calls.rows.append((layer.name, 1))
@@ -377,7 +379,7 @@ class _Run:
 
 
 def _watched(layers: list[Layer], unseen: list[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters of the layers, but for copies and those that are looked after already."""
+    """The parameters of the layers, except those given as copies and those in `unseen`."""
     left_out = {id(parameter) for parameter in unseen}
     left_out |= {id(layer.weight) for layer in layers if layer.copied is not None}
     own = [value for layer in layers for value in (layer.weight, layer.bias) if value is not None]
@@ -385,7 +387,7 @@ def _watched(layers: list[Layer], unseen: list[nn.Parameter]) -> list[nn.Paramet
 
 
 def _detached_inside(layer: Layer, watched: set[int]) -> list[RemovableHandle]:
-    """Let a layer compute with detached parameters, in its own calls only; also when a checkpoint calls it again."""
+    """Make a layer use detached parameters in its own calls, also if a checkpoint repeats a call; return the hooks."""
     own = {"weight": layer.weight, "bias": layer.bias}
     mine = {key: value for key, value in own.items() if value is not None and id(value) in watched}
     if not mine:
@@ -398,7 +400,7 @@ def _detached_inside(layer: Layer, watched: set[int]) -> list[RemovableHandle]:
 
 
 def _swaps(held: dict[str, Any], own: dict[str, nn.Parameter]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Hooks that put detached parameters into a module's own, unless others are there, and put the parameters back."""
+    """Return two hooks: one gives a module detached parameters, unless it holds others; one puts `own` back."""
     detached = {key: parameter.detach() for key, parameter in own.items()}
     given: list[str] = []
 
@@ -426,5 +428,5 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def _in_full(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Activations in the precision of the parameters; autocast makes them smaller."""
+    """Convert activations to the dtype of the parameters, because autocast computes in a smaller one."""
     return values.to(dtype) if values.dtype != dtype and values.is_floating_point() else values

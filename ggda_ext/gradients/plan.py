@@ -1,12 +1,12 @@
-"""What will be done: which strategy answers a question and why (`Plan`), and what it is given (`Request`).
+"""The choice of a strategy: which one answers a question and why (`Plan`), and what it is given (`Request`).
 
-`Facts` are what the look at a few examples (`ggda_ext.gradients.proof.probe`) means for a pass over all of them: how
-many points fit into a batch, how much work they are, what does not hold for this model. A `Strategy` says what it can
-do and what it costs; `ggda_ext.gradients.strategies` lists them all. Costs are multiples of one forward and backward
-pass over the training points, from a model fitted to measurements (``python -m benchmarks speed`` compares them): a
-pass counts three forward passes, capturing a and d two, a direction one more. Forming rows of length p is bound by
-memory, so it pays only once the points of a group (or their tokens) share it; a backward pass of its own for every
-group also has a fixed price.
+`Facts` say what the look at a few examples (`ggda_ext.gradients.proof.probe`) means for a pass over all points: how
+many points fit into a batch, how much work they are, and what does not hold for this model. A `Strategy` says what it
+can do and what it costs; `ggda_ext.gradients.strategies` lists them all. Costs are multiples of one forward and
+backward pass over the training points. They come from a cost model that was fitted to measurements (``python -m
+benchmarks speed`` compares the two). In the cost model a pass counts as three forward passes, capturing a and d as
+two, and each direction as one more. Memory speed limits how fast rows of length p are formed, so rows pay off only if
+the points of a group (or their tokens) share a row. A separate backward pass for every group also has a fixed price.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ggda_ext.model import ParameterSpace, all_finite, sums_on
 from ggda_ext.sharing import share_of_stream, with_progress
 
 LARGEST_BATCH = 2**17
-CACHED_BYTES = 26 * 2**20  # of activations of a batch, near the cache
-ENOUGH_WORK = 2**27  # multiplications; a batch of fewer may be twice as large: what is done once per batch counts there
-LARGER = 3  # times a batch that is near the cache, where something is read once per batch
-ENOUGH_POINTS = 1024  # but no fewer points than this, if the budget allows
-_BYTES_PER_ACTIVATION = 4  # an activation, its gradient, what autograd keeps of it, and a tangent
+CACHED_BYTES = 26 * 2**20  # activations of a batch that stay near the cache
+ENOUGH_WORK = 2**27  # multiplications; a batch with fewer may be twice as large, because each batch has a fixed cost
+LARGER = 3  # how many times larger a batch may be if something is read once per batch
+ENOUGH_POINTS = 1024  # a batch has at least this many points, if the budget allows
+_BYTES_PER_ACTIVATION = 4  # an activation, its gradient, the copy that autograd keeps, and a tangent
 
 
 def _batch_size(bytes_per_point: int, work_per_point: float, memory_budget: int) -> int:
@@ -51,7 +51,7 @@ def _batch_size(bytes_per_point: int, work_per_point: float, memory_budget: int)
 
 @dataclass(frozen=True)
 class Facts:
-    """What the choice depends on."""
+    """What the choice of a strategy depends on."""
 
     points: int
     groups: int
@@ -59,20 +59,20 @@ class Facts:
     work_per_point: float
     """Multiplications of one forward pass over one point."""
     ghost_work: float
-    """Multiplications of `ghost` per training and test point."""
+    """Multiplications of `ghost` per pair of a training and a test point."""
     uncovered: Mapping[str, str]
-    """Parameters whose gradients layers do not show: name → why."""
+    """Parameters whose gradients the layers do not show: name → why."""
     refused: Mapping[str, str]
     """Strategies that were found not to give the gradients of this model: name → why."""
     compared: frozenset[str]
-    """Strategies whose own comparison with autograd was made: others that have one are not chosen by ``"auto"``."""
+    """Strategies that were compared with autograd. ``"auto"`` uses a strategy that has a `compare` only if listed."""
     batch_size: int
     working_bytes: int
-    """Of the activations of a batch."""
+    """Bytes of the activations of a batch."""
     itemsize: int
-    """Bytes of a number."""
+    """Bytes of one number."""
     room: int
-    """Points of the largest batch: more than `batch_size` where the user leaves it to us and the budget allows it."""
+    """Most points in a batch: more than `batch_size` if the user set no batch size and the budget allows it."""
 
     @classmethod
     def of(
@@ -84,14 +84,14 @@ class Facts:
         at_most: int | None,
         memory_budget: int,
     ) -> Facts:
-        """What a look at some examples means for a pass over all of them.
+        """Make the facts for a pass over all points from a look at some examples.
 
         Args:
-            found: by the look.
+            found: the findings of the look.
             space: model and chosen parameters.
-            groups: of the points of the pass.
-            batch_size: asked for, or None.
-            at_most: points that the user's own batches have; more are not run at once unless asked for.
+            groups: groups of the points of the pass.
+            batch_size: the batch size that the user asked for, or None.
+            at_most: points in the user's own batches, or None; a batch has no more unless `batch_size` says so.
             memory_budget: bytes for a batch's activations.
         """
         copied = sum(space.parameters[name].numel() for name in found.copied) * space.dtype.itemsize
@@ -116,22 +116,22 @@ class Facts:
 
     @property
     def sharing(self) -> float:
-        """How often a group uses each parameter, on average: points times tokens."""
+        """How often a group uses each parameter, on average: the number of its points times their tokens."""
         return max(self.group_size * self.work_per_point / self.parameters, 1e-9)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a strategy costs, in passes over the data; the first number is paid once.
+    """What a strategy costs, in passes over the data.
 
     Attributes:
-        once: whatever is asked.
+        once: paid once, for any question.
         direction: for each direction.
         pair: for each test point, if a pair of points costs as much as a forward pass.
-        row: for a row per group, if every point uses each parameter once; more points and tokens share it.
-        point_row: likewise for a row per point.
-        product: for each direction with such a row.
-        call: for each group, in multiplications that could be done in that time.
+        row: for a row per group; divided by `Facts.sharing`, because the points and tokens of a group share it.
+        point_row: for a row per point, divided in the same way.
+        product: for each direction that is multiplied with such rows, divided in the same way.
+        call: for each group, as the number of multiplications that take the same time.
     """
 
     once: float = 0.0
@@ -143,7 +143,7 @@ class Cost:
     call: float = 0.0
 
     def passes(self, facts: Facts, m: int) -> float:
-        """Estimated cost of m directions."""
+        """Return the estimated cost of m directions."""
         pairs = self.pair * facts.ghost_work / facts.work_per_point
         rows = self.row + self.point_row * facts.group_size + self.product * m
         calls = self.call / (facts.group_size * facts.work_per_point)
@@ -154,17 +154,19 @@ class Cost:
 class Strategy:
     """A way to sum gradients by group.
 
-    A model may change its buffers when it runs: inside one ``space.require_gradients`` it is run once.
+    A model may change its buffers when it runs, so a strategy runs it only once inside one ``space.require_gradients``.
 
     Attributes:
-        name: what users call it.
-        scores: ``scores(request, directions [m, p]) -> [m, k]``, or of the test points' request, see `of_points`.
-        blocks: ``blocks(request, max_rows)``, the rows by group; None if it never forms them.
-        cost: what `auto` compares.
-        from_layers: whether it sees gradients only where layers show them; these are compared with autograd for all.
-        of_points: whether directions have to be the gradients of test points.
-        compare: ``compare(subject, findings)``, why it does not give what autograd gave for some examples, or None if
-            it does; needed unless it is plain autograd or `from_layers`.
+        name: the name that users pass.
+        scores: ``scores(request, directions [m, p]) -> [m, k]``; with `of_points` it takes the test points' request
+            in place of the directions.
+        blocks: ``blocks(request, max_rows)``, which yields the rows by group; None if the strategy never forms rows.
+        cost: the costs that ``"auto"`` compares.
+        from_layers: whether it takes gradients from layers only. The layers are compared with autograd for all such
+            strategies at once.
+        of_points: whether the directions must be the gradients of test points.
+        compare: ``compare(subject, findings)`` returns why the strategy does not give what autograd gave for some
+            examples, or None if it does. Needed unless the strategy is plain autograd or `from_layers`.
     """
 
     name: str
@@ -176,11 +178,11 @@ class Strategy:
     compare: Callable[[Subject, Findings], str | None] | None = None
 
     def refusal(self, facts: Facts, *, rows: bool, points: bool) -> str | None:
-        """Why it cannot answer the question, or None if it can.
+        """Return the reason why the strategy cannot answer the question, or None if it can.
 
         Args:
-            facts: what is known of model, data and groups.
-            rows: whether the gradients themselves are asked for, not only inner products.
+            facts: what is known about model, data and groups.
+            rows: whether the question asks for the gradients themselves, not only for inner products.
             points: whether the directions are gradients of test points.
         """
         if self.from_layers and facts.uncovered:
@@ -203,10 +205,10 @@ class Plan:
     passes: float
     facts: Facts
     working_bytes: int
-    """For a batch, the directions and their scores."""
+    """Bytes for a batch, the directions and their scores."""
 
     def explain(self) -> str:
-        """One readable line: the strategy, why, and what it should cost."""
+        """Return one readable line: the strategy, the reason, and the estimated cost."""
         facts = self.facts
         return (
             f"{self.strategy}: {self.reason}; about {self.passes:.1f} x one forward+backward pass over "
@@ -216,7 +218,7 @@ class Plan:
 
 
 def check_strategy(asked: str, strategies: Iterable[str]) -> None:
-    """Refuse what is neither ``"auto"`` nor the name of a strategy."""
+    """Raise an error if `asked` is neither ``"auto"`` nor the name of a strategy."""
     if not isinstance(asked, str) or (asked != "auto" and asked not in strategies):
         raise ValueError(f"strategy={asked!r} is not one of 'auto', {', '.join(map(repr, strategies))}.")
 
@@ -224,14 +226,14 @@ def check_strategy(asked: str, strategies: Iterable[str]) -> None:
 def compare_missing(
     strategies: Mapping[str, Strategy], asked: str, captured: CapturedLayers, name: str, *, fresh: bool = False
 ) -> None:
-    """Compare strategies that do without layers with autograd, if they may be needed and were not compared before.
+    """Compare strategies that do not use layers with autograd, if they may be needed and were not compared before.
 
     Args:
-        strategies: all there are, by name.
+        strategies: all strategies, by name.
         asked: a name, or ``"auto"``.
-        captured: the model, and what is known about it, which is added to.
-        name: of the data.
-        fresh: whether the truth was found at the parameters that the model has now.
+        captured: the model and the findings about it; the results are added to the findings.
+        name: name of the data.
+        fresh: whether the truth was found at the current values of the parameters; if not, it is found again.
     """
     subject, found = captured.subject, captured.found
     for key, strategy in strategies.items():
@@ -258,14 +260,16 @@ def choose(
     rows: bool = False,
     points: bool = False,
 ) -> Plan:
-    """The strategy that was asked for by name, refused if it cannot answer; for ``"auto"`` the cheapest that can.
+    """Return a plan with the strategy named by `asked`, or for ``"auto"`` with the cheapest that can answer.
+
+    It raises an error if the named strategy cannot answer.
 
     Args:
-        strategies: all there are, by name.
+        strategies: all strategies, by name.
         asked: a name, or ``"auto"``.
-        facts: what is known of model, data and groups.
-        m: directions.
-        rows: whether the gradients themselves are asked for, not only inner products.
+        facts: what is known about model, data and groups.
+        m: number of directions.
+        rows: whether the question asks for the gradients themselves, not only for inner products.
         points: whether the directions are gradients of test points.
     """
     possible = {
@@ -281,7 +285,7 @@ def choose(
     else:
         why = strategies[asked].refusal(facts, rows=rows, points=points)
         raise ValueError(f"strategy={asked!r} cannot be used here: {why}. Use 'auto' or {list(possible)}.")
-    own = facts.ghost_work if strategies[chosen].of_points else facts.parameters  # numbers of a direction
+    own = facts.ghost_work if strategies[chosen].of_points else facts.parameters  # numbers in a direction
     held = m * int((own + facts.batch_size) * facts.itemsize + facts.groups * 8)  # sums are in double precision
     return Plan(chosen, reason, possible[chosen], facts, facts.working_bytes + held)
 
@@ -302,7 +306,7 @@ Indices = np.ndarray | range
 
 @dataclass(frozen=True)
 class Request:
-    """One question to a strategy. Batches come on the model's device."""
+    """One question to a strategy. Its batches are on the model's device."""
 
     space: ParameterSpace
     loss: ExampleLoss
@@ -314,15 +318,15 @@ class Request:
     show_progress: bool | None = False
     title: str = "ggda"
     within: tuple[int, int] = (0, 0)
-    """Our share of the points: a run of ``groups.order`` for `grouped_batches`, of the data for `natural_batches`."""
+    """This rank's points: a range of ``groups.order`` for `grouped_batches`, of the data for `natural_batches`."""
     room: int = 0
-    """Points of the largest batch that may be run, where larger ones serve."""
+    """Most points in a batch, for a strategy that gains from larger batches."""
     weights: Tensor | None = None
-    """Weightings of the points `[w, n]`: rows are then sums of w_i ∇ℓ_i, one for each weighting `[b, w, p]`."""
+    """Weightings of the points `[w, n]`, or None. Rows are then sums of w_i ∇ℓ_i for each weighting `[b, w, p]`."""
 
     @property
     def layers(self) -> list[Layer]:
-        """The layers that `observe` tells about."""
+        """The layers that `observe` tells the observer about."""
         return self.captured.layers
 
     def observe(self, batch: Any, observer: Observer) -> None:
@@ -338,12 +342,12 @@ class Request:
 
     @property
     def rows_in_budget(self) -> int:
-        """How many rows of length p fit into the memory budget, for consumers that want large blocks."""
+        """Number of rows of length p that fit into the memory budget, for consumers that want large blocks."""
         return self._rows_in(self.memory_budget)
 
     @property
     def rows_near_cache(self) -> int:
-        """How many rows to form at a time when they are used at once: large temporaries page-fault."""
+        """Number of rows to form at a time if they are used immediately, because large temporaries page-fault."""
         return self._rows_in(min(CACHED_BLOCK_BYTES, self.memory_budget))
 
     def _rows_in(self, size: int) -> int:
@@ -351,11 +355,11 @@ class Request:
         return int(min(max(1, size // (weightings * self.space.size * self.space.dtype.itemsize)), 1024))
 
     def empty_scores(self, m: int) -> Tensor:
-        """Zeros `[m, k]` to add scores to, in double precision: a group may have a billion points."""
+        """Return zeros `[m, k]` to add scores to, in double precision because a group may have a billion points."""
         return torch.zeros(m, len(self.groups), dtype=torch.float64, device=sums_on(self.space.device))
 
     def natural_batches(self) -> Iterator[tuple[Indices, Any]]:
-        """Our share of all points, in the order of the data set: `(which they are, batch)`."""
+        """Yield this rank's points as `(indices of the points, batch)`, in the order of the data set."""
         low, high = self.within
         fits = self.data.is_fit_for(self.space.device)
         for indices, batch in self._bar(self._in_order(), high - low):
@@ -391,7 +395,7 @@ class Request:
         yield from zip(runs, self.data.batches(runs), strict=True)
 
     def _counted(self) -> Iterator[tuple[np.ndarray, Any]]:
-        """The batches of a stream, which must not end before the groups do."""
+        """Yield the batches of a stream; raise an error if it has fewer points than the groups."""
         seen = 0
         for indices, batch in self.data.sequential(self.batch_size):
             seen += len(indices)
@@ -405,7 +409,7 @@ class Request:
     def grouped_batches(
         self, most_groups: int | None = None, most_points: int | None = None
     ) -> Iterator[tuple[GroupBatch, Any]]:
-        """Batches of the points `within` that hold groups back to back, with their segments."""
+        """Yield batches of the points `within`, with groups back to back, each with the segments of its groups."""
         size = min(self.batch_size, most_points or self.batch_size)
         batches = self.data.batches(group.indices for group in self.groups.batches(size, most_groups, self.within))
         pairs = zip(self.groups.batches(size, most_groups, self.within), batches, strict=True)
@@ -414,7 +418,7 @@ class Request:
             yield groups, to_device(batch, self.space.device)
 
     def of_groups(self, count: int) -> Request:
-        """The same in batches that hold about so many groups, as far as there is room, all about equally large."""
+        """Return this request with batches of about `count` groups, as far as `room` allows, of about equal size."""
         each = ceil(self._points / len(self.groups))
         batches = ceil(self._points / max(self.batch_size, min(count * each, self.room - each)))
         return replace(self, batch_size=max(self.batch_size, min(ceil(self._points / batches) + each, self.room)))
@@ -424,12 +428,12 @@ class Request:
 
 
 def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
-    """Parts one after the other; a single one as it is, which `cat` would copy."""
+    """Concatenate parts; return a single part unchanged, because `cat` would copy it."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def check_finite(found: Tensor, groups: Groups, ids: Tensor | None = None) -> None:
-    """Refuse scores `[m, k]`, or gradient rows `[b, …]` of the groups `ids`, that are not finite, naming the groups."""
+    """Raise an error that names the groups if scores `[m, k]`, or rows `[b, …]` of the groups `ids`, are not finite."""
     if not all_finite(found):
         bad = ~found.isfinite().all(0) if ids is None else ~found.isfinite().flatten(1).all(1)
         wrong = bad.nonzero().flatten().cpu()

@@ -1,4 +1,4 @@
-"""Test points as directions: what their gradients are of, so that those need not be formed."""
+"""Test points as directions: a provider that knows the points need not form their gradients."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class PointGradients:
-    """The gradients of single test points as directions, given by what they are gradients of.
+    """The gradients of single test points as directions, given by the points and their loss.
 
-    A provider that knows the points, not only their gradients `[m, p]`, can score them without forming those.
+    A provider that knows the points, not only their gradients `[m, p]`, can compute scores without forming the
+    gradients.
 
     Args:
         loss_fn: as in `GroupGradients`: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
-        data: the test points, as `GroupGradients` takes training points.
-        batch_size: most points to run at once; by default those of a DataLoader, else as many as fit.
+        data: the test points, in any form that `GroupGradients` accepts for training points.
+        batch_size: most points to run at once; by default the batch size of a DataLoader, otherwise as many as fit.
     """
 
     loss: ExampleLoss
@@ -56,15 +57,15 @@ class PointGradients:
         at_most: int | None = None,
         memory_budget: int = 256 * 2**20,
     ) -> GroupGradients:
-        """The gradients of the points at a model, of each by itself or summed by `groups`.
+        """Return a provider of the gradients of the points at a model, one row per point or summed by `groups`.
 
         Args:
             model: the model.
-            groups: of the points; None for groups of one.
+            groups: groups of the points; None for groups of one.
             parameters, batch_size, memory_budget: as in `GroupGradients`.
-            at_most: points to run at once where neither these points nor `batch_size` say.
+            at_most: most points to run at once, if neither these points nor `batch_size` set a number.
         """
-        from ggda_ext.gradients.provider import GroupGradients  # it takes points as directions
+        from ggda_ext.gradients.provider import GroupGradients  # imports this module
 
         provider = GroupGradients(
             model, self.loss, self.data, groups, parameters=parameters, batch_size=batch_size,

@@ -1,6 +1,6 @@
-"""The provider of group-summed gradients: checks once, plans, and hands the work to a strategy.
+"""The provider of group-summed gradients: it checks the model once, plans, and hands the work to a strategy.
 
-Under several ranks (see `ggda_ext.sharing`) each of them does a share of every pass over the training data.
+With several ranks (see `ggda_ext.sharing`) each rank does a share of every pass over the training data.
 """
 
 from __future__ import annotations
@@ -55,26 +55,27 @@ from ggda_ext.words import check_counts
 class GroupGradients:
     """Gradients of the loss summed over groups of training points, at the model's current parameters.
 
-    It answers two questions: `scores(directions)`, inner products with given directions, without forming
-    gradients where that can be avoided; and `blocks()`, the gradients themselves, streamed. Parameters may
-    change between calls (other checkpoints); the model is left as it was after every call.
+    It answers two questions. `scores(directions)` gives inner products with directions, without forming gradients
+    if that can be avoided. `blocks()` gives the gradients themselves, streamed. The values of the parameters may
+    change between calls (other checkpoints). Every call leaves the model as it was.
 
-    Started by ``torchrun``, every rank makes the same provider and calls the same methods; each does a share of the
-    work, and all but `blocks`, `small_blocks` and `observe` end with the whole result, the same on every rank.
+    Under ``torchrun``, every rank makes the same provider and calls the same methods, and each does a share of the
+    work. All methods except `blocks`, `small_blocks` and `observe` give the whole result, the same on every rank.
 
     Args:
-        model: any `nn.Module`, in eval mode if it has dropout or BatchNorm; taken out of a DistributedDataParallel.
+        model: any `nn.Module`, in eval mode if it has dropout or BatchNorm; a DistributedDataParallel is unwrapped.
         loss_fn: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`; None for a model that returns its
             own loss.
         data: the training set: a DataLoader that does not shuffle, a Dataset, tensors, arrays, pandas frames, or a dict
             of these.
         groups: a `Groups` or anything it accepts; None for groups of one.
-        parameters: names of parameters or modules, modules or parameters that count; by default all that
-            require a gradient.
-        strategy: ``"auto"``, or the name of one (see `plan`).
-        batch_size: points per batch; by default those of a DataLoader, else as many as run fast and fit the budget.
+        parameters: the parameters that the gradients are taken for: names of parameters or modules, or the modules or
+            parameters themselves; by default all parameters that require a gradient.
+        strategy: ``"auto"``, or the name of a strategy (see `plan`).
+        batch_size: points per batch; by default the batch size of a DataLoader, otherwise as many points as run fast
+            and fit the memory budget.
         memory_budget: bytes for one batch's activations and for one block of rows.
-        show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
+        show_progress: whether to show a progress bar for passes over the data; by default for those over 5 seconds.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class GroupGradients:
         if groups is None and self.data.n is None:
             raise TypeError("the training data is a stream without a length: pass groups with one label per point.")
         self.groups = self._groups_of(groups)
-        with only_thread(model):  # another may have frozen some of the parameters
+        with only_thread(model):  # another thread may have frozen some of the parameters
             self.space = ParameterSpace(model, parameters)
         self.strategy, self.memory_budget, self.show_progress = strategy, memory_budget, show_progress
         self._batch_size = batch_size
@@ -110,16 +111,16 @@ class GroupGradients:
 
     @property
     def p(self) -> int:
-        """Number of chosen parameters: the length of a row."""
+        """Total size of the chosen parameters, which is the length of a row."""
         return self.space.size
 
     @property
     def batch_size(self) -> int:
-        """Points that are run at once."""
+        """Number of points that are run at once."""
         return self._facts.batch_size
 
     def on(self, data: DataLike, groups: GroupsLike | None = None) -> GroupGradients:
-        """The same gradients on more data of the same kind; what was found out about the model is kept."""
+        """Return a copy of this provider for other data of the same kind; it keeps what is known about the model."""
         other = copy.copy(self)
         other.data = data if isinstance(data, IndexedData) else IndexedData(data, self.data.name)
         other.data.suit(other.model)
@@ -128,7 +129,7 @@ class GroupGradients:
         return other
 
     def _groups_of(self, groups: GroupsLike | None) -> Groups:
-        """Groups of the data; a pandas column in the order of the data's own index."""
+        """Make the groups of the data; a pandas column is put into the order of the data's index."""
         if groups is None:
             return Groups.singletons(self.data.n or 0)
         if self.data.index is not None:
@@ -144,7 +145,7 @@ class GroupGradients:
             ) from error
 
     def plan(self, directions: int | Directions | None = 1) -> Plan:
-        """What will be done for a number of directions, for test points, or (None) for gradient rows."""
+        """Return the plan for a number of directions, for given directions or test points, or (None) for rows."""
         with only_thread(self.model):
             facts, points = self._facts, isinstance(directions, PointGradients)
             if isinstance(directions, PointGradients) and "ghost" not in facts.refused and not facts.uncovered:
@@ -153,7 +154,7 @@ class GroupGradients:
             return choose(BY_NAME, self.strategy, facts, _count(directions), rows=directions is None, points=points)
 
     def _not_ghost(self) -> str | None:
-        """Why `ghost` cannot serve with these as test points, or None."""
+        """The reason why `ghost` cannot be used with these test points, or None if it can."""
         facts = self._facts
         if facts.uncovered:
             name, why = next(iter(facts.uncovered.items()))
@@ -161,9 +162,10 @@ class GroupGradients:
         return f"for the test points, {facts.refused['ghost']}" if "ghost" in facts.refused else None
 
     def tests(self, points: PointGradients, groups: GroupsLike | None = None) -> GroupGradients:
-        """The provider of the gradients of test points, of each by itself or summed by `groups`.
+        """Return a provider of the gradients of test points, one row per point or summed by `groups`.
 
-        Same model, parameters and limits. That of single points is kept until other points are asked about.
+        It has the same model, parameters and limits. The provider of single points is kept until this method is
+        called with other points.
         """
         if groups is None and self._last_tests is not None and self._last_tests[0] is points:
             return self._last_tests[1]
@@ -176,13 +178,13 @@ class GroupGradients:
         return provider
 
     def scores(self, directions: Directions) -> Tensor:
-        """Inner products of directions with every group's summed gradient.
+        """Return the inner products of directions with every group's summed gradient.
 
         Args:
             directions: a tensor `[m, p]`, or the `PointGradients` of m test points.
 
         Returns:
-            Scores `[m, k]`, on the model's device, in its dtype (float32 for a model of half precision).
+            Scores `[m, k]`, on the model's device, in the model's dtype (float32 for a model of half precision).
         """
         with only_thread(self.model):
             check_deterministic_modules(self.model)
@@ -190,14 +192,14 @@ class GroupGradients:
                 part = self._proven_scores(directions)
             if anywhere(part is None):
                 assert isinstance(directions, PointGradients)
-                blocks = self.tests(directions).all_blocks()  # a pass over the training data for each
+                blocks = self.tests(directions).all_blocks()  # each block takes a pass over the training data
                 return torch.cat([self.scores(rows) for _, rows in blocks])
             return self._summed(part)
 
     def _proven_scores(self, directions: Directions) -> Tensor | None:
-        """This rank's part of the scores, by another strategy if a pass finds what was not proven.
+        """Return this rank's part of the scores; choose another strategy if a pass meets something unproven.
 
-        None if that strategy takes the gradients of test points, not the points.
+        Returns None if the chosen strategy takes the gradients of test points and not the points themselves.
         """
         while True:
             plan = self.plan(directions)
@@ -213,17 +215,17 @@ class GroupGradients:
                 self._give_up(plan, error)
 
     def _give_up(self, plan: Plan, error: Unproven) -> None:
-        """Go on without the layers of some parameters, or refuse, if the strategy was asked for by name."""
+        """Stop using the layers of some parameters and choose again; raise an error if the user named the strategy."""
         if self.strategy != "auto":
             raise ValueError(f"strategy={plan.strategy!r} cannot be used here: {error}. Use 'auto'.") from error
         self.do_without(error.why, error.refused)
 
     def do_without(self, why: Mapping[str, str], refused: Mapping[str, str]) -> None:
-        """Go on without what a pass found not to tell the gradient, as an `Unproven` says.
+        """Stop using the layers and strategies that do not give the gradient, as reported by an `Unproven`.
 
         Args:
-            why: parameters whose layers do not: name → why.
-            refused: strategies that do not: name → why.
+            why: parameters whose layers do not give it: name → why.
+            refused: strategies that do not give it: name → why.
         """
         found = self._captured.found
         found.refused |= refused
@@ -236,18 +238,18 @@ class GroupGradients:
         weights: Tensor | None = None,
         through: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The group-summed gradients, as `(group ids [b], rows [b, p])`; under several ranks, of this rank's groups.
+        """Yield the group-summed gradients as `(group ids [b], rows [b, p])`; each rank yields its own groups.
 
-        Every group is on one rank, whole, and the ranks do not wait for each other: whoever adds something up over
-        all groups has to add up over ranks too (`ggda_ext.sharing.add_up`). See also `all_blocks`.
+        Every group is whole and on one rank, and the ranks do not wait for each other. So a sum over all groups must
+        also be added up over the ranks (`ggda_ext.sharing.add_up`). See also `all_blocks`.
 
         Args:
             max_rows: most rows in a block; by default as many as fit the memory budget. Small blocks are faster
-                to form, large ones are for consumers that have a cost per block, such as random projections.
-            weights: weightings of the points `[w, n]`: rows are `[b, w, p]`, for each weighting the sums of w_i ∇ℓ_i,
-                all from one pass.
-            through: a linear map of the last dimension, such as a projection, which is given in place of the rows; it
-                alone is looked through for numbers that are not finite, as it is so much shorter.
+                to form. Large blocks are for consumers that have a cost per block, such as random projections.
+            weights: weightings of the points `[w, n]`. Rows are then `[b, w, p]`, for each weighting the sums of
+                w_i ∇ℓ_i, all from one pass.
+            through: a linear map of the last dimension, such as a projection. Its results are yielded in place of the
+                rows. Only the results are checked for numbers that are not finite, because they are much shorter.
         """
         if weights is not None and (weights.dim() != 2 or weights.shape[1] != self.groups.n):
             raise ValueError(
@@ -256,11 +258,11 @@ class GroupGradients:
         return self._blocks(max_rows, range(len(self.groups)), weights, through)
 
     def small_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """`blocks()` of few rows that stay near the cache: the fastest way where each row is used once."""
+        """Yield `blocks()` of few rows, which stay in the cache: the fastest way if each row is used once."""
         return self.blocks(self._request(self.plan(None)).rows_near_cache)
 
     def all_blocks(self, max_rows: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """`blocks()` of all groups on every rank: the ranks form shares of each block and exchange them."""
+        """Yield `blocks()` of all groups on every rank: the ranks form shares of each block and exchange them."""
         if world_size() == 1:
             yield from self.blocks(max_rows)
             return
@@ -288,7 +290,7 @@ class GroupGradients:
                 request = replace(self._request(plan, within), weights=weights)
                 try:
                     form = BY_NAME[plan.strategy].blocks
-                    assert form is not None  # or the plan would be another
+                    assert form is not None  # the plan only chooses strategies that form rows
                     for some, rows in form(request, max_rows or request.rows_in_budget):
                         given = rows if through is None else through(rows)
                         check_finite(given, self.groups, some)
@@ -299,7 +301,7 @@ class GroupGradients:
                     self._give_up(plan, error)
 
     def rows(self) -> Tensor:
-        """All group-summed gradients at once `[k, p]`: only for k and p that fit into memory."""
+        """Return all group-summed gradients at once `[k, p]`; use it only if they fit into memory."""
         with only_thread(self.model):
             rows = torch.zeros(len(self.groups), self.p, dtype=self.space.dtype, device=self.space.device)
             with adding_up(rows, same=self._same):
@@ -308,7 +310,7 @@ class GroupGradients:
             return rows
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """``function(rows [b, p]) -> [b, …]`` of all groups, block by block, in the order of the groups `[k, …]`.
+        """Apply ``function(rows [b, p]) -> [b, …]`` to all groups, block by block; results in group order `[k, …]`.
 
         Every rank forms the rows of its own groups and gets the whole result.
         """
@@ -316,7 +318,7 @@ class GroupGradients:
             return in_order((ids, function(rows)) for ids, rows in self.small_blocks())
 
     def sum_rows(self, function: Callable[[Tensor, Tensor], Tensor], max_rows: int | None = None) -> Tensor:
-        """Sum of ``function(ids [b], rows [b, p])``, a tensor of one shape, over blocks of all groups and all ranks."""
+        """Add up ``function(ids [b], rows [b, p])``, a tensor of fixed shape, over blocks of all groups and ranks."""
         total: Tensor | None = None
         with together():
             for ids, rows in self.blocks(max_rows):
@@ -325,9 +327,10 @@ class GroupGradients:
         return add_up(total)
 
     def squared_norms(self) -> Tensor:
-        """Squared norm of every group's summed gradient `[k]`: without forming it if all layers are Linear, one token.
+        """Return the squared norm of every group's summed gradient `[k]`.
 
-        Otherwise from `blocks()`: in bounded memory, at the price of a gradient row per group.
+        If all layers are Linear with one token per example, no gradient is formed. Otherwise the norms come from
+        `blocks()`, in bounded memory, at the price of a gradient row per group.
         """
         with only_thread(self.model):
             check_deterministic_modules(self.model)
@@ -340,7 +343,7 @@ class GroupGradients:
             return self._summed(result[None])[0]
 
     def _factored_norms(self) -> Tensor | None:
-        """Squared norms from layer inputs and output gradients; None where they do not tell."""
+        """Squared norms from layer inputs and output gradients, or None if they cannot be computed that way."""
         facts = self._facts
         seen = not facts.uncovered and "ghost" not in facts.refused
         if not seen or self.strategy != "auto" or int(self.groups.sizes.max()) > facts.batch_size:
@@ -353,9 +356,10 @@ class GroupGradients:
             return None
 
     def observe(self, watch: Callable[[GroupBatch], Observer]) -> Iterator[GroupBatch]:
-        """Batches of whole groups, each run forward and backward under the observer that `watch` gives for it.
+        """Run batches of groups forward and backward, each under the observer that `watch` returns; yield the batches.
 
-        Under several ranks, of this rank's groups, as in `blocks`.
+        A group that does not fit into a batch comes in pieces. With several ranks, each rank runs its own groups, as
+        in `blocks`.
         """
         with only_thread(self.model):
             check_deterministic_modules(self.model)
@@ -366,7 +370,7 @@ class GroupGradients:
                 yield groups
 
     def _summed(self, part: Tensor | None) -> Tensor:
-        """Scores `[m, k]` added up over ranks; checked afterwards, so that all ranks refuse alike."""
+        """Add up scores `[m, k]` over the ranks; check them afterwards, so that all ranks raise the same error."""
         scores = add_up(part).to(self.space.device, self._score_dtype)
         check_finite(scores, self.groups)
         return scores
@@ -376,7 +380,7 @@ class GroupGradients:
         return torch.promote_types(self.space.dtype, torch.float32)
 
     def _same(self, directions: Directions | None = None) -> dict[str, Any]:
-        """What has to be the same on all ranks, so that their shares add up to something."""
+        """Values that must be the same on all ranks; otherwise the sum of their shares has no meaning."""
         return {
             "the number of directions": _count(directions),
             "the number of training points": self.data.n,
@@ -400,14 +404,14 @@ class GroupGradients:
         return directions
 
     def _request(self, plan: Plan, within: tuple[int, int] = (0, 0)) -> Request:
-        """What a strategy is given: its batch size, and this rank's share of the points."""
+        """Make the request for a strategy, with the batch size of the plan and this rank's share of the points."""
         return Request(
             self.space, self.loss, self.data, self.groups, self._captured, plan.facts.batch_size,
             self.memory_budget, self.show_progress, f"{plan.strategy} group scores", within, plan.facts.room,
         )  # fmt: skip
 
     def _share(self, whole: range | None = None) -> tuple[int, int]:
-        """Which run of the points, group after group, is this rank's; of the groups `whole`, which are not cut."""
+        """Bounds of this rank's share of the points, group after group; with `whole`, of whole groups in that range."""
         offsets = self.groups.offsets
         if whole is None:
             share = my_share(int(offsets[-1]))
@@ -419,13 +423,13 @@ class GroupGradients:
 
     @property
     def _facts(self) -> Facts:
-        """What the choice of a strategy depends on."""
+        """The facts that the choice of a strategy depends on."""
         found = self._captured.found
         return Facts.of(found, self.space, self.groups, self._batch_size, self._at_most, self.memory_budget)
 
     @cached_property
     def _captured(self) -> CapturedLayers:
-        """The layers to observe, with what is known about the model: from a call before, or from a look at it."""
+        """The layers to observe, and what is known about the model: from an earlier call, or from a new look at it."""
         check_deterministic_modules(self.model)
         about = self.space, self.loss, self.data, (self._batch_size, self._at_most, self.data.is_stream)
         with together(), torch.inference_mode(False):
@@ -441,13 +445,13 @@ class GroupGradients:
 
 
 def _count(directions: int | Directions | None) -> int:
-    """How many directions there are."""
+    """Number of directions."""
     if isinstance(directions, PointGradients):
         return directions.n
     return len(directions) if isinstance(directions, Tensor) else directions or 0
 
 
 def check_provider(provider: Any) -> None:
-    """Refuse what is no provider, such as a model."""
+    """Raise an error if `provider` is not a `GroupGradients`; it may be a model, for example."""
     if not isinstance(provider, GroupGradients):
         raise TypeError(f"provider is a {type(provider).__name__}: pass GroupGradients(model, loss_fn, data, groups).")

@@ -1,4 +1,4 @@
-"""Whose row is whose: whether the rows of a layer are those of the examples of a batch, in their order."""
+"""A check that the rows of a layer belong to the examples of a batch, in the order of the examples."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ggda_ext.gradients.layers import Layer
 
 
 class RowOrder:
-    """Tells whose row is whose by a second backward pass, in which the loss of every example has a weight of its own.
+    """Checks which example each row belongs to, by a second backward pass with a different weight for every loss.
 
-    The gradient at a row of example i is then w_i times what it was. Where it is not, the row belongs to another
-    example, or to several.
+    In the second pass the gradient at a row of example i is w_i times the gradient of the first pass. If it is not,
+    the row belongs to another example, or to several.
 
     Args:
         allowed: relative differences that rounding may explain.
@@ -28,14 +28,14 @@ class RowOrder:
         self._first: list[tuple[Layer, Tensor]] = []
 
     def weights(self, size: int, losses: Tensor) -> Tensor:
-        """One for every example `[b]`; from now on gradients are compared, not told."""
+        """Return a weight for every example `[b]`. From now on `saw` compares gradients and does not keep them."""
         drawn = torch.rand(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64) + 1
         self._weights = drawn.to(losses)
         self._first.reverse()
         return self._weights
 
     def saw(self, layer: Layer, d: Tensor, repeats: int) -> bool:
-        """Keep the gradient at the output of a layer, or compare it with what was kept; whether it is compared."""
+        """Keep the gradient at the output of a layer, or compare it with the kept one; return whether it compared."""
         if self._weights is None:
             self._first.append((layer, d.clone()))
             return False
@@ -52,5 +52,5 @@ class RowOrder:
         rows, expected = (values.reshape(len(d), -1).to(precision) for values in (d, first))
         error = (rows - expected * self._weights.to(precision).repeat_interleave(repeats)[:, None]).norm(dim=1)
         norms = expected.norm(dim=1)
-        if bool((error > self.allowed * (norms + 0.01 * norms.mean())).any()):  # never so for NaN
+        if bool((error > self.allowed * (norms + 0.01 * norms.mean())).any()):  # false for NaN
             self.misplaced = self.misplaced or layer.name

@@ -1,6 +1,6 @@
-"""CountSketch: a random projection for one addition per coordinate.
+"""CountSketch: a random projection that costs one addition per coordinate.
 
-Every coordinate goes, with a random sign, to one random place. Inner products keep their value on average, with a
+Every coordinate is added, with a random sign, to one random place. Inner products keep their value on average, with a
 standard deviation of at most √(2/dim) · |u| |v|, as with a dense Gaussian projection (Johnson-Lindenstrauss).
 """
 
@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ENTRIES, _ROWS = 1 << 18, 128  # blocks of a sketch: small enough to stay in the cache
+_ENTRIES, _ROWS = 1 << 18, 128  # size of a block, small enough to stay in the cache
 
 
 def draw_sketch(size: int, dim: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random places `[size]` below `dim` and random signs `[size]`."""
+    """Draw random places `[size]` below `dim`, and random signs `[size]`."""
     places = torch.randint(dim, (size,), generator=generator)
     return places, torch.randint(2, (size,), generator=generator).mul_(2).sub_(1).float()
 
 
 def count_sketch(rows: Tensor, places: Tensor, signs: Tensor, dim: int) -> Tensor:
-    """Rows `[b, d]` with coordinate j, times its sign, added to its place: `[b, dim]`."""
+    """Return the sketch `[b, dim]` of rows `[b, d]`: every coordinate, times its sign, is added to its place."""
     sketch = rows.new_empty(len(rows), dim)
     signs = signs.to(rows.dtype)
     for top in range(0, len(rows), _ROWS):

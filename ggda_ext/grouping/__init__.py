@@ -1,4 +1,4 @@
-"""Builders of `Groups`: at random, from what the user has, and the paper's three clusterings."""
+"""Builders of `Groups`: at random, from labels or clusters that the user has, and the paper's three clusterings."""
 
 from ggda_ext.grouping.builders import by_column, by_label, from_clusters, random_groups
 from ggda_ext.grouping.diagnostics import Summary

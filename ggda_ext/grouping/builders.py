@@ -1,4 +1,4 @@
-"""Groups at random, or ones the user has already: labels, a column, the clusters of any estimator."""
+"""Builders of random groups, and of groups from labels, a column, or the clusters of any estimator."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RandomState = int | np.random.Generator | np.random.RandomState | None
 def random_groups(
     n: int, group_size: int | None = None, n_groups: int | None = None, *, random_state: RandomState = None
 ) -> Groups:
-    """Every point in a group at random; sizes differ by at most one.
+    """Put every point into a random group; sizes differ by at most one.
 
     Args:
         n: number of training points.
-        group_size: size of the groups: there are ⌈n / group_size⌉.
+        group_size: maximum size of a group; there are ⌈n / group_size⌉ groups.
         n_groups: number of groups; pass this or `group_size`.
         random_state: a seed, or a NumPy generator. Global random states are neither read nor changed. Without a
-            seed, all ranks get the groups that rank 0 draws.
+            seed, rank 0 draws the groups for all ranks.
 
     >>> random_groups(10, 4, random_state=0).sizes.tolist()
     [4, 3, 3]
@@ -43,12 +43,12 @@ def random_groups(
 
 
 def by_label(labels: Any, n: int | None = None, *, rest: Rest = "error") -> Groups:
-    """One group per class label, or per value of any other column of labels.
+    """Build one group per class label, or per value of any other labels.
 
     Args:
         labels: one label per point (NumPy, torch, pandas, list), or a data set with ``.targets``.
         n: number of training points, to check the labels against.
-        rest: what becomes of points with a missing or negative label, as in `Groups`.
+        rest: what to do with points that have a missing or negative label, as in `Groups`.
     """
     return Groups(getattr(labels, "targets", labels), n, rest=rest)
 
@@ -61,15 +61,15 @@ def by_column(
     freq: str | None = None,
     rest: Rest = "error",
 ) -> Groups:
-    """One group per value of a column (source, author, …), or per bin of a column of numbers or dates.
+    """Build one group per value of a column (source, author, …), or per bin of a column of numbers or dates.
 
     Args:
         column: one value per point: a pandas or polars column, an array, a list.
         n: number of training points, to check the column against.
-        bins: for numbers and dates, how many bins of about equal counts, or their edges (each bin holds its
-            lower edge, the last one also its upper); values outside the edges are in no group.
+        bins: for numbers and dates, the number of bins with about equal counts, or the edges of the bins (each bin
+            holds its lower edge, the last bin also its upper edge). Values outside the edges are in no group.
         freq: for dates, one group per ``"Y"`` (year), ``"M"`` (month), ``"W"`` (week) or ``"D"`` (day).
-        rest: what becomes of points in no group (missing values, outside the edges), as in `Groups`.
+        rest: what to do with points in no group (missing values, values outside the edges), as in `Groups`.
 
     >>> by_column([1.5, 20.0, 3.0, 70.0], bins=[0, 10, 100]).names
     ('[0, 10)', '[10, 100]')
@@ -98,14 +98,14 @@ def by_column(
 
 
 def from_clusters(estimator: Any, data: Any = None, *, n: int | None = None, rest: Rest = "error") -> Groups:
-    """The clusters that any scikit-learn clusterer finds.
+    """Build groups from the clusters of any scikit-learn clusterer.
 
     Args:
-        estimator: a clusterer; it is cloned before it is fitted, so it stays as it is.
-        data: what to cluster: features `[n, d]`, a DataFrame, or a data set or loader of tensors. None if the
-            estimator is fitted already: then its ``labels_`` are taken.
+        estimator: a clusterer. A clone of it is fitted, so the estimator itself does not change.
+        data: what to cluster: features `[n, d]`, a DataFrame, or a data set or loader of tensors. None if the estimator
+            is already fitted; then its ``labels_`` are used.
         n: number of training points, to check the clusters against.
-        rest: what becomes of points the clusterer calls noise (label −1), as in `Groups`.
+        rest: what to do with points that the clusterer marks as noise (label −1), as in `Groups`.
     """
     if data is None:
         if not hasattr(estimator, "labels_"):
@@ -121,7 +121,7 @@ def from_clusters(estimator: Any, data: Any = None, *, n: int | None = None, res
 
 
 def group_count(n: int, group_size: int | None, n_groups: int | None) -> int:
-    """Number of groups k, from exactly one of `group_size` (k = ⌈n / group_size⌉) and `n_groups`."""
+    """Return the number of groups k, from exactly one of `group_size` (k = ⌈n / group_size⌉) and `n_groups`."""
     if (group_size is None) == (n_groups is None):
         what = "neither" if group_size is None else "both"
         raise ValueError(f"{what} of group_size and n_groups were given: pass exactly one.")
@@ -139,7 +139,7 @@ def group_count(n: int, group_size: int | None, n_groups: int | None) -> int:
 
 
 def generator(random_state: RandomState) -> np.random.Generator:
-    """A NumPy generator from a seed, a generator (used as it is), or None (new entropy)."""
+    """Return a NumPy generator from a seed, a generator (returned unchanged), a RandomState, or None (new entropy)."""
     if isinstance(random_state, np.random.Generator):
         return random_state
     if isinstance(random_state, np.random.RandomState):
@@ -150,7 +150,7 @@ def generator(random_state: RandomState) -> np.random.Generator:
 
 
 def _objects_as_numbers(values: np.ndarray) -> np.ndarray:
-    """A column of Python objects (dates, or numbers with None) as an array NumPy can compare."""
+    """Turn a column of Python objects (dates, or numbers with None) into an array that NumPy can compare."""
     present = [value for value in values.tolist() if value is not None and value == value]
     if present and all(hasattr(value, "isoformat") for value in present):
         dates = [value.isoformat() if value is not None and value == value else "NaT" for value in values.tolist()]
@@ -190,6 +190,6 @@ def _by_bin(values: np.ndarray, bins: Any) -> tuple[np.ndarray, list[str]]:
     labels[values == edges[-1]] = len(edges) - 2
     labels[missing | (values < edges[0]) | (values > edges[-1])] = -1
     if edges.dtype.kind == "M" and (edges.astype("datetime64[D]") == edges).all():
-        edges = edges.astype("datetime64[D]")  # days are named without their midnight
+        edges = edges.astype("datetime64[D]")  # so that names show dates without midnight
     ends = [")"] * (len(edges) - 2) + ["]"]
     return labels, [f"[{low}, {high}{end}" for low, high, end in zip(edges[:-1], edges[1:], ends, strict=True)]

@@ -1,12 +1,12 @@
-"""What to look at before trusting a grouping: sizes, spread, agreement of signs, alignment of gradients.
+"""Diagnostics to check before trusting a grouping: sizes, spread, agreement of signs, alignment of gradients.
 
 With g_i the gradient of point i and s_i = ⟨∇g, g_i⟩ its score for a property g, for every group G
 
     same sign = share of members with sign(s_i) = sign(Σ s_i),    alignment = ‖Σ g_i‖² / Σ‖g_i‖²
 
-(about 1 for unrelated gradients, the group's size for equal ones: how good a batched Fisher will be). Both are
-exact; signs take one training pass, alignment two to three if all layers are Linear, else the gradient of every
-point, a block at a time. Only single numbers per point are kept.
+Alignment is about 1 for unrelated gradients and the group's size for equal gradients; it shows how good a batched
+Fisher will be. Both are exact. Signs take one training pass. Alignment takes two to three if all layers are Linear;
+else it needs the gradient of every point, a block at a time. Only single numbers per point are kept.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _SHOWN = 8
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """Diagnostics of a grouping; prints as a short table. What was not asked for is None.
+    """Diagnostics of a grouping. Prints as a short table. Values that were not asked for are None.
 
     Attributes:
         groups: the groups.
-        spread: mean squared distance of the members to their mean, in the features given `[k]`.
-        total_spread: the same for all grouped points as one group.
+        spread: mean squared distance of the members to their mean, in the given features `[k]`.
+        total_spread: the spread of all grouped points as one group.
         scores: score of every group for the property `[k]`.
-        same_sign: share of members whose own score has the sign of the group's `[k]`.
-        alignment: ‖Σ grad‖² / Σ‖grad‖², between 0 and the group's size `[k]`; 1 for a group without gradients.
-        curvature: at least this share of the empirical Fisher's trace goes with the group, ‖Σ grad‖² / size
-            divided by Σ‖grad‖² over all points `[k]`: groups that are large in what the model learns from.
-        class_share: largest share of any one class that the group holds `[k]`.
+        same_sign: share of members whose own score has the sign of the group's score `[k]`.
+        alignment: ‖Σ grad‖² / Σ‖grad‖², between 0 and the group's size `[k]`; 1 if all gradients of a group are zero.
+        curvature: ‖Σ grad‖² / size divided by Σ‖grad‖² over all points `[k]`. At least this share of the empirical
+            Fisher's trace is lost with the group. It is high for groups that the model learns much from.
+        class_share: share of a class that the group holds, for the class with the largest share `[k]`.
     """
 
     groups: Groups
@@ -60,7 +60,7 @@ class Summary:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """One array `[k]` per column that there is, e.g. for ``pandas.DataFrame(summary.columns)``."""
+        """Name → array `[k]` for every column that is not None, e.g. for ``pandas.DataFrame(summary.columns)``."""
         found = {"group": np.array([self.groups.name(j) for j in range(len(self.groups))], dtype=object)}
         found["size"] = self.groups.sizes
         for name in ("spread", "scores", "same_sign", "alignment", "curvature", "class_share"):
@@ -70,7 +70,7 @@ class Summary:
 
     @property
     def untrustworthy(self) -> dict[str, np.ndarray]:
-        """Ids of the groups for which first-order estimates are known to fail, by reason."""
+        """Reason → ids of the groups for which first-order estimates are known to fail for that reason."""
         found = {f"more than {LARGE:.0%} of all points": self.groups.sizes > LARGE * self.groups.n}
         if self.class_share is not None:
             found[_CLASS] = self.class_share >= WHOLE_CLASS
@@ -141,7 +141,7 @@ def summarize(
     targets: Any = None,
     options: Mapping[str, Any] | None = None,
 ) -> Summary:
-    """Diagnostics of `groups`, as far as what is given allows; see `Groups.summary`, whose words are `options`."""
+    """Compute all diagnostics that the arguments allow; see `Groups.summary`. `options` are for `GroupGradients`."""
     options = options or {}
     if model is not None and data is None:
         raise ValueError("model is given without data: pass model, loss_fn and data.")
@@ -205,7 +205,7 @@ def _alignment(groups: Groups, provider: GroupGradients, points: GroupGradients)
 
 
 def _targets(data: IndexedData) -> Tensor | None:
-    """Class labels in the data, if its targets are whole numbers, one per point."""
+    """Return the class labels in the data; None unless its targets are whole numbers, one per point."""
     found = []
     for _, batch in data.sequential(1024):
         labels = labels_of(batch)

@@ -1,10 +1,10 @@
-"""What to cluster: raw inputs, representations, or gradients, as one array of rows `[n, d]`.
+"""Features to cluster: raw inputs, representations, or gradients, as one array of rows `[n, d]`.
 
-The representation of a point is the input h of the last linear layer, its gradient feature ∂loss/∂h. As
-∂loss/∂h = δ·W, with δ the gradient at the layer's C outputs (softmax − onehot for cross-entropy) and
-W = L·Qᵀ with orthonormal columns in Q, the C numbers δ·L hold all distances and angles of the d in δ·W.
+The representation of a point is the input h of the last linear layer; its gradient feature is ∂loss/∂h. It is
+∂loss/∂h = δ·W, where δ is the gradient at the layer's C outputs (softmax − onehot for cross-entropy). With W = L·Qᵀ and
+orthonormal columns in Q, the C numbers δ·L have the same distances and angles as the d numbers δ·W.
 
-Under several ranks each runs a share of the batches, and every rank gets all rows, bit for bit those of one process.
+With several ranks, each rank runs a share of the batches. Every rank gets all rows, bit for bit as in one process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ggda_ext.model import check_deterministic_modules, inner_name, unwrapped
 from ggda_ext.sharing import in_order
 
 Run = Callable[[Any], Tensor]
-"""Runs the model on a batch, up to the losses `[b]`."""
+"""A function that runs the model on a batch and returns the losses `[b]`."""
 LayerChoice = str | nn.Module | None
-"""A layer by name (as in `model.named_modules()`) or itself; None for the last linear layer that runs."""
+"""The name of a layer (as in `model.named_modules()`) or the layer itself; None for the last linear layer that runs."""
 
 
 def input_features(data: Any, batch_size: int = 1024) -> np.ndarray:
-    """Raw features, flattened `[n, d]`, of an array, a DataFrame, or the first input of a data set or loader."""
+    """Return raw features, flattened `[n, d]`, of an array, a DataFrame, or the first input of a data set or loader."""
     if hasattr(data, "to_numpy"):
         data = data.to_numpy()
     if isinstance(data, np.ndarray | Tensor):
@@ -55,14 +55,14 @@ def input_features(data: Any, batch_size: int = 1024) -> np.ndarray:
 def representations(
     model: nn.Module, data: DataLike, *, layer: LayerChoice = None, batch_size: int = 1024, loss_fn: Any = None
 ) -> np.ndarray:
-    """Inputs `[n, d]` of the last linear layer, or of `layer`; the mean over tokens where it gets a sequence.
+    """Return the inputs `[n, d]` of the last linear layer, or of `layer`; for sequences, their mean over tokens.
 
     Args:
-        model: any module in eval mode (or without dropout and BatchNorm); left as it was.
-        data: what the model is called with, as in `GroupGradients`; a target in it is not used.
-        layer: the layer whose input is taken; found by running the first batch if None.
-        batch_size: examples per forward pass. Only the features of a batch outlive it.
-        loss_fn: a `BatchLoss`, for a model with a calling convention of its own; its value is not used.
+        model: any module in eval mode (or without dropout and BatchNorm); it is not changed.
+        data: the inputs of the model, as in `GroupGradients`; a target in the data is not used.
+        layer: the layer whose input is taken; None to find the last linear layer by running the first batch.
+        batch_size: number of examples per forward pass. Only the features of each batch are kept.
+        loss_fn: a `BatchLoss`, for a model with its own calling convention; the value of the loss is not used.
     """
 
     def rows_of(run: Run, batch: Any, module: nn.Module) -> Tensor:
@@ -86,19 +86,19 @@ def gradients(
     batch_size: int = 1024,
     rotate: bool = True,
 ) -> np.ndarray:
-    """Gradients of the loss of each point with respect to the input of the last linear layer, or of `layer`.
+    """Return the gradient of each point's loss with respect to the input of the last linear layer, or of `layer`.
 
-    Only what reaches the loss through that layer counts. Where the layer gets a sequence, the gradients of its
-    tokens are added up: the gradient along a shift of all tokens; padding adds nothing.
+    Only paths to the loss through that layer count. If the layer gets a sequence, the gradients of its tokens are added
+    up. The sum is the gradient for a common shift of all tokens; padding adds nothing.
 
     Args:
-        model: any module in eval mode (or without dropout and BatchNorm); left as it was.
-        loss_fn: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
+        model: any module in eval mode (or without dropout and BatchNorm); it is not changed.
+        loss_fn: ``loss_fn(output, target)`` with any reduction, or an `ExampleLoss`.
         data: inputs and targets, as in `GroupGradients`.
-        layer: the layer whose input is taken; found by running the first batch if None.
-        batch_size: examples per forward pass. The backward pass stops at the layer.
-        rotate: for a linear layer with fewer outputs than inputs, return the gradients in the C coordinates
-            that span them: the same distances in `[n, C]` instead of `[n, d]`.
+        layer: the layer whose input is taken; None to find the last linear layer by running the first batch.
+        batch_size: number of examples per forward pass. The backward pass stops at the layer.
+        rotate: whether to return the gradients of a linear layer with fewer outputs than inputs in the C coordinates
+            that span them. They have the same distances in `[n, C]` as in `[n, d]`.
 
     Returns:
         Rows `[n, C]` or `[n, d]`.
@@ -123,17 +123,17 @@ def gradients(
 
 
 def _start_graph(module: nn.Module, leaves: list[Tensor], at_output: bool) -> RemovableHandle:
-    """Begin the autograd graph at the module's output or input; the leaf is added to `leaves`."""
+    """Add a hook that starts the autograd graph at the module's output or input, and appends the leaf to `leaves`."""
 
     def leaf(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             raise ValueError(f"{type(module).__name__} takes {tensor.dtype}, not real numbers: pass another layer=.")
-        torch.set_grad_enabled(True)  # from here to the loss; the end of the caller's no_grad restores it
+        torch.set_grad_enabled(True)  # from here to the loss; the caller's no_grad restores it at its end
         leaves.append(tensor.detach().requires_grad_())
-        return leaves[-1].clone()  # the model may go on in place
+        return leaves[-1].clone()  # because the model may change it in place
 
     def output_leaf(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
-        # float32 products with a narrow matrix depend in the last bit on the place of a row; rounded ones do not
+        # the last bit of a float32 product with a narrow matrix depends on where the row is; float64, rounded, does not
         weight, bias = _wide(module.weight), None if module.bias is None else _wide(module.bias)
         return leaf(nn.functional.linear(_wide(_first_tensor(arguments)), weight, bias).to(output.dtype))
 
@@ -143,7 +143,7 @@ def _start_graph(module: nn.Module, leaves: list[Tensor], at_output: bool) -> Re
 
 
 def last_linear(model: nn.Module, run: Callable[[], Any]) -> nn.Linear:
-    """The `nn.Linear` that runs last when `run` calls the model."""
+    """Return the `nn.Linear` that runs last when `run` calls the model."""
     ran: list[nn.Linear] = []
     modules = [module for module in model.modules() if isinstance(module, nn.Linear)]
     handles = [module.register_forward_pre_hook(lambda module, _: ran.append(module)) for module in modules]
@@ -165,7 +165,7 @@ def _features(
     batch_size: int,
     rows_of: Callable[[Run, Any, nn.Module], Tensor],
 ) -> np.ndarray:
-    """The rows of all points `[n, d]`, from ``rows_of(run, batch, layer)``."""
+    """Return the rows of all points `[n, d]`, computed batch by batch with ``rows_of(run, batch, layer)``."""
     if not isinstance(model, nn.Module) or isinstance(model, _Loss):
         raise TypeError(f"model is a {type(model).__name__}: pass the trained model first, then loss_fn.")
     model, loss = unwrapped(model), OutputLoss(None) if loss_fn is None else as_example_loss(loss_fn)
@@ -188,7 +188,7 @@ def _features(
 
 
 def _my_batches(data: IndexedData, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
-    """This rank's share; whole batches, so that features do not depend on the number of ranks."""
+    """Return this rank's share, in whole batches, so that features do not depend on the number of ranks."""
     return data.my_share(batch_size, whole_batches=True)
 
 
@@ -210,13 +210,13 @@ def _narrows(module: nn.Module) -> bool:
 
 
 def _wide(tensor: Any) -> Tensor:
-    """A tensor in double precision, where its device has that."""
+    """Return a tensor in double precision, or in float32 if its device has no double precision."""
     assert isinstance(tensor, Tensor)
     return tensor.detach().to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
 def _per_example(values: Tensor, batch: Any) -> Tensor:
-    """Values `[b, …, d]` of a layer as `[b, tokens, d]`."""
+    """Reshape the values `[b, …, d]` of a layer to `[b, tokens, d]`."""
     size = batch_length(batch)
     if values.shape[0] != size:
         raise ValueError(
@@ -250,7 +250,7 @@ def _hook(*handles: RemovableHandle) -> Iterator[None]:
 
 
 def _collect(data: IndexedData, parts: Iterator[tuple[np.ndarray, Tensor]]) -> np.ndarray:
-    """The rows of all points `[n, d]`, from our `(indices, rows)` and those of other ranks."""
+    """Return the rows of all points `[n, d]`, joined from the `(indices, rows)` of this rank and of the others."""
     rows = in_order((torch.from_numpy(indices), _on_cpu(part)) for indices, part in parts).numpy()
     if data.n is not None and len(rows) != data.n:
         raise ValueError(f"the data gave {len(rows)} examples, but says it has {data.n}.")
@@ -258,6 +258,6 @@ def _collect(data: IndexedData, parts: Iterator[tuple[np.ndarray, Tensor]]) -> n
 
 
 def _on_cpu(rows: Tensor) -> Tensor:
-    """In a precision that NumPy knows."""
+    """Return the rows on the CPU, with 16-bit floats as float32."""
     rows = rows.detach().cpu()
     return rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows

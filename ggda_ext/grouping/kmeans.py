@@ -1,10 +1,10 @@
 """k-means that stays fast up to a quarter as many clusters as points.
 
-Three steps: centres drawn in rounds with probability proportional to the squared distance to the nearest one so far
-(k-means++ in rounds), a few rounds that move centres from where they save least to where they save most, then Lloyd's
-algorithm (scikit-learn's for few clusters). Nearest centres come from SciPy's k-d tree in few dimensions and from
-matrix products otherwise. Gradients are heavy-tailed (most near zero, a few huge), which is why the start matters: on
-MNIST gradients Lloyd from random points ends at 1.2 to 45 times the inertia of k-means++.
+There are three steps. First, centres are drawn in rounds, with probability proportional to the squared distance to the
+nearest centre drawn before (k-means++ in rounds). Then a few rounds move centres from where they save least to where
+they save most. Last, Lloyd's algorithm runs (scikit-learn's for few clusters). Nearest centres come from SciPy's k-d
+tree in few dimensions and from matrix products otherwise. Gradients are heavy-tailed (most near zero, a few huge), so
+the start matters: on MNIST gradients, Lloyd from random points ends at 1.2 to 45 times the inertia of k-means++.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from scipy.spatial import cKDTree
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 
-TREE_DIMENSIONS = 15  # above this a k-d tree visits most leaves; scikit-learn draws the line here too
-MANY_CLUSTERS = 500  # up to this scikit-learn's Lloyd iteration beats building and walking a tree
+TREE_DIMENSIONS = 15  # above this, a k-d tree visits most leaves; scikit-learn uses the same limit
+MANY_CLUSTERS = 500  # up to this, scikit-learn's Lloyd iteration is faster than building and searching a tree
 RELOCATION_ROUNDS = 5
-CHEAP = 2.0  # times the cost at which moving a centre no longer pays: costs up to there are computed exactly
-ROUNDING = 1e-10  # numbers nearer to one another than this fraction count as equal
-_PRODUCTS = 2**23  # inner products of points and centres held at a time
+CHEAP = 2.0  # costs up to this many times the cost at which moves stop paying are computed exactly
+ROUNDING = 1e-10  # numbers that differ by less than this fraction count as equal
+_PRODUCTS = 2**23  # number of inner products of points and centres in memory at a time
 
 
 def kmeans(points: np.ndarray, k: int, rng: np.random.Generator, max_iter: int, tol: float) -> np.ndarray:
-    """Cluster of every point `[n]`, from `points [n, d]`; now and then a few clusters fewer than `k`.
+    """Return the cluster of every point `[n]`, from `points [n, d]`; there may be a few clusters fewer than `k`.
 
-    Stops when the squared shift of all centres is at most `tol` times the mean variance of the features (scikit-learn's
-    rule); many clusters also stop once an iteration lowers the inertia by less than the fraction `tol`.
+    Stop when the squared shift of all centres is at most `tol` times the mean variance of the features (scikit-learn's
+    rule). With many clusters, also stop when an iteration lowers the inertia by less than the fraction `tol`.
     """
     if k == 1 or k == len(points):
         return np.arange(len(points)) % k
@@ -40,23 +40,24 @@ def kmeans(points: np.ndarray, k: int, rng: np.random.Generator, max_iter: int, 
         labels = _lloyd(points, centres, max_iter, tol)
     else:
         lloyd = KMeans(len(centres), init=centres, n_init=1, max_iter=max_iter, tol=tol, random_state=0)
-        with warnings.catch_warnings():  # empty clusters are the caller's to fill
+        with warnings.catch_warnings():  # the caller fills empty clusters
             warnings.simplefilter("ignore", ConvergenceWarning)
             labels = lloyd.fit(points).labels_
     return numbered(labels)
 
 
 def numbered(labels: np.ndarray) -> np.ndarray:
-    """The same clusters `[n]`, numbered by their first point, with no number left out."""
+    """Return the same clusters `[n]`, numbered in the order of their first points, without gaps."""
     first = np.full(int(labels.max()) + 1, len(labels))
-    first[labels[::-1]] = np.arange(len(labels))[::-1]  # the last to be written stays
+    first[labels[::-1]] = np.arange(len(labels))[::-1]  # the last write wins, so the first point stays
     return np.argsort(np.argsort(first, kind="stable"))[labels]
 
 
 def ranks(values: np.ndarray, scale: float = 0.0) -> np.ndarray:
-    """Rank of every value `[n]`; values that differ by rounding errors only, of themselves or of `scale`, share one.
+    """Return the rank of every value `[n]`; values that differ only by rounding errors share a rank.
 
-    What is sorted by rank, and otherwise left in its order, is the same on any processor and in any coordinates.
+    Rounding errors are relative to the values or to `scale`, whichever is larger. A stable sort by rank gives the same
+    order on any processor and in any coordinates.
     """
     order = np.argsort(values, kind="stable")
     ordered = values[order]
@@ -67,13 +68,13 @@ def ranks(values: np.ndarray, scale: float = 0.0) -> np.ndarray:
 
 
 def inertia(points: np.ndarray, labels: np.ndarray) -> float:
-    """Sum of squared distances of `points [n, d]` to the mean of their cluster."""
+    """Return the sum of squared distances of `points [n, d]` to the mean of their cluster."""
     centres, _ = means(points, labels, int(labels.max()) + 1)
     return float(_squared_norms(points - centres[labels]).sum(dtype=np.float64))
 
 
 def means(points: np.ndarray, labels: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean `[k, d]` (zero where empty) and size `[k]` of every cluster."""
+    """Return the mean `[k, d]` (zero for an empty cluster) and the size `[k]` of every cluster."""
     sizes = np.bincount(labels, minlength=k)
     sums = np.empty((k, points.shape[1]))
     for column in range(points.shape[1]):
@@ -82,9 +83,9 @@ def means(points: np.ndarray, labels: np.ndarray, k: int) -> tuple[np.ndarray, n
 
 
 def _seed(points: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarray:
-    """`k` of the points, drawn without replacement by squared distance to those drawn before, in rounds.
+    """Draw `k` of the points without replacement, in rounds, by squared distance to the points drawn before.
 
-    The first is drawn by its distance to the mean, which is then forgotten: a point at the mean may be drawn later.
+    The first point is drawn by its distance to the mean. Later rounds ignore the mean, and may draw a point there.
     """
     distances = _squared_norms(points - points.mean(0))
     rounding = (64 * np.finfo(points.dtype).eps) ** 2 * float(_squared_norms(points).max())
@@ -105,10 +106,10 @@ def _seed(points: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _relocate(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Lloyd steps that also move centres whose loss costs least into the clusters whose split gains most.
+    """Run Lloyd steps that also move the centres that cost least to remove into the clusters that gain most by a split.
 
-    Clusters are numbered anew in every step, so that of two with the same cost the first is moved: two clusters of one
-    point each, for example, whose nearest neighbours are one another.
+    Every step renumbers the clusters, so of two clusters with the same cost the first is moved. Costs are equal, for
+    example, for two clusters of one point each that are each other's nearest neighbours.
     """
     k, best, lowest, stale = len(centres), centres, np.inf, 0
     for _ in range(RELOCATION_ROUNDS):
@@ -126,7 +127,7 @@ def _relocate(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
         cost = _cost_of_loss(points, labels, centres, sizes, gain)
         by_gain, by_cost = np.argsort(ranks(-gain), kind="stable"), np.argsort(ranks(cost), kind="stable")
         pays = gain[by_gain] > (1 + ROUNDING) * cost[by_cost]
-        moves = int(pays.argmin())  # both are sorted: the first that does not pay
+        moves = int(pays.argmin())  # both are sorted, so this is the first move that does not pay
         removed, split = by_cost[:moves], by_gain[:moves]
         split = split[~np.isin(split, removed)]
         if len(split) == 0:
@@ -143,14 +144,14 @@ def _best_splits(
     offsets: np.ndarray,
     spread: np.ndarray,
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Inertia saved `[k]` by cutting each cluster across the way to its farthest point, and both halves' means."""
+    """Return the inertia saved `[k]` by a cut of each cluster across the line to its farthest point, and both means."""
     k = len(centres)
     last = np.maximum(np.cumsum(sizes) - 1, 0)
     towards = points[np.lexsort((ranks(spread), labels))[last]] - centres
     along = np.einsum("ij,ij->i", offsets, towards[labels])
     reach = _squared_norms(towards)[labels]
     gain, first, second = np.zeros(k), centres.copy(), centres.copy()
-    for cut in (1e-6, 0.5 + 1e-6):  # at the mean, or half way to the farthest point, but not through points there
+    for cut in (1e-6, 0.5 + 1e-6):  # just beyond the mean, or half way to the farthest point: no points on the cut
         far = along > cut * reach
         b, far_sizes = means(points[far], labels[far], k)
         near_sizes = sizes - far_sizes
@@ -164,13 +165,13 @@ def _best_splits(
 def _cost_of_loss(
     points: np.ndarray, labels: np.ndarray, centres: np.ndarray, sizes: np.ndarray, gain: np.ndarray
 ) -> np.ndarray:
-    """Inertia added `[k]` by the loss of each centre; an upper bound where that is much, which saves most searching."""
+    """Return the inertia added `[k]` if each centre is removed; for high costs an upper bound, which saves searches."""
     used = np.flatnonzero(sizes)
     if len(used) == 1:
         return np.where(sizes > 0, np.finfo(np.float64).max, 0.0)
     cost = np.zeros(len(centres))
     cost[used] = sizes[used] * _nearest(centres[used], centres[used], 2)[0][:, 1] ** 2  # all points to one other centre
-    balance = np.minimum(np.sort(gain)[::-1], np.sort(cost)).max()  # moves that cost more do not pay
+    balance = np.minimum(np.sort(gain)[::-1], np.sort(cost)).max()  # moves with a higher cost do not pay
     cheap = cost <= CHEAP * balance
     moved = np.flatnonzero(cheap[labels])
     if len(moved):
@@ -196,7 +197,7 @@ def _lloyd(points: np.ndarray, centres: np.ndarray, max_iter: int, tol: float) -
 
 
 def _nearest(centres: np.ndarray, points: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distances and indices `[n, count]` of the nearest centres."""
+    """Return distances and indices `[n, count]` of the centres nearest to each point."""
     if points.shape[1] <= TREE_DIMENSIONS:
         return cKDTree(centres).query(points, np.arange(1, count + 1))
     rows = torch.from_numpy(centres)

@@ -1,7 +1,7 @@
-"""The paper's three clusterings as scikit-learn-like builders of `Groups`.
+"""The paper's three clusterings, as builders of `Groups` with the interface of scikit-learn.
 
-``GradKMeansGroups(model, loss_fn, group_size=64, random_state=0).fit_groups(data)``; scikit-learn's
-``fit_predict`` gives the labels, and after ``fit`` the groups are in ``groups_``.
+``GradKMeansGroups(model, loss_fn, group_size=64, random_state=0).fit_groups(data)`` returns the groups. As in
+scikit-learn, ``fit_predict`` returns the labels; after ``fit`` the groups are in ``groups_``.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ Self = TypeVar("Self", bound="KMeansGroups")
 class KMeansGroups(ClusterMixin, BaseEstimator):
     """Groups of points with similar inputs: k-means on whitened raw features.
 
-    The same `random_state` gives the same groups bit for bit, and permuting the data permutes them, because
-    whatever is drawn depends on the features of a point and not on its place. (Points with exactly the same
-    features may change places if they are in different groups.) Groups are numbered from the middle outwards: group 0
-    holds the point nearest to the mean, group 1 the nearest of the others, and so on, in whitened features. So neither
-    groups nor ids depend on the order of the data, or, but for ties and rounding, on the coordinates of the features.
-    Under several ranks, rank 0 clusters for all of them.
+    The same `random_state` gives exactly the same groups. Random draws depend on the features of a point and not on its
+    position, so a permutation of the data permutes the groups in the same way. (Points with exactly the same features
+    may change places if they are in different groups.) Groups are numbered from the middle outwards, in whitened
+    features: group 0 holds the point nearest to the mean, group 1 the nearest point outside of group 0, and so on. So
+    neither groups nor ids depend on the order of the data. Except for ties and rounding, they do not depend on the
+    coordinates of the features either. With several ranks, rank 0 clusters for all of them.
 
     Args:
-        group_size: mean size of a group: there are ⌈n / group_size⌉ groups.
+        group_size: mean size of a group; there are ⌈n / group_size⌉ groups.
         n_groups: number of groups; pass this or `group_size`.
-        max_size: no group larger than this. Larger clusters are cut, so there may be more groups than asked for.
-        balanced: sizes differ by at most one. Costs spread where the data is uneven, as gradients are: there
-            `max_size` is the better choice.
-        whiten: ``"pca"`` (all directions of equal variance), ``"scale"`` (all features) or None. Directions and
-            features without variance are left out.
-        max_iter: Lloyd iterations at most.
-        tol: stop when the squared shift of all centres is at most this, in units of the features' variance;
-            above 500 clusters, also when an iteration lowers the inertia by less than this fraction.
+        max_size: maximum size of a group. Larger clusters are cut, so there may be more groups than asked for.
+        balanced: whether to make sizes equal, up to one point. This makes groups wider if the data is uneven, as
+            gradients are; then `max_size` is the better choice.
+        whiten: ``"pca"`` (give all directions the same variance), ``"scale"`` (give all features the same variance) or
+            None. Directions and features without variance are left out.
+        max_iter: maximum number of Lloyd iterations.
+        tol: stop when the squared shift of all centres is at most this, in units of the features' variance. With more
+            than 500 clusters, also stop when an iteration lowers the inertia by less than this fraction.
         random_state: a seed, or a NumPy generator. Global random states are neither read nor changed.
-        batch_size: examples fetched at a time from a data set or loader.
+        batch_size: number of examples fetched at a time from a data set or loader.
 
     Attributes:
         groups_: the `Groups`.
@@ -59,7 +59,7 @@ class KMeansGroups(ClusterMixin, BaseEstimator):
     Groups(k=2, n=4, sizes 2…2)
     """
 
-    _own_units = True  # raw features are in metres, years and euros
+    _own_units = True  # raw features have different units: metres, years, euros
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class KMeansGroups(ClusterMixin, BaseEstimator):
         self.batch_size = batch_size
 
     def features(self, data: Any) -> np.ndarray:
-        """What is clustered, before whitening `[n, d]`."""
+        """Return the features that are clustered, before whitening `[n, d]`."""
         return input_features(data, self.batch_size)
 
     def whitened_features(self, data: Any) -> np.ndarray:
-        """What distances are measured in `[n, r]`: the features, checked and whitened."""
+        """Return the checked and whitened features `[n, r]`, in which distances are measured."""
         return whitened(check_features(self.features(data)), self.whiten, self._own_units)
 
     def fit(self: Self, data: Any, y: Any = None) -> Self:
@@ -113,7 +113,7 @@ class KMeansGroups(ClusterMixin, BaseEstimator):
         return self.fit(data).groups_
 
     def _labels(self, rows: np.ndarray, k: int) -> tuple[np.ndarray, float]:
-        """Cluster of every point `[n]` and the inertia, from checked features `[n, d]`."""
+        """Return the cluster of every point `[n]` and the inertia, from checked features `[n, d]`."""
         order = content_order(rows)
         points = whitened(rows[order], self.whiten, self._own_units)
         outwards = np.argsort(ranks(np.einsum("ij,ij->i", points, points)), kind="stable")  # the same in any rotation
@@ -144,13 +144,13 @@ class KMeansGroups(ClusterMixin, BaseEstimator):
 
 
 class ReprKMeansGroups(KMeansGroups):
-    """Groups of points the model sees alike: k-means on the whitened inputs of its last linear layer.
+    """Groups of points that look similar to the model: k-means on the whitened inputs of its last linear layer.
 
     Args:
-        model: any module in eval mode; left as it was.
-        loss_fn: only for a model with a calling convention of its own: a `BatchLoss` that calls it.
-        layer: name of the layer whose input is clustered; the last linear layer that runs if None.
-        batch_size: examples per forward pass.
+        model: any module in eval mode; it is not changed.
+        loss_fn: needed only for a model with its own calling convention: a `BatchLoss` that calls the model.
+        layer: name of the layer whose input is clustered; None for the last linear layer that runs.
+        batch_size: number of examples per forward pass.
         group_size, n_groups, max_size, balanced, whiten, max_iter, tol, random_state: as in `KMeansGroups`.
     """
 
@@ -181,26 +181,26 @@ class ReprKMeansGroups(KMeansGroups):
         self.loss_fn = loss_fn
 
     def features(self, data: Any) -> np.ndarray:
-        """Inputs of the layer `[n, d]`."""
+        """Return the inputs of the layer `[n, d]`."""
         return representations(self.model, data, layer=self.layer, batch_size=self.batch_size, loss_fn=self.loss_fn)
 
 
 class GradKMeansGroups(ReprKMeansGroups):
     """Groups of points that pull the model the same way: k-means on whitened loss gradients.
 
-    The gradient is that of each point's loss with respect to the input of the last linear layer, the
-    paper's Grad-K-Means and its best grouping. It is clustered in the at most C − 1 dimensions it spans.
+    This is the paper's Grad-K-Means, its best grouping. It takes the gradient of each point's loss with respect to the
+    input of the last linear layer. Gradients are clustered in the dimensions that they span, at most C − 1.
 
     Args:
-        model: any module in eval mode; left as it was.
-        loss_fn: ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`; None for a model that returns
-            its own loss.
+        model: any module in eval mode; it is not changed.
+        loss_fn: ``loss_fn(output, target)`` with any reduction, or an `ExampleLoss`; None for a model that returns its
+            own loss.
         layer, batch_size: as in `ReprKMeansGroups`.
         group_size, n_groups, max_size, balanced, whiten, max_iter, tol, random_state: as in `KMeansGroups`.
     """
 
     def features(self, data: Any) -> np.ndarray:
-        """Gradients with respect to the inputs of the layer, rotated to `[n, C]` where that keeps the clusters."""
+        """Return gradients with respect to the inputs of the layer, rotated to `[n, C]` if that keeps the clusters."""
         return gradients(
             self.model,
             as_example_loss(self.loss_fn),

@@ -1,6 +1,6 @@
-"""Group sizes: no cluster above a limit, all of one size, or exactly as many as asked for.
+"""Control of group sizes: clusters up to a maximum size, clusters of equal size, or an exact number of clusters.
 
-Clusters are cut in halves across the direction in which they spread most, at the size each side needs.
+A cluster is cut in two, across the direction in which it spreads most, at the point that gives each side its size.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from scipy.spatial import cKDTree
 
 from ggda_ext.grouping.kmeans import means, ranks
 
-MOST_TRADES = 30_000  # pairs of clusters that trade: about three seconds
+MOST_TRADES = 30_000  # pairs of clusters that trade points; this takes about three seconds
 
 
 def cut_to_count(points: np.ndarray, labels: np.ndarray, k: int) -> np.ndarray:
-    """`k` clusters from fewer, none empty: widest clusters are cut first, then the largest sets of equal points."""
+    """Cut fewer clusters into `k` non-empty ones: the widest clusters first, then the largest sets of equal points."""
     count = int(labels.max()) + 1
     if count >= k:
         return labels
@@ -36,18 +36,18 @@ def cut_to_count(points: np.ndarray, labels: np.ndarray, k: int) -> np.ndarray:
 
 
 def cut_to_size(points: np.ndarray, labels: np.ndarray, max_size: int) -> np.ndarray:
-    """Clusters of at most `max_size` points: each larger one in as few equal parts as that needs."""
+    """Cut clusters with more than `max_size` points into the smallest number of equal parts that fit."""
     return _cut(points, labels, -(-np.bincount(labels) // max_size))
 
 
 def equal_sizes(points: np.ndarray, k: int) -> np.ndarray:
-    """`k` clusters whose sizes differ by at most one: repeated halving, then trading between neighbours."""
+    """Return `k` clusters whose sizes differ by at most one: cut repeatedly, then let neighbours trade points."""
     labels = _cut(points, np.zeros(len(points), np.int64), np.array([k]))
     return _trade(points, labels, k) if k > 1 else labels
 
 
 def _cut(points: np.ndarray, labels: np.ndarray, pieces: np.ndarray) -> np.ndarray:
-    """Cluster c in `pieces[c]` parts of equal size (within one), the first of which keeps its id."""
+    """Cut cluster c into `pieces[c]` parts whose sizes differ by at most one; the first part keeps the id."""
     new, free = labels.copy(), len(pieces)
     order = np.argsort(labels, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(labels, minlength=len(pieces)))])
@@ -69,7 +69,7 @@ def _cut(points: np.ndarray, labels: np.ndarray, pieces: np.ndarray) -> np.ndarr
 
 
 def _along_spread(points: np.ndarray) -> np.ndarray:
-    """Position of every point `[m]` along the direction of largest variance (three power iterations)."""
+    """Return the position of every point `[m]` along the direction of largest variance (three power iterations)."""
     offsets = points - points.mean(0)
     direction = offsets[ranks(np.einsum("ij,ij->i", offsets, offsets)).argmax()]
     for _ in range(3):
@@ -82,12 +82,12 @@ def _along_spread(points: np.ndarray) -> np.ndarray:
 
 
 def _sorted(positions: np.ndarray) -> np.ndarray:
-    """Order of `positions [m]` along a line; equal ones stay as they are."""
+    """Return the order of `positions [m]` along a line; equal positions keep their order."""
     return np.argsort(ranks(positions, float(np.abs(positions).max())), kind="stable")
 
 
 def _trade(points: np.ndarray, labels: np.ndarray, k: int) -> np.ndarray:
-    """Let pairs of near clusters divide their points anew, each by whose centre is nearer; sizes stay."""
+    """Let pairs of near clusters redistribute their points: each point to the nearer centre, with sizes unchanged."""
     labels = labels.copy()
     members = np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels, minlength=k))[:-1])
     centres, _ = means(points, labels, k)

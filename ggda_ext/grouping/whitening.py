@@ -1,13 +1,13 @@
-"""Whitening: features of comparable scale before they are clustered.
+"""Whitening: it gives features a comparable scale before they are clustered.
 
-The paper whitens all inputs of k-means without saying how. Full whitening (``"pca"``) is the default: it is
-the one whose distances do not depend on the coordinates, so gradients give the same clusters in the C
-dimensions that span them as in the d of the layer. ``"scale"`` divides every feature by its standard
-deviation, as `scipy.cluster.vq.whiten` does.
+The paper whitens all inputs of k-means without saying how. Full whitening (``"pca"``) is the default, because its
+distances do not depend on the coordinates. So gradients give the same clusters in the C dimensions that span them as in
+the d dimensions of the layer. ``"scale"`` divides every feature by its standard deviation, as `scipy.cluster.vq.whiten`
+does.
 
-scikit-learn's ``PCA(whiten=True)`` does not serve here: it also blows up directions that hold nothing but rounding
-errors, and gradients have such directions, as they span fewer dimensions than they have. On gradients of rank 9 in 64
-dimensions it gives 64 directions, and squared distances that correlate with the true ones by 0.77.
+scikit-learn's ``PCA(whiten=True)`` cannot be used here, because it also enlarges directions that hold only rounding
+errors. Gradients have such directions: they span fewer dimensions than they have. On gradients of rank 9 in 64
+dimensions it gives 64 directions, and squared distances whose correlation with the true ones is 0.77.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ggda_ext.groups.labels import first_few
 
 Whitening = Literal["pca", "scale"] | None
 
-ROTATED_FEATURES = 1024  # rotating more of them to save a few dimensions costs more than it saves
+ROTATED_FEATURES = 1024  # rotating more features costs more than the few saved dimensions are worth
 MOST_FEATURES = 8192
 _CHUNK = 8192
 
 
 def check_features(features: np.ndarray) -> np.ndarray:
-    """`features [n, d]` as finite floating-point numbers: float32 where that is exact, else float64."""
+    """Return `features [n, d]` as finite floating-point numbers: float32 if that is exact, else float64."""
     if features.dtype.kind not in "fiub":
         raise TypeError(f"the features are of type {features.dtype}: encode them as numbers first.")
     if features.ndim != 2 or 0 in features.shape:
@@ -45,18 +45,18 @@ def check_features(features: np.ndarray) -> np.ndarray:
 
 
 def whitened(rows: np.ndarray, whiten: Whitening, own_units: bool) -> np.ndarray:
-    """Features `[n, r]` to cluster, from `rows [n, d]`, centred; r ≤ d leaves out directions without variance.
+    """Return centred features `[n, r]` to cluster, from `rows [n, d]`; r ≤ d because constant directions are left out.
 
-    With ``"pca"`` every direction has variance one, with ``"scale"`` every feature; with None, or after
-    scaling, the rows are only rotated, which keeps all distances.
+    With ``"pca"``, every direction has variance one; with ``"scale"``, every feature. With None, or after scaling, the
+    rows are only rotated, which keeps all distances.
 
     Args:
         rows: finite features `[n, d]`.
         whiten: ``"pca"``, ``"scale"`` or None.
-        own_units: whether every feature has a unit of its own, so that a small one is not rounding error.
+        own_units: whether every feature has its own unit. If so, a feature with small values is not a rounding error.
     """
     mean = rows.mean(0, dtype=np.float64)
-    rounding = max(64 * float(np.finfo(rows.dtype).eps), 1e-6)  # of a standard deviation, and of eigh below
+    rounding = max(64 * float(np.finfo(rows.dtype).eps), 1e-6)  # relative; of standard deviations and of eigh below
     scale = np.sqrt(sum(np.square(part - mean).sum(0) for part in _parts(rows)) / len(rows))
     varies = scale > rounding * np.abs(mean)
     if not own_units:
@@ -74,7 +74,7 @@ def whitened(rows: np.ndarray, whiten: Whitening, own_units: bool) -> np.ndarray
         axes = np.eye(len(mean))
     if rows.shape[1] <= ROTATED_FEATURES or whiten == "pca":
         axes = axes @ _principal_axes(rows, mean, axes, whiten == "pca", rounding)
-    few = axes.shape[1] <= TREE_DIMENSIONS  # then k-means counts in double precision, in which a rotation loses nothing
+    few = axes.shape[1] <= TREE_DIMENSIONS  # then k-means uses float64, in which a rotation loses nothing
     points = np.empty((len(rows), axes.shape[1]), np.float64 if few else rows.dtype)
     for start, part in zip(range(0, len(rows), _CHUNK), _parts(rows), strict=True):
         points[start : start + _CHUNK] = (part - mean) @ axes
@@ -82,7 +82,7 @@ def whitened(rows: np.ndarray, whiten: Whitening, own_units: bool) -> np.ndarray
 
 
 def _principal_axes(rows: np.ndarray, mean: np.ndarray, axes: np.ndarray, unit: bool, rounding: float) -> np.ndarray:
-    """Directions of (rows − mean)·axes that have variance, `[d, r]`; of variance one if `unit`."""
+    """Return the directions `[d, r]` of (rows − mean)·axes that have variance; scaled to variance one if `unit`."""
     d = rows.shape[1]
     if d > MOST_FEATURES:
         raise ValueError(
@@ -102,12 +102,12 @@ def _principal_axes(rows: np.ndarray, mean: np.ndarray, axes: np.ndarray, unit: 
 
 
 def _parts(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """The rows in double precision, a part at a time."""
+    """Yield the rows in double precision, a part at a time."""
     return (rows[start : start + _CHUNK].astype(np.float64) for start in range(0, len(rows), _CHUNK))
 
 
 def content_order(rows: np.ndarray) -> np.ndarray:
-    """An order of the points `[n]` that depends on their features only; equal rows stay in data order."""
+    """Return an order of the points `[n]` that depends only on their features; equal rows stay in data order."""
     big_endian = np.ascontiguousarray(rows.astype(rows.dtype.newbyteorder(">")))
     as_bytes = big_endian.view(np.dtype((np.void, big_endian.shape[1] * big_endian.itemsize)))
     return np.argsort(as_bytes[:, 0], kind="stable")

@@ -1,6 +1,6 @@
-"""Group labels from whatever users have: numbers, strings, pandas columns, or lists of indices.
+"""Group labels from anything users may have: numbers, strings, pandas columns, or lists of indices.
 
-All give one label per point, the ids 0 … k-1 of its group, with -1 for a point in no group.
+Each of these becomes one label per point: the id 0 … k-1 of its group, or -1 for a point in no group.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 LEFT_OUT = -1
 Rest = Literal["error", "drop", "group"]
 Rule = Callable[[np.ndarray], np.ndarray]
-"""Group ids of some training indices."""
+"""A function that returns the group ids of some training indices."""
 _RULE_STEP = 2**20
 
 
 def first_few(indices: np.ndarray) -> str:
-    """The first five indices as text, for an error."""
+    """Return the first five indices as text, for an error message."""
     return ", ".join(map(str, indices[:5].tolist())) + (", …" if len(indices) > 5 else "")
 
 
 def read_labels(groups: Any, n: int | None) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
-    """Labels `[n]` of whatever `Groups` accepts, and the names in it, if there are any."""
+    """Return labels `[n]` from any input that `Groups` accepts, and the group names in it (None if it has none)."""
     if isinstance(groups, Mapping):
         return labels_of_lists(list(groups.values()), n), _named(groups)
     if is_list_of_lists(groups):
@@ -42,15 +42,15 @@ def check_labels(
     *,
     may_leave_out: bool,
 ) -> tuple[np.ndarray, int, tuple[Hashable, ...] | None]:
-    """Labels, the number of groups and their names, once points in no group are dealt with as `rest` says.
+    """Check labels, treat points in no group as `rest` says, and return labels, number of groups and group names.
 
     Args:
         labels: group id of every point `[n]`.
-        known: names that came with them.
-        n: number of training points, where it is known.
-        names: those that the user gives.
+        known: names that came with the labels.
+        n: number of training points, if known.
+        names: names that the user passed; they replace `known`.
         rest: ``"error"``, ``"drop"`` or ``"group"``.
-        may_leave_out: whether points in no group were accepted before.
+        may_leave_out: whether points in no group were accepted in an earlier check; then ``"error"`` allows them.
     """
     if rest not in ("error", "drop", "group"):
         raise ValueError(f"rest={rest!r} is not one of 'error', 'drop', 'group'.")
@@ -80,7 +80,7 @@ def check_labels(
 
 
 def _checked_names(names: Sequence[Hashable], k: int) -> tuple[Hashable, ...]:
-    """A name for each of k groups, no two alike."""
+    """Return the names as a tuple; raise an error unless there is one name for each of k groups and all differ."""
     if isinstance(names, str):
         raise TypeError(f"names={names!r} is one text: pass a list with a name for each of {k} groups.")
     if len(names) != k:
@@ -93,7 +93,7 @@ def _checked_names(names: Sequence[Hashable], k: int) -> tuple[Hashable, ...]:
 
 
 def refuse_empty(sizes: np.ndarray) -> NoReturn:
-    """The error for groups of which some have no points, by their sizes `[k]`."""
+    """Raise the error for empty groups, given the sizes `[k]` of all groups."""
     empty = np.flatnonzero(sizes == 0)
     raise ValueError(
         f"{len(empty)} of {len(sizes)} groups are empty, first {first_few(empty)}: "
@@ -102,7 +102,7 @@ def refuse_empty(sizes: np.ndarray) -> NoReturn:
 
 
 def sizes_by_rule(n: int, k: int, rule: Rule) -> np.ndarray:
-    """Number of points in every group `[k]`, where a rule gives their labels; a million points at a time."""
+    """Return the number of points in every group `[k]`. The rule labels about a million points at a time."""
     sizes = np.zeros(k, np.int64)
     for low in range(0, n, _RULE_STEP):
         labels = np.asarray(rule(np.arange(low, min(low + _RULE_STEP, n))))
@@ -116,7 +116,7 @@ def sizes_by_rule(n: int, k: int, rule: Rule) -> np.ndarray:
 
 
 def is_list_of_lists(groups: Any) -> TypeGuard[Sequence[Any]]:
-    """Whether groups are given by their members, not by one label per point."""
+    """Whether groups are given as lists of members and not as one label per point."""
     if isinstance(groups, str | bytes) or not isinstance(groups, Sequence) or not groups:
         return False
     first = groups[0]
@@ -126,7 +126,7 @@ def is_list_of_lists(groups: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
-    """Labels `[n]` from the member indices of every group."""
+    """Return labels `[n]` from the member indices of every group."""
     if not len(lists):
         raise ValueError("groups is empty: pass at least one group of training points.")
     members = [_as_numpy(sorted(indices) if isinstance(indices, Set) else indices) for indices in lists]
@@ -158,10 +158,10 @@ def labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
 
 
 def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
-    """Labels and names from one value per point; names are None for plain ids 0 … k-1."""
+    """Return labels and names from one value per point; names are None if the values are plain ids 0 … k-1."""
     _refuse_what_is_no_list(values)
     dtype: Any = getattr(values, "dtype", None)
-    if hasattr(dtype, "categories") and hasattr(dtype, "ordered"):  # of pandas: its categories have an order
+    if hasattr(dtype, "categories") and hasattr(dtype, "ordered"):  # pandas categories have an order, which is kept
         return _labels_of_categories(getattr(values, "cat", values).codes, dtype.categories)
     array = _as_numpy(values)
     if array.ndim != 1:
@@ -181,12 +181,12 @@ def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | No
         labels, names = _labels_of_integers(array.astype(np.int8))
         return labels, tuple(bool(name) for name in names or (False, True)[: int(labels.max()) + 1])
     if array.dtype.kind in "mM":
-        array = array.astype(f"{array.dtype.kind}8[us]")  # of nanoseconds NumPy gives bare numbers
+        array = array.astype(f"{array.dtype.kind}8[us]")  # from nanoseconds, tolist() would give plain integers
     return _labels_of_objects(array.tolist())
 
 
 def _refuse_what_is_no_list(values: Any) -> None:
-    """Refuse what has no order, or can be read only once, or is a rule."""
+    """Raise an error for values without an order, values that can be read only once, and functions."""
     if isinstance(values, Set):
         raise TypeError("groups is a set, which has no order: pass one label per training point, e.g. df['clinic'].")
     if isinstance(values, Iterator):
@@ -217,7 +217,7 @@ def _labels_of_integers(array: np.ndarray) -> tuple[np.ndarray, tuple[Hashable, 
 
 
 def _labels_of_categories(codes: Any, categories: Any) -> tuple[np.ndarray, tuple[Hashable, ...]]:
-    """Labels in the order of the categories; those that no point has are left out."""
+    """Return labels in the order of the categories; categories without points are left out."""
     labels, used = _labels_of_integers(np.asarray(codes))
     every = _as_numpy(categories).tolist()
     return labels, _named([every[at] for at in used or range(int(labels.max(initial=-1)) + 1)])
@@ -239,7 +239,7 @@ def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, .
 
 
 def _named(labels: Iterable[Any]) -> tuple[Hashable, ...]:
-    """Names of groups: the labels, but pandas' periods and intervals as they are printed, ``2024-03``, ``(0, 5]``."""
+    """Return the labels as group names; pandas periods and intervals become text, such as ``2024-03`` or ``(0, 5]``."""
     return tuple(_name(label) for label in labels)
 
 
@@ -252,10 +252,10 @@ def _name(label: Any) -> Hashable:
 def _as_numpy(values: Any) -> np.ndarray:
     if isinstance(values, Tensor):
         return values.detach().cpu().numpy()
-    if hasattr(values, "to_numpy"):  # pandas and polars columns, missing values as None or NaN
+    if hasattr(values, "to_numpy"):  # pandas and polars columns; missing values become None or NaN
         return np.asarray(values.to_numpy())
     if hasattr(values, "ngroups"):
         raise TypeError(f"groups is a {type(values).__name__}: pass one label per training point, e.g. df['clinic'].")
     if isinstance(values, list | tuple) and any(isinstance(value, str) for value in values):
-        return np.array([*values, None], dtype=object)[:-1]  # or numbers among them would become text
+        return np.array([*values, None], dtype=object)[:-1]  # else numbers in the list would become text
     return np.asarray(values)

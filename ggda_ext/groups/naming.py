@@ -1,4 +1,4 @@
-"""From names of groups to ids and members, and from groups back to points."""
+"""Conversions between names and ids of groups, and from groups to points."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Share = Literal["share", "copy"]
 
 
 def id_of(name: Hashable, names: Sequence[Hashable]) -> int:
-    """The id of the group of this name.
+    """Return the id of the group with this name.
 
     Raises:
-        KeyError: there is none; says which names are close.
+        KeyError: no group has this name. The message lists similar names.
     """
     found = [at for at, one in enumerate(names) if one == name] if isinstance(names, tuple) else _at(name, names)
     if found:
@@ -26,7 +26,7 @@ def id_of(name: Hashable, names: Sequence[Hashable]) -> int:
 
 
 def no_group(name: Hashable, names: Sequence[Hashable]) -> str:
-    """What to say of a name that no group has: which are close, or which there are."""
+    """Return the error message for a name that no group has. It lists similar names, or the first ones."""
     asked = name.item() if isinstance(name, np.generic) else name
     near = {str(one): one for one in names} if isinstance(asked, str) else {}
     close = [near[one] for one in difflib.get_close_matches(str(asked), near, n=3, cutoff=0.4)]
@@ -35,7 +35,7 @@ def no_group(name: Hashable, names: Sequence[Hashable]) -> str:
 
 
 def _at(name: Hashable, ids: Sequence[Hashable]) -> list[int]:
-    """Where an id stands among ids 0 … k - 1, without looking at all of them."""
+    """Return the position of an id in the range 0 … k - 1 as a list, without a loop; empty if the id is not in it."""
     try:
         return [ids.index(name)]
     except ValueError:
@@ -43,14 +43,14 @@ def _at(name: Hashable, ids: Sequence[Hashable]) -> list[int]:
 
 
 class UnknownName(KeyError):
-    """A name that no group has; a KeyError that prints as a sentence."""
+    """Error for an unknown name: a KeyError that prints as a sentence."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def names_at(ids: Any, names: Sequence[Hashable]) -> np.ndarray:
-    """The names at some ids, an array of objects of the shape of `ids`."""
+    """Return the names of the groups with these ids, as an array of objects in the shape of `ids`."""
     array = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
     if array.dtype.kind not in "iu":
         raise TypeError(f"ids holds {array.dtype}: pass whole numbers, such as the indices that a k= result gives.")
@@ -64,7 +64,7 @@ def names_at(ids: Any, names: Sequence[Hashable]) -> np.ndarray:
 
 
 def spread_over(scores: Any, labels: np.ndarray, sizes: np.ndarray, how: Share, left_out: float) -> Tensor:
-    """Scores `[…, k]` of groups as scores `[…, n]` of points; see `Groups.spread`."""
+    """Turn scores `[…, k]` of groups into scores `[…, n]` of points; see `Groups.spread`."""
     if how not in ("share", "copy"):
         raise ValueError(f"how={how!r} is not one of 'share', 'copy'.")
     if isinstance(scores, str):
@@ -84,7 +84,7 @@ def spread_over(scores: Any, labels: np.ndarray, sizes: np.ndarray, how: Share, 
 
 
 def labels_of_some(labels: np.ndarray, ids: Sequence[int], k: int) -> np.ndarray:
-    """Labels `[n]` where the groups `ids` are 0, 1, 2, … and all other points are left out."""
+    """Return labels `[n]` where the groups `ids` have the ids 0, 1, 2, … and all other points are left out."""
     new_id = np.full(k + 1, -1, np.int64)
     for place, number in enumerate(ids):
         if new_id[number] >= 0:

@@ -68,16 +68,15 @@ class Groups:
     """A partition of `n` training points into `k` non-empty groups.
 
     Args:
-        groups: one label per training point (NumPy, torch, pandas, list; numbers or
-            strings), or a list of index lists, or a dict ``{name: indices}``.
-            Negative numbers, NaN and None mark points in no group, as scikit-learn's
-            clusterers do with -1.
-        n: number of training points; checked against labels, needed with index lists
-            only if the last points are in no group.
-        names: names of the groups, in the order of their ids. By default the sorted
-            user labels, the categories of a pandas categorical, or the keys of the dict.
-        rest: what becomes of points in no group: an ``"error"``, ``"drop"`` (left out of
-            every group) or ``"group"`` (one more group, the last, named ``"rest"``).
+        groups: one label per training point (NumPy, torch, pandas, list; numbers or strings), or a list of index lists,
+            or a dict ``{name: indices}``. Negative numbers, NaN and None mark points in no group, in the way that
+            scikit-learn's clusterers use -1.
+        n: number of training points. It is checked against the labels. With index lists it is needed only if the last
+            points are in no group.
+        names: names of the groups, in the order of their ids. By default the sorted user labels, the categories of a
+            pandas categorical, or the keys of the dict.
+        rest: what to do with points in no group: ``"error"`` (raise an error), ``"drop"`` (leave them out of every
+            group) or ``"group"`` (put them into one more group, the last, named ``"rest"``).
 
     >>> groups = Groups(["b", "a", "b", "b"])
     >>> len(groups), groups.n, groups.names, groups.sizes.tolist()
@@ -113,7 +112,7 @@ class Groups:
 
     @classmethod
     def of(cls, groups: GroupsLike, n: int | None = None) -> Groups:
-        """`groups` itself if it is a `Groups` (its size checked), else built from it."""
+        """Return `groups` itself if it is a `Groups` (its number of points is checked), else build one from it."""
         if isinstance(groups, Groups):
             if n is not None and groups.n != n:
                 raise ValueError(
@@ -125,7 +124,7 @@ class Groups:
 
     @classmethod
     def with_labels(cls, labels: np.ndarray, k: int, names: Sequence[Hashable] | None = None) -> Groups:
-        """Groups of known ids: `labels [n]` from 0 to k - 1, or -1 for points that are left out."""
+        """Build groups from known group ids: `labels [n]` from 0 to k - 1, or -1 for points that are left out."""
         if len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < k:
             raise ValueError(f"labels are {labels.min()} … {labels.max()}: give -1 to {k - 1} for {k} groups.")
         if names is not None and len(names) != k:
@@ -136,12 +135,13 @@ class Groups:
 
     @classmethod
     def by_rule(cls, n: int, k: int, rule: Rule) -> Groups:
-        """Groups whose labels are computed from indices whenever they are needed, for data too large to label.
+        """Build groups whose labels are computed from indices whenever they are needed, for data too large to label.
 
         Args:
             n: number of training points.
             k: number of groups.
-            rule: group ids of an array of training indices; called with about a million of them, once for all points.
+            rule: a function that returns the group ids of an array of training indices. Here it is called once for all
+                points, with about a million indices at a time.
 
         >>> Groups.by_rule(10, 3, lambda indices: indices % 3).sizes.tolist()
         [4, 3, 3]
@@ -157,19 +157,19 @@ class Groups:
 
     @classmethod
     def singletons(cls, n: int) -> Groups:
-        """Every point a group of its own: plain, per-point data attribution."""
+        """Build groups with one point each: plain, per-point data attribution."""
         if n < 1:
             raise ValueError(f"n={n}: a training set has at least one point.")
         return cls.with_labels(np.arange(n), n)
 
     @property
     def n(self) -> int:
-        """Number of training points, left-out ones included."""
+        """Number of training points, including those that are left out."""
         return self._n
 
     @property
     def labels(self) -> np.ndarray:
-        """Group id of every training index `[n]`; -1 where a point was left out."""
+        """Group id of every training index `[n]`; -1 for a point that was left out."""
         if self._labels is None:
             self._labels = self.labels_of(np.arange(self._n))
             self._labels.flags.writeable = False
@@ -177,11 +177,11 @@ class Groups:
 
     @property
     def is_by_rule(self) -> bool:
-        """Whether labels come from a rule, so that all of them need not be in memory."""
+        """Whether a rule computes the labels. If so, the labels of all points need not be in memory."""
         return self._rule is not None
 
     def labels_of(self, indices: np.ndarray | range) -> np.ndarray:
-        """Group ids of some training indices `[b]`, without the labels of all others; those of a range are a view."""
+        """Return the group ids of some training indices `[b]`, without labels of other points; for a range, a view."""
         if self._rule is not None:
             return np.asarray(self._rule(np.asarray(indices)))
         run = isinstance(indices, range) and indices.step == 1
@@ -194,24 +194,24 @@ class Groups:
 
     @property
     def names(self) -> tuple[Hashable, ...] | None:
-        """The user's own names of the groups, if there are any."""
+        """The user's own names of the groups, or None if there are none."""
         return self._names
 
     def name(self, group_id: int) -> Hashable:
-        """Name of a group: the user's, or its id."""
+        """Return the name of a group: the user's name, or the group id if the groups have no names."""
         return self.all_names[self._within(group_id)]
 
     @property
     def all_names(self) -> Sequence[Hashable]:
-        """Names of all groups in the order of their ids; the ids themselves where there are no names."""
+        """Names of all groups in the order of their ids; the ids themselves if the groups have no names."""
         return range(len(self)) if self._names is None else self._names
 
     def id_of(self, name: Hashable) -> int:
-        """Id of the group of this name; an error names those that are close."""
+        """Return the id of the group with this name. If there is none, the error lists similar names."""
         return id_of(name, self.all_names)
 
     def members(self, name: Hashable) -> np.ndarray:
-        """Training indices of the group of this name, ascending.
+        """Return the training indices of the group with this name, in ascending order.
 
         >>> Groups(["web", "books", "web"]).members("web").tolist()
         [0, 2]
@@ -219,7 +219,7 @@ class Groups:
         return self[self.id_of(name)]
 
     def names_of(self, ids: Any) -> np.ndarray:
-        """Names of groups by id, in the shape of `ids`: for what Captum returns if it is given `k`.
+        """Return the names of groups by id, in the shape of `ids`, e.g. of the ids that Captum returns for `k=`.
 
         >>> Groups(["web", "books", "web"]).names_of([[1, 0], [0, 1]]).tolist()
         [['web', 'books'], ['books', 'web']]
@@ -227,19 +227,20 @@ class Groups:
         return names_at(ids, self.all_names)
 
     def some(self, ids: Sequence[int]) -> Groups:
-        """Some of the groups, in the order of `ids`; the points of all others are left out."""
+        """Return some of the groups, in the order of `ids`. The points of all other groups are left out."""
         ids = [self._within(j) for j in ids]
         return Groups.with_labels(labels_of_some(self.labels, ids, len(self)), len(ids), [self.name(j) for j in ids])
 
     def spread(self, scores: Any, *, how: Share = "share", left_out: float = float("nan")) -> Tensor:
-        """Scores of groups as scores of points, for what is written for points, such as the metrics of quanda.
+        """Turn scores of groups into scores of points, for code that expects scores of points (e.g. quanda's metrics).
 
         Args:
-            scores: of groups `[…, k]`; an `Attribution` is one.
-            how: ``"share"``, every member has its share, score / size, so that the scores of the members add up to
-                that of the group, as metrics that sum over subsets (LDS) expect; or ``"copy"``, every member has the
-                score of its group, for metrics that look at the order of groups, whatever their size.
-            left_out: the score of points in no group. They were not scored, so NaN; pass 0.0 for metrics that sum.
+            scores: scores of the groups `[…, k]`, such as an `Attribution`.
+            how: with ``"share"``, every member gets an equal share, score / size. The scores of the members then add up
+                to the score of the group, which metrics that sum over subsets (LDS) expect. With ``"copy"``, every
+                member gets the score of its group, for metrics that use the order of groups and not their size.
+            left_out: the score of points in no group. NaN by default, because they were not scored; pass 0.0 for
+                metrics that sum.
 
         Returns:
             Scores `[…, n]`.
@@ -256,7 +257,7 @@ class Groups:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """Training indices group after group, ascending within a group."""
+        """Training indices sorted by group, ascending within each group."""
         order = np.argsort(self.labels, kind="stable").astype(self.labels.dtype, copy=False)
         order = order[self.n - int(self._sizes.sum()) :]
         order.flags.writeable = False
@@ -277,7 +278,7 @@ class Groups:
         return self.order[self.offsets[group_id] : self.offsets[group_id + 1]]
 
     def _within(self, group_id: int) -> int:
-        """The id, from 0 on; a negative one counts from the end."""
+        """Return the id as a number from 0 to k - 1. Negative ids count from the end. Raise an error if outside."""
         k = len(self)
         if not -k <= group_id < k:
             raise IndexError(f"group id {group_id} is out of range: there are {k} groups.")
@@ -291,7 +292,7 @@ class Groups:
             return NotImplemented
         return np.array_equal(self.labels, other.labels) and self.names == other.names
 
-    __hash__ = None  # type: ignore[assignment]  # equality looks at the members
+    __hash__ = None  # type: ignore[assignment]  # not hashable: equality compares the members
 
     def __repr__(self) -> str:
         sizes = f", sizes {self.sizes.min()}…{self.sizes.max()}" if len(self) else ""
@@ -313,21 +314,23 @@ class Groups:
         memory_budget: int | None = None,
         show_progress: bool | None = None,
     ) -> Summary:
-        """What to look at before trusting these groups; the result prints as a short table.
+        """Diagnose the groups, to see whether they can be trusted. The result prints as a short table.
 
-        Sizes alone; with `model`, `loss_fn` and `data`, how aligned the gradients of every group are and which
-        groups are too large or coherent for first-order estimates; with `property`, the groups' scores and the
-        share of members that agree with their group's sign. Takes two to four training passes if all layers are
-        Linear; other layers need the gradient of every point, which takes longer, a block at a time.
+        Without arguments, it shows the sizes only. With `model`, `loss_fn` and `data`, it also shows how aligned the
+        gradients of every group are, and which groups are too large or too coherent for first-order estimates. With
+        `property`, it also shows the groups' scores and the share of members whose score has the sign of their group's
+        score. This takes two to four training passes if all layers are Linear. Other layers need the gradient of every
+        point, computed a block at a time, which takes longer.
 
         Args:
             model, loss_fn, data: as in `GroupGradients`.
-            property: what is explained, one number.
-            features: for the spread within groups: rows `[n, d]`, or the builder that made the groups (and `data`).
-            targets: class label of every point, if the data does not give whole numbers as targets.
+            property: the property to explain; it must be one number.
+            features: what to measure the spread within groups in: rows `[n, d]`, or the builder that made the groups
+                (then pass `data` too).
+            targets: class label of every point, for data whose targets are not whole numbers.
             parameters, strategy, batch_size, memory_budget, show_progress: as in `GroupGradients`.
         """
-        from ggda_ext.grouping.diagnostics import summarize  # it needs gradients, which need groups
+        from ggda_ext.grouping.diagnostics import summarize  # late: it needs gradients, which need groups
 
         options = {
             "parameters": parameters, "strategy": strategy, "batch_size": batch_size, "memory_budget": memory_budget,
@@ -353,15 +356,16 @@ class Groups:
     def batches(
         self, batch_size: int, most_groups: int | None = None, within: tuple[int, int] | None = None
     ) -> Iterator[GroupBatch]:
-        """Index batches of at most `batch_size` points and `most_groups` groups.
+        """Yield index batches of at most `batch_size` points and `most_groups` groups.
 
-        Whole groups stand back to back where they fit; a group larger than `batch_size`
-        comes in pieces, each a batch of its own.
+        Groups that fit into a batch stay whole, one after the other. A group larger than `batch_size` is split into
+        pieces, and each piece is a batch of its own.
 
         Args:
-            batch_size: most points in a batch.
-            most_groups: most groups in a batch.
-            within: only the points ``order[low:high]``, as if there were no others; all by default.
+            batch_size: maximum number of points in a batch.
+            most_groups: maximum number of groups in a batch.
+            within: ``(low, high)``, to use only the points ``order[low:high]``, as if there were no others; by default
+                all points are used.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: pass at least 1.")
@@ -389,12 +393,12 @@ class Groups:
             first += 1
 
     def batch_sampler(self, batch_size: int) -> Sampler[list[int]]:
-        """A `batch_sampler` for `torch.utils.data.DataLoader` that keeps groups together."""
+        """Return a `batch_sampler` for `torch.utils.data.DataLoader` that keeps the points of a group together."""
         return _GroupBatchSampler(self, batch_size)
 
 
 class _GroupBatchSampler(Sampler[list[int]]):
-    """Index batches of groups, as a DataLoader's `batch_sampler`."""
+    """The index batches of `Groups.batches`, as the `batch_sampler` of a DataLoader."""
 
     def __init__(self, groups: Groups, batch_size: int) -> None:
         self._groups, self.batch_size = groups, batch_size

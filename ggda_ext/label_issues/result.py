@@ -1,4 +1,4 @@
-"""What `find_label_issues` returns: every point's signals, their ranking, how far they agree, and a table by group."""
+"""The result of `find_label_issues`: every point's signals, a ranking, how far signals agree, and a table by group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RankedBy = Literal["loss", "self_influence", "influence", "loss and influence"]
 TOP_SHARE = 0.1
-"""Which share of the points counts as the top, for overlaps and for groups."""
+"""Share of the points that counts as the most suspicious, for overlaps and for groups."""
 _SHOWN = 10
 
 
@@ -27,8 +27,9 @@ class Agreement:
     """How far two signals agree.
 
     Attributes:
-        correlation: Spearman's rank correlation of the two.
-        overlap: share of the most suspicious tenth of one that is in that of the other; 0.1 by chance.
+        correlation: Spearman's rank correlation of the two signals.
+        overlap: share of the most suspicious tenth by one signal that is also in the most suspicious tenth by the
+            other; 0.1 by chance.
     """
 
     correlation: float
@@ -37,17 +38,19 @@ class Agreement:
 
 @dataclass(frozen=True, eq=False)
 class LabelIssues:
-    """Training points, those whose label looks wrong first; prints as a table.
+    """Training points, ranked by how likely their label is wrong; prints as a table.
 
     Attributes:
-        loss: of every point `[n]`.
+        loss: loss of every point `[n]`.
         self_influence: squared norm of every point's gradient `[n]`.
-        influence: of every point on the clean validation points, from −1 to 1 `[n]`: their mean cubed cosine. Negative:
-            without the point the validation loss is predicted to fall, so the point hurts. None without such points.
-        suspicion: what is ranked by, from 0 to 1 `[n]`: a point's rank, or the mean of two.
+        influence: influence of every point on the clean validation points, from −1 to 1 `[n]`: the mean cubed cosine of
+            their gradients. If it is negative, the validation loss is predicted to fall without the point, so the point
+            hurts. None if there are no validation points.
+        suspicion: the number that points are ranked by, from 0 to 1 `[n]`: a point's rank by one signal, or the mean of
+            its ranks by two.
         indices: training indices, most suspicious first `[n]`.
-        ranked_by: ``"loss"``, ``"loss and influence"``, …
-        why: why it was chosen.
+        ranked_by: the signal or signals: ``"loss"``, ``"loss and influence"``, …
+        why: why `ranked_by` was chosen.
         groups: the groups, if given.
     """
 
@@ -65,7 +68,7 @@ class LabelIssues:
         cls, loss: np.ndarray, self_influence: np.ndarray, influence: np.ndarray | None, *, ranked_by: RankedBy,
         why: str, groups: Groups | None = None,
     ) -> LabelIssues:  # fmt: skip
-        """The ranking by one of the signals, or by the mean of two ranks."""
+        """Rank the points by one of the signals, or by the mean of the ranks by two."""
         ranks = {name: _ranks(values) for name, values in _signals(loss, self_influence, influence).items()}
         chosen = [ranks[name] for name in ranked_by.split(" and ")]
         suspicion = (np.mean(chosen, axis=0) - 0.5) / len(loss)
@@ -74,7 +77,7 @@ class LabelIssues:
 
     @property
     def agreement(self) -> dict[tuple[str, str], Agreement]:
-        """Of each pair of signals: rank correlation, and overlap of the most suspicious tenths."""
+        """For each pair of signals, the rank correlation and the overlap of the most suspicious tenths."""
         signals = _signals(self.loss, self.self_influence, self.influence)
         ranks = {name: _ranks(values) for name, values in signals.items()}
         count = self._top
@@ -107,7 +110,7 @@ class LabelIssues:
         }
 
     def to_frame(self) -> pandas.DataFrame:
-        """A pandas table, a row for each point, most suspicious first, indexed by the training index."""
+        """Return a pandas table with a row for each point, most suspicious first, indexed by the training index."""
         try:
             import pandas as pd
         except ImportError as error:
@@ -164,13 +167,13 @@ class LabelIssues:
 
 
 def _signals(loss: np.ndarray, self_influence: np.ndarray, influence: np.ndarray | None) -> dict[str, np.ndarray]:
-    """The signals, turned so that larger is more suspicious."""
+    """Return the signals with signs such that larger is more suspicious."""
     found = {"loss": loss, "self_influence": self_influence}
     return found if influence is None else found | {"influence": -influence}
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 1 to n, smallest first; equal values share the mean of theirs."""
+    """Return ranks from 1 to n, smallest first; equal values share the mean of their ranks."""
     from scipy.stats import rankdata  # takes seconds to import
 
     return rankdata(values)

@@ -2,9 +2,9 @@
 
     loss ℓ_i,    self-influence ‖g_i‖²,    influence on clean points 1/m Σ_j cos(g_i, g_j)³
 
-over m clean validation points j. Cosines, because otherwise the few points that the model gets wrong outweigh all
-others; cubed, because then the related points speak for themselves instead of the mean over all. A model that has
-learned wrong labels by heart gives them a small loss, and clean points like them still object.
+over m clean validation points j. It uses cosines, because otherwise the few points that the model gets wrong outweigh
+all others. The cosines are cubed, so that the related points decide and not the mean over all points. A model that has
+learned wrong labels by heart gives them a small loss, but their influence on clean points like them is still negative.
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ def find_label_issues(
     memory_budget: int = 256 * 2**20,
     show_progress: bool | None = None,
 ) -> LabelIssues:
-    """Training points whose label looks wrong, most suspicious first.
+    """Find training points whose label looks wrong, most suspicious first.
 
-    Ranked by the loss, unless there is clean validation data and it shows that the model has learned labels by heart
-    (its training loss is below that of clean points): then by the mean of the ranks of loss and influence. With a fifth
-    of the labels flipped nothing was better than the loss for models that had not learned them, and for those that had,
-    loss and influence together were; self-influence added nothing (docs/label_issues.md). The result says what it is
-    ranked by, and how far the signals agree.
+    Points are ranked by the loss. But if clean validation data shows that the model has learned labels by heart (its
+    training loss is below the loss of clean points), they are ranked by the mean of the ranks by loss and by influence.
+    In tests with a fifth of the labels flipped, nothing was better than the loss for models that had not learned the
+    flipped labels; for models that had, loss and influence together were better. Self-influence added nothing
+    (docs/label_issues.md). The result says what it is ranked by, and how far the signals agree.
 
     Args:
         model: the model, trained on `data`, in eval mode if it has dropout or BatchNorm.
         loss_fn: the training loss, ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
-        data: the training set, with the labels it was trained on.
-        validation: points whose labels are right, some hundreds; not trained on.
-        groups: for a table by group: a `Groups` or anything it accepts.
+        data: the training set, with the labels that the model was trained on.
+        validation: some hundred points with right labels that the model was not trained on.
+        groups: a `Groups` or anything it accepts, for a table by group.
         rank_by: ``"auto"``, or ``"loss"``, ``"self_influence"``, ``"influence"``, ``"loss and influence"``.
-        parameters: names of parameters or modules that count for gradients; all by default. Of a large network the
-            last layers are much cheaper: a gradient per point is needed unless all layers are Linear.
-        strategy: how gradients are formed, ``"auto"`` or one of `STRATEGIES` that can form those of single points:
-            ``"segmented"``, ``"backward"`` or ``"persample"``; all give the same numbers.
+        parameters: names of the parameters or modules that the gradients are taken for; all by default. For a large
+            network the last layers are much cheaper, because a gradient per point is needed unless all layers are
+            Linear.
+        strategy: how gradients are formed: ``"auto"``, or a strategy that can form gradients of single points
+            (``"segmented"``, ``"backward"`` or ``"persample"``, see `STRATEGIES`). All give the same numbers.
         batch_size: points per batch; by default as many as fit the budget.
         memory_budget: bytes for a batch's activations, for a block of gradients, and for a block of cosines.
         show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
@@ -99,7 +100,7 @@ def find_label_issues(
 
 
 def _choice(rank_by: RankBy, loss: float, clean_loss: float | None) -> tuple[RankedBy, str]:
-    """What to rank by, and why."""
+    """Return the signals to rank by, and why."""
     if rank_by != "auto":
         return rank_by, "as asked for"
     if clean_loss is None:
@@ -111,7 +112,10 @@ def _choice(rank_by: RankBy, loss: float, clean_loss: float | None) -> tuple[Ran
 
 
 def _influence(points: GroupGradients, clean: GroupGradients, norms: Tensor, memory_budget: int) -> Tensor:
-    """Mean cubed cosine of every point's gradient with those of the clean points `[n]`; 0 where a gradient is 0."""
+    """Mean cubed cosine of every point's gradient with the gradients of the clean points `[n]`.
+
+    The cosine counts as 0 if a gradient is 0.
+    """
     n, m = points.groups.n, clean.groups.n
     sizes, clean_sizes = norms.double().sqrt(), clean.squared_norms().double().sqrt()
     total = torch.zeros(n, dtype=torch.float64, device=norms.device)

@@ -1,4 +1,4 @@
-"""The loss of each example, from whatever users have: a loss function, one of their own, or the model's own loss."""
+"""The loss of each example, from a PyTorch loss, the user's own loss function, or the loss that the model returns."""
 
 from ggda_ext.losses.example import (
     LABEL_KEYS,

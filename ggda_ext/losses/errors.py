@@ -1,6 +1,6 @@
-"""What a model or a loss says of data that does not fit it, in words that name the remedy.
+"""Errors for data that does not fit a model or a loss. Their messages say what to do.
 
-Called where the model or the loss has failed, or for shapes that it would take for something else.
+These functions are called after the model or the loss has failed, or for shapes that a loss would misinterpret.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHAPES = (
 
 
 def of_model(error: Exception, model: nn.Module, batch: Any) -> Exception:
-    """The error of a model that cannot run on a batch, with what it was given; or the error itself."""
+    """Return a clearer error for a model that failed on a batch, with what the model was given; or the error itself."""
     said = f"The model says: {error}"
     given = batch[:-1] if isinstance(batch, tuple | list) and len(batch) > 1 else [batch]
     strange = next((type(part).__name__ for part in given if not isinstance(part, Tensor | Mapping)), None)
@@ -63,7 +63,7 @@ def of_model(error: Exception, model: nn.Module, batch: Any) -> Exception:
 
 
 def check_classes(name: str, output: Tensor, target: Tensor) -> None:
-    """Refuse outputs and targets that a loss of classes takes for something else, or cannot take."""
+    """Raise an error for outputs and targets that a loss of classes would misinterpret or cannot take."""
     if output.shape[1] == 1 and not target.is_floating_point():
         raise ValueError(
             f"the model gives one output, of which {name} makes the loss 0 for whatever target: use "
@@ -79,7 +79,7 @@ def check_classes(name: str, output: Tensor, target: Tensor) -> None:
 
 
 def of_loss(error: Exception, name: str, output: Tensor, target: Tensor) -> Exception:
-    """The error of a loss of PyTorch for outputs and targets, with the remedy; or the error itself."""
+    """Return a clearer error for a PyTorch loss that failed, with what to do; or the error itself."""
     if isinstance(error, IndexError) and "out of bounds" in str(error):
         classes = output.shape[1]
         worst = int(target.min()) if target.min() < 0 else int(target.max())
@@ -90,7 +90,7 @@ def of_loss(error: Exception, name: str, output: Tensor, target: Tensor) -> Exce
     if isinstance(error, RuntimeError) and "class probabilities" in str(error):
         return TypeError(f"the targets are one-hot, of {_kind(target)}: pass y.argmax(1) for {name}, or y.float().")
     if isinstance(error, RuntimeError) and any(said in str(error) for said in ("target dtype", "scalar type Long")):
-        return _not_whole(name, target)  # the second in words of PyTorch 2.6
+        return _not_whole(name, target)  # PyTorch 2.6 uses the second message
     if isinstance(error, RuntimeError) and "between 0 and 1" in str(error):
         return ValueError(
             f"{name} takes probabilities, and the model gives {output.min().item():.3g} to {output.max().item():.3g}: "

@@ -1,8 +1,8 @@
-"""The training loss of each example of a batch, whatever shape the user's loss has.
+"""The training loss of each example of a batch, for any form of the user's loss.
 
-One rule for every reduction: the loss of an example is what the loss function gives for that example alone. So
-``reduction="none"``, ``"sum"`` and ``"mean"`` of the usual losses agree. A mean that weighs examples has no such
-answer (alone, the weight cancels), so it is refused; an example whose targets are all ignored has the loss 0.
+One rule holds for every reduction: the loss of an example is the value of the loss function for that example alone. So
+``reduction="none"``, ``"sum"`` and ``"mean"`` of the usual losses agree. A weighted mean over examples raises an error,
+because for one example alone the weight cancels. An example whose targets are all ignored has the loss 0.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 
 
 class ExampleLoss:
-    """Per-example losses of a model on a batch: the one thing gradient providers need to know."""
+    """The losses of a model for each example of a batch. Gradient providers need nothing else to know the loss."""
 
     vectorized = False
-    """Whether the model runs under `torch.func.vmap`, where a layer sees one example at a time."""
+    """Whether the model runs under `torch.func.vmap`, in which a layer sees one example at a time."""
 
     @property
     def anchors(self) -> tuple[Any, ...] | None:
-        """The objects that make this loss what it is, to see whether two are the same; None if that cannot be seen."""
+        """The objects that define this loss, to see whether two losses are the same; None if that is not known."""
         return (self,)
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
-        """Loss of every example `[b]`."""
+        """Return the loss of every example `[b]`."""
         raise NotImplementedError
 
     def total(self, model: nn.Module, batch: Any) -> Tensor:
-        """Sum of the losses of the batch, a scalar."""
+        """Return the sum of the losses of the batch, a scalar."""
         return self.each(model, batch).sum()
 
     def prepare(self, model: nn.Module, batch: Any) -> None:
-        """Find out once how to compute the losses of a batch, before anything watches the model."""
+        """Find out once how to compute the losses of a batch. This is called before any hooks watch the model."""
 
     def reduced(self, model: nn.Module, batch: Any) -> Tensor | None:
-        """What the user's loss function gives for the batch as a whole, if it gives one number."""
+        """Return the value of the user's loss function for the whole batch if it is one number; None by default."""
         return None
 
 
 class OutputLoss(ExampleLoss):
-    """``loss_fn(model(*inputs), target)``; ``OutputLoss(None)`` is the summed outputs, asked for by name.
+    """``loss_fn(model(*inputs), target)``; ``OutputLoss(None)`` is the sum of each example's outputs.
 
-    Tuple batches are ``(*inputs, target)``, dict batches are keyword arguments of the model plus
-    one of the label keys, and a batch that is a single tensor has no target: ``loss_fn(output)``.
+    Tuple batches are ``(*inputs, target)``. Dict batches are keyword arguments of the model plus one of the label keys.
+    A batch that is a single tensor has no target: ``loss_fn(output)``. Pass ``OutputLoss(None)`` itself as the loss,
+    because ``loss_fn=None`` means the model's own loss.
     """
 
     def __init__(self, loss_fn: Callable[..., Tensor] | None) -> None:
@@ -60,7 +61,7 @@ class OutputLoss(ExampleLoss):
 
     @property
     def anchors(self) -> tuple[Any, ...] | None:
-        """The loss function, and how outputs become losses; a loss of PyTorch made twice alike is one."""
+        """The class, and the loss function. Two PyTorch losses with the same settings count as the same."""
         return (type(self),) if self.loss_fn is None else (type(self), _standing_for(self.loss_fn))
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
@@ -68,7 +69,7 @@ class OutputLoss(ExampleLoss):
         return example_losses(self.loss_fn, output, target)
 
     def reduced(self, model: nn.Module, batch: Any) -> Tensor | None:
-        """The value of `loss_fn` for the batch, unless how it reduces a batch is known."""
+        """Return the value of `loss_fn` for the batch; None if its reduction is known or it is not one number."""
         if self.loss_fn is None or _is_known(self.loss_fn):
             return None
         output, target = model_output(model, batch)
@@ -77,14 +78,14 @@ class OutputLoss(ExampleLoss):
 
 
 class BatchLoss(ExampleLoss):
-    """``fn(model, batch)`` gives the losses `[b]` itself: for models with a calling convention of their own."""
+    """A function ``fn(model, batch)`` that returns the losses `[b]`, for models with their own calling convention."""
 
     def __init__(self, fn: Callable[[nn.Module, Any], Tensor]) -> None:
         self.fn = fn
 
     @property
     def anchors(self) -> tuple[Any, ...] | None:
-        """The function."""
+        """The class, and the function."""
         return type(self), *_held_by(self.fn)
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
@@ -99,10 +100,10 @@ class BatchLoss(ExampleLoss):
 
 
 class FunctionalLoss(ExampleLoss):
-    """``fn(parameters, example)``, written for one example in the manner of `torch.func`, made per-example by vmap.
+    """A function ``fn(parameters, example)`` for one example, as in `torch.func`. vmap runs it on all examples.
 
     Args:
-        fn: a scalar of the model's parameters (a dict by name) and one example.
+        fn: a function of the model's parameters (a dict by name) and one example that returns a scalar.
         batch_of_one: whether `fn` expects the example with a batch dimension of one.
     """
 
@@ -113,7 +114,7 @@ class FunctionalLoss(ExampleLoss):
 
     @property
     def anchors(self) -> tuple[Any, ...] | None:
-        """The function, and what it expects."""
+        """The class and `batch_of_one`, and the function."""
         return _with((type(self), self.batch_of_one)), *_held_by(self.fn)
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
@@ -126,7 +127,10 @@ class FunctionalLoss(ExampleLoss):
 
 
 def as_example_loss(loss_fn: Any) -> ExampleLoss:
-    """`loss_fn` as an `ExampleLoss`: ``loss_fn(output, target)`` of any reduction, one already, or the model's own."""
+    """Turn ``loss_fn(output, target)`` with any reduction, or None for the model's own loss, into an `ExampleLoss`.
+
+    An `ExampleLoss` is returned unchanged.
+    """
     if isinstance(loss_fn, ExampleLoss):
         return loss_fn
     if _is_known(loss_fn):
@@ -148,10 +152,10 @@ def as_example_loss(loss_fn: Any) -> ExampleLoss:
 
 
 def cannot_take(function: Callable[..., Any], *counts: int) -> bool:
-    """Whether a function says of itself that it cannot be called with any of these numbers of arguments."""
+    """Whether the signature of a function shows that it cannot be called with any of these numbers of arguments."""
     try:
         own = signature(function)
-    except (TypeError, ValueError):  # of some that are written in C nothing is known
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return False
     for count in counts:
         try:
@@ -163,7 +167,7 @@ def cannot_take(function: Callable[..., Any], *counts: int) -> bool:
 
 
 def model_output(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
-    """Run the model on a batch: its output and the batch's target (None if it has none)."""
+    """Run the model on a batch; return the output of the model and the target of the batch (None if it has none)."""
     try:
         output, target = _called(model, batch)
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -187,7 +191,7 @@ def model_output(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _called(model: nn.Module, batch: Any) -> tuple[Any, Tensor | None]:
-    """What the model returns for the inputs of a batch, and the target."""
+    """Call the model with the inputs of a batch; return its output unchanged, and the target."""
     target: Tensor | None
     if isinstance(batch, Tensor):
         return model(batch), None
@@ -212,16 +216,16 @@ _ELEMENTWISE = (
 _CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _BY_ROW = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.HingeEmbeddingLoss)
 _KNOWN = frozenset((*_ELEMENTWISE, *_CLASSES, *_BY_ROW))
-"""Losses of PyTorch whose ``reduction="none"``, reduced row by row, is the loss of a row alone; no subclasses."""
+"""PyTorch losses whose ``reduction="none"``, reduced row by row, equals the loss of a row alone; no subclasses."""
 
 
 def _is_known(loss_fn: Any) -> bool:
-    """Whether a loss is one of these, and not one that was given another `forward`."""
+    """Whether a loss is of a class in `_KNOWN`, and its `forward` was not replaced."""
     return type(loss_fn) in _KNOWN and "forward" not in vars(loss_fn)
 
 
 class _Alike:
-    """Stands for all losses of PyTorch of one kind with the same settings."""
+    """A placeholder for all PyTorch losses of one class with the same settings."""
 
 
 @cache
@@ -230,12 +234,12 @@ def _with(kind_and_settings: tuple[Any, ...]) -> _Alike:
 
 
 def _held_by(function: Any) -> tuple[Any, ...]:
-    """What makes a function what it is: itself; of a bound method, which is made anew each time, its two parts."""
+    """Return what identifies a function: itself, or the two parts of a bound method, whose object is new each time."""
     return (function.__self__, function.__func__) if ismethod(function) else (function,)
 
 
 def _standing_for(loss_fn: Any) -> Any:
-    """What stands for a loss function: itself, or all losses of PyTorch like it, if it holds no tensors or hooks."""
+    """Return what identifies a loss: one object for all equal PyTorch losses without tensors and hooks; else itself."""
     own = vars(loss_fn) if _is_known(loss_fn) else {}
     held = {name: value for name, value in own.items() if not name.startswith("_") and name != "training"}
     bare = not any(own[name] for name in own if name.startswith("_") and "buffers" not in name)
@@ -246,8 +250,8 @@ def _standing_for(loss_fn: Any) -> Any:
 
 
 def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target: Tensor | None) -> Tensor:
-    """``loss_fn`` of each row of `output` and `target` alone `[b]`; trailing dimensions are reduced as it does."""
-    with torch._C.DisableTorchFunction():  # a pass watches functions of the model and the loss, not our questions
+    """Return ``loss_fn`` for each row of `output` and `target` alone `[b]`; it reduces the trailing dimensions."""
+    with torch._C.DisableTorchFunction():  # a pass watches calls of the model and the loss, not these checks
         size = output.shape[0]
         known = _is_known(loss_fn) and target is not None and target.shape[:1] == (size,)
         comparable = known and _is_comparable(loss_fn, output, target)
@@ -265,7 +269,7 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
     losses = loss_fn(*arguments)
     if not isinstance(losses, Tensor):
         raise TypeError(f"the loss returned a {type(losses).__name__}: it must return a tensor.")
-    with torch._C.DisableTorchFunction():  # zeros are what a loss may give where all targets are masked
+    with torch._C.DisableTorchFunction():  # a loss may return zeros if all targets are masked
         if output.requires_grad and not losses.requires_grad and bool(losses.any()):
             raise ValueError("the loss cuts its value from the model's outputs: compute it without detach or no_grad.")
     if losses.dim() and len(losses) == size:
@@ -279,7 +283,10 @@ def example_losses(loss_fn: Callable[..., Tensor] | None, output: Tensor, target
 
 
 def _is_comparable(loss_fn: Any, output: Tensor, target: Any) -> bool:
-    """Whether a loss of PyTorch takes all rows of the target at once; else only calling it row by row will tell."""
+    """Whether a PyTorch loss can take all rows at once; if not, it is called row by row.
+
+    Raise an error for a weighted mean, and for outputs and targets that do not fit.
+    """
     classes = isinstance(loss_fn, _CLASSES)
     if classes and loss_fn.weight is not None and loss_fn.reduction == "mean":
         raise ValueError(
@@ -297,7 +304,7 @@ def _is_comparable(loss_fn: Any, output: Tensor, target: Any) -> bool:
 
 
 def _as_output(output: Tensor, target: Tensor) -> Tensor:
-    """Targets `[b]` for outputs `[b, 1]`, which mean the same alone and broadcast in a batch; no whole numbers."""
+    """Return the target as floats in the shape of `output`: targets `[b]` would broadcast with outputs `[b, 1]`."""
     with torch._C.DisableTorchFunction():
         shaped, typed = target.shape == output.shape, target.is_floating_point()
     target = target if shaped else target.reshape(output.shape)
@@ -305,9 +312,9 @@ def _as_output(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor:
-    """Losses of the rows alone `[b]` for a loss of PyTorch."""
+    """Return the loss of each row alone `[b]` for a PyTorch loss."""
     reduction, classes, unreduced = loss_fn.reduction, isinstance(loss_fn, _CLASSES), object.__new__(type(loss_fn))
-    unreduced.__dict__ = {**vars(loss_fn), "reduction": "none"}  # a copy; `copy.copy` takes as long as the loss
+    unreduced.__dict__ = {**vars(loss_fn), "reduction": "none"}  # a copy, since `copy.copy` takes as long as the loss
     try:
         rows = unreduced(output, target)
         with torch._C.DisableTorchFunction():
@@ -331,7 +338,7 @@ def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor:
 
 
 def ignored_targets(loss_fn: Any, target: Tensor | None) -> Tensor | None:
-    """Which targets `[b]` a loss of PyTorch leaves out, of a mean too; None if it knows none to leave out."""
+    """Return which targets `[b]` a PyTorch loss ignores, also in a mean; None if it cannot ignore such targets."""
     if not isinstance(loss_fn, _CLASSES) or target is None or target.is_floating_point() or target.dim() != 1:
         return None
     return target == loss_fn.ignore_index
@@ -349,7 +356,7 @@ def _check_comparable(loss_fn: Any, output: Tensor, target: Tensor) -> None:
 
 
 def _alone(loss_fn: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> Tensor:
-    """A scalar loss of every row alone `[b]`: all at once under vmap, or one by one where vmap cannot run it."""
+    """Return a scalar loss for every row alone `[b]`: all at once under vmap, or one by one if vmap cannot run it."""
 
     def alone(*row: Tensor) -> Tensor:
         return loss_fn(*(value.unsqueeze(0) for value in row)).sum()
@@ -357,7 +364,7 @@ def _alone(loss_fn: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> Ten
     try:
         return torch.func.vmap(alone)(*arguments)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        pass  # a boolean mask, or an `if` on a value: called row by row it runs, or says itself what is wrong
+        pass  # e.g. a boolean mask, or an `if` on a value; row by row it runs, or raises its own error
     return torch.stack([alone(*row) for row in zip(*arguments, strict=True)])
 
 

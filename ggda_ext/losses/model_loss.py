@@ -1,8 +1,8 @@
-"""The loss that a model returns by itself, of each example of a batch.
+"""The loss that a model returns itself, for each example of a batch.
 
-Models give one number for their batch. What an example adds to it is read off the losses of PyTorch that the model
-calls (`RowReductions`), all examples at once; that this is the loss of each alone is compared on the first batch.
-Where it is not, or where the model computes its loss otherwise, every example is run alone: exact, and slower.
+A model returns one number for its batch. `RowReductions` takes the loss of each example, all at once, from the PyTorch
+losses that the model calls. On the first batch, these are compared with the losses of examples that are run alone. If
+they differ, or if the model computes its loss in another way, every example is run alone, which is exact but slower.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class OwnLoss(ExampleLoss):
     """The loss that the model itself returns: a Hugging Face output with ``.loss``, a dict with ``"loss"``, a number.
 
     Args:
-        tokens: ``"mean"``, the loss of an example as the model gives it for the example alone, for a language model the
-            mean over its tokens; ``"sum"`` adds up the losses of its tokens. Targets that the loss ignores (−100) count
-            in neither, and an example with no others has the loss 0.
-        of_token: what to take of each token's loss before they are reduced; by default the loss itself.
-        of_example: what to take of each example's loss; by default the loss itself.
+        tokens: ``"mean"`` takes the loss that the model returns for the example alone; for a language model, this is
+            the mean over its tokens. ``"sum"`` adds up the losses of its tokens. Targets that the loss ignores (−100)
+            count in neither. An example whose targets are all ignored has the loss 0.
+        of_token: a function applied to the loss of each token before the reduction; by default none.
+        of_example: a function applied to the loss of each example; by default none.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class OwnLoss(ExampleLoss):
 
     @property
     def anchors(self) -> tuple[Any, ...] | None:
-        """The kind of loss, and what is taken of it: the rest is the model."""
+        """The kind of loss and the functions applied to it; everything else belongs to the model."""
         kind = RowReductions if self.tokens == "sum" else type(self)
         return type(self), kind, self.of_token or _as_it_is, self.of_example
 
     def prepare(self, model: nn.Module, batch: Any) -> None:
-        """Whether the losses can be read off a batch."""
+        """Find out, once per model, whether the losses of examples can be taken from a whole batch."""
         size = batch_length(batch)
         if size > 1 and model not in self._by_rows:
             self._by_rows[model] = self._proven(model, batch, size)
@@ -70,7 +70,7 @@ class OwnLoss(ExampleLoss):
         return self.of_example(losses)
 
     def value(self, model: nn.Module, batch: Any, rows: RowReductions | None = None) -> Tensor:
-        """The loss of a batch, one number; one for each example under `rows`."""
+        """Return the loss of a batch, one number; if `rows` is given, one number for each example."""
         try:
             if isinstance(batch, Mapping):
                 output = model(**batch)
@@ -87,7 +87,7 @@ class OwnLoss(ExampleLoss):
     def _rows(
         self, model: nn.Module, batch: Any, size: int, tokens: Tokens, of_token: Callable[[Tensor], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Losses of the examples `[b]`, and how many tokens of each counted; raises where there is no loss of each."""
+        """Return the loss of each example `[b]`, and its number of counted tokens; raise an error if not possible."""
         with RowReductions(size, tokens, of_token) as rows:
             loss = self.value(model, batch, rows)
         if not rows.calls and (tokens == "sum" or of_token is not None):
@@ -100,7 +100,7 @@ class OwnLoss(ExampleLoss):
         return loss.reshape(size), rows.counted
 
     def _proven(self, model: nn.Module, batch: Any, size: int) -> bool:
-        """Whether the losses read off a batch are those of its examples alone."""
+        """Whether the losses taken from a whole batch equal the losses of its examples alone."""
         few = pick(batch, range(size)[:: max(1, size // _COMPARED)][:_COMPARED])
         positions = range(batch_length(few))
         rows: Tensor | None
@@ -108,7 +108,7 @@ class OwnLoss(ExampleLoss):
             try:
                 rows, counted = self._rows(model, few, len(positions), "mean", None)
             except (_NotByRows, RuntimeError, ValueError, TypeError):
-                rows = counted = None  # a model that fails alone, too, says itself what is wrong
+                rows = counted = None  # if the model also fails below, on one example, it raises its own error
             alone = torch.stack([self.value(model, pick(few, [at])).reshape(()) for at in positions])
             if len(alone) > 1 and bool((alone - alone[0]).abs().max() <= 1e-6 * (1e-3 + alone[0].abs())):
                 _refuse_comparisons(alone, self.value(model, few))
@@ -120,14 +120,14 @@ class OwnLoss(ExampleLoss):
 
 
 class _NotByRows(ValueError):
-    """The model's loss of a batch does not come as one number per example."""
+    """Error: the model's loss of a batch cannot be split into one number per example."""
 
     def __init__(self) -> None:
         super().__init__("the model gives one loss for the whole batch")
 
 
 def _refuse_comparisons(alone: Tensor, together: Tensor) -> None:
-    """Refuse a loss that all examples have alike alone `[b]` and that is neither their mean nor their sum together."""
+    """Raise an error if examples with equal losses alone `[b]` have a joint loss that is neither their mean nor sum."""
     off = torch.minimum((together - alone[0]).abs(), (together - alone.sum()).abs())
     if bool(off > 1e-2 * (1e-3 + together.abs())):
         raise ValueError(

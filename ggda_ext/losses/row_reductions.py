@@ -1,10 +1,10 @@
-"""Losses inside a model, reduced example by example: what makes a model's own loss a loss of each example.
+"""Losses inside a model, reduced example by example. This turns a model's own loss into a loss for each example.
 
 A model that returns its own loss calls one of PyTorch's losses, which takes the mean (or sum) over its whole batch.
-Under `RowReductions` the same call gives one number per example instead, the value that it has for the example alone,
-so what the model does with it afterwards (a sum of two losses, a division) is done for each example. The examples must
-come one after the other along the first dimension, tokens after examples, as they do wherever a model flattens them;
-whether they do is for the caller to find out, by comparing with examples alone.
+Under `RowReductions`, the same call returns one number per example instead: its value for that example alone. So
+everything that the model does with it afterwards (a sum of two losses, a division) is done for each example. The
+examples must follow one another along the first dimension, and the tokens of an example must be together, as they are
+if a model flattens them. The caller must check this by a comparison with examples that are run alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 Tokens = Literal["mean", "sum"]
-"""How the tokens of a sequence make up its loss: as the model does it, or by their sum."""
+"""How the losses of the tokens of a sequence are combined: as the model does it, or by their sum."""
 
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _OF_ELEMENTS = (
@@ -30,29 +30,29 @@ _SIGNATURES = {loss: inspect.signature(loss) for loss in (*_OF_CLASSES, *_OF_ELE
 
 
 class RowReductions(TorchFunctionMode):
-    """While it is on, PyTorch's losses give a value per example `[b]` where they would give one for the batch.
+    """While this mode is active, PyTorch's losses return a value per example `[b]` instead of one for the batch.
 
     Args:
         size: number of examples b.
-        tokens: ``"mean"`` as the loss itself reduces, ``"sum"`` to add up an example's tokens.
-        each: applied to the loss of every token before they are reduced, such as ``lambda loss: (-loss).exp()``; what
-            is ignored stays out.
+        tokens: ``"mean"`` to reduce as the loss itself does, ``"sum"`` to add up an example's tokens.
+        each: a function applied to the loss of every token before the reduction, such as
+            ``lambda loss: (-loss).exp()``. Ignored tokens stay ignored.
     """
 
     def __init__(self, size: int, tokens: Tokens = "mean", each: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.size, self.tokens, self.each = size, tokens, each
         self.calls = 0
-        """How many losses were reduced by example."""
+        """Number of calls of a loss that were reduced by example."""
         self.counted: Tensor | None = None
-        """Tokens of each example that counted in the last of them `[b]`."""
+        """Number of tokens of each example that counted in the last of these calls `[b]`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = self._by_row(func, args, kwargs or {}) if func in _SIGNATURES else None
         return func(*args, **(kwargs or {})) if found is None else found
 
     def _by_row(self, loss: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-        """The loss of every example `[b]`; None where it is not reduced, or its rows are not those of examples."""
+        """Return the loss of every example `[b]`; None if the loss is not reduced or its rows are not the examples."""
         given = _SIGNATURES[loss].bind(*args, **kwargs)
         given.apply_defaults()
         reduction = given.arguments["reduction"]
@@ -75,7 +75,7 @@ class RowReductions(TorchFunctionMode):
         return total / weights.sum(1).clamp(min=torch.finfo(total.dtype).tiny)  # all ignored: 0, not 0 / 0
 
     def _weights(self, loss: Any, given: dict[str, Any], values: Tensor) -> Tensor:
-        """By what each token counts in a mean `[b, t]`."""
+        """Return the weight of each token in a mean `[b, t]`."""
         target = given["target"]
         if loss not in _OF_CLASSES or target.is_floating_point():
             return torch.ones_like(values)

@@ -1,4 +1,4 @@
-"""Methods of attribution, one file each: `TracIn`, `Influence`, `Fisher`, `EKFAC`."""
+"""Methods of attribution, each in its own file: `TracIn`, `Influence`, `Fisher`, `EKFAC`."""
 
 from __future__ import annotations
 

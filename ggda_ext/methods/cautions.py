@@ -1,18 +1,19 @@
-"""What to know before scores are trusted: groups for which a first-order estimate is known to fail, and groups whose
-scores do not add up.
+"""Warnings about groups for which a first-order estimate is known to fail, and groups whose scores do not add up.
 
-Checked with what is at hand: sizes, labels, and for methods with a curvature the gradients of a few hundred points.
+The checks use group sizes, labels that are in memory, and for methods with a curvature the gradients of a few hundred
+points.
 
-An additive score has one number per group. Without a half of the groups the share of class c in the rest moves by about
+An additive score has one number per group. If half of the groups are removed, the share of class c in the rest moves by
+about
 
     shift_c = √(Σ_G (n_Gc − n_G s_c)²) / n,     n_Gc points of class c in G, s_c = n_c / n
 
-and a loss rises whichever way it moves: by the square of the sum, which no sum of scores can follow. Random groups have
-√(s_c (1 − s_c) / n). Measured on halves: with up to 7 times that (random groups; k-means of inputs on HELOC, of pixels
-on 4,000 images of MNIST) additive influence has an LDS of .71 to .79, and the best additive score fitted to retrainings
-.5 to .9. From 9 times on (Grad-K-Means on HELOC with ANN-S and on 4,000 images) influence has .47 to .51, with changes
-3 to 25 times too small; there, and with k-means on 60,000 images, the best additive score has −.3 to .35. The limit was
-chosen on these cases.
+A loss rises in both directions of this shift, with the square of the sum, and no sum of scores can follow a square. For
+random groups the shift is √(s_c (1 − s_c) / n). Measurements on halves: up to 7 times this value (random groups;
+k-means of inputs on HELOC, of pixels on 4,000 images of MNIST) additive influence has an LDS of .71 to .79, and the
+best additive score fitted to retrainings has .5 to .9. From 9 times on (Grad-K-Means on HELOC with ANN-S and on 4,000
+images) influence has .47 to .51, and its predicted changes are 3 to 25 times too small. There, and with k-means on
+60,000 images, the best additive score has −.3 to .35. The limit `SHIFTED` was chosen on these cases.
 """
 
 from __future__ import annotations
@@ -31,27 +32,29 @@ from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.losses import LABEL_KEYS
 
 LARGE = 0.2
-"""A first-order estimate keeps the curvature of the full data. Without a share s of the points (or of the Fisher's
-trace) about that share of the curvature is gone, so the parameters move further by 1 / (1 − s): a quarter at one fifth.
-The property itself may change by more, or, near its best value, by less."""
+"""Share of the points (or of the Fisher's trace) above which a group gets a warning. A first-order estimate keeps the
+curvature of the full data. Without a share s of the points about the share s of the curvature is gone, so the
+parameters move 1 / (1 − s) times as far: a quarter further for s = 1/5. The property may change by more, or by less
+near its best value."""
 WHOLE_CLASS = 0.9
-"""Without nearly all of a class the model never predicts it: not a small step from the trained parameters."""
+"""Share of a class from which on a group gets a warning. Without nearly all of a class the model never predicts this
+class, which is not a small step from the trained parameters."""
 SEVERAL = "Scores of large groups, or of groups that are alike, do not add up: ask WhatIf about several at once."
 SHIFTED = 8.0
-"""Times the shift of random groups from which on scores are not to be added up."""
+"""Scores should not be added up if the shift is more than this many times the shift of random groups."""
 FEWEST_GROUPS = 3
-_MOST_GROUPS = 10_000  # beyond, nobody removes several by hand, and counting classes would cost
-_MOST_CLASSES = 1000  # labels below it are classes as they are, without sorting them
-_MOST_CELLS = 2**22  # of a table of groups and classes that is counted into, instead of sorting
-_LOOKED_AT = 512  # points whose gradients tell the shares of the curvature
+_MOST_GROUPS = 10_000  # with more groups nobody removes several by hand, and counting classes is slow
+_MOST_CLASSES = 1000  # labels below this number are used as classes without sorting
+_MOST_CELLS = 2**22  # largest table of groups and classes that is filled by counting instead of sorting
+_LOOKED_AT = 512  # points whose gradients give the shares of the curvature
 
 
 def cautions(provider: GroupGradients, *, curvature: bool) -> tuple[dict[Hashable, tuple[str, ...]], list[str]]:
-    """By name of a group, why its score is to be taken with care; and notes on what several groups do together.
+    """Return warnings about single groups, by their names, and notes about the removal of several groups at once.
 
     Args:
-        provider: the training side.
-        curvature: whether to look at gradients as well.
+        provider: the provider of the training gradients.
+        curvature: whether to check gradients as well.
     """
     groups, data = provider.groups, provider.data
     large = groups.sizes > LARGE * groups.n
@@ -71,16 +74,16 @@ def cautions(provider: GroupGradients, *, curvature: bool) -> tuple[dict[Hashabl
 
 
 def _table_of(provider: GroupGradients) -> ClassCounts | None:
-    """Points by group and class, where labels are at hand and a group has more than one point."""
+    """Count points by group and class; None if labels or groups are not in memory, or if all groups have one point."""
     groups = provider.groups
     if groups.is_by_rule or groups.sizes.max() < 2:
         return None
-    targets = labels_of(provider.data.tensors)  # nothing is read for it
+    targets = labels_of(provider.data.tensors)  # only tensors in memory; no data is read
     return None if targets is None or len(targets) != groups.n else ClassCounts.of(groups, targets.numpy())
 
 
 def _curvature_share(provider: GroupGradients) -> np.ndarray:
-    """The share of every group in Σ |∇ℓ_i|² `[k]`, from some of the points."""
+    """Return the share of every group in Σ |∇ℓ_i|² `[k]`, estimated on some of the points."""
     groups = provider.groups
     some = np.random.default_rng(0).integers(0, groups.n, _LOOKED_AT)
     some = np.unique(some[groups.labels_of(some) >= 0])
@@ -91,7 +94,7 @@ def _curvature_share(provider: GroupGradients) -> np.ndarray:
 
 
 def labels_of(held: Any) -> Tensor | None:
-    """Class labels in a batch, or in the tensors of all data: its targets, if they are whole numbers, one per point."""
+    """Return the targets of a batch or of all data if they are class labels (one whole number per point), else None."""
     if isinstance(held, Mapping):
         held = next((held[key] for key in LABEL_KEYS if key in held), None)
     else:
@@ -102,12 +105,12 @@ def labels_of(held: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """How many points of each class are in each group, cell by cell where there are any.
+    """Number of points of each class in each group, as a list of cells (group, class) that hold points.
 
     Attributes:
         ids: group id of each cell.
         classes: class of each cell.
-        counts: points of each cell.
+        counts: number of points in each cell.
         k: number of groups.
     """
 
@@ -118,7 +121,7 @@ class ClassCounts:
 
     @classmethod
     def of(cls, groups: Groups, labels: Any) -> ClassCounts:
-        """Counted once; points in no group and points with a negative label are in no cell."""
+        """Count the points; a point without a group or with a negative label is in no cell."""
         labels = np.asarray(labels).reshape(-1)
         if len(labels) != groups.n:
             raise ValueError(f"labels has {len(labels)} entries for {groups.n} training points: pass one for each.")
@@ -140,7 +143,7 @@ class ClassCounts:
         return cls(found // held, found % held, counts, len(groups))
 
     def largest_share(self) -> np.ndarray:
-        """Largest share of a class that each group holds `[k]`; classes of one point do not count."""
+        """Return for each group the largest share that it holds of any class `[k]`; ignore classes of one point."""
         sizes = np.bincount(self.classes, self.counts)
         share = np.zeros(self.k)
         if np.count_nonzero(sizes) > 1:
@@ -149,7 +152,7 @@ class ClassCounts:
         return share
 
     def shift(self) -> tuple[float, float]:
-        """How far the share of a class moves without half of the groups, at most, and how far with random groups.
+        """Return the largest shift of a class share without half of the groups, and the shift with random groups.
 
         >>> shift, expected = ClassCounts.of(Groups([0, 0, 1, 1]), [0, 0, 1, 1]).shift()  # a class each
         >>> round(shift, 3), expected
@@ -165,18 +168,19 @@ class ClassCounts:
 
 
 def class_share(groups: Groups, targets: Any) -> np.ndarray:
-    """Largest share of a class that each group holds `[k]`; classes of one point do not count."""
+    """Return for each group the largest share that it holds of any class `[k]`; ignore classes of one point."""
     if len(targets) != groups.n:
         raise ValueError(f"targets has {len(targets)} labels for {groups.n} training points: pass one per point.")
     return ClassCounts.of(groups, targets).largest_share()
 
 
 def why_not_additive(groups: GroupsLike, labels: Any) -> str | None:
-    """A sentence on why scores of these groups should not be added up; None if there is no reason.
+    """Return a sentence that says why scores of these groups should not be added up; None if there is no reason.
 
     Args:
         groups: a `Groups` or anything it accepts.
-        labels: the class of every training point `[n]`; for a regression there is nothing to say.
+        labels: the class of every training point `[n]`; if these are not whole numbers (regression), the result is
+            None.
     """
     found = np.asarray(labels)
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):

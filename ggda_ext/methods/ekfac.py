@@ -1,4 +1,4 @@
-"""EK-FAC influence: the Gauss–Newton matrix layer by layer, solved in closed form for any number of test points."""
+"""EK-FAC influence: the Gauss–Newton matrix of each layer, solved in closed form for any number of test points."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ggda_ext.results.method import Unit
 from ggda_ext.words import check_counts, check_not_negative
 
 _PASSES = 2.5
-"""Passes over the sample: outputs, bases, diagonals."""
+"""Number of passes over the sample, for outputs, bases and diagonals together."""
 
 
 @dataclass(frozen=True)
 class EKFAC(Method):
-    """Influence with the curvature of each layer in its Kronecker eigenbasis; what ties layers together is left out.
+    """Influence with the curvature of each layer in its Kronecker eigenbasis; curvature between layers is left out.
 
     Attributes:
-        damping: λ in (H + λ)⁻¹; by default from the recipe, else from the curvature itself.
+        damping: λ in (H + λ)⁻¹; by default it comes from the recipe, or without one from the curvature.
         recipe: how the model was trained: a `ggda_ext.training.Recipe` or `TrainingSteps`.
-        points: most training points that the curvature is taken on.
-        seed: of the draw of points and cotangents.
+        points: largest number of training points for the curvature.
+        seed: seed of the random points and cotangents.
     """
 
     damping: float | None = None
@@ -43,7 +43,7 @@ class EKFAC(Method):
         check_counts(points=self.points)
 
     def precondition(self, provider: GroupGradients, directions: Tensor) -> Preconditioned:
-        """1/n (H + λ)⁻¹ `directions [m, p]`."""
+        """Return 1/n (H + λ)⁻¹ `directions [m, p]`."""
         sample, total = sample_of(provider, self.points, self.seed)
         curvature = Kronecker(provider, sample, self.seed)
         source, damping = "the call", self.damping

@@ -1,7 +1,7 @@
-"""Influence with the empirical Fisher 1/n Σ ∇ℓ_i ∇ℓ_iᵀ in place of the Hessian: for any loss, no second derivatives.
+"""Influence with the empirical Fisher 1/n Σ ∇ℓ_i ∇ℓ_iᵀ in place of the Hessian; any loss, no second derivatives.
 
-It equals the Hessian, on average, for a model that has learned the distribution of its labels, and may be far from it
-for others; so its scores are ranks.
+On average it equals the Hessian if the model has learned the distribution of its labels. For other models it may be far
+from the Hessian. Therefore its scores only rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ggda_ext.results.method import Unit
 
 @dataclass(frozen=True)
 class Fisher(Influence):
-    """As `Influence`, with the empirical Fisher as curvature."""
+    """The method `Influence` with the empirical Fisher as its curvature."""
 
     curvature: str = "fisher"
 

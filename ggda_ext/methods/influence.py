@@ -1,16 +1,17 @@
-"""Influence functions: what the property would be had the training ended without the group.
+"""Influence functions: how the property would change if the model had been trained without the group.
 
 With L = 1/n Σ ℓ_i the mean training loss, H its curvature and λ its damping, removing group G moves the parameters by
 1/n (H + λ)⁻¹ Σ_{i∈G} ∇ℓ_i, so the property is predicted to rise by
 
     τ_G = 1/n ⟨(H + λ)⁻¹ ∇g, Σ_{i∈G} ∇ℓ_i⟩
 
-All other points keep their weight 1/n, as they do for one that stops early after the same number of epochs. A penalised
-mean over the n − |G| points that are left also moves by − |G|/n (H + λ)⁻¹ ḡ with ḡ the mean gradient; measured, that
-part makes models at their optimum under a strong penalty better and others as often worse (docs/limitations.md).
+All other points keep their weight 1/n, as in a training that stops early after the same number of epochs. If the loss
+is instead a penalised mean over the n − |G| points that are left, the parameters also move by − |G|/n (H + λ)⁻¹ ḡ, with
+ḡ the mean gradient. In measurements this term makes the prediction better for models at their optimum under a strong
+penalty, and for other models as often worse (docs/limitations.md).
 
-One solve for all components of the property, on a sample of the training data (`ggda_ext.curvature.damping`), then one
-pass over all of it.
+There is one solve for all components of the property, on a sample of the training data (`ggda_ext.curvature.damping`),
+then one pass over all training data.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from ggda_ext.words import check_counts, check_not_negative
 
 @dataclass(frozen=True)
 class Influence(Method):
-    """Influence by a damped solve.
+    """Influence by a damped solve with the curvature.
 
     Attributes:
         curvature: ``"gauss-newton"``, ``"hessian"``, or ``"fisher"`` for the empirical Fisher; ``"auto"`` is
-            Gauss–Newton, and the Fisher for a model that returns its own loss.
-        damping: λ in (H + λ)⁻¹; by default from the recipe, else from the curvature itself (see
+            Gauss–Newton, or the Fisher if there is no Gauss–Newton matrix, as for a model that returns its own loss.
+        damping: λ in (H + λ)⁻¹; by default it comes from the recipe, or without one from the curvature (see
             `ggda_ext.curvature.damping`).
-        recipe: how the model was trained: a `ggda_ext.training.Recipe` or a `Training`.
-        points: most training points that the curvature is taken on; with ``"auto"`` the Fisher takes those whose
-            gradients fit into 1 GiB, but at least 128.
-        steps: most products of the solve.
-        tolerance: residual, relative to the right-hand side, at which the solve is done.
-        seed: of the draw of points.
+        recipe: how the model was trained: a `ggda_ext.training.Recipe` or `TrainingSteps`.
+        points: largest number of training points for the curvature. If ``"auto"`` chooses the Fisher, it also takes no
+            more points than have gradients that fit into 1 GiB, or 128 if that is more.
+        steps: largest number of products in the solve.
+        tolerance: the solve is done when the residual, relative to the right-hand side, is this small.
+        seed: seed of the random points.
     """
 
     curvature: str = "auto"
@@ -65,7 +66,7 @@ class Influence(Method):
             raise ValueError(f"tolerance={self.tolerance}: pass a positive number.")
 
     def precondition(self, provider: GroupGradients, directions: Tensor) -> Preconditioned:
-        """1/n (H + λ)⁻¹ `directions [m, p]`."""
+        """Return 1/n (H + λ)⁻¹ `directions [m, p]`."""
         curvature = SampledCurvature(provider, self.curvature, self.points, self.seed)
         dtype = torch.promote_types(directions.dtype, torch.float32)
         problem = damped(curvature, self.damping, self.recipe)
@@ -96,7 +97,7 @@ class Influence(Method):
 
 
 def _error_elsewhere(problem: Damped, found: Solution, wanted: Tensor) -> float:
-    """How much the solutions' own quadratic form vᵀx changes if the curvature is that of other points, relatively."""
+    """Return the largest relative change of vᵀx, for solutions x of sides v, if other points give the curvature."""
     again = problem.product(found.rows, elsewhere=True) + found.damping * found.rows
     left = ((wanted - again) * found.rows).sum(1).abs() / (wanted * found.rows).sum(1).abs().clamp_min(1e-30)
     return float(left.max())

@@ -1,7 +1,7 @@
 """Intervals around scores: over the test points that the property is measured on, and over checkpoints.
 
-Both are standard errors times Student's quantile. What they do not cover is said with them: another training would end
-elsewhere, and a first-order estimate has an error of its own (see `Attribution.verify`).
+Both kinds are standard errors times the quantile of Student's t. The result also says what an interval does not cover:
+another training would end at other parameters, and a first-order estimate has its own error (see `Attribution.verify`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Sources:
-    """What intervals are over."""
+    """The sources of chance that intervals cover: test points, checkpoints, or both."""
 
     tests: bool
     checkpoints: bool
@@ -33,7 +33,7 @@ class Sources:
 
     @classmethod
     def of(cls, intervals: Intervals, checkpoints: int) -> Sources:
-        """The sources asked for; True stands for all that there are."""
+        """Return the sources that `intervals` asks for; True is test points, and checkpoints if there are several."""
         if intervals not in (True, False, "test points", "checkpoints", "both"):
             raise ValueError(
                 f"intervals={intervals!r} is not one of True, False, 'test points', 'checkpoints', 'both'."
@@ -48,7 +48,7 @@ class Sources:
 
 
 def jackknifed_directions(property: Property, provider: GroupGradients) -> tuple[Tensor, int]:
-    """The property's gradient `[m, p]`, then its changes without each fold of test points; and m."""
+    """Return rows, the property's gradient `[m, p]` followed by its changes without each fold of test points, and m."""
     whole, changes = jackknifed(property, provider.model, provider.space.parameters, FOLDS)
     return torch.cat([whole, changes.flatten(0, 1)]), len(whole)
 
@@ -56,16 +56,17 @@ def jackknifed_directions(property: Property, provider: GroupGradients) -> tuple
 def ends(
     scores: Tensor, m: int, each: Sequence[Tensor], weights: Sequence[float], sources: Sources
 ) -> tuple[Tensor, Tensor, str]:
-    """Lower and upper ends `[m, k]`, and what they cover.
+    """Return the lower and upper ends of the intervals `[m, k]`, and a text that says what they cover.
 
     Args:
-        scores: `[m, k]`, followed by what each fold changes, `[folds · m, k]`, if intervals are over test points.
-        m: components of the property.
+        scores: scores `[m, k]`; for intervals over test points they are followed by the changes without each fold,
+            `[folds · m, k]`.
+        m: number of components of the property.
         each: scores of every checkpoint.
-        weights: of the checkpoints.
-        sources: what intervals are over.
+        weights: weight of every checkpoint.
+        sources: the sources of chance to cover.
     """
-    from scipy.special import stdtrit  # quantiles of Student's t, without the seconds that scipy.stats takes
+    from scipy.special import stdtrit  # quantiles of Student's t; importing scipy.stats would take seconds
 
     parts: list[tuple[Tensor, int, str]] = []
     if sources.tests:
@@ -88,7 +89,7 @@ def ends(
 
 
 def _over_checkpoints(each: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Variance of the weighted sum of scores that vary from checkpoint to checkpoint `[m, k]`."""
+    """Return the variance `[m, k]` of the weighted sum of scores, from their spread over checkpoints."""
     parts, count = torch.stack(list(each)), len(each)
     shares = torch.tensor(weights, dtype=parts.dtype, device=parts.device)[:, None, None]
     mean = (shares * parts).sum(0) / shares.sum()

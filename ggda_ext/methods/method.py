@@ -1,11 +1,12 @@
-"""What a method is: one verb, applied to the property's side before the pass over the training data.
+"""The base class of methods: a method changes the property's directions before the pass over the training data.
 
 Every method scores group G for a property g as
 
     τ_G = ⟨P ∇g, Σ_{i∈G} ∇ℓ_i⟩
 
-and differs in P alone: nothing for TracIn, 1/n (H + λ)⁻¹ for influence. So a method is ``precondition(provider,
-directions)``: rows `[m, p]` become rows `[m, p]`, and the pass over the training data is the same for all.
+and methods differ only in P: the identity for TracIn, 1/n (H + λ)⁻¹ for influence. So a method only has to define
+``precondition(provider, directions)``, which turns rows `[m, p]` into rows `[m, p]`. The pass over the training data is
+the same for all methods.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from ggda_ext.results.method import Setting, Unit
 
 @dataclass(frozen=True)
 class Preconditioned:
-    """Directions as a method changed them, and what it did.
+    """The directions that a method returns, and a record of what it did.
 
     Attributes:
         directions: P ∇g `[m, p]`.
-        settings: what was chosen, for `MethodFacts`.
+        settings: the settings that were used, for `MethodFacts`.
         passes: the cost, in passes over the training data (forward and backward).
-        notes: what to know before the scores are trusted.
+        notes: sentences that users should read before they trust the scores.
     """
 
     directions: Tensor
@@ -41,10 +42,11 @@ class Method:
     """A method of attribution; its settings are the arguments it is made with.
 
     Attributes:
-        name: what results call it.
-        unit: ``"property"`` if scores are the predicted rise of the property if the group is removed, ``"rank"`` if
-            only their sign and order mean something.
-        needs_rows: whether it changes directions; if not, test points may be scored without forming their gradients.
+        name: the name of the method in results.
+        unit: ``"property"`` if a score is the predicted rise of the property if the group is removed, ``"rank"`` if
+            only the sign and the order of scores mean something.
+        needs_rows: whether the method changes directions. If not, test points can be scored without forming their
+            gradients.
     """
 
     name: ClassVar[str]
@@ -52,7 +54,7 @@ class Method:
     needs_rows: ClassVar[bool] = True
 
     def precondition(self, provider: GroupGradients, directions: Tensor) -> Preconditioned:
-        """P `directions [m, p]` at the model's current parameters; linear in the directions.
+        """Return P `directions [m, p]` at the model's current parameters; the result is linear in the directions.
 
         Args:
             provider: the model, its loss, and the training data.

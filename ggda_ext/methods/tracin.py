@@ -1,4 +1,4 @@
-"""TracIn at the given parameters: P = I, the effect of one step of gradient descent on the group."""
+"""TracIn at the current parameters: P = I, the effect of one step of gradient descent on the group."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ class TracIn(Method):
     needs_rows: ClassVar[bool] = False
 
     def precondition(self, provider: GroupGradients, directions: Tensor) -> Preconditioned:
-        """The directions as they are."""
+        """Return the directions unchanged."""
         return Preconditioned(directions)

@@ -1,4 +1,4 @@
-"""Property functions: what about the model is to be explained.
+"""Properties: the numbers about a model that attribution explains.
 
 A *property* is any callable ``g(model) -> Tensor``: one number, or a vector `[m]` for m properties at
 once. Attribution needs its gradient at the current parameters, a row ∇g `[p]` for each component:
@@ -13,10 +13,11 @@ torch.Size([1, 8])
 >>> property_gradient(soft_f1((x, y)), model, parameters).shape
 torch.Size([1, 8])
 
-The ready properties bring their own `gradient`: exact, with the graph of one batch at a time. For a g
-of all the outputs f(θ) `[N, C]` of a test set, which need not decompose over points, this takes two
-passes: f without a graph, then ``∇g = Σ_batches (∂g/∂f_batch) · (∂f_batch/∂θ)``, one vector-Jacobian
-product per batch. Called as functions they give the value, with a graph over all batches if grad is on.
+The ready properties have their own `gradient` method. It is exact and keeps the graph of one batch at a time. A
+property g may depend on all outputs f(θ) `[N, C]` of a test set without being a sum over points. Its gradient takes two
+passes: first f without a graph, then ``∇g = Σ_batches (∂g/∂f_batch) · (∂f_batch/∂θ)`` with one vector-Jacobian product
+per batch. A ready property that is called as a function returns its value; if grad is on, the value has a graph over
+all batches.
 """
 
 from ggda_ext.properties.attacks import fgsm, pgd

@@ -1,8 +1,8 @@
 """Attacks on the inputs of a batch, for properties that measure robustness.
 
-An attack moves the first input x of every example inside the box ``|x' - x| ≤ eps``, uphill on the
-example's loss at the current parameters: ``x' ← clip(x' + step · sign ∂loss/∂x')``. It has no random
-start, so the same parameters give the same x', which is then held fixed.
+An attack moves the first input x of every example inside the box ``|x' - x| ≤ eps``, in the direction in which the
+example's loss rises at the current parameters: ``x' ← clip(x' + step · sign ∂loss/∂x')``. The start is not random, so
+the same parameters give the same x'. After the attack x' is held fixed.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch import Tensor, nn
 from ggda_ext.losses import LABEL_KEYS, ExampleLoss
 
 Attack = Callable[[nn.Module, ExampleLoss, Any], Any]
-"""``attack(model, loss, batch)`` gives the attacked batch, without a graph."""
+"""``attack(model, loss, batch)`` returns the attacked batch, without a graph."""
 
 
 def fgsm(eps: float, clamp: tuple[float, float] | None = None) -> Attack:
-    """Fast gradient sign method: one step of size `eps`, ``x' = x + eps · sign ∂loss/∂x``.
+    """Return the fast gradient sign attack: one step of size `eps`, ``x' = x + eps · sign ∂loss/∂x``.
 
     Args:
         eps: largest change of an entry of x.
-        clamp: lowest and highest valid entry, e.g. (0, 1) for images.
+        clamp: lowest and highest valid value of an entry, e.g. (0, 1) for images.
     """
     return pgd(eps, step=eps, steps=1, clamp=clamp)
 
 
 def pgd(eps: float, step: float, steps: int, clamp: tuple[float, float] | None = None) -> Attack:
-    """Projected gradient descent on the negative loss: `steps` steps of size `step` inside the box.
+    """Return an attack by projected gradient descent on the negative loss: `steps` steps of size `step` inside the box.
 
     Args:
         eps: largest change of an entry of x.
         step: size of a step.
         steps: number of steps, at least 1.
-        clamp: lowest and highest valid entry, e.g. (0, 1) for images.
+        clamp: lowest and highest valid value of an entry, e.g. (0, 1) for images.
     """
     if not eps >= 0 or not step >= 0:
         raise ValueError(f"eps={eps} and step={step}: pass numbers that are not negative.")
@@ -60,9 +60,9 @@ def pgd(eps: float, step: float, steps: int, clamp: tuple[float, float] | None =
 
 
 class AttackedLoss(ExampleLoss):
-    """`loss` of the examples as `attack` leaves them; the attack itself is not differentiated.
+    """The `loss` of the examples after the `attack`; gradients do not pass through the attack itself.
 
-    It runs the model several times for one batch, so it does not suit providers that watch the layers.
+    It runs the model several times for one batch, so it is not suitable for providers that observe the layers.
     """
 
     def __init__(self, loss: ExampleLoss, attack: Attack) -> None:
@@ -78,7 +78,7 @@ class AttackedLoss(ExampleLoss):
 
 
 def _first_input(batch: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The first input of a batch, and the batch as a function of it."""
+    """Return the first input of a batch, and a function that returns the batch with another first input."""
     value: Any
     put: Callable[[Tensor], Any]
     if isinstance(batch, Mapping):

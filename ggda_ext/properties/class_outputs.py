@@ -1,4 +1,7 @@
-"""Outputs of a classifier as probabilities, its targets as classes, rates of sensitive groups: all of them checked."""
+"""Turn a classifier's outputs into probabilities and its targets into classes, and compute rates of sensitive groups.
+
+Every function checks its input.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from ggda_ext.properties.classes import OutputsFn
 
 
 def class_probabilities(outputs: Tensor, temperature: float = 1.0) -> Tensor:
-    """Probabilities `[N, C]` of outputs that are C logits, or the one logit of class 1 (`[N]`, `[N, 1]`)."""
+    """Return probabilities `[N, C]` for outputs that are C logits, or one logit for class 1 (`[N]` or `[N, 1]`)."""
     return (class_logits(outputs) / temperature).softmax(1)
 
 
 def class_logits(outputs: Tensor) -> Tensor:
-    """Logits `[N, C]`; one logit z of class 1 becomes ``(-z/2, z/2)``, whose softmax is the sigmoid of z."""
+    """Return logits `[N, C]`; one logit z of class 1 becomes ``(-z/2, z/2)``, whose softmax is the sigmoid of z."""
     if outputs.dim() not in (1, 2):
         raise ValueError(
             f"the model returned shape {list(outputs.shape)}: properties of classes need outputs [N, C], "
@@ -29,7 +32,7 @@ def class_logits(outputs: Tensor) -> Tensor:
 
 
 def class_labels(targets: Any, logits: Tensor) -> Tensor:
-    """Class indices `[N]` from targets `[N]` or `[N, 1]`, checked against `logits [N, C]`."""
+    """Return class indices `[N]` from targets `[N]` or `[N, 1]`; raise an error if they do not fit `logits [N, C]`."""
     if targets is None:
         raise ValueError("data gives no targets: pass (x, y), with a class for each example.")
     if not isinstance(targets, Tensor) or targets.numel() != len(logits):
@@ -43,7 +46,7 @@ def class_labels(targets: Any, logits: Tensor) -> Tensor:
     wrong = (labels < 0) | (labels >= classes) | (labels != labels.long())
     try:
         found = bool(wrong.any())
-    except RuntimeError:  # under vmap values cannot be looked at
+    except RuntimeError:  # values cannot be read under vmap
         found = False
     if found:
         raise ValueError(
@@ -54,7 +57,7 @@ def class_labels(targets: Any, logits: Tensor) -> Tensor:
 
 
 def on_probabilities(fn: OutputsFn) -> OutputsFn:
-    """``fn(probabilities [N, C], labels [N])`` as a function of outputs and targets."""
+    """Turn ``fn(probabilities [N, C], labels [N])`` into a function of outputs and targets."""
 
     def of(outputs: Tensor, targets: Any) -> Tensor:
         probabilities = class_probabilities(outputs)
@@ -64,7 +67,7 @@ def on_probabilities(fn: OutputsFn) -> OutputsFn:
 
 
 class Rates:
-    """Mean probabilities by sensitive group."""
+    """Mean probabilities of each sensitive group, and the gap between them."""
 
     def __init__(self, sensitive: Any) -> None:
         values = np.asarray(sensitive.cpu() if isinstance(sensitive, Tensor) else sensitive)
@@ -82,13 +85,13 @@ class Rates:
         self.names, self.ids = names.tolist(), torch.from_numpy(ids)
 
     def of_points(self, points: np.ndarray) -> Rates:
-        """Those of some of the test points."""
+        """Return the rates for some of the test points only."""
         found = copy.copy(self)
         found.ids = self.ids[torch.from_numpy(points.astype(np.int64))]
         return found
 
     def check_length(self, n: int) -> None:
-        """Refuse another number of test points than there are values."""
+        """Raise an error if the number of test points is not the number of values in `sensitive`."""
         if len(self.ids) != n:
             raise ValueError(
                 f"sensitive has {len(self.ids)} values for {n} test points: pass one per point, in the "
@@ -96,7 +99,10 @@ class Rates:
             )
 
     def gap(self, chosen: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
-        """Largest minus smallest group mean of `chosen [N]`, over the points in `mask` (of this `kind`)."""
+        """Return the largest minus the smallest group mean of `chosen [N]`, over the points in `mask`.
+
+        Errors call these points `kind`.
+        """
         self.check_length(len(chosen))
         members = self.ids.to(chosen.device)[:, None] == torch.arange(len(self.names), device=chosen.device)
         if mask is not None:

@@ -1,4 +1,4 @@
-"""Properties of all outputs of a test set at once, and linear maps of several properties."""
+"""Properties that are a function of all outputs of a test set, and linear maps of several properties."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OutputsFn = Callable[[Tensor, Any], Tensor]
 
 
 class OutputsProperty(DataProperty):
-    """``fn(outputs [N, …], targets [N, …])`` of the whole test set, scalar or `[m]`; see `of_outputs`."""
+    """The value of ``fn(outputs [N, …], targets [N, …])`` on a whole test set, scalar or `[m]`; see `of_outputs`."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class OutputsProperty(DataProperty):
         return self.fn(torch.cat(outputs), None if targets[0] is None else torch.cat(targets))
 
     def of_points(self, points: np.ndarray) -> OutputsProperty:
-        """The property for some of the test points, where `fn` holds a value for each of them."""
+        """Return the property for some of the test points; an `fn` that holds a value per point keeps only theirs."""
         found = copy.copy(self)
         if self.fn_of_points is not None:
             found.fn = self.fn_of_points(points)
         return found
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
-        """Rows `[m, p]` in two passes over the data."""
+        """Return the gradient rows `[m, p]`, in two passes over the data."""
         outputs, targets = self._all_outputs(model)
         outputs.requires_grad_()
         value = checked_value(self.fn(outputs, targets))
@@ -76,7 +76,7 @@ class OutputsProperty(DataProperty):
         return found.result()
 
     def _all_outputs(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """All outputs `[N, …]` without a graph, and all targets, or None."""
+        """Return all outputs `[N, …]` without a graph, and all targets (None if the data has none)."""
         with together(), torch.no_grad():
             parts = list(self._outputs(model, self._batches(model, mine=True)))
         outputs = in_order((places, output) for places, output, _ in parts)
@@ -87,7 +87,7 @@ class OutputsProperty(DataProperty):
     def _outputs(
         self, model: nn.Module, batches: Iterator[tuple[np.ndarray, Any]]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Of every batch: places in the data, outputs, and targets, or None."""
+        """Yield for every batch its positions in the data, its outputs, and its targets (None if it has none)."""
         shape: torch.Size | None = None
         for indices, batch in batches:
             output, target = model_output(model, batch)
@@ -108,7 +108,7 @@ def _check_repeats(again: Tensor, before: Tensor) -> None:
 
 
 class LinearProperty(ReadyProperty):
-    """A linear map of several properties, the same for values and gradients; see `stack`, `weighted_sum`."""
+    """A linear map of several properties, applied to values and gradients alike; see `stack` and `weighted_sum`."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class LinearProperty(ReadyProperty):
 
     @property
     def components(self) -> int | None:
-        """How many numbers it gives, where that is known without calling it."""
+        """Number of components of the property, or None if it is not known without calling the property."""
         counts = [getattr(part, "components", None) for part in self.properties]
         if not self.stacked:
             return next((count for count in counts if count is not None), None)
@@ -140,12 +140,12 @@ class LinearProperty(ReadyProperty):
         return self.join([part(model) for part in self.properties])
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
-        """Rows `[m, p]`."""
+        """Return the gradient rows `[m, p]`."""
         return self.join([property_gradient(part, model, parameters) for part in self.properties])
 
 
 def data_of(property: Any) -> Iterator[IndexedData]:
-    """The test data that a ready property is measured on; all of them, if it is made of several."""
+    """Yield the test data that a ready property is measured on; a property made of several yields the data of each."""
     if isinstance(property, DataProperty):
         yield property.data
     for part in getattr(property, "properties", ()):
@@ -153,7 +153,7 @@ def data_of(property: Any) -> Iterator[IndexedData]:
 
 
 def stack(*properties: Property) -> LinearProperty:
-    """Several properties as one vector `[m_1 + m_2 + …]`, component after component."""
+    """Join several properties into one with components `[m_1 + m_2 + …]`, one property after the other."""
     return LinearProperty(
         properties,
         lambda parts: torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts]),
@@ -164,9 +164,9 @@ def stack(*properties: Property) -> LinearProperty:
 def weighted_sum(
     properties: Sequence[Property], weights: Sequence[float], *, name: str = "weighted sum"
 ) -> LinearProperty:
-    """``Σ_i weights[i] · properties[i]``, for properties with the same number of components.
+    """Return the property ``Σ_i weights[i] · properties[i]``; all parts must have the same number of components.
 
-    Higher is better where that holds for every part, with the sign of its weight.
+    Whether higher is better is known if all parts with their weights agree. A negative weight reverses a part.
     """
     if len(properties) != len(weights):
         raise ValueError(f"weights has {len(weights)} entries for {len(properties)} properties.")
@@ -181,7 +181,7 @@ def weighted_sum(
 
 
 def _common(properties: Sequence[Property], weights: Sequence[float]) -> bool | None:
-    """Whether higher is better for all weighted parts alike; None if they differ, or one is not known."""
+    """Whether higher is better for every part with its weight; None if the parts differ or one of them is not known."""
     found: set[bool | None] = set()
     for part, weight in zip(properties, weights, strict=True):
         better = getattr(part, "higher_is_better", None)

@@ -1,4 +1,4 @@
-"""The ready properties, each one line to use: losses, margins, accuracy, F1, fairness, robustness, calibration."""
+"""The ready properties: losses, margins, accuracy, F1, fairness, robustness, calibration; one line of code each."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ def of_outputs(
     higher_is_better: bool | None = None,
     batch_size: int | None = None,
 ) -> OutputsProperty:
-    """Any function of all the model's outputs on a test set, ``g(θ) = fn(f(X; θ), Y)``.
+    """Return a property that is any function of all the model's outputs on a test set, ``g(θ) = fn(f(X; θ), Y)``.
 
     Args:
         data: a DataLoader that does not shuffle, a Dataset, or tensors.
-        fn: ``fn(outputs [N, …], targets [N, …])`` gives a scalar or `[m]`. It may depend on the
-            parameters through `outputs` only. `targets` is None if the data has none.
-        name: what results call it; by default the name of `fn`.
-        higher_is_better: whether a higher value is better, for results to say who helps; None if not known.
-        batch_size: examples per forward pass, by default those of a DataLoader, else 256; does not change the result.
+        fn: ``fn(outputs [N, …], targets [N, …])`` returns a scalar or `[m]`. It may depend on the parameters only
+            through `outputs`. `targets` is None if the data has none.
+        name: the name of the property in results; by default the name of `fn`.
+        higher_is_better: whether a higher value is better, so that results can say which groups help; None if it is
+            not known.
+        batch_size: examples per forward pass; by default the batch size of a DataLoader, else 256. It does not change
+            the result.
     """
     if not callable(fn) or cannot_take(fn, 2):
         raise TypeError(f"fn={fn!r}: pass a function fn(outputs, targets) that gives a number or a vector.")
@@ -53,13 +55,13 @@ def point_losses(data: DataLike, loss_fn: LossFn, *, batch_size: int | None = No
 
 
 def mean_loss(data: DataLike, loss_fn: LossFn, *, batch_size: int | None = None) -> MeanProperty:
-    """Mean loss of a test set, ``1/N Σ_j loss(f(x_j), y_j)``; a point whose target is ignored counts, with loss 0."""
+    """Mean loss of a test set, ``1/N Σ_j loss(f(x_j), y_j)``; N includes points with ignored targets, with loss 0."""
     loss = as_example_loss(loss_fn)
     return MeanProperty(data, loss, batch_size, name="mean_loss", higher_is_better=False)
 
 
 def contrast(data_a: DataLike, data_b: DataLike, loss_fn: LossFn, *, batch_size: int | None = None) -> LinearProperty:
-    """Mean loss of set A minus mean loss of set B; whether higher is better depends on the question (`named`)."""
+    """Mean loss of set A minus mean loss of set B; use `named` to say whether higher is better for your question."""
     loss = as_example_loss(loss_fn)
     sets = [
         MeanProperty(data, loss, batch_size, source, name="mean_loss", higher_is_better=False)
@@ -69,7 +71,7 @@ def contrast(data_a: DataLike, data_b: DataLike, loss_fn: LossFn, *, batch_size:
 
 
 def attacked_loss(data: DataLike, loss_fn: LossFn, attack: Attack, *, batch_size: int | None = None) -> MeanProperty:
-    """Mean loss ``1/N Σ_j loss(f(x'_j), y_j)``, with x' from `attack` at the current parameters, then fixed.
+    """Mean loss ``1/N Σ_j loss(f(x'_j), y_j)``; `attack` makes x' at the current parameters, then x' is held fixed.
 
     `attack` is ``fgsm(eps)``, ``pgd(eps, step, steps)`` or any `ggda_ext.properties.attacks.Attack`.
     """
@@ -80,14 +82,14 @@ def attacked_loss(data: DataLike, loss_fn: LossFn, attack: Attack, *, batch_size
 def margins(data: DataLike, *, soft: bool = True, batch_size: int | None = None) -> PointProperty:
     """Margin of each test point `[N]`, ``z_y - log Σ_{c≠y} exp z_c`` (TRAK's output function).
 
-    With ``soft=False``, ``z_y - max_{c≠y} z_c``. ``margins(data).mean()`` is their mean.
+    With ``soft=False`` the margin is ``z_y - max_{c≠y} z_c``. ``margins(data).mean()`` is the mean margin.
     """
     loss = OutputLoss(partial(_margin, soft=soft))
     return PointProperty(data, loss, batch_size, name="margin", higher_is_better=True)
 
 
 def correct_logits(data: DataLike, *, batch_size: int | None = None) -> PointProperty:
-    """Logit of the correct class of each test point `[N]`, ``z_y``; of one-logit models ``±z``."""
+    """Logit of the correct class of each test point `[N]`: ``z_y``, or ``±z`` for a model with a single logit z."""
     return PointProperty(data, OutputLoss(_correct_logit), batch_size, name="correct_logit", higher_is_better=True)
 
 
@@ -99,9 +101,9 @@ def soft_accuracy(data: DataLike, *, temperature: float = 1.0, batch_size: int |
 
 
 def accuracy(data: DataLike, *, batch_size: int | None = None) -> OutputsProperty:
-    """Share of test points whose most probable class is the right one.
+    """Share of test points whose most probable class is the correct one.
 
-    It has no slope: for `WhatIf`, `leave_group_out` and retraining. `attribute` takes `soft_accuracy`.
+    It has no gradient. Use it with `WhatIf`, `leave_group_out` and retraining; use `soft_accuracy` with `attribute`.
     """
 
     def share(probabilities: Tensor, labels: Tensor) -> Tensor:
@@ -113,7 +115,7 @@ def accuracy(data: DataLike, *, batch_size: int | None = None) -> OutputsPropert
 def f1(
     data: DataLike, *, average: Average = "macro", positive: int = 1, batch_size: int | None = None
 ) -> OutputsProperty:
-    """F1 of the most probable classes; it has no slope, like `accuracy`, and the arguments of `soft_f1`."""
+    """F1 of the most probable classes; like `accuracy` it has no gradient. It takes the arguments of `soft_f1`."""
     of = _f1_of(average, positive)
 
     def hard(probabilities: Tensor, labels: Tensor) -> Tensor:
@@ -126,10 +128,10 @@ def f1(
 def soft_f1(
     data: DataLike, *, average: Average = "macro", positive: int = 1, batch_size: int | None = None
 ) -> OutputsProperty:
-    """F1 with probabilities P `[N, C]` for predictions, ``F1_c = 2 Σ_{y=c} P_c / (Σ P_c + #{y=c})``.
+    """F1 with probabilities P `[N, C]` in place of predictions, ``F1_c = 2 Σ_{y=c} P_c / (Σ P_c + #{y=c})``.
 
     Args:
-        average: "macro", the mean over all C classes, or "binary", the F1 of class `positive`.
+        average: "macro" for the mean over all C classes, or "binary" for the F1 of class `positive`.
     """
     return _of_probabilities(data, _f1_of(average, positive), batch_size, "soft_f1", True)
 
@@ -176,12 +178,12 @@ def equalized_odds_gap(
 ) -> OutputsProperty:
     """The larger, or the mean, of the gaps in true and in false positive rate over the sensitive groups.
 
-    The rates of a group are the mean probabilities of class `positive` over its points that are of this
-    class, and over those that are not. As fairlearn's `equalized_odds_difference`, with probabilities.
+    A group has two rates: the mean probability of class `positive` over its points of this class, and over its other
+    points. This is fairlearn's `equalized_odds_difference` with probabilities in place of predictions.
 
     Args:
         sensitive: the group of each test point `[N]`, numbers or strings; two or more groups.
-        agg: "worst_case", the larger of the two gaps, or "mean".
+        agg: "worst_case" for the larger of the two gaps, or "mean" for their mean.
     """
     if agg not in ("worst_case", "mean"):
         raise ValueError(f"agg={agg!r} is not one of 'worst_case', 'mean'.")
@@ -200,9 +202,9 @@ def soft_calibration_error(
 ) -> OutputsProperty:
     """Expected calibration error with soft bins, ``1/N Σ_b |Σ_j u_jb (correct_j - c_j)|``.
 
-    The confidence c_j is the largest probability; point j is in bin b, centred at t_b, with weight
-    ``u_j = softmax_b(-(c_j - t_b)² / temperature)``, a hard bin as the temperature goes to 0. Whether a
-    prediction is correct counts as a constant.
+    The confidence c_j is the largest probability of point j. The point is in bin b, centred at t_b, with weight
+    ``u_j = softmax_b(-(c_j - t_b)² / temperature)``; the bins become hard as the temperature goes to 0. Whether a
+    prediction is correct is treated as a constant.
     """
     _check_positive("temperature", temperature)
     _check_positive("bins", bins)
@@ -237,7 +239,7 @@ def _correct_probability(outputs: Tensor, targets: Any = None, *, temperature: f
 def _of_probabilities(
     data: DataLike, fn: OutputsFn, batch_size: int | None, name: str, higher_is_better: bool
 ) -> OutputsProperty:
-    """A property ``fn(probabilities [N, C], labels [N])`` of the whole test set."""
+    """Return the property ``fn(probabilities [N, C], labels [N])`` of the whole test set."""
     of = on_probabilities(fn)
     return OutputsProperty(data, of, batch_size, name=name, higher_is_better=higher_is_better, components=1)
 
@@ -245,7 +247,7 @@ def _of_probabilities(
 def _of_rates(
     data: DataLike, gap: Callable[[Tensor, Tensor, Rates], Tensor], batch_size: int | None, name: str, rates: Rates
 ) -> OutputsProperty:
-    """A gap between sensitive groups, ``gap(probabilities [N, C], labels [N], rates)``; less is better."""
+    """Return the property ``gap(probabilities [N, C], labels [N], rates)`` of sensitive groups; lower is better."""
 
     def between(groups: Rates) -> OutputsFn:
         return lambda probabilities, labels: gap(probabilities, labels, groups)

@@ -1,9 +1,9 @@
-"""What a property is: a checked gradient; a name and a direction, so that a result can say who helps and hurts.
+"""Properties with a checked gradient, a name, and whether higher is better, so that a result can say who helps.
 
-A property is any callable ``g(model) -> Tensor``. Ready ones bring their gradient, name and direction
-(`ReadyProperty`); `named` gives the last two to any other. The properties that decompose over test points are here,
-those of all outputs at once and sums of properties in `classes`. Gradients are made in shares of the test points (see
-`ggda_ext.sharing`); values are computed by each rank.
+A property is any callable ``g(model) -> Tensor``. Ready properties (`ReadyProperty`) have a gradient and a name, and
+know whether higher is better; `named` adds the last two to any other property. The properties in this module are
+computed point by point. Properties of all outputs and sums of properties are in `classes`. For a gradient every rank
+takes a share of the test points (see `ggda_ext.sharing`); for a value every rank takes all of them.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from ggda_ext.words import check_counts
 Property = Callable[[nn.Module], Tensor]
 Parameters = Mapping[str, nn.Parameter]
 HigherIsBetter = bool | None
-"""Whether higher is better; None if that is not known."""
+"""Whether a higher value is better; None if it is not known."""
 BATCH_SIZE = 256
-"""Test points per forward pass, where neither the caller nor a DataLoader says."""
+"""Test points per forward pass if neither the caller nor a DataLoader sets a batch size."""
 
 
 def property_gradient(property: Property, model: nn.Module, parameters: Parameters) -> Tensor:
-    """Gradient of every component of a property, ``∂g_j/∂θ``.
+    """Return the gradient of every component of a property, ``∂g_j/∂θ``.
 
     Args:
-        property: a callable ``g(model) -> Tensor``, scalar or `[m]`. If it has a method
-            ``gradient(model, parameters) -> [m, p]``, that is used instead of plain autograd.
-        model: left as it was: `requires_grad`, `.grad`, train or eval mode, buffers. The property is called with the
-            model inside of a DistributedDataParallel.
-        parameters: the parameters θ of `model` by name; other parameters count as constants.
+        property: a callable ``g(model) -> Tensor`` that returns a scalar or `[m]`. If it has a method
+            ``gradient(model, parameters) -> [m, p]``, this method is used instead of plain autograd.
+        model: the model. Its `requires_grad`, `.grad`, train or eval mode and buffers are restored afterwards. If it is
+            a DistributedDataParallel, the property is called with the model inside.
+        parameters: the parameters θ of `model` by name; other parameters are treated as constants.
 
     Returns:
         Rows `[m, p]`, detached; p runs over the flattened parameters in the order of the dict.
@@ -75,7 +75,7 @@ def property_gradient(property: Property, model: nn.Module, parameters: Paramete
 
 
 def check_property(property: Any) -> None:
-    """Refuse what is no property: data, a name, or a maker of properties that was not called."""
+    """Raise an error if this is no property: data, a name, or a function such as `mean_loss` that was not called."""
     ready = "e.g. properties.mean_loss(test_data, loss), or any callable g(model) -> Tensor"
     if not callable(property) or isinstance(property, type):
         several = "; for several, properties.stack(first, second)" if isinstance(property, list | tuple) else ""
@@ -89,7 +89,7 @@ def check_property(property: Any) -> None:
 
 
 def _plain_gradient(property: Property, model: nn.Module, parameters: Parameters) -> Tensor:
-    """Rows `[m, p]` by autograd."""
+    """Return the gradient rows `[m, p]` by plain autograd."""
 
     def rows() -> Tensor:
         value = checked_value(property(model))
@@ -103,12 +103,12 @@ def _plain_gradient(property: Property, model: nn.Module, parameters: Parameters
 
 @contextmanager
 def _differentiable(model: nn.Module, parameters: Parameters, *, only_runs: bool) -> Iterator[None]:
-    """Let `parameters` require grad, and put back whatever a property may change in the model.
+    """Let `parameters` require grad, and afterwards restore everything that a property may change in the model.
 
     Args:
         model: the model.
-        parameters: of it.
-        only_runs: whether the property does nothing but run the model; a user's own may do anything with it.
+        parameters: parameters of the model.
+        only_runs: whether the property only runs the model; a user's own property may do anything with it.
     """
     kept = left_as_it_was_by_runs(model) if only_runs else left_as_it_was(model, may_change(model))
     with kept, training_kernels(), torch.enable_grad():
@@ -122,7 +122,7 @@ class Rows:
 
     Args:
         m: number of rows.
-        parameters: what is differentiated by.
+        parameters: the parameters that the gradients are taken for.
         sums: whether a row is a sum over batches.
     """
 
@@ -131,14 +131,14 @@ class Rows:
         self.tensors = list(parameters.values())
         self.sizes = [tensor.numel() for tensor in self.tensors]
         self.dtype, self.device = reduce(torch.promote_types, (t.dtype for t in self.tensors)), self.tensors[0].device
-        # what is added up over many batches is kept in double precision
+        # sums over many batches need double precision
         dtype, device = (torch.float64, sums_on(self.device)) if sums else (self.dtype, self.device)
         self.rows = torch.zeros(m, sum(self.sizes), dtype=dtype, device=device)
         self.used = torch.tensor(0)
-        """How many times there was a gradient."""
+        """Number of calls of `add` that found a gradient."""
 
     def add(self, j: int, value: Tensor, cotangent: Tensor | None = None, keep: bool = False) -> None:
-        """Row j += ``cotangentᵀ · ∂value/∂θ``; `keep` the graph if it is needed again."""
+        """Add ``cotangentᵀ · ∂value/∂θ`` to row j; `keep` says whether to keep the graph for another call."""
         if not value.requires_grad:  # this batch does not use the parameters; another one may
             return
         grads = torch.autograd.grad(value, self.tensors, cotangent, retain_graph=keep, allow_unused=True)
@@ -148,7 +148,7 @@ class Rows:
                 piece.add_((grad.to_dense() if grad.is_sparse else grad).flatten().to(piece))
 
     def adding_up(self, *also: Tensor) -> AbstractContextManager[None]:
-        """Around work that adds our share of the data to these rows: at its end they are those of all data."""
+        """Return a context in which every rank adds its share of the data; at its end the rows sum all shares."""
         return adding_up(self.used, self.rows, *also)
 
     def result(self) -> Tensor:
@@ -162,7 +162,7 @@ class Rows:
 
 
 def checked_value(value: Any) -> Tensor:
-    """The value of a property as a vector `[m]`, if it can be differentiated."""
+    """Return the value of a property as a vector `[m]`; raise an error if it is not finite or has no gradient."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"property returned a {type(value).__name__}: return a tensor, one number or a vector [m], "
@@ -184,7 +184,7 @@ def checked_value(value: Any) -> Tensor:
 
 
 def finite_values(values: Tensor, of: str, first: int = 0) -> Tensor:
-    """`values [m]`, if all are finite; errors call them `of` number `first`, `first` + 1, …"""
+    """Return `values [m]`; raise an error if one is not finite. Errors call value j of them "`of` `first + j`"."""
     if not all_finite(values):
         j = int(torch.nonzero(~values.isfinite())[0])
         raise ValueError(
@@ -200,26 +200,26 @@ def _name_at(position: int, parameters: Parameters) -> str:
 
 
 class ReadyProperty:
-    """A property that brings its own gradient, and says what it is called and whether higher is better."""
+    """A property that has its own gradient and a name, and knows whether higher is better."""
 
     name: str = ""
-    """What results call it."""
+    """The name of the property in results."""
     higher_is_better: bool | None = None
-    """Whether a higher value is better; None if that is not known."""
+    """Whether a higher value is better; None if it is not known."""
 
     stacked: Sequence[Property] = ()
-    """The properties whose components it has, one after the other; empty for what is no stack."""
+    """The properties that a stack consists of, in the order of its components; empty if the property is not a stack."""
 
     def __call__(self, model: nn.Module) -> Tensor:
         raise NotImplementedError
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
-        """Rows `[m, p]`."""
+        """Return the gradient rows `[m, p]`."""
         raise NotImplementedError
 
 
 class NamedProperty:
-    """A property with a name and a direction; see `named`."""
+    """A property with a name, and whether higher is better; see `named`."""
 
     def __init__(self, property: Property, name: str, higher_is_better: HigherIsBetter) -> None:
         self.property, self.name, self.higher_is_better = property, name, higher_is_better
@@ -237,12 +237,12 @@ def named(
 @overload
 def named(property: Property, name: str | None = None, *, higher_is_better: HigherIsBetter = None) -> Property: ...
 def named(property: Property, name: str | None = None, *, higher_is_better: HigherIsBetter = None) -> Property:
-    """A property with a name and a direction, which results show.
+    """Return the property with a name, and whether higher is better; results show both.
 
     Args:
-        property: any property, ready or a callable of your own.
-        name: what results call it; by default the name it has.
-        higher_is_better: whether a higher value is better; by default what is known.
+        property: any property: a ready one or your own callable.
+        name: the name of the property in results; by default the name that it already has.
+        higher_is_better: whether a higher value is better; by default what a ready property says.
     """
     if not callable(property):
         raise TypeError(f"property is a {type(property).__name__}: pass a callable g(model) -> Tensor.")
@@ -260,19 +260,19 @@ def named(property: Property, name: str | None = None, *, higher_is_better: High
 
 
 def default_name(property: Any) -> str:
-    """The name a property has, or that of its function."""
+    """Return the name of a property or of its function; ``"property"`` if there is none."""
     name = getattr(property, "name", None) or getattr(property, "__name__", None)
     return name if isinstance(name, str) and name != "<lambda>" else "property"
 
 
-# of a test set, batch by batch
+# properties of a test set, batch by batch
 
 
 class DataProperty(ReadyProperty):
     """A property of a test set, run batch by batch in the order of the data."""
 
     only_runs = True
-    """It does nothing with the model but run it."""
+    """Whether the property only runs the model."""
 
     def __init__(
         self, data: DataLike, batch_size: int | None, source: str, name: str, higher_is_better: bool | None
@@ -285,7 +285,7 @@ class DataProperty(ReadyProperty):
     def _batches(
         self, model: nn.Module, *, mine: bool = False, batch_size: int | None = None
     ) -> Iterator[tuple[np.ndarray, Any]]:
-        """Batches on the model's device: of all test points in order, or those that are this rank's share."""
+        """Yield batches on the model's device: all test points in order, or with `mine` only this rank's share."""
         size = batch_size or self._at_once
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.data.suit(model)
@@ -298,7 +298,7 @@ class DataProperty(ReadyProperty):
 
 
 class LossProperty(DataProperty):
-    """A property made of what `loss.each` gives for every test point."""
+    """A property computed from the numbers that `loss.each` returns, one for every test point."""
 
     def __init__(
         self,
@@ -315,21 +315,21 @@ class LossProperty(DataProperty):
 
 
 class PointProperty(LossProperty):
-    """One component for each test point `[N]`: its loss, or another number that `loss.each` gives.
+    """A property with one component per test point `[N]`: its loss, or another number that `loss.each` returns.
 
-    Providers may recognise it and use `loss` and `data` directly.
+    Providers may use `loss` and `data` directly instead of calling the property.
     """
 
     @property
     def components(self) -> int | None:
-        """How many test points there are; None for a stream."""
+        """Number of test points; None for a stream."""
         return self.data.n
 
     def __call__(self, model: nn.Module) -> Tensor:
         return torch.cat([self.loss.each(model, batch) for _, batch in self._batches(model)])
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
-        """A row for each point `[N, p]`; point by point, as a row costs a backward of its whole batch."""
+        """Return a row for each point `[N, p]`; batches have one point, as a row needs a backward of all its batch."""
         with together():
             n = self.data.n or sum(len(indices) for indices, _ in self.data.sequential(self._at_once))
         found = Rows(n, parameters)
@@ -341,14 +341,14 @@ class PointProperty(LossProperty):
         return found.result()
 
     def mean(self) -> MeanProperty:
-        """The mean over the test points, a scalar property."""
+        """Return the mean over the test points as a property with one component."""
         return MeanProperty(
             self.data, self.loss, self.batch_size, name=f"mean of {self.name}", higher_is_better=self.higher_is_better
         )
 
 
 class MeanProperty(LossProperty):
-    """Mean over the test points of what `loss.each` gives: one pass, as it decomposes."""
+    """Mean over the test points of the numbers that `loss.each` returns; as a mean of points it needs only one pass."""
 
     components = 1
 
@@ -357,7 +357,7 @@ class MeanProperty(LossProperty):
         return torch.cat(losses).mean()
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
-        """The row `[1, p]`."""
+        """Return the gradient row `[1, p]`."""
         found, n = Rows(1, parameters, sums=True), torch.tensor(0)
         with found.adding_up(n):
             for indices, batch in self._batches(model, mine=True):

@@ -1,10 +1,10 @@
-"""How sure a property's gradient is, given that its test points are a sample: the jackknife over folds of test points.
+"""How uncertain scores are because the test points are only a sample: the jackknife over folds of test points.
 
-With g_(−j) the property without fold j of J, the scores it gives vary as
+Let g_(−j) be the property without fold j of J folds, and s_(−j) its scores. The variance of the scores is
 
     var = (J − 1) / J · Σ_j (s_(−j) − s̄)²
 
-Scores are linear in the gradient, so only gradients are taken again: ∇g and the J changes ∇g_(−j) − ∇g.
+Scores are linear in the gradient. Therefore only gradients are computed: ∇g and the J changes ∇g_(−j) − ∇g.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FOLDS = 10
 def jackknifed(
     property: Property, model: nn.Module, parameters: Parameters, folds: int = FOLDS, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of a property `[m, p]`, and by how much it differs without each fold `[folds, m, p]`.
+    """Return the gradient of a property `[m, p]`, and its changes without each fold `[folds, m, p]`.
 
     Args:
-        property: of a test set, such as those of `ggda_ext.properties`; not of single test points.
+        property: a property of a whole test set, such as those in `ggda_ext.properties`; not of single test points.
         model: the model.
-        parameters: what is differentiated by.
-        folds: parts of the test points; as many as there are points, if these are fewer.
-        seed: of the parts.
+        parameters: the parameters that the gradients are taken for.
+        folds: number of folds of the test points; if there are fewer points, the number of points.
+        seed: seed of the split into folds.
     """
     if isinstance(property, NamedProperty):
         return jackknifed(property.property, model, parameters, folds, seed)
@@ -62,7 +62,7 @@ def _folds(n: int | None, folds: int, seed: int) -> list[np.ndarray]:
 
 
 def _on(property: Any, points: np.ndarray) -> Any:
-    """The same property of some of its test points."""
+    """Return the same property on some of its test points."""
     found = copy.copy(property)
     found.data = SomePoints(property.data, np.sort(points))
     return found
@@ -71,7 +71,7 @@ def _on(property: Any, points: np.ndarray) -> Any:
 def _of_mean(
     property: MeanProperty, model: nn.Module, parameters: Parameters, folds: list[np.ndarray]
 ) -> tuple[Tensor, Tensor]:
-    """A mean is put together from its folds: one pass in all."""
+    """The changes of a mean, computed from the gradients of its folds; this takes one pass in all."""
     each = torch.stack([property_gradient(_on(property, fold), model, parameters) for fold in folds])
     sizes = torch.tensor([len(fold) for fold in folds], dtype=each.dtype, device=each.device)[:, None, None]
     total = sizes.sum()
@@ -94,6 +94,6 @@ def _of_outputs(
 
 
 def spread(changes: Tensor) -> Tensor:
-    """Standard error `[m, k]` of scores from their changes without each fold `[folds, m, k]`."""
+    """Return the standard error `[m, k]` of scores, given their changes without each fold `[folds, m, k]`."""
     folds = len(changes)
     return ((folds - 1) / folds * (changes - changes.mean(0)).square().sum(0)).sqrt()

@@ -1,11 +1,11 @@
-"""`Attribution`: scores `[m, k]` of groups that know their names, sizes, direction, method and how sure they are.
+"""`Attribution`: scores `[m, k]` of groups, with names, sizes, direction, method and intervals.
 
-One sign everywhere: a score is positive where the property is predicted to *rise* if the group is removed. With the
-property's direction this says who helps and who hurts:
+The sign is the same everywhere: a score is positive if the property is predicted to *rise* when the group is removed.
+Together with the property's direction, the sign tells which groups help and which hurt:
 
     hurts  ⇔  score > 0 and higher is better, or score < 0 and lower is better.
 
-It is a tensor: whatever PyTorch or NumPy does with one gives plain tensors and arrays.
+An `Attribution` is a tensor. Operations of PyTorch and NumPy on it return plain tensors and arrays.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ if TYPE_CHECKING:
 
 
 class Attribution(NamedScores):
-    """Scores `[m, k]` of k groups for m properties; prints as a ranked table, and is used as a tensor.
+    """Scores `[m, k]` of k groups for m properties. Prints as a ranked table and can be used as a tensor.
 
     Args:
-        scores: `[m, k]`, positive where the property is predicted to rise if the group is removed.
+        scores: scores `[m, k]`, positive if the property is predicted to rise when the group is removed.
         groups: the groups, in the order of the columns.
-        properties: names of the m properties; ``property 0`` … if left out.
-        higher_is_better: of each property; None where it is not known, and then nothing helps or hurts.
+        properties: names of the m properties; by default ``property 0`` ….
+        higher_is_better: for each property, whether higher is better. None if not known; then no group helps or hurts.
         low: lower end of an interval around each score `[m, k]`.
-        high: its upper end `[m, k]`.
+        high: upper end of that interval `[m, k]`.
         interval: what the interval covers, such as ``"95 %, over test points"``.
         method: how the scores were made.
-        warnings: by name of a group, what to know before its score is trusted.
-        notes: the same about all scores.
-        member_scores: the score of each training point alone `[m, n]`, where known; they add up to the group's.
+        warnings: group name → what to know before trusting the group's score.
+        notes: what to know before trusting any of the scores.
+        member_scores: the score of each training point alone `[m, n]`, if known. The scores of a group's members add up
+            to the group's score.
 
     >>> result = Attribution(torch.tensor([[0.5, -0.25]]), Groups(["web", "web", "forum"]), ["loss"], [False])
     >>> print(result)
@@ -72,19 +73,19 @@ class Attribution(NamedScores):
         test_axis: Literal["auto", 0, 1] = "auto",
         **details: Any,
     ) -> Attribution:
-        """The group scores of any toolkit, in either shape, as an `Attribution`.
+        """Turn the group scores of any toolkit into an `Attribution`, from either shape.
 
         Args:
             scores: Captum's `[m, k]`, dattri's `(k, m)`, TRAK's `[k, m]`, one row `[k]`, or the result of
                 `leave_group_out`.
-            groups: those that the scores are of.
+            groups: the groups that the scores belong to.
             property: what was explained: the property, or its name, or m names.
             higher_is_better: whether higher is better; by default what the property says.
-            method: its name, or facts about it.
-            positive: what a positive score says about the property if the group is removed: that it ``"rises"``
-                (Captum, all of dattri but TRAK, `FisherInfluence`) or ``"falls"`` (both TRAKs, whose scores are turned
-                round here). Asked for where scores are `[k, m]`, as both exist.
-            test_axis: which axis of `scores` are the m test points or properties; asked for where m = k.
+            method: the name of the method, or facts about it.
+            positive: what the property does, according to a positive score, if the group is removed: it ``"rises"``
+                (Captum, all of dattri but TRAK, `FisherInfluence`) or ``"falls"`` (both TRAKs; this method flips the
+                sign of their scores). Required if scores are `[k, m]`, because both signs exist for that shape.
+            test_axis: the axis of `scores` that holds the m test points or properties; required if m = k.
             **details: `low`, `high`, `interval`, `warnings`, `notes`, `member_scores` as in `Attribution`.
         """
         return converted(
@@ -93,50 +94,51 @@ class Attribution(NamedScores):
 
     @property
     def per_member(self) -> Attribution:
-        """Scores divided by the size of the group, to compare what a member counts."""
+        """The scores divided by the size of each group, to compare groups by their mean effect per member."""
         sizes = torch.from_numpy(np.array(self.sizes)).to(self.scores)
         note = "Scores are divided by the size of the group."
         divided = self._each("scores", "low", "high", by=lambda values: values / sizes)
         return self.replace(notes=(*self.notes, note), member_scores=None, **divided)
 
     def effects(self, property: str | int = 0) -> tuple[str, ...]:
-        """For every group: ``helps`` or ``hurts``, ``rises`` or ``falls`` if the direction is not known.
+        """Return the effect of every group: ``helps``, ``hurts``; ``rises``, ``falls`` if the direction is not known.
 
-        ``unclear`` where the interval contains 0, ``none`` where the score is 0.
+        The effect is ``unclear`` if the interval contains 0, ``none`` if the score is 0, ``unknown`` if it is NaN.
         """
         return ranking.effects(self, self.property_id(property))
 
     def ranked(self, by: str | int | None = None) -> Attribution:
-        """All groups, those that matter most first (by the size of the score).
+        """Return all groups, sorted by absolute score, largest first.
 
         Args:
-            by: the property that counts; by default the first, or the mean of many of one direction.
+            by: the property to rank by. By default the first, or, for many properties that all have the same direction,
+                their mean.
         """
         return self.some(ranking.order(self, by))
 
     def top(self, count: int = 5, by: str | int | None = None) -> Attribution:
-        """The groups that matter most, helpful or harmful, largest score first."""
+        """Return the groups that matter most, helpful or harmful, largest absolute score first."""
         check_counts(count=count)
         return self.some(ranking.order(self, by)[:count])
 
     def harmful(self, by: str | int | None = None, *, sure: bool = False) -> Attribution:
-        """The groups without which the property is predicted to get better, worst group first.
+        """Return the groups whose removal is predicted to make the property better, most harmful group first.
 
         Args:
-            by: the property that counts; by default the first.
-            sure: only those whose interval does not contain 0.
+            by: the property to look at; by default as in `ranked`.
+            sure: whether to return only groups whose interval does not contain 0.
         """
         return self.some(ranking.with_effect(self, "hurts", by, sure))
 
     def helpful(self, by: str | int | None = None, *, sure: bool = False) -> Attribution:
-        """The groups without which the property is predicted to get worse, best group first; as `harmful`."""
+        """Return the groups whose removal is predicted to make the property worse, most helpful first; as `harmful`."""
         return self.some(ranking.with_effect(self, "helps", by, sure))
 
     def some(self, ids: Sequence[int]) -> Attribution:
-        """Some of the groups by id (column), in that order, with everything that is known about them."""
+        """Return some of the groups by id (column), in the order of `ids`, with everything that is known about them."""
         ids = [int(j) for j in ids]
         if ids:
-            self.groups.names_of(ids)  # which refuses ids that no group has
+            self.groups.names_of(ids)  # raises an error for ids that no group has
         if len(set(ids)) < len(ids):
             raise ValueError(f"ids holds a group more than once: {ids}.")
         at = torch.tensor(ids, dtype=torch.int64, device=self.device)
@@ -148,17 +150,17 @@ class Attribution(NamedScores):
         )
 
     def of_group(self, name: Hashable) -> Attribution:
-        """One group by name, as an attribution `[m, 1]`; ``float()`` of it is the score if there is one property."""
+        """Return one group by name, as an attribution `[m, 1]`. With one property, ``float()`` of it is the score."""
         return self.some([self.groups.id_of(name)])
 
     def of_property(self, name: str | int) -> Attribution:
-        """One property by name or number, as an attribution `[1, k]`."""
+        """Return one property by name or number, as an attribution `[1, k]`."""
         j = self.property_id(name)
         of_each = ("scores", "properties", "higher_is_better", "low", "high", "member_scores")
         return self.replace(**self._each(*of_each, by=lambda values: values[j : j + 1]))
 
     def property_id(self, name: str | int) -> int:
-        """The row of a property, by name or number."""
+        """Return the row of a property, by name or number."""
         return ranking.property_id(self, name)
 
     @overload
@@ -166,17 +168,17 @@ class Attribution(NamedScores):
     @overload
     def __getitem__(self, key: Any) -> Tensor: ...
     def __getitem__(self, key: Any) -> Tensor:
-        """A group, a property, or both by name, as an `Attribution`; by anything else as a tensor.
+        """Return an `Attribution` if the key names a group, a property or both; return a tensor for any other key.
 
         ``result["web"]``, ``result[["web", "books"]]``, ``result["mean_loss"]``, ``result["mean_loss", "web"]``. Whole
-        numbers, slices and tensors are rows and columns, also where groups are named by numbers: see `of_group`.
+        numbers, slices and tensors always select rows and columns. If the names of groups are numbers, use `of_group`.
         """
         if ranking.is_tensor_index(key):
             return super().__getitem__(key)
         return ranking.by_name(self, key)
 
     def __contains__(self, key: object) -> Any:
-        """Whether there is a group of this name; numbers and tensors are looked for among the scores."""
+        """Whether there is a group with this name. Numbers and tensors are searched in the scores instead."""
         if isinstance(key, int | float | complex | Tensor):
             return super().__contains__(key)
         return key in self.groups.all_names
@@ -185,28 +187,28 @@ class Attribution(NamedScores):
         return table.as_text(self)
 
     def __format__(self, spec: str) -> str:
-        """One score as the number it is, ``f"{result['web']:.3f}"``; else as any tensor."""
+        """Format a single score as a number, ``f"{result['web']:.3f}"``; several scores as PyTorch formats a tensor."""
         return format(self.item() if spec and self.numel() == 1 else self.scores if spec else str(self), spec)
 
     def _repr_html_(self) -> str:
-        """The table, for notebooks."""
+        """Return the table as HTML, for notebooks."""
         return table.as_html(self)
 
     def to_frame(self) -> pandas.DataFrame:
-        """A pandas table, a row for each group (and property), in the order of the columns of `scores`.
+        """Return a pandas table with a row for each group (and property), in the order of the columns of `scores`.
 
         Columns: property, group, size, score, low and high if there are intervals, effect, warnings.
         """
         return table.as_frame(self)
 
     def verify(self, retrain: Retrain, top: int = 3, by: str | int | None = None) -> Verified:
-        """Train again without each of the groups that matter most, and put truth beside prediction.
+        """Train again without each of the groups that matter most, and compare the truth with the predictions.
 
         Args:
-            retrain: ``retrain(subsets) -> values [subsets, seeds]``: trains a model on each subset of the training
-                points (arrays of indices) and measures the property, such as `ggda_ext.evaluation.Retrainer`.
-            top: how many groups.
-            by: the property that counts, which `retrain` measures; by default the first.
+            retrain: a function ``retrain(subsets) -> values [subsets, seeds]`` that trains models on each subset of the
+                training points (arrays of indices) and measures the property, such as `ggda_ext.evaluation.Retrainer`.
+            top: number of groups.
+            by: the property that `retrain` measures, and that groups are ranked by; by default the first.
         """
         from ggda_ext.results.verifying import verified
 
@@ -214,7 +216,7 @@ class Attribution(NamedScores):
 
     @property
     def plot(self) -> Plots:
-        """Pictures, with matplotlib (extra ``[plot]``): ``result.plot.bars()``, ``.members()``, ``.heatmap()``, …"""
+        """Pictures drawn by matplotlib (extra ``[plot]``): ``result.plot.bars()``, ``.members()``, ``.heatmap()``, …"""
         from ggda_ext.results.plots import Plots
 
         return Plots(self)
@@ -231,17 +233,17 @@ class Attribution(NamedScores):
     ) -> Path:
         """Write a page about the result: answer, ranked table, pictures, the groups that matter and their members.
 
-        One file that needs no network and runs no script; it needs the extra ``[plot]``. It shows some of the training
-        data if `rows` or `images` are given, so look before passing it on.
+        The page is one file that needs no network and runs no script. Writing it needs the extra ``[plot]``. If `rows`
+        or `images` are given, the page shows some of the training data, so check it before you pass it on.
 
         Args:
-            path: where to; written as a whole or not at all.
-            rows: what to show of the training points, one for each: a pandas DataFrame, a list of texts or of dicts.
-            images: training points that are images: `[n, H, W]`, `[n, C, H, W]`, `[n, H, W, C]`, or a list of such.
-            labels: label of every training point, for the mix of labels in a group.
+            path: the file to write. It is written completely or not at all.
+            rows: what to show for the training points, one entry each: a pandas DataFrame, a list of texts or of dicts.
+            images: the training points as images: `[n, H, W]`, `[n, C, H, W]`, `[n, H, W, C]`, or a list of images.
+            labels: label of every training point; the page shows how the labels are mixed in each group.
             member_scores: score of every training point `[m, n]`, to find the members that carry a group; by default
-                those of the result.
-            title: of the page.
+                the `member_scores` of the result.
+            title: title of the page.
         """
         from ggda_ext.results.page import written
 
@@ -250,10 +252,10 @@ class Attribution(NamedScores):
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write everything to one file, as a whole or not at all; no pickle. Read it with `Attribution.load`."""
+        """Write everything to one file without pickle, completely or not at all. Read it with `Attribution.load`."""
         return saving.saved(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Attribution:
-        """Read what `save` wrote; a file that is damaged, or of another kind, is refused."""
+        """Read a file that `save` wrote; raise an error if the file is damaged or of another kind."""
         return saving.loaded(Path(path))

@@ -1,4 +1,4 @@
-"""Group scores of any toolkit as an `Attribution`: shapes, signs and names brought to one form (docs/signs.md)."""
+"""Conversion of the group scores of any toolkit into an `Attribution` with one shape and one sign (docs/signs.md)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def converted(
     test_axis: Any,
     details: Mapping[str, Any],
 ) -> Attribution:
-    """See `Attribution.of`."""
+    """Build the `Attribution`; see `Attribution.of`."""
     if positive not in (None, "rises", "falls"):
         raise ValueError(f"positive={positive!r} is not one of 'rises', 'falls'.")
     own = getattr(scores, "attribution", None)
-    if callable(own) and hasattr(scores, "per_seed"):  # leave-group-out, with its own interval, sign and shape
+    if callable(own) and hasattr(scores, "per_seed"):  # leave-group-out has its own interval, sign and shape
         return own(groups, property, higher_is_better)
     _check_kinds(scores, higher_is_better)
     numbers = torch.as_tensor(scores)
@@ -54,7 +54,7 @@ def converted(
 
 
 def _check_kinds(scores: Any, higher_is_better: Any) -> None:
-    """Refuse what is no array of numbers, with what to pass instead."""
+    """Raise an error for scores that are not an array of numbers. The message says what to pass instead."""
     kind = type(scores).__name__
     if isinstance(higher_is_better, str):
         raise TypeError(f"higher_is_better={higher_is_better!r}: pass True, False or None, or a list of these.")
@@ -70,7 +70,7 @@ def _check_kinds(scores: Any, higher_is_better: Any) -> None:
 
 
 def _upright(scores: Tensor, k: int, test_axis: Any) -> tuple[Tensor, bool]:
-    """Scores `[m, k]`, and whether they came as `[k, m]`."""
+    """Return scores `[m, k]`, and whether they were given as `[k, m]`."""
     if test_axis not in ("auto", 0, 1):
         raise ValueError(f"test_axis={test_axis!r} is not one of 'auto', 0, 1.")
     if scores.dim() == 1 and len(scores) == k:
@@ -91,7 +91,7 @@ def _upright(scores: Tensor, k: int, test_axis: Any) -> tuple[Tensor, bool]:
 
 
 def _turned_round(details: Mapping[str, Any]) -> dict[str, Any]:
-    """Intervals and members' scores with the other sign, too."""
+    """Return the details with the sign of the interval and of the members' scores flipped, as for the scores."""
     found = dict(details)
     low, high, members = (details.get(name) for name in ("low", "high", "member_scores"))
     if low is not None and high is not None:

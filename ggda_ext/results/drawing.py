@@ -1,6 +1,6 @@
-"""What all pictures of a result share: axes, colours with hatches, names as plain text, which groups are shown.
+"""Helpers for all pictures of a result: axes, colours with hatches, names as plain text, choice of the groups shown.
 
-Effects differ by colour and by hatch or marker, so pictures can be read in black and white.
+Effects differ in colour and also in hatch or marker, so pictures can be read in black and white.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 WIDEST_NAME = 22
 _NUMBERS = 240
-"""A heat map with more cells than this has signs in them, no numbers."""
+"""A heat map with more cells than this shows signs in its cells, not numbers."""
 _NARROW_COLUMNS = 3
-"""The same for the columns of a narrow one, whose cells have no room for a number."""
+"""A narrow heat map with more columns than this shows signs, because its cells have no room for numbers."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """How groups of one effect look."""
+    """How groups with one effect are drawn."""
 
     colour: str
     hatch: str
@@ -50,7 +50,7 @@ MEANINGS = {
 
 
 def new_axes(ax: Any, width: float, height: float) -> Axes:
-    """The caller's axes, or those of a new figure of this size in inches."""
+    """Return the caller's axes, or the axes of a new figure of this size in inches."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
@@ -64,11 +64,11 @@ def new_axes(ax: Any, width: float, height: float) -> Axes:
 
 @dataclass(frozen=True)
 class Shown:
-    """Which groups are drawn: both ends of a ranking, and what is said about the rest.
+    """The groups that are drawn, and the words about the rest.
 
     Attributes:
-        ids: group ids from the top of the picture to its bottom, with None where others are left out.
-        words: about those that are left out.
+        ids: group ids from the top of the picture to its bottom, with None in the place of groups that are left out.
+        words: text about the groups that are left out.
     """
 
     ids: list[int | None]
@@ -76,7 +76,7 @@ class Shown:
 
 
 def both_ends(values: np.ndarray, most: int, higher_is_better: bool | None) -> Shown:
-    """Groups that hurt most at the top and those that help most at the bottom; from highest to lowest if not known."""
+    """Choose both ends: most harmful at the top, most helpful at the bottom; highest at the top if not known."""
     if most < 2:
         raise ValueError(f"most={most}: show at least 2 groups.")
     order = np.argsort(values if higher_is_better is False else -values, kind="stable")
@@ -91,7 +91,7 @@ def both_ends(values: np.ndarray, most: int, higher_is_better: bool | None) -> S
 
 
 def largest(values: np.ndarray, most: int) -> Shown:
-    """Groups by falling size of their value."""
+    """Choose the groups with the largest absolute values, largest first."""
     if most < 1:
         raise ValueError(f"most={most}: show at least 1 group.")
     order = np.argsort(-np.abs(values), kind="stable").tolist()
@@ -100,7 +100,7 @@ def largest(values: np.ndarray, most: int) -> Shown:
 
 
 def rest_in_words(values: np.ndarray) -> str:
-    """What is left out: how many groups, their range and their sum."""
+    """Return a text about the groups that are left out: their number, range and sum."""
     count, finite = len(values), values[np.isfinite(values)]
     words = f"{count:,} more group{'s' * (count != 1)}"
     if count == 1 and len(finite):
@@ -116,22 +116,22 @@ def is_wide(ax: Axes) -> bool:
 
 
 def in_room(ax: Axes, words: str) -> str:
-    """What is said about groups that are left out, shorter where there is little room."""
+    """Return the words about groups that are left out, shortened if there is little room."""
     return words if is_wide(ax) else words.partition(":")[0]
 
 
 def plain_ticks(axis: Any, positions: Any, texts: list[str], **options: Any) -> None:
-    """Ticks with names from data: no mathematics between dollar signs."""
+    """Set ticks with names from data; dollar signs are not read as mathematics."""
     axis.set_ticks(positions, labels=texts, parse_math=False, **options)
 
 
 def plain_title(ax: Axes, text: str) -> None:
-    """A title at the left, with names from data as plain text."""
+    """Set a title at the left, with names from data as plain text."""
     ax.set_title(text, loc="left", fontsize="medium", parse_math=False, wrap=True)
 
 
 def score_label(result: Attribution, j: int) -> str:
-    """What the axis of the scores says: unit and direction."""
+    """Return the label for the axis of the scores: unit and direction."""
     name = shown(result.properties[j])
     if result.method is not None and result.method.unit == "property":
         words = f"{'measured' if result.method.measured else 'predicted'} change of {name}\nwithout the group"
@@ -146,18 +146,18 @@ def score_label(result: Attribution, j: int) -> str:
 
 
 def name_rows(ax: Axes, names: list[str], label: str, above: float) -> None:
-    """A row for each name around a line at 0, and what the numbers below are.
+    """Name the rows, draw a line at score 0, and label the axis of the scores.
 
     Args:
-        ax: where the rows were drawn, the first at 0.
-        names: of the rows.
-        label: of the numbers; it ends where they do, so that a long one runs below the names.
-        above: room over the first row.
+        ax: axes with the rows; the first row is at height 0.
+        names: names of the rows.
+        label: label of the score axis. It ends at the right end of the axis; a long label extends below the names.
+        above: room above the first row.
     """
     ax.axvline(0, color="black", lw=0.8)
     plain_ticks(ax.yaxis, range(len(names)), names)
     ax.set_ylim(len(names) - 0.4, -above)
-    # so few numbers that small ones do not run into each other, and no power of ten beside the axis
+    # few ticks, so that long numbers do not overlap; and no power of ten next to the axis
     ax.locator_params(axis="x", nbins=4 if is_wide(ax) else 2)
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
     ax.set_xlabel(label, parse_math=False, loc="right", multialignment="center")
@@ -165,7 +165,7 @@ def name_rows(ax: Axes, names: list[str], label: str, above: float) -> None:
 
 
 def legend(ax: Axes, effects: set[str]) -> None:
-    """One entry for each effect that is drawn, if there is more than one."""
+    """Add a legend with an entry for each effect that is drawn, if there is more than one."""
     from matplotlib.patches import Patch
 
     found = [effect for effect in STYLES if effect in effects]
@@ -178,17 +178,17 @@ def legend(ax: Axes, effects: set[str]) -> None:
 
 
 def legend_above(ax: Axes, **options: Any) -> None:
-    """A legend above the picture, where it hides nothing."""
+    """Add a legend above the picture, where it hides nothing."""
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize="small", frameon=False, borderaxespad=0.2, **options)
 
 
 def tidy(ax: Axes) -> None:
-    """No box around the picture."""
+    """Remove the top and right lines of the box around the picture."""
     ax.spines[["top", "right"]].set_visible(False)
 
 
 def few_dates(ax: Axes) -> None:
-    """Dates below the picture, each part of them written once."""
+    """Write a few dates below the picture, without repeating the parts they share."""
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 
     locator = AutoDateLocator(minticks=2, maxticks=6)
@@ -197,25 +197,25 @@ def few_dates(ax: Axes) -> None:
 
 
 def refuse_empty(result: Attribution) -> None:
-    """A result of no group, such as that of ``.harmful()`` where none hurts, has nothing to show."""
+    """Raise an error if the result has no groups to show, e.g. the result of ``.harmful()`` if no group hurts."""
     if not len(result.groups):
         raise ValueError("there is no group to show: the result is of none, as .harmful() is where no group hurts.")
 
 
 def scores_of(result: Attribution, property: str | int) -> tuple[int, np.ndarray]:
-    """The row of a property, and its scores `[k]`, of which there is one at least."""
+    """Return the row of a property, and its scores `[k]`; raise an error if there is no group."""
     refuse_empty(result)
     j = result.property_id(property)
     return j, result.scores[j].detach().cpu().double().numpy()
 
 
 def group_name(result: Attribution, group: int, *, size: bool = False) -> str:
-    """The name of a group, with its `size` if asked for, as text on one line that leaves room for the picture."""
+    """Return the name of a group, with the size if `size`, as text on one line, short enough to leave room to draw."""
     return shown(result.groups.name(group), WIDEST_NAME) + (f" ({result.sizes[group]:,})" if size else "")
 
 
 def name_sides(ax: Axes, rows: list[str], columns: list[str], steep: int) -> None:
-    """Names of rows and columns; of many columns only some."""
+    """Write the names of rows and columns; if there are many columns, only some of their names."""
     plain_ticks(ax.yaxis, range(len(rows)), rows)
     step = max(1, -(-len(columns) // 40))
     slanted = {"rotation": steep, "ha": "right", "rotation_mode": "anchor"}
@@ -223,7 +223,7 @@ def name_sides(ax: Axes, rows: list[str], columns: list[str], steep: int) -> Non
 
 
 def write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
-    """A number in every cell that has one, or its sign where there are many; white on dark colours."""
+    """Write the number into every cell that has one, or its sign if there are many cells; white on dark colours."""
     wide, columns = is_wide(ax), scores.shape[1]
     many, size = scores.size > _NUMBERS or (not wide and columns > _NARROW_COLUMNS), 7 if wide else 5.5
     if scores.size > 20 * _NUMBERS:

@@ -1,4 +1,4 @@
-"""The members' own scores: does one point carry its group? Shares, swarms and violins."""
+"""The members' own scores, to see whether one point carries its group: shares, swarms and violins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SWARM = 200
 
 
 def members_of(result: Attribution, member_scores: Any = None) -> np.ndarray:
-    """Scores of the training points `[m, n]`: those given, or the result's own."""
+    """Return the scores of the training points `[m, n]`: `member_scores` if given, else those of the result."""
     found = result.member_scores if member_scores is None else member_scores
     if found is None:
         raise ValueError(
@@ -36,12 +36,12 @@ def members_of(result: Attribution, member_scores: Any = None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Carried:
-    """How few members make up a group's score, among those whose own score has its sign.
+    """How few members make up a group's score. Only members whose own score has the group's sign are summed.
 
     Attributes:
-        largest: share of the largest member.
-        half: how many members carry half of it.
-        same_way: share of the members that have the group's sign.
+        largest: share of that sum that the largest member has.
+        half: number of members that together carry half of that sum.
+        same_way: fraction of all members whose score has the group's sign.
         order: positions of the members, those that carry most first.
     """
 
@@ -52,7 +52,7 @@ class Carried:
 
 
 def carried(scores: np.ndarray) -> Carried:
-    """Who carries a group, from its members' scores.
+    """Return which members carry a group, from the members' scores.
 
     >>> found = carried(np.array([6.0, 3.0, -1.0, 1.0]))
     >>> found.largest, found.half, found.same_way, found.order.tolist()
@@ -70,7 +70,7 @@ def carried(scores: np.ndarray) -> Carried:
 
 
 def draw_members(ax: Axes, row: int, scores: np.ndarray, style: Style) -> None:
-    """One group: a swarm, or a violin with its five largest members; a line at the mean."""
+    """Draw one group as a swarm, or as a violin with its five largest members, and a line at the mean."""
     scores = scores[np.isfinite(scores)]
     if not len(scores):
         return
@@ -84,7 +84,7 @@ def draw_members(ax: Axes, row: int, scores: np.ndarray, style: Style) -> None:
 
 
 def _swarm(scores: np.ndarray) -> np.ndarray:
-    """Heights from −0.35 to 0.35 that keep points of nearly the same score apart."""
+    """Return heights from −0.35 to 0.35 that keep points with nearly the same score apart."""
     bins = np.floor((scores - scores.min()) / (float(np.ptp(scores)) / 40 or 1.0)).astype(int)
     heights = np.zeros(len(scores))
     most = max(int(np.bincount(bins).max()), 8)

@@ -1,4 +1,4 @@
-"""What was done to get the scores, and what their size means."""
+"""Facts about how the scores were made, and what their size means."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class MethodFacts:
     """How scores were made. Prints as a sentence.
 
     Attributes:
-        name: of the method, such as ``"tracin"``.
-        unit: ``"property"`` if a score is the change of the property if the group is removed, in the property's own
-            unit; ``"rank"`` if only sign and order mean something.
-        settings: what was chosen, such as ``{"damping": 0.01}``.
-        passes: the cost in passes over the training data (forward and backward), where known.
-        seconds: the cost in seconds, where known.
-        measured: whether models were trained without each group: then the scores are what came out, no predictions.
+        name: name of the method, such as ``"tracin"``.
+        unit: ``"property"`` if a score is the change of the property when the group is removed, in the property's own
+            unit; ``"rank"`` if only the sign and the order of scores have a meaning.
+        settings: the settings of the method, such as ``{"damping": 0.01}``.
+        passes: the cost in passes over the training data (forward and backward), if known.
+        seconds: the cost in seconds, if known.
+        measured: whether models were trained without each group. If so, scores are measured changes, not predictions.
 
     >>> print(MethodFacts("influence", "property", {"damping": 0.01}, seconds=6))
     influence with damping 0.01; scores are predicted changes in the property's unit; cost: 6 s
@@ -46,7 +46,7 @@ class MethodFacts:
 
     @property
     def meaning(self) -> str:
-        """What the size of a score means."""
+        """What the size of a score means, in words."""
         if self.unit == "property":
             return f"scores are {'measured' if self.measured else 'predicted'} changes in the property's unit"
         return "scores rank groups: their size is not in the property's unit"

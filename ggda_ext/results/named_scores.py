@@ -1,6 +1,6 @@
-"""`NamedScores`: the tensor that an `Attribution` is, with what is known of its rows and columns.
+"""`NamedScores`: the base class of `Attribution`, a tensor that knows the names of its rows and columns.
 
-Whatever PyTorch or NumPy does with one gives plain tensors and arrays; copies and files keep what is known.
+Operations of PyTorch and NumPy on it return plain tensors and arrays; copies and files keep the names and other fields.
 `names_of` and `whether_higher_is_better` ask a property for the names and directions of the rows.
 """
 
@@ -28,14 +28,14 @@ _FIELDS = (
 
 
 class NamedScores(Tensor):
-    """Scores `[m, k]` with names, sizes, intervals and notes, checked once; takes what `Attribution` takes."""
+    """Scores `[m, k]` with names, sizes, intervals and notes, checked once. It takes the arguments of `Attribution`."""
 
     groups: Groups
     """The groups, with names, sizes and members."""
     properties: tuple[str, ...]
     """Names of the m properties."""
     higher_is_better: tuple[HigherIsBetter, ...]
-    """Of each property, whether higher is better; None if that is not known."""
+    """For each property, whether higher is better; None if not known."""
     low: Tensor | None
     """Lower end of the interval around each score `[m, k]`."""
     high: Tensor | None
@@ -45,11 +45,11 @@ class NamedScores(Tensor):
     method: MethodFacts | None
     """How the scores were made."""
     warnings: Mapping[Hashable, tuple[str, ...]]
-    """By name of a group, what to know before its score is trusted."""
+    """Group name → what to know before trusting the group's score."""
     notes: tuple[str, ...]
     """What to know about all scores."""
     member_scores: Tensor | None
-    """The score of each training point alone `[m, n]`, where known."""
+    """The score of each training point alone `[m, n]`; None if not known."""
 
     @staticmethod
     def __new__(
@@ -80,12 +80,12 @@ class NamedScores(Tensor):
         return new
 
     def replace(self, **changes: Any) -> Self:
-        """The same with other `scores`, `low`, `high`, `interval`, `method`, `warnings`, `notes`, …"""
+        """Return a copy with other `scores`, `low`, `high`, `interval`, `method`, `warnings`, `notes`, …"""
         fields = {name: getattr(self, name) for name in _FIELDS} | {"scores": self.scores} | changes
         return type(self)(**fields)
 
     def _each(self, *names: str, by: Callable[[Any], Any]) -> dict[str, Any]:
-        """What `by` makes of some of its parts, by name, for `replace`; what is not known stays None."""
+        """Apply `by` to some fields and return name → new value, for `replace`. Fields that are None stay None."""
         parts = {name: getattr(self, name) for name in names}
         return {name: None if part is None else by(part) for name, part in parts.items()}
 
@@ -93,13 +93,13 @@ class NamedScores(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What PyTorch makes of it is a plain tensor: a sum of scores has no groups."""
+        """Run a PyTorch function so that it returns plain tensors, because e.g. a sum of scores has no groups."""
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @property
     def scores(self) -> Tensor:
-        """The scores `[m, k]` as a plain tensor, on the same memory."""
+        """The scores `[m, k]` as a plain tensor that shares memory with this one."""
         return _plain(self)
 
     @property
@@ -108,8 +108,8 @@ class NamedScores(Tensor):
         return self.scores
 
     @property
-    def names(self) -> tuple[Hashable, ...]:  # of PyTorch's named dimensions
-        """Names of the groups in the order of the columns; their ids where they have no names."""
+    def names(self) -> tuple[Hashable, ...]:  # replaces PyTorch's names of dimensions
+        """Names of the groups in the order of the columns; the group ids if the groups have no names."""
         return tuple(self.groups.all_names)
 
     @property
@@ -132,7 +132,7 @@ class NamedScores(Tensor):
 
 
 def _plain(values: Any) -> Tensor:
-    """Numbers as a plain tensor without a graph, on the same memory."""
+    """Return numbers as a plain tensor without a graph, on the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
         found = values if isinstance(values, Tensor) else torch.as_tensor(values)
         return found.detach().as_subclass(Tensor)
@@ -144,7 +144,7 @@ def _checked(
     properties: Sequence[str] | None,
     higher_is_better: Sequence[HigherIsBetter] | None,
 ) -> tuple[Tensor, tuple[str, ...], tuple[HigherIsBetter, ...]]:
-    """Scores `[m, k]` as a plain tensor, with a name and a direction for each of the m properties."""
+    """Check the arguments; return scores `[m, k]` as a plain tensor, and a name and a direction for each property."""
     plain = _plain(scores)
     plain = plain if plain.is_floating_point() else plain.float()
     if plain.dim() != 2 or plain.shape[1] != len(groups):
@@ -165,7 +165,7 @@ def _checked(
 
 
 def _checked_method(method: Any) -> MethodFacts | None:
-    """Facts about a method, in a unit that results know."""
+    """Return `method`; raise an error unless it is None or a `MethodFacts` with a known unit."""
     if not isinstance(method, MethodFacts | None):
         raise TypeError(
             f"method is a {type(method).__name__}: pass MethodFacts(name, unit), or use Attribution.of, which takes "
@@ -177,7 +177,7 @@ def _checked_method(method: Any) -> MethodFacts | None:
 
 
 def _shaped(values: Any, name: str, shape: Sequence[int]) -> Tensor | None:
-    """Numbers of a shape as a plain tensor; None for None."""
+    """Return values as a plain tensor, or None for None; raise an error if they do not have this shape."""
     if values is None:
         return None
     found = _plain(values)
@@ -187,7 +187,7 @@ def _shaped(values: Any, name: str, shape: Sequence[int]) -> Tensor | None:
 
 
 def _checked_warnings(warnings: Mapping[Hashable, Sequence[str]], groups: Groups) -> dict[Hashable, tuple[str, ...]]:
-    """Warnings by the name of a group, each a tuple of texts."""
+    """Return group name → tuple of warnings; raise an error for a name that no group has."""
     found = {name: (text,) if isinstance(text, str) else tuple(text) for name, text in warnings.items()}
     names = set(groups.all_names) if found else set()
     for name in found:
@@ -197,7 +197,7 @@ def _checked_warnings(warnings: Mapping[Hashable, Sequence[str]], groups: Groups
 
 
 def names_of(property: Any, m: int) -> list[str]:
-    """Names of the m components of a property; `property` may be the names themselves, or None."""
+    """Return the names of the m components of a property. `property` may also be the names themselves, or None."""
     if isinstance(property, list | tuple):
         if len(property) != m:
             raise ValueError(f"property has {len(property)} names for scores of {m} properties.")
@@ -212,7 +212,7 @@ def names_of(property: Any, m: int) -> list[str]:
 
 
 def _numbered(names: list[str]) -> list[str]:
-    """Names that differ: the second `mean_loss` becomes `mean_loss (2)`."""
+    """Return the names with numbers on repeated ones: the second `mean_loss` becomes `mean_loss (2)`."""
     seen: dict[str, int] = {}
     found = []
     for name in names:
@@ -224,7 +224,7 @@ def _numbered(names: list[str]) -> list[str]:
 def whether_higher_is_better(
     property: Any, m: int, given: HigherIsBetter | Sequence[HigherIsBetter] = None
 ) -> list[HigherIsBetter]:
-    """Whether higher is better, of the m components of a property; `given` goes before what the property says."""
+    """Return whether higher is better, for each of the m components of a property; `given` overrides the property."""
     if given is not None and not isinstance(given, bool):
         found = list(given)
         if len(found) != m:
@@ -239,7 +239,7 @@ def whether_higher_is_better(
 
 
 def _parts(property: Any, m: int) -> list[tuple[Any, int]] | None:
-    """The parts of a stack with their numbers of components; None for what is no stack, or where they are not known."""
+    """Return the parts of a stacked property, each with its number of components; None if not stacked or not known."""
     stacked: Sequence[Any] = getattr(property, "stacked", ())
     if not stacked:
         return None

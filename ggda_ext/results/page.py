@@ -1,6 +1,6 @@
-"""A page about a result: one HTML file, offline, without scripts, from the template `page.html.jinja`.
+"""A page about a result: one HTML file for offline use, without scripts, from the template `page.html.jinja`.
 
-Everything here is turned into plain texts and data addresses; the template escapes all of them.
+This module turns everything into plain texts and data addresses. The template escapes all of them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution
 
 TOP_ROWS, MOST_ROWS = 20, 1000
-"""Rows of the table in sight, and in the page at all."""
+"""Number of table rows that are visible at first, and the maximum number of rows in the page."""
 EACH_WAY, MOST_MEMBERS, MOST_LABELS, MOST_PROPERTIES = 3, 6, 6, 4
-_WIDTH = 4.2  # inches: text keeps its size on a telephone
+_WIDTH = 4.2  # inches; text stays readable on a phone
 _MARKS = {"helps": "▲", "hurts": "▼", "rises": "↗", "falls": "↘", "unclear": "?", "none": "·", "unknown": "?"}
 
 
 def written(result: Attribution, path: Path, *, title: str | None, **about: Any) -> Path:
-    """Write the page, as a whole or not at all; see `Attribution.to_html`."""
-    from ggda_ext.storage.files import written_whole  # only who writes something needs it
+    """Write the page, completely or not at all; see `Attribution.to_html`."""
+    from ggda_ext.storage.files import written_whole  # late: only writing needs it
 
     page = rendered(result, title=title, **about)
     with written_whole(path) as file:
@@ -45,9 +45,9 @@ def rendered(
     result: Attribution, *, rows: Any = None, images: Any = None, labels: Any = None, member_scores: Any = None,
     title: str | None = None,
 ) -> str:  # fmt: skip
-    """The page as text."""
+    """Return the page as text."""
     try:
-        import matplotlib  # noqa: F401  # both at once: the extra brings both
+        import matplotlib  # noqa: F401  # checked here too: one extra installs both
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:
         raise ImportError("to_html needs Jinja2 and matplotlib: pip install 'ggda-ext[plot]'.") from error
@@ -86,7 +86,7 @@ def _title(result: Attribution) -> str:
 
 
 def _answers(result: Attribution) -> list[tuple[str, list[sentences.Sentence]]]:
-    """Sentences by property; the name of the property only where there are several."""
+    """Return the answer sentences for each property, with the property's name if there are several properties."""
     several = len(result.properties) > 1
     return [
         (shown(name) if several else "", sentences.answers(result, j))
@@ -95,7 +95,7 @@ def _answers(result: Attribution) -> list[tuple[str, list[sentences.Sentence]]]:
 
 
 def _told(result: Attribution, ids: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """What the table and the cards tell about groups, by id."""
+    """Return group id → what the table and the cards show about the group."""
     found: dict[int, dict[str, Any]] = {}
     for j in ids:
         name = result.groups.name(j)
@@ -111,7 +111,7 @@ def _told(result: Attribution, ids: Iterable[int]) -> dict[int, dict[str, Any]]:
 
 
 def _that_matter(result: Attribution) -> list[int]:
-    """The groups with the largest scores of either sign, those that hurt first."""
+    """Return the ids of the groups with the largest scores of either sign, those that hurt first."""
     scores = result.scores[0].detach().cpu().double().numpy()
     order = [j for j in ranking.order(result, 0) if np.isfinite(scores[j])]
     hurts = -1 if result.higher_is_better[0] is False else 1
@@ -122,7 +122,7 @@ def _that_matter(result: Attribution) -> list[int]:
 def _card(
     result: Attribution, group: int, members: np.ndarray | None, rows: Any, images: Any, labels: np.ndarray | None
 ) -> dict[str, Any]:
-    """What the page tells beyond that about a group that matters: its labels, and the members that carry it."""
+    """Return what a card adds about a group that matters: its labels, and the members that carry it."""
     points = result.groups[group]
     found = None if members is None else carried(members[0][points])
     nothing_to_show = found is None and rows is None and images is None
@@ -145,9 +145,9 @@ def _card(
 
 
 def _mix(labels: np.ndarray, points: np.ndarray) -> list[dict[str, Any]]:
-    """The most common labels of a group, and their shares in all data."""
+    """Return the most common labels of a group, with their shares in the group and in all data."""
     names, counts = np.unique(labels[points], return_counts=True)
-    most = MOST_LABELS if len(names) > MOST_LABELS + 1 else len(names)  # "1 other" takes the room of its name
+    most = MOST_LABELS if len(names) > MOST_LABELS + 1 else len(names)  # "1 other" needs as much room as that label
     found = [
         {"name": str(names[i]), "here": counts[i] / len(points), "everywhere": float((labels == names[i]).mean())}
         for i in np.argsort(-counts, kind="stable")[:most]
@@ -174,7 +174,7 @@ def _as_texts(labels: Any) -> np.ndarray:
 
 
 def _pictures(result: Attribution, members: np.ndarray | None) -> list[dict[str, str]]:
-    """Bars, and what else there is something to show for, as data addresses with a caption."""
+    """Return the pictures that the result has data for, each as a caption and a data address; always the bars."""
     several = len(result.properties) > 1
     pictures: list[tuple[str, Any]] = [
         (f"Scores for {shown(name)}" if several else "Scores", lambda ax, j=j: result.plot.bars(j, ax=ax))
@@ -192,7 +192,7 @@ def _pictures(result: Attribution, members: np.ndarray | None) -> list[dict[str,
 
 
 def _drawn(draw: Any) -> str:
-    """A picture as high as its rows need, without pyplot's list of open figures."""
+    """Draw a picture as high as its rows need, without pyplot, which would keep the figure open."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, 3.2), layout="constrained")
@@ -204,7 +204,7 @@ def _drawn(draw: Any) -> str:
 
 
 def _dated(result: Attribution) -> bool:
-    """Whether the groups are named by dates, three at least."""
+    """Whether the group names are dates, and there are at least three groups."""
     names = result.names
     if len(names) < 3 or not any(isinstance(name, str) or hasattr(name, "year") for name in names[:1]):
         return False
@@ -215,7 +215,7 @@ def _dated(result: Attribution) -> bool:
 
 
 def _facts(result: Attribution) -> list[tuple[str, str]]:
-    """Method, cost, and what was running."""
+    """Return pairs of name and fact: method, settings, cost, interval, software versions and time of writing."""
     from ggda_ext import __version__
 
     facts = []

@@ -1,7 +1,7 @@
 """Pictures of a result: ``result.plot.bars()``, ``.members()``, ``.heatmap()``, ``.timeline()``, ``.removal_curve(…)``.
 
-Each draws into ``ax`` or into a new figure and returns the axes. Of many groups both ends of the ranking are drawn, and
-the rest is summed up in words. matplotlib is imported when the first picture is drawn.
+Each method draws into ``ax`` or into a new figure and returns the axes. If there are many groups, only some are drawn,
+and words sum up the rest. matplotlib is imported when the first picture is drawn.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 
 class Plots:
-    """The pictures of one result; called itself, it draws the bars."""
+    """The pictures of one result. Calling the object draws the bars."""
 
     def __init__(self, result: Attribution) -> None:
         self._result = result
 
     def __call__(self, property: str | int = 0, **options: Any) -> Axes:
-        """The same as `bars`."""
+        """Draw the bars; the same as `bars`."""
         return self.bars(property, **options)
 
     def __repr__(self) -> str:
         return "pictures of a result: .bars(), .members(), .heatmap(), .timeline(), .removal_curve(retrain)"
 
     def bars(self, property: str | int = 0, *, most: int = 20, ax: Axes | None = None) -> Axes:
-        """A bar for each group with its interval: those that hurt most at the top, those that help most at the bottom.
+        """Draw a bar with an interval for each group: those that hurt most at the top, those that help at the bottom.
 
         Args:
             property: which property, by name or number.
-            most: how many groups to draw; the rest is summed up in words.
+            most: maximum number of groups to draw; words sum up the rest.
             ax: matplotlib axes to draw into; a new figure by default.
         """
         result = self._result
@@ -75,15 +75,15 @@ class Plots:
     def members(
         self, property: str | int = 0, *, member_scores: Any = None, most: int = 10, ax: Axes | None = None
     ) -> Axes:
-        """The spread of the members' own scores in the groups that matter most: does one point carry the group?
+        """Draw the members' own scores in the groups that matter most, to see whether one point carries a group.
 
-        Small groups are swarms with a dot for each member, large ones violins with their five largest members. At the
-        right stands the largest member's share of what pulls the group's way.
+        Small groups are drawn as swarms with a dot for each member, large groups as violins with their five largest
+        members. The number at the right is the largest member's share in the sum of all members with the group's sign.
 
         Args:
             property: which property, by name or number.
-            member_scores: score of every training point `[m, n]`; by default those of the result.
-            most: how many groups to draw.
+            member_scores: score of every training point `[m, n]`; by default the `member_scores` of the result.
+            most: maximum number of groups to draw.
             ax: matplotlib axes to draw into; a new figure by default.
         """
         result = self._result
@@ -107,11 +107,12 @@ class Plots:
     def heatmap(
         self, *, rows: Literal["groups", "properties"] = "groups", most: int = 30, ax: Axes | None = None
     ) -> Axes:
-        """Groups × properties: colour and sign of each score, relative to the largest of its property.
+        """Draw a table of groups × properties. Colours show each score relative to the largest of its property.
 
         Args:
-            rows: ``"groups"``, strongest first; or ``"properties"``, as in `scores`, with the groups in their order.
-            most: how many groups to draw, those with the largest relative scores; the rest is summed up in words.
+            rows: ``"groups"``, strongest group first; or ``"properties"``, with rows and columns in the order of
+                `scores`.
+            most: maximum number of groups to draw, those with the largest relative scores; words sum up the rest.
             ax: matplotlib axes to draw into; a new figure by default.
         """
         if rows not in ("groups", "properties"):
@@ -147,11 +148,11 @@ class Plots:
         return ax
 
     def timeline(self, property: str | int = 0, *, dates: Sequence[Any] | None = None, ax: Axes | None = None) -> Axes:
-        """Scores over time, for groups that are named by dates, years or numbers.
+        """Draw scores over time, for groups whose names are dates, years or numbers.
 
         Args:
             property: which property, by name or number.
-            dates: when each group was, in the order of the groups; by default their names.
+            dates: the date of each group, in the order of the groups; by default the names of the groups.
             ax: matplotlib axes to draw into; a new figure by default.
         """
         from ggda_ext.results.times import as_times
@@ -192,18 +193,19 @@ class Plots:
         seed: int = 0,
         ax: Axes | None = None,
     ) -> Axes:
-        """What becomes of the model as groups are removed: first those that hurt, first those that help, or at random.
+        """Draw how the model changes as groups are removed, in three orders.
 
-        If the scores are right, the first line gets better and the second worse than the random one.
+        The first line removes the groups that hurt most first, the second those that help most first, the third removes
+        groups at random. If the scores are right, the first line gets better than the third, and the second worse.
 
         Args:
-            measured: a function ``retrain(subsets) -> values [subsets, seeds]`` such as `evaluation.Retrainer`, that is
-                asked for models trained on every subset of the training points; or curves that are there already,
+            measured: a function ``retrain(subsets) -> values [subsets, seeds]`` such as `evaluation.Retrainer`, which
+                trains models on every subset of the training points; or curves that were computed before,
                 ``{name: evaluation.RemovalCurve}``.
-            property: by which property's scores groups are removed.
+            property: the property whose scores decide the order of removal.
             fractions: shares of the training points to remove.
-            label: what the values are; by default the name of the property.
-            seed: of the random order, and of the choice among the members of the last group.
+            label: label of the values; by default the name of the property.
+            seed: seed of the random order, and of the choice among the members of the last group.
             ax: matplotlib axes to draw into; a new figure by default.
         """
         result = self._result
@@ -224,7 +226,7 @@ class Plots:
     def _curves(
         self, j: int, values: np.ndarray, retrain: Any, fractions: Sequence[float], seed: int
     ) -> dict[str, Any]:
-        from ggda_ext.evaluation import pruning_score, retraining_score  # rooms above this one
+        from ggda_ext.evaluation import pruning_score, retraining_score  # late: evaluation builds on results
 
         if not callable(retrain):
             raise TypeError(
@@ -232,7 +234,7 @@ class Plots:
                 "or a dict of evaluation.RemovalCurve by name."
             )
         direction, groups = self._result.higher_is_better[j], self._result.groups
-        importance = -values if direction else values  # as of a loss: positive helps
+        importance = -values if direction else values  # the sign of a loss: positive helps
         names = ("hurts most first", "helps most first") if direction is not None else ("lowest first", "highest first")
         random = np.random.default_rng(seed).permutation(len(groups)).astype(float)
         return {

@@ -1,4 +1,4 @@
-"""Who comes first, who helps and who hurts, and what a name in brackets means."""
+"""The order of groups, which groups help or hurt, and the meaning of a name in ``result[name]``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution
 
 SHOWN_PROPERTIES = 4
-"""With more properties than this, all of one direction, their mean is shown and ranked by."""
+"""If there are more properties than this and all have the same direction, their mean is shown and used to rank."""
 
 
 def property_id(result: Attribution, name: str | int | None) -> int:
-    """The row of a property by name or number; of the first for None."""
+    """Return the row of a property by name or number; the first row for None."""
     properties = result.properties
     if name is None:
         return 0
@@ -39,12 +39,12 @@ def property_id(result: Attribution, name: str | int | None) -> int:
 
 
 def by_mean(result: Attribution) -> bool:
-    """Whether groups are ranked by the mean over the properties: many of them, all of one direction."""
+    """Whether groups are ranked by the mean over the properties: if there are many and all have the same direction."""
     return len(result.properties) > SHOWN_PROPERTIES and len(set(result.higher_is_better)) == 1
 
 
 def _values(result: Attribution, by: str | int | None) -> tuple[np.ndarray, HigherIsBetter]:
-    """What groups are ranked by `[k]`, and whether higher is better there."""
+    """Return the values that groups are ranked by `[k]`, and whether higher is better for them."""
     scores = result.scores.cpu().double()
     if by is None and by_mean(result):
         return scores.mean(0).numpy(), result.higher_is_better[0]
@@ -53,13 +53,13 @@ def _values(result: Attribution, by: str | int | None) -> tuple[np.ndarray, High
 
 
 def order(result: Attribution, by: str | int | None = None) -> list[int]:
-    """Group ids, largest absolute score first; equal ones by id, NaN last."""
+    """Return group ids, largest absolute score first; equal scores in the order of ids, NaN last."""
     values, _ = _values(result, by)
     return np.argsort(-np.abs(values), kind="stable").tolist()
 
 
 def effect_of(score: float, direction: HigherIsBetter, interval: tuple[float, float] | None = None) -> str:
-    """What a group does to the property, from the sign of its score; ``unclear`` where the interval contains 0."""
+    """Return what a group does to the property, from the sign of its score; ``unclear`` if the interval contains 0."""
     if interval is not None and interval[0] <= 0 <= interval[1]:
         return "unclear"
     if score != score:
@@ -72,14 +72,14 @@ def effect_of(score: float, direction: HigherIsBetter, interval: tuple[float, fl
 
 
 def ends(result: Attribution, j: int) -> list[tuple[float, float]] | None:
-    """The interval of every group's score for property j; None where there is none."""
+    """Return the interval of every group's score for property j; None if the result has no intervals."""
     if result.low is None or result.high is None:
         return None
     return list(zip(result.low[j].tolist(), result.high[j].tolist(), strict=True))
 
 
 def effects(result: Attribution, j: int) -> tuple[str, ...]:
-    """The effect of every group on property j; ``unclear`` where the interval contains 0."""
+    """Return the effect of every group on property j; ``unclear`` if the interval contains 0."""
     scores, direction = result.scores[j].tolist(), result.higher_is_better[j]
     around = ends(result, j)
     if around is None:
@@ -88,7 +88,7 @@ def effects(result: Attribution, j: int) -> tuple[str, ...]:
 
 
 def with_effect(result: Attribution, effect: str, by: str | int | None, sure: bool) -> list[int]:
-    """Ids of the groups that help, or hurt, largest absolute score first."""
+    """Return the ids of the groups with this effect (``helps`` or ``hurts``), largest absolute score first."""
     values, direction = _values(result, by)
     if direction is None:
         name = result.properties[property_id(result, by)]
@@ -107,7 +107,7 @@ def with_effect(result: Attribution, effect: str, by: str | int | None, sure: bo
 
 
 def is_tensor_index(key: Any) -> bool:
-    """Whether a key is what PyTorch indexes with: numbers, slices, None, …, arrays; not a name."""
+    """Whether PyTorch can index with this key (numbers, slices, None, ``...``, arrays), so that it is not a name."""
     if isinstance(key, tuple | list):
         return all(is_tensor_index(part) for part in key)
     return key is None or isinstance(
@@ -116,7 +116,7 @@ def is_tensor_index(key: Any) -> bool:
 
 
 def by_name(result: Attribution, key: Any) -> Attribution:
-    """What a name, a list of names, or a property with a group, stands for."""
+    """Return the groups or the property that a key stands for: a name, a list of names, or (property, group)."""
     if isinstance(key, list):
         return result.some([result.groups.id_of(name) for name in key])
     is_group, is_property = _is_group(result, key), isinstance(key, str) and key in result.properties

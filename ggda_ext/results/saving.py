@@ -1,9 +1,9 @@
-"""An `Attribution` as one file, without pickle: what it is in a line of JSON, then the numbers.
+"""Saving and loading of an `Attribution` as one file without pickle: a line of JSON, then the tensors.
 
     magic | checksum of the rest (16 bytes) | length of the JSON (8 bytes) | JSON | tensors, one after the other
 
-The JSON holds dtype and shape of every tensor, so nothing in the file is run, and no size is believed unchecked. The
-file may come from a stranger, who can give any content its checksum: every entry must be of the kind it was written as.
+The JSON holds dtype and shape of every tensor, so nothing in the file is executed, and every size is checked. The file
+may come from a stranger, who can compute a valid checksum for any content. So `_check` also checks the type of entries.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _METHOD: dict[str, Callable[[Any], bool]] = {
 
 def saved(result: Attribution, path: Path) -> Path:
     """Write the file; see `Attribution.save`."""
-    from ggda_ext.storage.files import written_whole  # only who saves something needs it
+    from ggda_ext.storage.files import written_whole  # late: only saving needs it
 
     text, tensors = encoded(result)
     pieces = {name: _bytes(tensor) for name, tensor in tensors.items()}
@@ -98,7 +98,7 @@ def loaded(path: Path) -> Attribution:
 
 
 def encoded(result: NamedScores) -> tuple[str, dict[str, Tensor]]:
-    """Everything but the numbers as JSON, and the numbers by name."""
+    """Return everything but the tensors as JSON, and the tensors by name."""
     method = result.method
     text = json.dumps(
         {
@@ -117,7 +117,7 @@ def encoded(result: NamedScores) -> tuple[str, dict[str, Tensor]]:
 
 
 def rebuilt(text: str, tensors: dict[str, Tensor]) -> Attribution:
-    """The `Attribution` of what `encoded` gave."""
+    """Rebuild the `Attribution` from the output of `encoded`."""
     from ggda_ext.results.attribution import Attribution
 
     found = json.loads(text)
@@ -134,11 +134,11 @@ def rebuilt(text: str, tensors: dict[str, Tensor]) -> Attribution:
     )  # fmt: skip
 
 
-torch.serialization.add_safe_globals([rebuilt])  # torch.load reads it as it read the tensor: JSON and tensors only
+torch.serialization.add_safe_globals([rebuilt])  # safe for torch.load: it reads JSON and tensors only
 
 
 def _check(found: Any, tensors: dict[str, Tensor]) -> None:
-    """Refuse entries that `encoded` cannot have written."""
+    """Raise an error for entries that `encoded` cannot have written."""
     for name, is_one in _KINDS.items():
         if not isinstance(found, dict) or name not in found or not is_one(found[name]):
             raise ValueError(f"it has no {name}, or another kind of value there")
@@ -153,7 +153,7 @@ def _check(found: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def _all(values: Any, *kinds: type) -> bool:
-    """Whether a value is a list of entries of some kinds."""
+    """Whether `values` is a list whose entries all have one of these types."""
     return isinstance(values, list) and all(isinstance(value, kinds) for value in values)
 
 
@@ -199,7 +199,7 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def _tensor(content: memoryview, at: int, dtype: str, shape: list[int]) -> tuple[Tensor, int]:
-    """A tensor that starts at a place in the file, and where it ends."""
+    """Return the tensor that starts at position `at` in the file, and the position where it ends."""
     if dtype not in _NUMBERS or any(type(size) is not int or not 0 <= size <= len(content) for size in shape):
         raise ValueError(f"a tensor has type {dtype!r} and shape {shape}")
     kind: torch.dtype = getattr(torch, dtype)

@@ -1,4 +1,4 @@
-"""The question and the answer of a result in a sentence each; a magnitude only where the method has one."""
+"""The question and the answers of a result as sentences; a magnitude is stated only if the method predicts one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIRECTIONS = {True: " (higher is better)", False: " (lower is better)", None: "
 
 @dataclass(frozen=True)
 class Sentence:
-    """A group, and what is said about it: ``forum`` + ``hurts most: without it …``."""
+    """A group and the words about it: ``forum`` + ``hurts most: without it …``."""
 
     group: str
     words: str
@@ -26,7 +26,7 @@ class Sentence:
 
 
 def question(result: Attribution) -> str:
-    """What was asked."""
+    """Return the question that the result answers."""
     k = len(result.groups)
     names = [f"{shown(n)}{_DIRECTIONS[d]}" for n, d in zip(result.properties, result.higher_is_better, strict=True)]
     listed = _listed(names) if len(names) <= 4 else f"{len(names)} properties"
@@ -37,7 +37,7 @@ def question(result: Attribution) -> str:
 
 
 def answers(result: Attribution, property: int) -> list[Sentence]:
-    """Who hurts most and who helps most, for one property; or who lets it rise and fall most."""
+    """Return which groups hurt and help most for one property; or rise and fall, if its direction is not known."""
     scores, direction = result.scores[property].tolist(), result.higher_is_better[property]
     order = sorted((j for j in range(len(scores)) if scores[j] == scores[j]), key=lambda j: -abs(scores[j]))
     found = []
@@ -51,7 +51,7 @@ def answers(result: Attribution, property: int) -> list[Sentence]:
 
 
 def _about(result: Attribution, row: int, group: int, effect: str) -> str:
-    """What the first of its kind does."""
+    """Return the words about the group with the strongest effect of one kind."""
     score, name, ends = float(result.scores[row, group]), shown(result.properties[row]), ranking.ends(result, row)
     seen = "was seen to" if result.method is not None and result.method.measured else "is predicted to"
     words = f"{effect} most" if effect in ("hurts", "helps") else "matters most in this direction"
@@ -69,7 +69,7 @@ def _about(result: Attribution, row: int, group: int, effect: str) -> str:
 
 
 def _in_brackets(low: float, high: float) -> str:
-    """The interval of a change."""
+    """Return the interval of a change, in brackets."""
     if low <= 0 <= high:
         return f" (anything from a fall by {-low:.3g} to a rise by {high:.3g})"
     ends = sorted((abs(low), abs(high)))
@@ -77,7 +77,7 @@ def _in_brackets(low: float, high: float) -> str:
 
 
 def magnitude(result: Attribution) -> str:
-    """What the size of a score means."""
+    """Return a sentence about what the size of a score means."""
     if result.method is None:
         return "How the scores were made is not known here: trust their order before their size."
     if result.method.unit == "rank":

@@ -22,14 +22,14 @@ _WORDS = {None: "direction not known", True: "higher is better", False: "lower i
 
 
 def as_text(result: Attribution) -> str:
-    """A title, the ranked table, and what to know about it."""
+    """Return a title, the ranked table, and the notes about it, as text."""
     header, rows, aligned_left = _cells(result)
     lines = aligned_lines([header, *rows], {at for at, left in enumerate(aligned_left) if left})
     return "\n".join([_title(result), "", *(lines if rows else ["none"]), *_below(result)])
 
 
 def aligned_lines(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
-    """Rows of cells as lines of text, in columns; those in `left` are aligned left, all others right."""
+    """Return rows of cells as lines of text. The columns in `left` are aligned left, all other columns right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -41,7 +41,7 @@ def aligned_lines(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> l
 
 
 def as_html(result: Attribution) -> str:
-    """The same as HTML; everything that comes from data is escaped."""
+    """Return the content of `as_text` as HTML; everything that comes from data is escaped."""
     from html import escape  # only notebooks need it
 
     header, rows, aligned_left = _cells(result)
@@ -62,7 +62,7 @@ def as_html(result: Attribution) -> str:
 
 
 def as_frame(result: Attribution) -> pandas.DataFrame:
-    """A row for each property and group."""
+    """Return a pandas table with a row for each property and group."""
     try:
         import pandas as pd
     except ImportError as error:
@@ -98,7 +98,7 @@ def _title(result: Attribution) -> str:
 
 
 def _cells(result: Attribution) -> tuple[list[str], list[list[str]], list[bool]]:
-    """Header, rows, and which columns are aligned left."""
+    """Return the header, the rows, and for each column whether it is aligned left."""
     ids = ranking.order(result)[:MOST_ROWS]
     columns: list[tuple[str, list[str], bool]] = [
         ("group", [shown(result.groups.name(j)) for j in ids], True),
@@ -149,19 +149,19 @@ def _below(result: Attribution) -> list[str]:
 
 
 def number(value: float) -> str:
-    """A score as text, with its sign."""
+    """Return a score as text, with its sign."""
     return f"{value:+.3g}" if value == value else "nan"
 
 
 def shown(name: Any, widest: int = WIDEST_NAME) -> str:
-    """A name as text on one line, its middle left out if it is long: names often differ at their ends."""
+    """Return a name as text on one line. The middle of a long name is cut, because names often differ at their ends."""
     text = "".join(letter if letter.isprintable() else " " if letter.isspace() else "�" for letter in plainly(name))
     end = widest // 3
     return text if len(text) <= widest else f"{text[: widest - end - 1]}…{text[-end:]}"
 
 
 def plainly(name: Any) -> str:
-    """A name as people write it: days without their midnight, inside of tuples no types, and an empty one in quotes."""
+    """Return a name as people write it: dates without midnight, no types inside tuples, and an empty name in quotes."""
     if isinstance(name, tuple):
         return f"({', '.join(repr(part) if isinstance(part, str) else plainly(part) for part in name)})"
     if isinstance(name, datetime) and name.time() == time():

@@ -1,4 +1,4 @@
-"""Training points and pictures as text that a page can hold: PNG and SVG as data addresses, rows as pairs of texts."""
+"""Training points and pictures as text for an HTML page: PNG and SVG as data addresses, rows as pairs of texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST_TEXT, MOST_CELLS, SIDE = 400, 12, 112
 
 
 def svg_address(figure: Figure) -> str:
-    """A figure as a data address; text stays text, so that a browser finds the letters matplotlib has not."""
+    """Return a figure as an SVG data address. Text stays text, so browsers can draw letters that matplotlib lacks."""
     import matplotlib
 
     written = io.StringIO()
@@ -27,12 +27,12 @@ def svg_address(figure: Figure) -> str:
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     svg = written.getvalue()
-    svg = svg[svg.index("<svg") :]  # without the reference to a document type
+    svg = svg[svg.index("<svg") :]  # drop the document type declaration
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode("utf-8", "replace")).decode()
 
 
 def png_address(image: Any) -> str:
-    """An image as a PNG data address, at most `SIDE` pixels wide and high; small ones are enlarged, pixel by pixel."""
+    """Return an image as a PNG data address of at most `SIDE` × `SIDE` pixels. Pixels of small images are enlarged."""
     from PIL import Image
 
     picture = image if isinstance(image, Image.Image) else Image.fromarray(pixels(image))
@@ -49,7 +49,7 @@ def png_address(image: Any) -> str:
 
 
 def pixels(image: Any) -> np.ndarray:
-    """An image `[H, W]`, `[C, H, W]` or `[H, W, C]` as bytes; other numbers than bytes and 0 … 1 are stretched."""
+    """Return an image `[H, W]`, `[C, H, W]` or `[H, W, C]` as bytes. Numbers outside 0 … 1 are rescaled."""
     array = np.asarray(image.detach().cpu() if hasattr(image, "detach") else image)
     if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
         array = array.transpose(1, 2, 0)
@@ -70,7 +70,7 @@ def pixels(image: Any) -> np.ndarray:
 
 
 def row_cells(rows: Any, index: int) -> list[tuple[str, str]]:
-    """What to show of a training point: pairs of column and value, or one text without a column."""
+    """Return what to show for a training point: pairs of column and value, or one text without a column."""
     row = rows.iloc[index] if hasattr(rows, "iloc") else rows[index]
     if hasattr(row, "items"):  # a dict, or a row of a pandas table
         pairs = list(row.items())
@@ -84,13 +84,13 @@ def _value(value: Any) -> str:
 
 
 def text(value: Any) -> str:
-    """Anything as text that UTF-8 can hold, cut if it is long."""
+    """Return a value as text that UTF-8 can encode, cut if it is long."""
     found = "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in str(value))
     return found if len(found) <= LONGEST_TEXT else found[: LONGEST_TEXT - 1] + "…"
 
 
 def checked_count(values: Any, name: str, n: int) -> None:
-    """One entry for each training point."""
+    """Raise an error unless `values` has one entry for each training point."""
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
         raise TypeError(f"{name} is a {type(values).__name__}: pass one entry for each of {n} training points.")
     if len(values) != n:

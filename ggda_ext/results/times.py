@@ -1,4 +1,4 @@
-"""Names of groups as points in time, for lines over time: dates, periods, years, or plain numbers."""
+"""Group names (dates, periods, years or plain numbers) as points in time, for plots over time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 
 def as_times(names: Sequence[Any], count: int, argument: str = "") -> np.ndarray:
-    """Times `[k]` as datetime64, or as numbers if all of them are.
+    """Return times `[k]` as datetime64, or as numbers if all names are numbers.
 
     Args:
         names: dates, timestamps, periods, texts such as ``2024-03``, ``2024Q1`` or ``2024-03-01``, or numbers.
-        count: how many there have to be.
-        argument: how errors call them; the names of the groups if empty.
+        count: the required number of names.
+        argument: the argument that error messages mention; if empty, they mention the names of the groups.
     """
     if len(names) != count:
         raise ValueError(f"{argument} has {len(names)} entries for {count} groups: pass one for each.")
@@ -34,8 +34,8 @@ def as_times(names: Sequence[Any], count: int, argument: str = "") -> np.ndarray
 
 
 def _iso(name: Any) -> Any:
-    """A text that NumPy reads as a date, or a date."""
-    start = getattr(name, "start_time", name)  # of a pandas Period
+    """Return a text that NumPy reads as a date, or a datetime64."""
+    start = getattr(name, "start_time", name)  # a pandas Period has a start_time
     start = start.isoformat() if hasattr(start, "isoformat") else start
     if isinstance(start, np.datetime64):
         return start

@@ -1,4 +1,4 @@
-"""Predictions beside the truth: the model trained again without the groups that matter most."""
+"""Comparison of predictions with the truth: models trained again without the groups that matter most."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution
 
 Retrain: TypeAlias = Callable[[Sequence[np.ndarray]], Any]
-"""Training indices to keep, one array per subset → the property of every subset's models `[subsets, seeds]`."""
+"""A function from subsets (arrays of training indices to keep) to the property of their models `[subsets, seeds]`."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was predicted for some groups, and what came out. Prints as a table.
+    """The predicted and the measured effect of removing each of some groups. Prints as a table.
 
     Attributes:
-        names: of the groups.
-        predicted: scores `[g]`.
-        real: rises of the property without each group, one for each seed of the training `[g, seeds]`.
-        in_unit: whether predictions are in the property's unit; if not, only signs and order can be compared.
+        names: names of the groups.
+        predicted: predicted scores `[g]`.
+        real: measured rises of the property without each group, one for each training seed `[g, seeds]`.
+        in_unit: whether predictions are in the property's unit. If not, only signs and order can be compared.
         measured: the name of the property.
     """
 
@@ -39,12 +39,12 @@ class Verified:
 
     @property
     def rises(self) -> np.ndarray:
-        """Mean rise of the property without each group `[g]`."""
+        """Measured rise of the property without each group, the mean over seeds `[g]`."""
         return self.real.mean(1)
 
     @property
     def stderr(self) -> np.ndarray:
-        """Standard error of the rises over seeds `[g]`; NaN for one seed."""
+        """Standard error of the mean rise over seeds `[g]`; NaN for one seed."""
         return standard_error(self.real)
 
     @property
@@ -72,13 +72,13 @@ class Verified:
 
 
 def standard_error(values: np.ndarray) -> np.ndarray:
-    """Standard error of the mean along the last axis; NaN for one value."""
+    """Return the standard error of the mean along the last axis; NaN for one value."""
     count = values.shape[-1]
     return values.std(-1, ddof=1) / np.sqrt(count) if count > 1 else np.full(values.shape[:-1], np.nan)
 
 
 def verified(result: Attribution, retrain: Retrain, top: int, by: str | int | None) -> Verified:
-    """See `Attribution.verify`."""
+    """Retrain and compare; see `Attribution.verify`."""
     if not callable(retrain):
         raise TypeError(
             f"retrain is a {type(retrain).__name__}: pass a function retrain(subsets) -> values [subsets, seeds], such "

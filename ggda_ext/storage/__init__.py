@@ -1,6 +1,6 @@
-"""Folders that keep scores and gradients: a layer around the in-memory path, which imports nothing from here.
+"""Folders that keep scores and gradients: a layer around the in-memory path, which imports nothing from this package.
 
-`content` hashes what a folder was made for, with `callable_content`, `network_content` and `data_content`, over `code`
-and `hashing`; `fingerprint` says what that is. `files` and `folder_lock` write safely, `folder` is the store itself;
-`jobs`, `score_blocks`, `scores` and `gradients` keep finished work.
+`fingerprint` lists everything that stored numbers depend on. `content` hashes these values, with the help of
+`callable_content`, `network_content` and `data_content`, which build on `code` and `hashing`. `files` and `folder_lock`
+write safely. `folder` is the store itself. `jobs`, `score_blocks`, `scores` and `gradients` keep finished work.
 """

@@ -1,4 +1,4 @@
-"""The hash of what can be called or names code: functions with what they capture and name, classes, modules."""
+"""Hashes of code: functions with the values that they capture and the globals that they name, classes, modules."""
 
 from __future__ import annotations
 
@@ -22,35 +22,39 @@ BUILT_IN = (
 _OF_CLASSES = frozenset({"__module__", "__doc__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__",
                          "__annotations__", "__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__",
                          "__annotate_func__", "__annotations_cache__", "__match_args__"})  # fmt: skip
-_OPERATORS = frozenset({"aten", "prim", "prims", "quantized", "torchvision", "torchaudio"})  # of torch's own libraries
+_OPERATORS = frozenset({"aten", "prim", "prims", "quantized", "torchvision", "torchaudio"})  # torch's own libraries
 
 
 def full_name(value: Any) -> str:
-    """The name of a function or a class with that of its module."""
+    """The name of a function or a class, with the name of its module in front; for another value, of its class."""
     return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
 def partial(content: Content, value: functools.partial[Any]) -> bytes:
-    """A function with some of its arguments."""
+    """The hash of a `functools.partial`: its function, arguments and attributes."""
     return content.parts("partial", (value.func, value.args, value.keywords, vars(value)))
 
 
 def built_in(content: Content, value: Any) -> bytes:
-    """A function of C, and the object that it is of."""
+    """The hash of a function written in C, and of the object that it is bound to."""
     owner = getattr(value, "__self__", None)
     held = None if isinstance(owner, types.ModuleType) else content.token(owner)
     return joined("built in", full_name(value), held)
 
 
 def operator(content: Content, value: Any) -> bytes:
-    """An operator of torch; one that the user registered is known to torch by its name alone."""
+    """The hash of a torch operator; of an operator that the user registered, torch knows only the name."""
     if str(value).partition(".")[0] in _OPERATORS:
         return joined("operator", str(value))
     return content.untold(value, "it is an operator of your own, of which torch knows the name only")
 
 
 def function(content: Content, value: types.FunctionType) -> bytes:
-    """A function of Python: code, defaults, attributes, what it captures, and what it names if it is the user's."""
+    """The hash of a Python function: defaults, attributes and captured values, and the code or the library.
+
+    For the user's own function, the code and the globals and modules that it uses are hashed; for a function of an
+    installed library, its name and version.
+    """
     inner = getattr(value, "_torchdynamo_orig_callable", None)
     if inner is not None:
         return content.parts("compiled", [inner])
@@ -77,7 +81,10 @@ def _cell(content: Content, name: str, cell: Any, names: Set[str], *, is_counted
 
 
 def _used(content: Content, name: str, value: Any, names: Set[str]) -> Any:
-    """What a function uses under a name; of a module of the user's own, what is named of it and of those below."""
+    """The hash of a value that a function uses under a name.
+
+    Of a module of the user's own, only the contents that the function names are hashed, also in modules inside it.
+    """
     if not isinstance(value, types.ModuleType) or version_of(value.__name__) is not None:
         return name, content.at(name, value)
     with content.inside(name):
@@ -86,7 +93,7 @@ def _used(content: Content, name: str, value: Any, names: Set[str]) -> Any:
 
 
 def code(content: Content, value: types.CodeType) -> bytes:
-    """Bytecode with its names and constants, without its place in a file."""
+    """The hash of bytecode with its names and constants, without its position in a file."""
     constants = [code(content, item) if isinstance(item, types.CodeType) else content.token(item)
                  for item in value.co_consts]  # fmt: skip
     shape = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags
@@ -95,7 +102,7 @@ def code(content: Content, value: types.CodeType) -> bytes:
 
 
 def of_class(content: Content, value: type) -> bytes:
-    """A class: its name and version if it is of a library, else its bases and all that it defines."""
+    """The hash of a class: name and version for a class of a library, else its bases and everything it defines."""
     library = library_of(value)
     if library is not None:
         return joined("class", library, full_name(value))
@@ -110,13 +117,13 @@ def of_class(content: Content, value: type) -> bytes:
 
 
 def descriptor(content: Content, value: Any) -> bytes:
-    """A property of a class, or a method that is not bound to an object."""
+    """The hash of a property of a class, or of a static or class method."""
     functions = [getattr(value, name, None) for name in ("__func__", "func", "fget", "fset", "fdel")]
     return content.parts(type(value).__name__, functions)
 
 
 def module(content: Content, value: types.ModuleType) -> bytes:
-    """A module by its name and version, or with all that it defines if it is the user's own."""
+    """The hash of a module: its name and version, or everything it defines if it is the user's own."""
     version = version_of(value.__name__)
     if version is not None:
         return joined("module", version, value.__name__)

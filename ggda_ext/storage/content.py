@@ -1,8 +1,8 @@
-"""A hash of what a Python value is made of: numbers and arrays by their bytes, functions by code and what they capture.
+"""Hashes of the content of Python values: numbers and arrays by their bytes, functions by code and captured values.
 
-Two values with one hash do the same thing. A function is its bytecode, defaults, closure and the globals it names; an
-object is its class and its attributes; what comes from an installed library is its name and version. Where the content
-cannot be told (an open file, a lock), that is said and refused.
+Two values with the same hash do the same thing. For a function, bytecode, defaults, closure and named globals are
+hashed; for an object, its class and attributes; for code of an installed library, its name and version. If the content
+of a value cannot be read (an open file, a lock), an error says so.
 """
 
 from __future__ import annotations
@@ -37,72 +37,72 @@ _UNTOLD = (types.GeneratorType, types.CoroutineType, types.FrameType, io.IOBase)
 
 
 class UnknownContent(ValueError):
-    """A value whose content cannot be told, so that a store could not tell it from another."""
+    """The content of a value cannot be read, therefore a store could not distinguish the value from another."""
 
 
 class Content:
-    """Hashes values; one object of it hashes each value once.
+    """Hashes values by their content; each value is hashed only once.
 
     Args:
-        named: objects that stand for themselves, such as the modules of a model that is hashed elsewhere, by name.
-        lenient: whether a value that cannot be told counts by its type alone, as the user's tag names it.
+        named: objects for which only the name is hashed, such as the modules of a model that is hashed elsewhere.
+        lenient: whether to hash only the type of a value whose content cannot be read, because the user gave a tag.
 
     Attributes:
-        sampled: what was looked at in part only, because it cannot be read whole.
+        sampled: names of data sets of which only some points were read, because they cannot be read whole.
     """
 
     def __init__(self, named: Mapping[str, Any] | None = None, *, lenient: bool = False) -> None:
         self.known = {id(value): f"named {name}".encode() for name, value in (named or {}).items()}
-        self._alive: list[Any] = []  # an id is worth something while its object lives
+        self._alive: list[Any] = []  # an id is valid only while its object is alive
         self._lenient, self._path = lenient, list[str]()
         self.sampled: list[str] = []
 
     def text(self, value: Any, what: str) -> str:
-        """The hash as a text of 16 letters.
+        """The hash of a value as a text of 16 characters.
 
         Args:
-            value: what is hashed.
-            what: how an error calls it.
+            value: the value to hash.
+            what: the name of the value in errors.
         """
         return joined(self.at(what, value)).hex()[:16]
 
     def token(self, value: Any) -> Any:
-        """What stands for a value in the hash of its holder: a number, a text or None for itself, else a hash."""
+        """What represents a value in the hash of its container: numbers, texts and None themselves, else a hash."""
         kind = type(value)
         if kind in PLAIN:
             return value
         known = self.known.get(id(value))
         if known is None:
             self._alive.append(value)
-            self.known[id(value)] = b"itself"  # inside of what it holds
+            self.known[id(value)] = b"itself"  # if the value contains itself
             rule = _rule_of.get(kind) or _new_rule(kind)
             known = self.known[id(value)] = rule(self, value)
         return known
 
     def at(self, name: str, value: Any) -> Any:
-        """The token of what is found under a name, which errors tell."""
+        """The token of a value that is found under a name; errors mention the name."""
         if type(value) in PLAIN:
             return value
         with self.inside(name):
             return self.token(value)
 
     def inside(self, name: str) -> _Inside:
-        """A step on the way to a value, for errors."""
+        """Context that adds a name to the path to a value, which errors show."""
         return _Inside(self._path, name)
 
     def data(self, value: IndexedData) -> str:
-        """How many points a data set has, a hash of them, and how many were looked at if it cannot be read whole."""
+        """A text with the number of points, a hash of them, and how many were read if the data cannot be read whole."""
         described, whole = describe_data(value, lambda part: joined(self.token(part)).hex())
         if not whole:
             self.sampled.append(value.name)
         return described
 
     def parts(self, kind: str, values: Iterable[Any]) -> bytes:
-        """The hash of several values."""
+        """The hash of several values together, with `kind` as a label."""
         return joined(kind, *map(self.token, values))
 
     def attributes(self, value: Any, but: Set[str] = frozenset()) -> bytes:
-        """The hash of an object's attributes, in slots or not, but for counters of the names `but`."""
+        """The hash of an object's attributes, including slots; integer counters with a name in `but` are left out."""
         held = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
         held |= getattr(value, "__dict__", {})
         found: list[Any] = ["attributes"]
@@ -113,7 +113,7 @@ class Content:
         return joined(*found)
 
     def untold(self, value: Any, reason: str = "it is a running thing") -> bytes:
-        """What stands for a value whose content cannot be told; an error unless a tag names it."""
+        """The hash of the type of a value whose content cannot be read; raise an error if the user gave no tag."""
         if self._lenient:
             return joined("untold", callables.full_name(type(value)))
         *where, last = self._path or ["the value"]
@@ -125,7 +125,7 @@ class Content:
 
 
 class _Inside:
-    """A step on the way to a value, for errors."""
+    """Context that adds a name to the path to a value, which errors show."""
 
     __slots__ = ("name", "path")
 
@@ -144,7 +144,7 @@ def _own(content: Content, value: Any) -> bytes:
 
 
 def _plain(content: Content, value: Any) -> bytes:
-    """A number or a text of a class of its own."""
+    """The hash of a number or a text of a subclass, such as a class derived from `int`."""
     base = next(kind for kind in PLAIN if isinstance(value, kind))
     shown: Any = base.__repr__
     return joined("plain", base.__name__, shown(value), _kind(content, value, base))
@@ -168,7 +168,7 @@ def _tensor(content: Content, value: Tensor) -> bytes:
 
 
 def _pieces(value: Tensor) -> Sequence[Tensor]:
-    """The plain tensors that a sparse or nested one is made of."""
+    """The plain tensors that a sparse or nested tensor consists of."""
     if value.is_nested:
         return value.unbind()
     if value.layout is torch.sparse_coo:
@@ -187,12 +187,12 @@ def _array(content: Content, value: np.ndarray) -> bytes:
     if value.dtype.hasobject:
         return joined("array", str(value.dtype), value.shape, own, *map(content.token, value.reshape(-1).tolist()))
     plain = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    kind = value.dtype.str if value.dtype.names is None else str(value.dtype)  # with the names of its fields
+    kind = value.dtype.str if value.dtype.names is None else str(value.dtype)  # with field names
     return joined("array", kind, value.shape, own, hash_of_bytes(plain.data))
 
 
 def _table(content: Content, value: Any) -> bytes:
-    """A frame, a series, an index or an array of pandas, which keep references to themselves."""
+    """The hash of a pandas frame, series, index or array; not by their attributes, which refer to themselves."""
     if hasattr(value, "columns"):
         columns = [value.iloc[:, at] for at in range(len(value.columns))]
         return content.parts("frame", (columns, value.columns, value.index))
@@ -205,7 +205,7 @@ def _mapping(content: Content, value: Mapping[Any, Any]) -> bytes:
     found: list[Any] = ["mapping"]
     for key, item in value.items():
         found += (content.token(key), content.at(f"[{key!r}]" if isinstance(key, str | int) else "[…]", item))
-    return joined(*found, _kind(content, value, dict))  # the order may count
+    return joined(*found, _kind(content, value, dict))  # the order may matter
 
 
 def _sequence(content: Content, value: Iterable[Any]) -> bytes:
@@ -213,7 +213,7 @@ def _sequence(content: Content, value: Iterable[Any]) -> bytes:
 
 
 def _kind(content: Content, value: Any, usual: type) -> Any:
-    """The class of a container, an array or a number, and what else it keeps; None for the usual one."""
+    """A token for the class and the attributes of a container, an array or a number; None for the usual class."""
     kind = type(value)
     if kind is usual:
         return None
@@ -228,7 +228,11 @@ def _set(content: Content, value: Set[Any]) -> bytes:
 
 
 def _data_set(content: Content, value: Any) -> bytes:
-    """A data set that a function captures: its points, where they have an order, beside its attributes."""
+    """The hash of a data set that a function captures.
+
+    Its points are described as by `Content.data`; a data set without a length that is not a stream is hashed as an
+    object.
+    """
     if isinstance(value, Dataset) and not hasattr(value, "__len__") and not isinstance(value, IterableDataset):
         return _object(content, value)
     return content.data(IndexedData(value, " → ".join(content._path) or "a data set")).encode()
@@ -242,11 +246,14 @@ def _object(content: Content, value: Any) -> bytes:
 
 
 def _reduced(content: Content, value: Any) -> bytes:
-    """What pickle would write, for objects of C; nothing is called but what is registered for it, or its own method."""
+    """The hash of what pickle would write, for objects written in C.
+
+    Only a function that is registered for pickle is called, or the object's own `__reduce_ex__`.
+    """
     try:
         known = copyreg.dispatch_table.get(type(value))
         reduced = value.__reduce_ex__(4) if known is None else known(value)
-    except Exception as error:  # whatever an object raises that cannot be pickled
+    except Exception as error:  # an object that cannot be pickled may raise anything
         return content.untold(value, str(error))
     if isinstance(reduced, str):
         return joined("reduced", callables.full_name(type(value)), reduced)

@@ -1,7 +1,7 @@
-"""What a data set holds, as a short text: hashed whole where it lies in memory, at some points where it does not.
+"""Descriptions of data sets as short texts with a hash: of all points if they are in memory, else of some points.
 
-Tensors are read whole. Of a lazy data set (files, a stream) `POINTS` points are read, and with them whatever arrays and
-lists of one entry per point it keeps; a change elsewhere cannot be seen, which the text says.
+Tensors are read whole. Of a lazy data set (files, a stream) `POINTS` points are read; if it has a length, also the
+arrays and lists with one entry per point in its attributes. Changes elsewhere cannot be seen; the text says so.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Hash = Callable[[Any], str]
 
 
 def describe_data(data: IndexedData, hash_of: Hash) -> tuple[str, bool]:
-    """A text that differs for other data, and whether all of it was read.
+    """Return a text that differs for other data, and whether all points were read.
 
     Args:
         data: the data set.
-        hash_of: hashes a value by its content.
+        hash_of: a function that hashes a value by its content.
     """
     inner = getattr(data, "data", None)
     if isinstance(inner, IndexedData):  # a selection or a weighting of another data set
@@ -51,12 +51,12 @@ def describe_data(data: IndexedData, hash_of: Hash) -> tuple[str, bool]:
 
 
 def is_sampled(described: str) -> bool:
-    """Whether a text of `describe_data` says that only a part was read."""
+    """Whether a text of `describe_data` says that only some points were read."""
     return "of them looked at" in described or f"its first {POINTS} points" in described
 
 
 def _first(data: IndexedData) -> tuple[list[Any], bool]:
-    """The first `POINTS` points of a stream, in its own batches, and whether it ended before."""
+    """The first `POINTS` points of a stream, in its own batches, and whether the stream has fewer points than that."""
     found: list[Any] = []
     for indices, batch in data.sequential(POINTS):
         found.append(take(batch, POINTS - int(indices[0])))
@@ -66,7 +66,7 @@ def _first(data: IndexedData) -> tuple[list[Any], bool]:
 
 
 def some_points(n: int) -> np.ndarray:
-    """The points that are looked at: all if they are few, else the first, the last and others at random."""
+    """The points that are read: all if there are at most `POINTS`, else the first, the last and random others."""
     if n <= POINTS:
         return np.arange(n)
     drawn = np.random.default_rng(n).choice(n - 2, POINTS - 2, replace=False) + 1
@@ -74,7 +74,7 @@ def some_points(n: int) -> np.ndarray:
 
 
 def _tensors_behind(source: Any) -> Any:
-    """The tensors of a data set that a collate function of the user's own puts into batches; None if it has none."""
+    """The tensors of a data set whose batches the user's own collate function makes; None if it holds no tensors."""
     if type(source) is TensorDataset:
         return source.tensors
     if type(source) is Subset:
@@ -84,7 +84,7 @@ def _tensors_behind(source: Any) -> Any:
 
 
 def _read(tensors: Any) -> Any:
-    """Tensors as they are; of selected rows these alone, a run at a time."""
+    """Return tensors unchanged, but of `SelectedRows` only the selected rows, in runs of `_ROWS` rows."""
     if not isinstance(tensors, SelectedRows):
         return tensors
     inner, positions = tensors.tensors, tensors.positions
@@ -95,7 +95,7 @@ def _read(tensors: Any) -> Any:
 
 
 def _held(source: Any, n: int) -> list[Any]:
-    """Arrays and lists with an entry per point that a data set keeps in its attributes, also below others."""
+    """Arrays and lists with one entry per point in the attributes of a data set, or of the data sets inside it."""
     if isinstance(source, Subset):
         return [np.asarray(source.indices), *_held(source.dataset, _length(source.dataset))]
     if isinstance(source, ConcatDataset):
@@ -109,7 +109,7 @@ def _held(source: Any, n: int) -> list[Any]:
 
 
 def _are_plain(entry: Any) -> bool:
-    """Whether the entries of a list, by the look of its first, are numbers, texts, arrays or tuples of these."""
+    """Whether the first entry of a list is a number, a text, bytes, an array, or a tuple or list of these."""
     if isinstance(entry, tuple | list):
         return all(map(_are_plain, entry))
     return isinstance(entry, int | float | str | bytes | Tensor | np.ndarray)

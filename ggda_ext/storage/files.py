@@ -1,7 +1,7 @@
-"""Files in a folder that may come from a stranger: no link is followed, no size is believed, writing is all or nothing.
+"""Files in a folder that may come from a stranger: no link is followed, sizes are checked, writing is all or nothing.
 
-A file is read by a handle that was opened without following a link, and only if it is a plain file. A file is written
-beside its place under a name that must be new, and renamed.
+A file is opened without following a link, and it is read only if it is a plain file. A file is written to a new file in
+the same folder, and then renamed.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ JSON_BYTES = 256 * 2**20
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 _HEADER_BYTES, _USUAL_BYTES = 10_000, 256
-_END_BYTES = 8 + 16 + 16  # the length of the text behind an array, its checksum, and that of the whole file
+_END_BYTES = 8 + 16 + 16  # length of the text after an array, checksum of the text, checksum of the whole file
 _USUAL = re.compile(
     rb"\x93NUMPY\x02\x00(....){'descr': '([<|][biuf][1-8])', 'fortran_order': False, "
     rb"'shape': \(([0-9, ]{0,80})\), } *\n",
     re.DOTALL,
 )
-_UNREADABLE = (ValueError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError, EOFError)  # of a header
+_UNREADABLE = (ValueError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError, EOFError)  # bad headers
 
 
 as_text = json.JSONEncoder(sort_keys=True).encode
-"""A JSON value as text, whatever the order of entries in objects."""
+"""Return a JSON value as text; the order of entries in objects makes no difference."""
 
 
 class DamagedFile(ValueError):
-    """A file that is cut, changed, of another kind, or a link."""
+    """A file was cut or changed, is of another kind, or is a link."""
 
 
 def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """A handle of a plain file that is not a symbolic link.
+    """Open a plain file that is not a symbolic link, and return its handle.
 
     Raises:
-        FileNotFoundError: there is none.
-        DamagedFile: it is a link, a folder, a pipe, a device.
+        FileNotFoundError: the file does not exist.
+        DamagedFile: it is a link, a folder, a pipe or a device.
     """
     try:
         handle = os.open(path, flags | _FLAGS | _NO_WAITING, mode)
@@ -69,7 +69,7 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) ->
 
 
 def read_plain(path: str | Path, most: int = JSON_BYTES) -> bytes:
-    """The content of a plain file of at most `most` bytes."""
+    """Return the content of a plain file; raise `DamagedFile` if it has more than `most` bytes."""
     with os.fdopen(open_plain(path), "rb") as file:
         content = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > most:
@@ -78,11 +78,11 @@ def read_plain(path: str | Path, most: int = JSON_BYTES) -> bytes:
 
 
 def read_json(path: str | Path, most: int = JSON_BYTES) -> Any:
-    """What a JSON file holds.
+    """Return the value in a JSON file.
 
     Raises:
-        FileNotFoundError: there is none.
-        DamagedFile: it is not JSON, or nested too deeply.
+        FileNotFoundError: the file does not exist.
+        DamagedFile: it is not JSON, or it is nested too deeply.
     """
     return _parsed(path, read_plain(path, most))
 
@@ -96,18 +96,19 @@ def _parsed(path: str | Path, content: bytes) -> Any:
 
 
 def write_json(path: str | Path, content: Mapping[str, Any], *, sync: bool = True) -> None:
-    """Write a JSON object as a whole or not at all."""
+    """Write a JSON object to a file, as a whole or not at all."""
     with replaced(path, sync=sync) as file:
         file.write(json.dumps(content).encode())
 
 
 @contextmanager
 def replaced(path: str | Path, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` once it is written.
+    """Open a new file for writing; it takes the place of `path` after it is written without an error.
 
     Args:
-        path: where it ends up.
-        sync: whether to wait for the disk, so that it is there even if the power fails; a kill needs no waiting.
+        path: the final path of the file.
+        sync: whether to wait until the file is on the disk, for safety against a power failure. For safety against a
+            kill, waiting is not necessary.
     """
     part = f"{path}.part"
     try:
@@ -129,7 +130,7 @@ def replaced(path: str | Path, *, sync: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file that a user asked for, in a folder that is made if there is none; see `replaced`."""
+    """Open a file that the user asked for, as `replaced` does; its folder is made if it does not exist."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -139,7 +140,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def _new(path: str) -> int:
-    """A handle of a new file; what stands in its place, a link for example, is removed and not written to."""
+    """Open a new file and return its handle; an existing file or link of that name is removed, never written to."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS
     try:
         return os.open(path, flags, 0o666)
@@ -149,7 +150,7 @@ def _new(path: str) -> int:
 
 
 def seal(content: Any) -> str:
-    """The checksum of a JSON value, whatever the order of entries in objects."""
+    """The checksum of a JSON value; the order of entries in objects makes no difference."""
     return xxhash.xxh3_128_hexdigest(as_text(content).encode())
 
 
@@ -159,11 +160,11 @@ def write_sealed_json(path: str | Path, content: Mapping[str, Any], *, sync: boo
 
 
 def read_sealed_json(path: str | Path) -> dict[str, Any]:
-    """A JSON object that was written with a checksum of itself.
+    """Return a JSON object that `write_sealed_json` wrote.
 
     Raises:
-        FileNotFoundError: there is none.
-        DamagedFile: it is not what was written.
+        FileNotFoundError: the file does not exist.
+        DamagedFile: the checksum does not match.
     """
     found = read_json(path)
     if not isinstance(found, dict) or found.pop("xxh3", None) != seal(found):
@@ -172,7 +173,7 @@ def read_sealed_json(path: str | Path) -> dict[str, Any]:
 
 
 def write_sealed_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name as one file, with a checksum, as a whole or not at all."""
+    """Write arrays by name to one file with a checksum, as a whole or not at all."""
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]
     with replaced(path, sync=False) as file:
@@ -181,11 +182,11 @@ def write_sealed_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_sealed_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Arrays by name that `write_sealed_arrays` wrote.
+    """Return the arrays by name that `write_sealed_arrays` wrote.
 
     Raises:
-        FileNotFoundError: there is none.
-        DamagedFile: it is not what was written.
+        FileNotFoundError: the file does not exist.
+        DamagedFile: the checksum does not match.
     """
     content = read_plain(path, sys.maxsize)
     if xxhash.xxh3_128_digest(memoryview(content)[16:]) != content[:16]:
@@ -203,14 +204,14 @@ def write_sealed_array(
     *,
     sync: bool = True,
 ) -> None:
-    """Write a `.npy` file, from consecutive runs of its rows, and behind them what they were made with and checksums.
+    """Write an array to a `.npy` file, and after its rows what the array was made with, and checksums.
 
     Args:
         path: the file.
-        made_with: a JSON object as text.
-        shape: of the array.
-        dtype: of the array.
-        parts: its rows.
+        made_with: what the array was made with, a JSON object as text.
+        shape: shape of the array.
+        dtype: dtype of the array.
+        parts: the rows of the array, in consecutive runs.
         sync: as in `replaced`.
     """
     name, text = os.path.basename(path).encode(), made_with.encode()
@@ -225,11 +226,11 @@ def write_sealed_array(
 
 
 def read_made_with(path: str | Path) -> dict[str, Any]:
-    """What an array was made with, as `write_sealed_array` was told; the array itself is not looked at.
+    """Return the `made_with` that was given to `write_sealed_array`, as a dict; the array itself is not read.
 
     Raises:
-        FileNotFoundError: there is none.
-        DamagedFile: it has no such end.
+        FileNotFoundError: the file does not exist.
+        DamagedFile: the end of the file is not what `write_sealed_array` writes.
     """
     with os.fdopen(open_plain(path), "rb") as file:
         text = _end(path, file)
@@ -240,7 +241,7 @@ def read_made_with(path: str | Path) -> dict[str, Any]:
 
 
 def _end(path: str | Path, file: BinaryIO) -> bytes:
-    """The text behind a sealed array of this name."""
+    """The text after a sealed array; its checksum includes the name of the file."""
     whole = os.fstat(file.fileno()).st_size - _END_BYTES
     file.seek(max(whole, 0))
     length, checksum = int.from_bytes(file.read(8), "little"), file.read(16)
@@ -252,17 +253,17 @@ def _end(path: str | Path, file: BinaryIO) -> bytes:
 
 
 def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
-    """The beginning of a `.npy` file of plain numbers, as NumPy writes it."""
+    """The header of a `.npy` file of plain numbers, as NumPy writes it."""
     text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': {tuple(map(int, shape))!r}, }}"
     text += " " * (-(len(text) + 13) % 64) + "\n"
     return b"\x93NUMPY\x02\x00" + len(text).to_bytes(4, "little") + text.encode()
 
 
 def is_sealed_array(path: str | Path, made_with: str) -> bool:
-    """Whether a file is what `write_sealed_array` wrote under this name, made with the same.
+    """Whether `write_sealed_array` wrote this file, under this name, with this `made_with`, and it is unchanged.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the file does not exist.
     """
     found = xxhash.xxh3_128(os.path.basename(path).encode())
     try:
@@ -279,9 +280,10 @@ def is_sealed_array(path: str | Path, made_with: str) -> bool:
 
 
 def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A `.npy` file of zeros as a memory map that is written through, with all its space on the disk.
+    """Create a `.npy` file of zeros, reserve all its disk space, and return it as a memory map that writes to the file.
 
-    A memory map of a sparse file kills the process (SIGBUS) when the disk is full; here that is an OSError before.
+    A memory map of a sparse file kills the process (SIGBUS) when the disk is full. Here a full disk raises an OSError
+    at the start.
     """
     header = _header(shape, np.dtype(dtype))
     with replaced(path, sync=False) as file:
@@ -297,7 +299,7 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def _reserve(handle: int, size: int) -> None:
     try:
         os.posix_fallocate(handle, 0, size)
-    except AttributeError:  # not on this system
+    except AttributeError:  # this system has no such function
         pass
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
@@ -305,12 +307,12 @@ def _reserve(handle: int, size: int) -> None:
 
 
 def open_array(path: str | Path, mode: Any = "c", *, sealed: bool = False) -> np.ndarray:
-    """A `.npy` file as a memory map, without pickle and without links.
+    """Open a `.npy` file as a memory map; raise an error if it holds pickled objects or is a link.
 
     Args:
         path: the file.
-        mode: copy on write unless it says otherwise.
-        sealed: whether it is of `write_sealed_array`; the checksum of the array is not looked at here.
+        mode: mode of the memory map; by default copy on write.
+        sealed: whether `write_sealed_array` wrote the file; the checksum of the array is not verified here.
     """
     flags = os.O_RDONLY if mode in ("c", "r") else os.O_RDWR
     with os.fdopen(open_plain(path, flags), "rb" if flags == os.O_RDONLY else "r+b") as file:
@@ -322,12 +324,15 @@ def _mapped(
     path: str | Path, file: BinaryIO, mode: Any, start: int, shape: tuple[int, ...], dtype: Any, order: Any = "C"
 ) -> np.ndarray:
     found = np.memmap(file, dtype, mode, start, shape, order=order)
-    found.filename = os.path.abspath(path)  # known to NumPy only where it opens the file itself
+    found.filename = os.path.abspath(path)  # NumPy knows it only if it opens the file itself
     return found
 
 
 def _described(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """What a header says; the usual ones are not left to NumPy, which parses them as Python."""
+    """Read shape, Fortran order and dtype from a header.
+
+    NumPy reads only unusual headers, because it parses them as Python.
+    """
     file.seek(0)
     usual = _USUAL.match(file.read(_USUAL_BYTES))
     if usual is not None and len(usual[0]) == 12 + int.from_bytes(usual[1], "little"):
@@ -355,7 +360,7 @@ def _read_header(path: str | Path, file: BinaryIO, behind: int) -> tuple[tuple[i
 
 
 def checksum_of(path: Path) -> str | None:
-    """The checksum of a file, None if there is no plain one."""
+    """The checksum of a file; None if it does not exist or is not a plain file."""
     found = xxhash.xxh3_128()
     try:
         with os.fdopen(open_plain(path), "rb", buffering=0) as file:
@@ -367,7 +372,7 @@ def checksum_of(path: Path) -> str | None:
 
 
 def sync_folder(folder: str) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the names of the files in a folder are on the disk."""
     if sys.platform != "win32":
         handle = os.open(folder, os.O_RDONLY)
         try:

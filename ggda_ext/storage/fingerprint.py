@@ -1,7 +1,7 @@
-"""What stored numbers depend on, as short JSON values: so that a store is used again only where it belongs.
+"""Everything that stored numbers depend on, as short JSON values. A store is used again only if they are the same.
 
-Everything has a name that a person would give and a hash of its content: the model's structure and its values, loss,
-property, groups, data. Directions, which a GPU does not repeat exactly, are compared by a few sums up to rounding.
+The model's structure, its values, the loss, the property, the groups and the data each get a readable name and a hash
+of their content. Directions are compared by a few sums, up to rounding, because a GPU does not repeat them exactly.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class SampledData(UserWarning):
-    """Some data cannot be read whole, so that a store cannot see every change of it."""
+    """Some data cannot be read whole, therefore a store cannot see every change of it."""
 
 
 def of_training(provider: GroupGradients, tag: str | None) -> dict[str, Any]:
-    """What all checkpoints share: model, loss, data, groups, chosen parameters, settings and versions."""
+    """The fingerprint that all checkpoints share: model, loss, data, groups, chosen parameters, settings, versions."""
     return {
         "tag": tag,
         "groups": of_groups(provider.groups),
@@ -57,14 +57,14 @@ def of_training(provider: GroupGradients, tag: str | None) -> dict[str, Any]:
 
 @functools.cache
 def of_versions() -> dict[str, str]:
-    """The versions that numbers may depend on."""
+    """The versions of the libraries that numbers may depend on."""
     from ggda_ext import __version__  # the package imports this module
 
     return {"ggda_ext": __version__, "torch": ".".join(torch.__version__.split(".")[:2])}
 
 
 def of_checkpoint(provider: GroupGradients) -> dict[str, Any]:
-    """The model's current parameters and buffers."""
+    """The fingerprint of the model's current parameters and buffers."""
     return {"values of the parameters": of_parameters(provider.model)}
 
 
@@ -72,10 +72,10 @@ def of_value(value: Any, what: str, tag: str | None, model: nn.Module | None = N
     """The name of a loss, a property or any other value, and a hash of its content.
 
     Args:
-        value: what is described.
-        what: how errors call it.
-        tag: the user's name for what cannot be told; without one such content is refused.
-        model: its parts stand for themselves where `value` holds them; they are hashed elsewhere.
+        value: the value to describe.
+        what: the name of the value in errors.
+        tag: the user's name for content that cannot be read; without a tag such content raises an error.
+        model: a model that is hashed elsewhere; where `value` holds a part of it, only the name of the part is hashed.
     """
     named: dict[str, Any] = {}
     for where, module in () if model is None else model.named_modules():
@@ -88,7 +88,10 @@ def of_value(value: Any, what: str, tag: str | None, model: nn.Module | None = N
 
 
 def of_data(data: IndexedData, tag: str | None) -> str:
-    """The number of points and a hash of them, or of some where they cannot be read whole; then a tag is asked for."""
+    """The number of points and a hash of the points.
+
+    If the data cannot be read whole, only some points are hashed, and a warning asks for a tag if there is none.
+    """
     content = Content(lenient=tag is not None)
     found = content.data(data)
     _say_what_was_sampled(content, tag)
@@ -96,7 +99,7 @@ def of_data(data: IndexedData, tag: str | None) -> str:
 
 
 def of_structure(model: nn.Module, tag: str | None) -> str:
-    """What a model is made of but for its values: modules, their settings and code, and parameters they share."""
+    """A text and a hash of a model without its values: modules, their settings and code, and shared parameters."""
     content = Content(lenient=tag is not None)
     first: dict[int, str] = {}
     shared = [
@@ -109,7 +112,7 @@ def of_structure(model: nn.Module, tag: str | None) -> str:
 
 
 def of_directions(provider: GroupGradients, directions: Directions, tag: str | None = None) -> dict[str, Any]:
-    """What is asked: a few sums of the directions `[m, p]`, or the test points behind them and their loss."""
+    """The fingerprint of a question: a few sums of the directions `[m, p]`, or the test points and their loss."""
     if isinstance(directions, Tensor):
         return {"asked": "directions", "m": len(directions), "sums": sums_of(directions)}
     return {
@@ -121,12 +124,12 @@ def of_directions(provider: GroupGradients, directions: Directions, tag: str | N
 
 
 def of_groups(groups: Groups) -> str:
-    """Number of points and groups, and a hash of who is where."""
+    """The number of points and groups, and a hash of the group of every point."""
     return f"{len(groups)} groups of {groups.n} points, {digest(groups.labels)}"
 
 
 def of_parameters(model: nn.Module) -> str:
-    """A hash of all parameters and buffers, also those that are not saved with the model."""
+    """A hash of all parameters and buffers, including buffers that are not saved with the model."""
     return of_state(
         {
             f"{where}.{name}": value
@@ -137,7 +140,7 @@ def of_parameters(model: nn.Module) -> str:
 
 
 def of_state(state: Mapping[str, Any]) -> str:
-    """A hash of tensors by name."""
+    """A hash of the tensors in a mapping, with their names, dtypes and shapes."""
     found = xxhash.xxh3_128()
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -147,9 +150,10 @@ def of_state(state: Mapping[str, Any]) -> str:
 
 
 def sums_of(rows: Tensor) -> list[list[float]]:
-    """A few numbers that differ for other rows `[m, p]`: sums over rows of length 1, and sums of the logs of lengths.
+    """A few numbers that differ for other rows `[m, p]`.
 
-    So a small row counts as much as a large one.
+    They are weighted sums over the rows scaled to length 1, and weighted sums of the logarithms of the lengths. A small
+    row therefore counts as much as a large one.
     """
     m, p = rows.shape
     every = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy(force=True)
@@ -165,7 +169,7 @@ def sums_of(rows: Tensor) -> list[list[float]]:
 
 
 def _cosines(step: float, low: int, high: int) -> np.ndarray:
-    """Waves `[8, high - low]`; short ones are kept."""
+    """Cosine waves `[8, high - low]`, the weights of `sums_of`; short ones are cached."""
     return (_waves if high - low <= _SHORT else _waves.__wrapped__)(step, low, high)
 
 
@@ -180,7 +184,7 @@ def kind_of(value: Any) -> str:
 
 
 def name_of(value: Any, depth: int = 3) -> str:
-    """A name that a person would give: of a function its own, of an object its class with its settings."""
+    """A readable name: the name of a function, or the class of an object with its settings."""
     if isinstance(value, functools.partial):
         settings = [*map(_setting, value.args), *(f"{key}={_setting(item)}" for key, item in value.keywords.items())]
         return f"{name_of(value.func, depth - 1)}({', '.join(settings)})"
@@ -216,7 +220,7 @@ def _setting(value: Any) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is made of numbers and texts."""
+    """Whether a value consists only of numbers, texts, bools and None, also inside mappings, lists and tuples."""
     if isinstance(value, _SIMPLE):
         return True
     if isinstance(value, Mapping):

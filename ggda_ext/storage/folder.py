@@ -1,9 +1,9 @@
-"""A folder of finished arrays that survives being killed, and refuses what does not belong to it.
+"""A folder of finished arrays that survives a kill and raises an error for arrays that do not belong to it.
 
-Every array is a `.npy` file, behind whose numbers stand, as JSON, what it was made with (the *fingerprint*) and
-checksums of that and of the file. It is written to a `.part` file first and renamed. There is no other record: a store
-is made with what its arrays say. Opened again, it hands back what is finished; an array that is missing or changed on
-disk counts as not made.
+Every array is a `.npy` file. After its numbers come a JSON text that says what the array was made with (the
+*fingerprint*), a checksum of this text and a checksum of the file. A file is first written as a `.part` file and then
+renamed. There is no other record: the fingerprint of a store is read from its arrays. A store that is opened again
+returns the finished arrays; an array that is missing or was changed on disk counts as not made.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 
 class StoreMismatch(ValueError):
-    """The folder holds a store that was made with something else."""
+    """The folder holds a store that was made with something else, or files that are not a store."""
 
 
 class StoreDamaged(StoreMismatch):
@@ -50,13 +50,13 @@ class StoreDamaged(StoreMismatch):
 
 
 class Arrays:
-    """Finished arrays by name in the folder of a store: its own, or those of a `Store.part`.
+    """Finished arrays by name in the folder of a store: the store's own arrays, or the arrays of a `Store.part`.
 
     Args:
-        folder: where they are.
-        part: the part they belong to; its name stands before theirs.
-        made_with: all that they depend on, as JSON text.
-        before_writing: says whether to wait for the disk.
+        folder: the folder of the store.
+        part: the name of the part, which file names begin with; empty for the store's own arrays.
+        made_with: everything that the arrays depend on, as JSON text.
+        before_writing: called before each write; returns whether to wait for the disk.
     """
 
     def __init__(self, folder: Path, part: str, made_with: str, before_writing: Callable[[], bool]) -> None:
@@ -64,7 +64,7 @@ class Arrays:
         self._checked: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        """Whether an array is finished and intact; its checksum is looked at once."""
+        """Whether an array is finished and intact; the checksum of an intact array is verified only once."""
         if name in self._checked:
             return True
         try:
@@ -82,22 +82,22 @@ class Arrays:
 
     @property
     def names(self) -> list[str]:
-        """Names of the arrays that are there; `in` says of each whether it is intact."""
+        """Names of the arrays in the folder; use `in` to check whether one of them is intact."""
         return [name for part, name in _arrays_among(os.listdir(self.folder)) if part == self._part]
 
     def load(self, name: str) -> np.ndarray:
-        """A finished array as a memory map; changes to it stay in memory."""
+        """Return a finished array as a memory map; changes to it stay in memory."""
         if name not in self:
             raise KeyError(f"{name!r} is not finished in save_dir={str(self.folder)!r}.")
         return read_array(self.folder, name, self._part)
 
     def save(self, name: str, array: np.ndarray) -> None:
-        """Write a whole array, and only then count it as finished."""
+        """Write a whole array; it counts as finished only after all of it is written."""
         array = np.asarray(array)
         self.save_parts(name, array.shape, array.dtype, [array])
 
     def save_parts(self, name: str, shape: tuple[int, ...], dtype: Any, parts: Iterable[np.ndarray]) -> None:
-        """Write an array larger than memory, from consecutive runs of its rows."""
+        """Write an array that may be larger than memory, from consecutive runs of its rows."""
         path = self._path(name)
         dtype = np.dtype(dtype)
         if dtype.kind not in "biufc":
@@ -116,13 +116,13 @@ class Arrays:
 class Store(Arrays):
     """Arrays by name in a folder, with one writer at a time.
 
-    Use it as a context manager, or `close` it: until then other processes are refused. After a kill the system itself
-    gives the lock back. Arrays that were read stay valid after closing.
+    Use it as a context manager, or `close` it: until then other processes that open the folder get an error. After a
+    kill the system itself gives the lock back. Arrays that were read stay valid after closing.
 
     Args:
-        folder: made if it does not exist; must be empty or a store.
-        fingerprint: what the arrays depend on, as JSON values by name. Another value than the stored one is refused,
-            except that lists of floats (a few sums of many numbers) may differ by rounding.
+        folder: the folder; it is made if it does not exist, and has to be empty or a store.
+        fingerprint: everything that the arrays depend on, as JSON values by name. A value that differs from the stored
+            one raises an error, but lists of floats (a few sums of many numbers) may differ by rounding.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -144,7 +144,7 @@ class Store(Arrays):
             except OSError:
                 check_folder(folder)
                 folder.mkdir(parents=True, exist_ok=True)
-                read_store(folder)  # what is not a store is refused before a lock file is left there
+                read_store(folder)  # raises for a foreign folder before a lock file is left there
             self._lock = _take_lock(folder)
         try:
             found, self.parts = read_store(folder)
@@ -170,7 +170,7 @@ class Store(Arrays):
         self._lock.release()
 
     def part(self, name: str, fingerprint: Mapping[str, Any]) -> Arrays:
-        """The arrays of the part `name`, refused if it was made with something else than now."""
+        """Return the arrays of the part `name`; raise an error if the part was made with another fingerprint."""
         known = self.parts.get(_checked_name(name))
         if known is None:
             known = self.parts[name] = fingerprint
@@ -179,7 +179,10 @@ class Store(Arrays):
         return Arrays(self.folder, name, self._told(as_text(known)), self._must_wait)
 
     def check(self, within: str, fingerprint: Mapping[str, Any]) -> None:
-        """Refuse what the parts whose names begin with `within`, all alike in it, were not made with."""
+        """Raise an error if the parts whose names begin with `within` were made with other values than `fingerprint`.
+
+        These parts all have the same values there, so only one part is compared.
+        """
         known = next((part for name, part in self.parts.items() if name.startswith(f"{within}-")), None)
         if known is not None:
             self._refuse(within, {name: known.get(name) for name in fingerprint}, fingerprint)
@@ -190,13 +193,13 @@ class Store(Arrays):
             raise StoreMismatch(f"save_dir={str(self.folder)!r}, in {name}, {differing}")
 
     def _told(self, part: str) -> str:
-        """What arrays say that they were made with, as JSON text."""
+        """The JSON text in the arrays that says what they were made with."""
         return f'{{"fingerprint": {self._text}, "format": {FORMAT}, "part": {part}}}'
 
     def _must_wait(self) -> bool:
-        """Whether to wait for the disk: where a power failure could cost what was there before, or long work.
+        """Whether to wait for the disk: if a power failure could destroy arrays from before, or long work.
 
-        A kill needs no waiting.
+        For safety against a kill, waiting is not necessary.
         """
         now = time.monotonic()
         sync = self._held_before or now - self._last_sync > SYNC_SECONDS
@@ -205,7 +208,7 @@ class Store(Arrays):
 
 
 def read_array(folder: Path, name: str, part: str = "") -> np.ndarray:
-    """A finished array of a store, or of a part of it, as a memory map; its checksum is not looked at."""
+    """Return a finished array of a store, or of one of its parts, as a memory map; the checksum is not verified."""
     return open_array(_path(folder, name, part), sealed=True)
 
 
@@ -220,12 +223,12 @@ def _checked_name(name: str) -> str:
 
 
 def _arrays_among(files: list[str]) -> list[tuple[str, str]]:
-    """Part and name of the arrays among the files of a folder."""
+    """The part and the name of every array among the files of a folder, sorted."""
     return sorted((found[1] or "", found[2]) for found in map(_ARRAY.fullmatch, files) if found)
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a `save_dir` that is a file."""
+    """Raise an error if a `save_dir` is a file, or is below a file."""
     try:
         mode = os.stat(folder).st_mode
     except FileNotFoundError:
@@ -245,11 +248,11 @@ def _take_lock(folder: Path) -> FolderLock:
 
 @contextmanager
 def clear_errors(folder: Path, name: str, intact: Callable[[], str] | None = None) -> Iterator[None]:
-    """Say what could not be written, where and why, and what to do."""
+    """Context that turns an OSError into one that says which file could not be written, where, why, and what to do."""
     try:
         yield
     except OSError as error:
-        if "cannot be written to save_dir" in str(error):  # said already, by a step within this one
+        if "cannot be written to save_dir" in str(error):  # an inner context has said it already
             raise
         raise OSError(
             error.errno,
@@ -259,10 +262,10 @@ def clear_errors(folder: Path, name: str, intact: Callable[[], str] | None = Non
 
 
 def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
-    """How a store's fingerprint differs from the given one, and what to do; None if it does not."""
+    """A text that says how a store's fingerprint differs from the given one, and what to do; None if they agree."""
     if stored == given:
         return None
-    given = json.loads(json.dumps(given))  # as it was read: a tuple is a list
+    given = json.loads(json.dumps(given))  # as it is read from JSON: a tuple becomes a list
     for name in (*given, *(name for name in stored if name not in given)):
         before, now = stored.get(name), given.get(name)
         if not _same(before, now):
@@ -274,12 +277,12 @@ def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str | Non
 
 
 def read_store(folder: Path) -> tuple[Mapping[str, Any] | None, dict[str, Mapping[str, Any]]]:
-    """What the arrays of a folder say they were made with: all of them (None if there is no array), and by part.
+    """Return the fingerprint of a store (None if there is no array) and the fingerprints of its parts, by name.
 
-    One that does not say it is damaged, and left out.
+    They are read from the arrays. An array that does not say what it was made with is damaged and is left out.
 
     Raises:
-        StoreMismatch: it holds something else than a store, or one of another format.
+        StoreMismatch: the folder holds something else than a store, or a store of another format.
     """
     fingerprint: Mapping[str, Any] | None = None
     parts: dict[str, Mapping[str, Any]] = {}
@@ -307,7 +310,7 @@ def read_store(folder: Path) -> tuple[Mapping[str, Any] | None, dict[str, Mappin
 
 
 def _refuse_foreign(folder: Path, files: list[str]) -> None:
-    """Refuse a folder in which more lies than a store leaves behind that was killed before its first array."""
+    """Raise an error if a folder holds more than the files of a store that was killed before its first array."""
     ours = [LOCK, *(name for name in files if LOCK in files and _ARRAY.fullmatch(name.removesuffix(".part")))]
     foreign = sorted(set(files).difference(ours))
     if foreign:
@@ -318,7 +321,7 @@ def _refuse_foreign(folder: Path, files: list[str]) -> None:
 
 
 def digest(*arrays: np.ndarray) -> str:
-    """A short text that differs for other arrays: a fingerprint of labels, parameters, …"""
+    """A short text that differs for other arrays, as a fingerprint of labels, parameters, …"""
     found = xxhash.xxh3_128()
     for array in arrays:
         array = np.ascontiguousarray(array)
@@ -337,7 +340,7 @@ def _same(before: Any, now: Any) -> bool:
 
 
 def _short(value: Any, other: Any) -> str:
-    """A value as text; of a long one the part where it differs from the other."""
+    """A value as text; for a long text only the part where it differs from the text of `other`."""
     text = repr(value)
     same = next((at for at, (a, b) in enumerate(zip(text, repr(other), strict=False)) if a != b), len(text))
     low = max(0, same - 40)

@@ -1,9 +1,9 @@
-"""One process at a time in a folder: a lock that the system gives back when its process ends, however it ends.
+"""A lock that lets one process at a time use a folder. The system gives it back when the process ends in any way.
 
-Not by the package `filelock`, which torch brings along in any version. Its recent ones do as much (tried with 4.2.10:
-no link is followed, nothing truncated, and forked children of a killed process do not keep the lock). Earlier ones
-follow links and truncate, and leave the lock to forked workers of a DataLoader. None says which process holds the lock,
-as the errors here do.
+The package `filelock` is not used, because torch installs it in any version. Its recent versions do the same (tried
+with 4.2.10: it follows no link, truncates nothing, and forked children of a killed process do not keep the lock).
+Earlier versions follow links, truncate files, and leave the lock to forked workers of a DataLoader. No version says
+which process holds the lock, as the errors here do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOCK = "store.lock"
 _FLOCK = {
     "linux": ("hhqqi4x", 0, 4),
     "darwin": ("qqihh", 3, 2),
-}  # struct flock of 64 bits, and where kind and process are
+}  # layout of the 64-bit struct flock, and the positions of the lock's kind and process in it
 
 if sys.platform == "win32":
     import msvcrt
@@ -39,7 +39,7 @@ else:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _owner(handle: int) -> str:
-        """Who holds the lock, as the system says; it does not know of processes on other machines."""
+        """The process that holds the lock, according to the system, which knows no processes on other machines."""
         if sys.platform not in _FLOCK or sys.maxsize < 2**32:
             return "another process"
         layout, kind, process = _FLOCK[sys.platform]
@@ -50,21 +50,21 @@ else:
 
 
 class FolderLock:
-    """A lock on a folder; children do not inherit it.
+    """A lock on a folder; child processes do not inherit it.
 
     Args:
-        folder: what is locked.
-        reentrant: whether this process may lock the folder while it holds it already.
+        folder: the folder to lock.
+        reentrant: whether this process may lock the folder again while it already holds the lock.
     """
 
-    _held: dict[tuple[int, int], _Holder] = {}  # noqa: RUF012  # the system's lock is blind within one process
+    _held: dict[tuple[int, int], _Holder] = {}  # noqa: RUF012  # the system's lock does not work within one process
 
     def __init__(self, folder: Path, *, reentrant: bool = False) -> None:
         found = os.stat(folder)
         key = found.st_dev, found.st_ino
         mine = _Holder(os.getpid())
-        holder = self._held.setdefault(key, mine)  # in one step, as other threads may want it too
-        if holder.process != mine.process:  # of the process that this one was forked from
+        holder = self._held.setdefault(key, mine)  # in one step, because other threads may do the same
+        if holder.process != mine.process:  # the holder is the process that this one was forked from
             holder = self._held[key] = mine
         if holder is mine:
             try:
@@ -83,7 +83,7 @@ class FolderLock:
 
 @dataclass
 class _Holder:
-    """A process that holds a lock, and how often; without a handle in a folder that can only be read."""
+    """A process that holds a lock, and how often it holds it; the handle is None in a read-only folder."""
 
     process: int
     handle: int | None = None
@@ -99,9 +99,9 @@ def _release(held: dict[tuple[int, int], _Holder], key: tuple[int, int], holder:
 
 
 def _locked(folder: Path) -> int | None:
-    """The open and locked lock file of a folder; None in a folder that can only be read, which needs no lock.
+    """Open and lock the lock file of a folder; return its handle, or None in a read-only folder, which needs no lock.
 
-    Nothing is written to it: another file of that name, or a hard link to one, stays as it is.
+    Nothing is written to the file: a foreign file of that name, or a hard link to one, is left unchanged.
     """
     try:
         handle = open_plain(f"{folder}{os.sep}{LOCK}", os.O_RDWR | os.O_CREAT)

@@ -1,9 +1,9 @@
-"""Group gradients that are kept in a folder, projected or whole, and answer new questions without the training data.
+"""Group gradients that are kept in a folder, projected or whole. They answer new questions without the training data.
 
     τ_G(g) = ⟨∇g, Σ_{i∈G} ∇ℓ_i⟩ ≈ ⟨S∇g, S Σ_{i∈G} ∇ℓ_i⟩
 
-with S a CountSketch to `projection_dim` numbers: right on average, with a standard deviation of at most
-√(2 / projection_dim) · |∇g| |Σ∇ℓ_i|. Without a projection the scores are exact, and a group takes p numbers.
+S is a CountSketch to `projection_dim` numbers. The projected scores are right on average, with a standard deviation of
+at most √(2 / projection_dim) · |∇g| |Σ∇ℓ_i|. Without a projection the scores are exact, and a group takes p numbers.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ from ggda_ext.words import without
 class GradientStore:
     """The gradients of all groups at the model's current parameters, in a folder.
 
-    Making it takes one pass over the training data, which goes on where it was stopped; opening it again takes none.
+    Making the store takes one pass over the training data. A pass that was stopped continues where it stopped. Opening
+    the store again takes no pass.
 
     Args:
         provider: model, loss, data and groups.
-        save_dir: the folder, of this model alone: each checkpoint has its own.
-        projection_dim: numbers kept per group; None for the gradients themselves, p numbers per group.
-        seed: of the projection.
-        tag: names what a fingerprint cannot see, such as the version of the data; another tag is refused.
+        save_dir: the folder, for this model only: each checkpoint needs a folder of its own.
+        projection_dim: how many numbers are kept per group; None keeps the gradients themselves, p numbers per group.
+        seed: the seed of the projection.
+        tag: a name for anything that the fingerprint cannot see, such as the version of the data. A folder that was
+            made with another tag is refused.
 
     >>> import tempfile
     >>> from torch import nn
@@ -98,7 +100,7 @@ class GradientStore:
                     go_on_without(provider, error)
 
     def _finish(self, store: Store | None, plan: Plan) -> None:
-        """Make what is missing of the gradients by one strategy, which are a part of the store."""
+        """Make the missing gradients by the plan's strategy; the store has one part per strategy."""
         provider = self.provider
         points = points_per_block(provider, plan.facts.batch_size)
         row = self.dim * provider.space.dtype.itemsize
@@ -111,11 +113,11 @@ class GradientStore:
 
     @property
     def dim(self) -> int:
-        """Numbers kept per group."""
+        """How many numbers are kept per group."""
         return self.projection_dim or self.provider.p
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """What is kept, as `(group ids [b], rows [b, dim])`; the rows are memory maps."""
+        """Yield the kept gradients as pairs `(group ids [b], rows [b, dim])`; the rows are memory maps."""
         for j, (low, high) in enumerate(self._ranges):
             yield torch.arange(low, high), torch.from_numpy(read_array(self.folder, _name(j), self._part))
 
@@ -162,7 +164,7 @@ class GradientStore:
             scores[:, ids] = rows @ block.to(rows.dtype).T
 
     def _projected_tests(self, asked: Property | Directions) -> Tensor:
-        """The test side `[m, dim]`."""
+        """The directions of the question `[m, dim]`, projected like the stored gradients."""
         directions = asked if isinstance(asked, Tensor | PointGradients) else property_directions(self.provider, asked)
         if isinstance(directions, Tensor):
             if directions.dim() != 2 or directions.shape[1] != self.provider.p:

@@ -1,7 +1,7 @@
-"""Long work in jobs, a block of groups each: what is finished is saved and never done again.
+"""Long work, split into jobs of one block of groups each. Finished jobs are saved and never done again.
 
-Where blocks begin and end depends on the groups, the batch size and the size of the question alone. A block is the
-work of one rank, so its numbers do not depend on the number of ranks, on a kill, or on what was finished before.
+Where blocks begin and end depends only on the groups, the batch size and the size of the question. One rank makes a
+whole block, so its numbers do not depend on the number of ranks, on a kill, or on the jobs that were finished before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Range = tuple[int, int]
 
 
 def group_ranges(groups: Groups, points: int, most_groups: int) -> list[Range]:
-    """Runs of group ids with about `points` points each, and at most `most_groups` groups."""
+    """Split the group ids into consecutive ranges of about `points` points and at most `most_groups` groups each."""
     offsets, k = groups.offsets, len(groups)
     ranges: list[Range] = []
     low = 0
@@ -45,17 +45,17 @@ def group_ranges(groups: Groups, points: int, most_groups: int) -> list[Range]:
 
 
 def points_in(groups: Groups, some: Range) -> int:
-    """How many points are in a run of groups."""
+    """Number of points in a range of groups."""
     return int(groups.offsets[some[1]] - groups.offsets[some[0]])
 
 
 def points_per_block(provider: GroupGradients, batch_size: int) -> int:
-    """How many points make a block: enough that saving costs little, few enough that a kill costs little."""
+    """Number of points in a block: large enough to make saving cheap, small enough to lose little work by a kill."""
     return max(BATCHES_PER_BLOCK * batch_size, -(-int(provider.groups.offsets[-1]) // MOST_BLOCKS))
 
 
 def part_of(provider: GroupGradients, groups: Range, strategy: str) -> GroupGradients:
-    """The provider of some groups alone, with the strategy chosen for all."""
+    """The provider for a range of groups only, with the strategy that was chosen for all groups."""
     low, high = groups
     every = provider.groups
     if high - low == len(every):
@@ -70,7 +70,7 @@ def part_of(provider: GroupGradients, groups: Range, strategy: str) -> GroupGrad
 
 @contextmanager
 def whole_groups(provider: GroupGradients, groups: Range) -> Iterator[None]:
-    """Let an error about a part name groups and points as the user knows them."""
+    """Context in which an error about a range of groups names the groups and points as the user knows them."""
     try:
         yield
     except NonFinite as error:
@@ -78,10 +78,10 @@ def whole_groups(provider: GroupGradients, groups: Range) -> Iterator[None]:
 
 
 def go_on_without(provider: GroupGradients, error: ValueError) -> None:
-    """After jobs that failed on what the chosen strategy was not proven for: let all ranks know, to choose another.
+    """After an `Unproven` in a job, let all ranks stop using the layers and strategies that it names.
 
     Raises:
-        ValueError: the error itself, if it is another one, or the strategy was asked for by name.
+        ValueError: `error` itself, if it has another cause, or if the user named the strategy.
     """
     if provider.strategy != "auto":
         raise error
@@ -95,30 +95,30 @@ def go_on_without(provider: GroupGradients, error: ValueError) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """One array to be made: its name in the store, its shape, and the points it takes."""
+    """One array to make: its name in the store, its shape, the number of points it takes, and the function to call."""
 
     name: str
     shape: tuple[int, ...]
     points: int
     make: Callable[[], Tensor]
     shared: bool = False
-    """Whether all ranks make it together, each its share."""
+    """Whether all ranks make the array together, each rank its share."""
 
 
 def finish(
     store: Arrays | None, jobs: Sequence[Job], dtype: torch.dtype, title: str, show_progress: bool | None
 ) -> Tensor | None:
-    """Make and save all jobs that are not finished, one per rank at a time; rank 0 writes.
+    """Do all jobs that are not finished, one per rank at a time, and save their arrays; rank 0 writes.
 
     Args:
-        store: on rank 0 the store or a part of it, on others None.
+        store: the store or a part of it on rank 0, None on the other ranks.
         jobs: all jobs, the same on every rank.
-        dtype: of the arrays; bfloat16, which NumPy does not know, is saved as float32.
-        title: of the progress bar.
-        show_progress: whether to show it; None, once it takes `PATIENCE` seconds.
+        dtype: dtype of the arrays; bfloat16 is saved as float32, because NumPy does not know it.
+        title: the title of the progress bar.
+        show_progress: whether to show the progress bar; None shows it after `PATIENCE` seconds.
 
     Returns:
-        The array of the only job, if it was made now; None otherwise.
+        The array, if there is only one job and it was done now; None otherwise.
     """
     missing = set(once(lambda: [job.name for job in jobs if store is None or job.name not in store]))
     todo = [job for job in jobs if job.name in missing]
@@ -135,7 +135,7 @@ def finish(
 
 
 def _rounds(todo: list[Job]) -> Iterator[list[Job]]:
-    """Jobs that are done at the same time: one per rank, or one by all."""
+    """Yield lists of jobs that are done at the same time: one job per rank, or one job that all ranks share."""
     while todo:
         count = 1 if todo[0].shared else world_size()
         yield todo[:count]
@@ -143,7 +143,7 @@ def _rounds(todo: list[Job]) -> Iterator[list[Job]]:
 
 
 def _made(jobs: list[Job], dtype: torch.dtype) -> list[Tensor]:
-    """The arrays of one round, on the CPU of every rank."""
+    """Do the jobs of one round; return their arrays on the CPU, on every rank."""
     if jobs[0].shared:
         return [jobs[0].make().detach().to("cpu", dtype)]
     if world_size() == 1:
@@ -158,7 +158,7 @@ def _made(jobs: list[Job], dtype: torch.dtype) -> list[Tensor]:
 
 
 def opened(folder: Path, fingerprint: Callable[[], Mapping[str, Any]]) -> AbstractContextManager[Store | None]:
-    """A store on rank 0, None on other ranks; what goes wrong on opening it is raised on all of them."""
+    """The store on rank 0, None on the other ranks. If it cannot be opened, every rank raises the error."""
     found: AbstractContextManager[Store | None] = nullcontext()
     with together():
         if rank() == 0:

@@ -1,4 +1,4 @@
-"""The hash of a module: its class, settings, hooks and parts, with the values of its tensors or without them."""
+"""The hash of a module: its class, settings, hooks and inner modules, with or without the values of its tensors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ggda_ext.storage.hashing import hash_of_bytes, joined
 if TYPE_CHECKING:
     from ggda_ext.storage.content import Content
 
-_OF_TORCH = frozenset(vars(nn.Module()))  # what torch itself keeps in a module
+_OF_TORCH = frozenset(vars(nn.Module()))  # attributes that torch itself keeps in a module
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def network(content: Content, value: nn.Module, *, values: bool) -> bytes:
-    """The hash of a module and of those inside of it.
+    """The hash of a module and of the modules inside it.
 
     Args:
-        content: hashes what it holds.
+        content: hashes the values that the module holds.
         value: the module.
-        values: whether the values of parameters and buffers count, or only their kind.
+        values: whether to hash the values of parameters and buffers, or only their dtypes and shapes.
     """
     if isinstance(value, torch.jit.ScriptModule):
         return scripted(value, values=values)
@@ -58,12 +58,12 @@ def network(content: Content, value: nn.Module, *, values: bool) -> bytes:
 
 
 def hooks_of_all(content: Content) -> list[Any]:
-    """Hooks that torch runs in every module."""
+    """Hashes of the global hooks, which torch runs in every module."""
     return [content.token(hook) for name in _HOOKS for hook in getattr(of_all_modules, f"_global{name}", {}).values()]
 
 
 def _replaced_forward(content: Content, own: type) -> Any:
-    """A function of the user's own that was put in place of the `forward` of a library's class."""
+    """The hash of a user's function that replaces the `forward` of a library's class; None if there is none."""
     forward = getattr(own, "forward", None)
     if not isinstance(forward, types.FunctionType) or library_of(forward) is not None:
         return None
@@ -78,7 +78,7 @@ def _of_tensor(content: Content, tensor: Tensor | None, values: bool) -> tuple[A
 
 
 def scripted(value: Any, *, values: bool) -> bytes:
-    """The hash of what torch would save of a script: code, constants and attributes; its tensors only with `values`."""
+    """The hash of what torch would save of a script: code, constants and attributes, and with `values` its tensors."""
     buffer = io.BytesIO()
     torch.jit.save(value, buffer)
     with zipfile.ZipFile(buffer) as archive:
@@ -89,7 +89,7 @@ def scripted(value: Any, *, values: bool) -> bytes:
 
 
 def _in_order(code: bytes) -> bytes:
-    """Saved code with its constants, which torch writes in any order, sorted in front."""
+    """Saved code with the constants sorted at the beginning, because torch writes them in any order."""
     lines = code.split(b"\n")
     return b"\n".join(
         (

@@ -1,4 +1,4 @@
-"""Finished scores on disk, in a grid of blocks: test points or components by groups, read a few rows at a time."""
+"""Finished scores on disk, in a grid of blocks (test points or components × groups), read a few rows at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ggda_ext.storage.jobs import Range
 
 
 def block_name(tests: int, groups: int) -> str:
-    """The name of a block by its place in the grid."""
+    """The name of a block, from its position in the grid."""
     return f"block-{tests:04d}-{groups:04d}"
 
 
@@ -23,12 +23,12 @@ class ScoreBlocks:
     """Finished scores `[m, k]` of one question at one checkpoint, in a grid of blocks on disk.
 
     Attributes:
-        folder: of the store.
-        name: of the question, which is a part of the store.
-        tests: where blocks of test points or components begin and end.
-        groups: where blocks of groups do.
-        dtype: of the scores.
-        made: all of them, where they are one block that was made just now.
+        folder: the folder of the store.
+        name: the name of the question, which is a part of the store.
+        tests: where each block of test points or components begins and ends.
+        groups: where each block of groups begins and ends.
+        dtype: dtype of the scores.
+        made: all scores, if they are a single block that was made just now; None otherwise.
     """
 
     folder: Path
@@ -51,7 +51,7 @@ class ScoreBlocks:
         return len(self.tests) == len(self.groups) == 1
 
     def whole(self) -> Tensor:
-        """The only block."""
+        """The scores, if they are a single block."""
         found = torch.from_numpy(self._block(0, 0)) if self.made is None else self.made
         return found.to(self.dtype)
 
@@ -60,11 +60,11 @@ class ScoreBlocks:
 
     @property
     def names(self) -> list[str]:
-        """What they are called in the folder."""
+        """The name of the question in the store, as a list of one."""
         return [self.name]
 
     def rows(self, low: int, high: int) -> Tensor:
-        """The scores of the test points or components from `low` up to `high`, `[high - low, k]`."""
+        """The scores of the test points or components `low` … `high - 1`, `[high - low, k]`."""
         found = torch.empty(high - low, self.k, dtype=torch.float32 if self.dtype == torch.bfloat16 else self.dtype)
         for i, (top, bottom) in enumerate(self.tests):
             if top >= high or bottom <= low:
@@ -78,7 +78,7 @@ class ScoreBlocks:
 
 @dataclass(frozen=True)
 class StackedBlocks:
-    """Finished scores of some test points after others."""
+    """Finished scores of several sets of test points, one set after the other."""
 
     parts: list[ScoreBlocks]
 
@@ -96,11 +96,11 @@ class StackedBlocks:
 
     @property
     def names(self) -> list[str]:
-        """What they are called in the folder."""
+        """The names of the parts' questions in the store."""
         return [name for part in self.parts for name in part.names]
 
     def rows(self, low: int, high: int) -> Tensor:
-        """The scores of the test points from `low` up to `high`, `[high - low, k]`."""
+        """The scores of the test points `low` … `high - 1`, `[high - low, k]`."""
         found, top = [], 0
         for part in self.parts:
             if top < high and top + part.m > low:

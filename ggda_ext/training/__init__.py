@@ -1,4 +1,4 @@
-"""Training and retraining models on subsets of the data: one model, or many small ones at once.
+"""Train models on subsets of the data: one model, or many small models at once.
 
 >>> import torch
 >>> from torch import nn

@@ -1,7 +1,7 @@
-"""Which training points every model of a stack sees at every step: its own permutations of its own subset.
+"""The training points that every model of a stack sees at every step: its own permutations of its own subset.
 
-Models of a stack stand in the order of falling step counts, so those still in training are always the first
-ones, and those with one schedule are neighbours.
+The models of a stack are sorted by falling number of steps. So the models that are still in training are always the
+first ones, and models with the same schedule are neighbours.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ class StepBatch:
     """The batches of one step, one per model still in training.
 
     Attributes:
-        indices: training indices `[models, b]`; n, one past the last, where a model has fewer points.
-        counts: points of every model `[models]`, or one number if they all have b.
+        indices: training indices `[models, b]`. If a model has fewer than b points, the rest is filled with n, which is
+            one past the last index.
+        counts: number of points of every model `[models]`, or a single number if all models have b points.
     """
 
     indices: Tensor
@@ -37,10 +38,10 @@ class Walk:
         subsets: training indices of every model.
         seeds: seed of the batch order of every model.
         recipe: batch size and epochs.
-        n: number of training points, the index that marks a place without a point.
+        n: number of training points; as an index it marks a position without a point.
 
     Attributes:
-        steps: steps of the whole training.
+        steps: number of steps of the whole training.
         rates: learning rate and beta1 of every step.
     """
 
@@ -58,7 +59,7 @@ class Walk:
         return len(self.subsets)
 
     def batch(self, step: int) -> StepBatch:
-        """The batches of one step; steps are asked for in order, each once."""
+        """Return the batches of one step; call it once for every step, in order."""
         at = step % self.per_epoch
         if at == 0:
             for row, subset, generator in zip(self._order, self.subsets, self.generators, strict=True):
@@ -69,7 +70,7 @@ class Walk:
 
 
 def walks(subsets: Sequence[Tensor], seeds: Sequence[int], recipe: Recipe, n: int) -> list[Walk]:
-    """One walk for each run of neighbours with the same number of steps; longest first."""
+    """Return one walk for each run of neighbours with the same number of steps, the longest training first."""
     found = []
     steps = [recipe.steps(len(subset)) for subset in subsets]
     for _, run in groupby(range(len(subsets)), steps.__getitem__):
@@ -80,7 +81,7 @@ def walks(subsets: Sequence[Tensor], seeds: Sequence[int], recipe: Recipe, n: in
 
 
 def batches(walking: Sequence[Walk]) -> Iterator[tuple[int, list[Walk], StepBatch]]:
-    """Every step with the walks still in training and their joint batch."""
+    """Yield every step with the walks that are still in training and their joint batch."""
     for step in range(walking[0].steps):
         active = [walk for walk in walking if step < walk.steps]
         yield step, active, _joined([walk.batch(step) for walk in active])
@@ -102,5 +103,5 @@ def _joined(parts: list[StepBatch]) -> StepBatch:
 
 
 def by_falling_steps(subsets: Sequence[Tensor], recipe: Recipe) -> np.ndarray:
-    """Positions of the models in the order a stack needs."""
+    """Return the positions of the models sorted by falling number of steps, as a stack needs them."""
     return np.argsort([-recipe.steps(len(subset)) for subset in subsets], kind="stable")

@@ -1,7 +1,7 @@
-"""Numbers below the smallest normal float count as zero while a model is trained.
+"""Treat numbers below the smallest normal float as zero while a model is trained.
 
-The weights of dead units decay towards zero for the rest of a training. Below about 1e-38 they become denormal numbers,
-with which a processor computes ten to a hundred times slower, and which change no loss.
+The weights of dead units decay towards zero for the rest of a training. Below about 1e-38 they become denormal numbers.
+A processor is ten to a hundred times slower with denormal numbers, and they do not change the loss.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 
 
 def flushes_denormals() -> bool:
-    """Whether this thread takes denormal numbers for zero; PyTorch sets the flag, but does not tell it."""
+    """Whether this thread treats denormal numbers as zero; PyTorch can set this flag, but not read it."""
     smallest = np.array([np.finfo(np.float32).tiny])
     return not bool((smallest / np.float32(4)).any())
 
 
 @contextmanager
 def denormals_flushed() -> Iterator[None]:
-    """Take denormal numbers for zero inside; the flag is as it was afterwards. Without effect where unsupported.
+    """Treat denormal numbers as zero inside the context and restore the flag afterwards, if the processor supports it.
 
-    The flag belongs to a thread: PyTorch's other threads keep theirs.
+    The flag belongs to the current thread; PyTorch's other threads keep their own flag.
     """
     before = flushes_denormals()
     torch.set_flush_denormal(True)

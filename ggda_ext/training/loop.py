@@ -1,4 +1,4 @@
-"""Training one model with PyTorch's own Adam and schedulers: the definition that batched training is equal to."""
+"""Train one model with PyTorch's own Adam and schedulers; training many models at once must give the same result."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ MakeModel = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model in eval mode, with the checkpoints asked for.
+    """A trained model in eval mode, with the requested checkpoints.
 
     Attributes:
         model: the model.
-        checkpoints: state dicts, on the CPU, after the epochs asked for.
-        rates: mean learning rate of the steps that led to each checkpoint, TracIn's weights.
+        checkpoints: state dicts on the CPU, one for each requested epoch.
+        rates: for each checkpoint, the mean learning rate of the steps since the checkpoint before; these are the
+            weights for TracIn.
     """
 
     model: nn.Module
@@ -49,17 +50,17 @@ def train_one(
     checkpoint_epochs: Collection[int] = (),
     show_progress: bool = False,
 ) -> Trained:
-    """Train a model in place.
+    """Train a model in place, and return it with its checkpoints.
 
     Args:
         model: the model, freshly initialised (see `initial_model`).
-        loss_fn: ``loss_fn(model(x), y)``, a mean over the batch.
+        loss_fn: ``loss_fn(model(x), y)`` returns a mean over the batch.
         data: the training set ``(x, y)``, on the device to train on.
         recipe: epochs, learning rate, batch size, weight decay, schedule.
-        seed: gives the batch order, and dropout if there is any.
+        seed: determines the batch order, and dropout if the model has it.
         subset: training indices or a mask `[n]`; all points if left out.
-        checkpoint_epochs: after which epochs, counted from 1, to keep the parameters.
-        show_progress: show a progress bar.
+        checkpoint_epochs: the epochs, counted from 1, after which the parameters are kept.
+        show_progress: whether to show a progress bar.
     """
     x, y = checked_data(data)
     points = checked_subset(subset, len(x))
@@ -98,7 +99,7 @@ def _one_number(loss: Tensor) -> Tensor:
 
 
 def initial_model(make_model: MakeModel, seed: int) -> nn.Module:
-    """A model whose initial weights follow from `seed`; the global random state stays as it was."""
+    """Return a new model whose initial weights are determined by `seed`; the global random state does not change."""
     if isinstance(make_model, nn.Module):
         raise TypeError(
             f"make_model is a {type(make_model).__name__}: pass a function that makes a new model at every call."
@@ -114,7 +115,7 @@ def initial_model(make_model: MakeModel, seed: int) -> nn.Module:
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Draw from `seed` inside; the global random state stays as it was outside."""
+    """Seed PyTorch's global random state inside the context; restore the state afterwards."""
     devices = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(int(seed))

@@ -1,7 +1,7 @@
-"""Training many models of one shape at once, with different seeds and training subsets.
+"""Train many models of one shape at once, with different seeds and training subsets.
 
-Small models stand in a stack, one row of parameters each, and take every step together: the same batches, the same
-Adam and the same schedules as `train_one` gives each of them alone, up to rounding. Large models take turns.
+Small models form a stack and take every step together. Each model gets the same batches, the same Adam and the same
+schedule as in `train_one`; results are the same up to rounding. Large models are trained one after the other.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from ggda_ext.training.vmapped import MappedGradients, MappedModel
 from ggda_ext.words import check_counts
 
 WORKING_SET = 16 * 2**20
-"""Bytes that the models of one stack touch in a step: about what stays in a processor's cache."""
+"""Bytes that the models of one stack use in a step: about the size of a processor's cache."""
 
 MODELS_AT_ONCE = 64
-"""Models whose outputs are computed together."""
+"""Number of models whose outputs are computed together."""
 
 
 Layout = StackedLayers | MappedModel
-"""How models stand in a stack: as tensors whose first dimension is the model."""
+"""Layout of a stack: how models are stored as tensors whose first dimension is the model."""
 
 
 class TrainedModels:
-    """Models trained by `train_many`: a sequence of them, and their outputs all at once.
+    """The models trained by `train_many`, which can be iterated over; `outputs` runs all of them at once.
 
     Args:
-        make_model: builds a model of their shape.
-        stack: their layout and tensors `[models, …]`, or the state dicts of models trained one after the other.
+        make_model: builds a model of the same shape.
+        stack: layout and tensors `[models, …]` of the models, or the state dicts of models trained one after the other.
     """
 
     def __init__(self, make_model: MakeModel, stack: tuple[Layout, list[Tensor]] | list[State]) -> None:
@@ -54,7 +54,7 @@ class TrainedModels:
         return (self.model(j) for j in range(len(self)))
 
     def state(self, j: int) -> State:
-        """The state dict of one model."""
+        """Return the state dict of model j."""
         if not -len(self) <= j < len(self):
             raise IndexError(f"model {j} is out of range: there are {len(self)} models.")
         if isinstance(self._stack, list):
@@ -63,7 +63,7 @@ class TrainedModels:
         return layout.state([tensor[j] for tensor in tensors])
 
     def model(self, j: int) -> nn.Module:
-        """One model, in eval mode."""
+        """Return model j, in eval mode."""
         state = self.state(j)
         model = initial_model(self._make_model, 0)
         load_state(model, state)
@@ -71,7 +71,7 @@ class TrainedModels:
 
     @torch.no_grad()
     def outputs(self, x: Tensor, batch_size: int = 1024) -> Tensor:
-        """Outputs of every model `[models, n, …]`."""
+        """Return the outputs of every model `[models, n, …]`."""
         batches = x.split(batch_size)
         if isinstance(self._stack, list):
             models = (model.to(x.device) for model in self)
@@ -94,18 +94,18 @@ def train_many(
 ) -> TrainedModels:
     """Train a model for every seed, each on its own subset of the training points.
 
-    Model j is what ``train_one(initial_model(make_model, seeds[j]), …, seed=seeds[j], subset=subsets[j])`` gives, up
-    to rounding.
+    Up to rounding, model j is the model that ``train_one(initial_model(make_model, seeds[j]), …, seed=seeds[j],
+    subset=subsets[j])`` returns.
 
     Args:
         make_model: builds a model; its initial weights come from torch's global random state.
-        loss_fn: ``loss_fn(model(x), y)``, a mean over the batch.
+        loss_fn: ``loss_fn(model(x), y)`` returns a mean over the batch.
         data: the training set ``(x, y)``.
         recipe: epochs, learning rate, batch size, weight decay, schedule.
         seeds: one per model, for initial weights and batch order.
         subsets: one per model: training indices, a mask `[n]`, or None for all points; all points if left out.
-        at_once: models per stack, 1 to train one after the other; chosen by size if left out.
-        show_progress: show a progress bar.
+        at_once: models per stack; 1 trains one model after the other. If left out, it is chosen by the model's size.
+        show_progress: whether to show a progress bar.
     """
     x, y = checked_data(data)
     check_seeds(seeds, once=False)
@@ -144,13 +144,13 @@ def train_many(
 
 
 def layout_of(make_model: MakeModel, loss_fn: LossFn, data: tuple[Tensor, Tensor]) -> Layout | None:
-    """How models of this shape are laid out in a stack; None for those that are trained one after the other."""
+    """Return the layout of models of this shape in a stack; None if they have to be trained one after the other."""
     model = initial_model(make_model, 0).to(data[0].device).train()
     return StackedLayers.of(model, loss_fn, *data) or MappedModel.of(model, loss_fn, *data)
 
 
 def models_at_once(layout: Layout, recipe: Recipe) -> int:
-    """How many models a stack should hold to be fastest."""
+    """Return the number of models for which a stack is fastest."""
     return max(8, WORKING_SET // layout.bytes_at_work(recipe.batch_size))
 
 

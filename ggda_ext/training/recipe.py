@@ -1,4 +1,4 @@
-"""How a model is trained: Adam with a learning rate that follows a schedule, batches in an order given by a seed."""
+"""How a model is trained: Adam with a schedule for the learning rate, and a batch order determined by a seed."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _LOW_BETA1, _HIGH_BETA1 = 0.85, 0.95
 
 @dataclass(frozen=True)
 class Recipe:
-    """Adam on mean losses of shuffled batches; the last batch of an epoch may be smaller.
+    """Settings of a training with Adam on the mean loss of shuffled batches; an epoch's last batch may be smaller.
 
     Attributes:
-        epochs: passes over the training points.
+        epochs: number of passes over the training points.
         learning_rate: the largest learning rate of the schedule.
         batch_size: points per step.
         weight_decay: Adam's L2 penalty, added to the gradient.
-        schedule: ``"onecycle"`` (PyTorch's `OneCycleLR` with its defaults, which cycles Adam's beta1 too),
-            ``"linear"`` (down to zero) or ``"constant"``.
+        schedule: ``"onecycle"`` (PyTorch's `OneCycleLR` with its defaults, which also changes Adam's beta1),
+            ``"linear"`` (falls to zero) or ``"constant"``.
 
     >>> Recipe(epochs=2, learning_rate=0.1, batch_size=4).steps(10)
     6
@@ -56,15 +56,15 @@ class Recipe:
             raise ValueError(f"schedule={self.schedule!r} is not one of {', '.join(map(repr, get_args(Schedule)))}.")
 
     def steps_per_epoch(self, n: int) -> int:
-        """Batches of an epoch over `n` points."""
+        """Return the number of batches in an epoch over `n` points."""
         return -(-n // self.batch_size)
 
     def steps(self, n: int) -> int:
-        """All steps of a training on `n` points."""
+        """Return the number of steps of a training on `n` points."""
         return self.epochs * self.steps_per_epoch(n)
 
     def rates(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Learning rate and Adam's beta1 at every step `[steps]` of a training of that many steps."""
+        """Return the learning rate and Adam's beta1 at every step `[steps]` of a training with `steps` steps."""
         at = np.arange(steps)
         if self.schedule == "constant":
             return np.full(steps, self.learning_rate), np.full(steps, BETA1)
@@ -83,14 +83,14 @@ class Recipe:
 
 
 def order_generator(seed: int) -> torch.Generator:
-    """Where the batch order of a training comes from: the same for `train_one` and `train_many`."""
+    """Return the random generator of a training's batch order, the same for `train_one` and `train_many`."""
     if not isinstance(seed, Integral):
         raise TypeError(f"seed={seed!r}: pass a whole number.")
     return torch.Generator().manual_seed(int(seed))
 
 
 def check_seeds(seeds: Any, *, once: bool = True) -> None:
-    """Refuse what is no list of whole numbers, and `once` also a seed that stands there twice."""
+    """Raise an error if `seeds` is no list of whole numbers, or is empty; with `once`, also if a seed occurs twice."""
     if isinstance(seeds, int):
         raise TypeError(f"seeds={seeds}: pass the seeds themselves, e.g. range({seeds}).")
     strange = [seed for seed in seeds if isinstance(seed, bool) or not isinstance(seed, Integral)]
@@ -103,12 +103,12 @@ def check_seeds(seeds: Any, *, once: bool = True) -> None:
 
 
 def shuffled(points: Tensor, generator: torch.Generator) -> Tensor:
-    """Training indices of one epoch, in the order in which they are used."""
+    """Return the training indices of one epoch in random order."""
     return points.index_select(0, torch.randperm(len(points), generator=generator))
 
 
 def checked_subset(subset: Any, n: int, name: str = "subset") -> Tensor:
-    """Training indices `[r]` from indices, a mask `[n]`, or None for all points."""
+    """Return training indices `[r]` from indices, a mask `[n]`, or None for all points; raise an error if invalid."""
     if subset is None:
         return torch.arange(n)
     found = torch.as_tensor(np.array(subset) if isinstance(subset, np.ndarray) else subset).detach().cpu()
@@ -131,7 +131,7 @@ def checked_subset(subset: Any, n: int, name: str = "subset") -> Tensor:
 
 
 def checked_data(data: Any) -> tuple[Tensor, Tensor]:
-    """The pair of tensors ``(x, y)`` that training needs."""
+    """Return the data as a pair of tensors ``(x, y)``; raise an error if it is not one."""
     if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
         strange = (
             next((part for part in data if not isinstance(part, Tensor)), data) if isinstance(data, tuple) else data

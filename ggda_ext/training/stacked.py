@@ -1,8 +1,8 @@
 """Stacks of small perceptrons: forward and backward of all models at once by batched matrix products.
 
-Weights stand as `[models, outside, inside]`, and for cross-entropy ∂loss/∂logits = (softmax − onehot) / batch size, so
-no graph is recorded. The first layer's bias is a column of its weight: the batch comes with a column of ones, and with
-the labels as one-hot columns, so that one gather fetches everything.
+Weights have the shape `[models, outside, inside]`. For cross-entropy ∂loss/∂logits = (softmax − onehot) / batch size,
+so no graph is recorded. The first layer's bias is a column of its weight. The table of the training set has a column of
+ones for this bias, and the labels as one-hot columns, so that one gather fetches the whole batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ggda_ext.training.batch_order import StepBatch
 _aten = torch.ops.aten
 Activate = Callable[[Tensor], Tensor]
 Backward = Callable[[Tensor, Tensor], Any]
-# What an activation does in place, and to a gradient in place given the activation's output
+# For each activation its forward, and its backward given the activation's output; both work in place
 ACTIVATIONS: dict[type[nn.Module], tuple[Activate, Backward]] = {
     nn.ReLU: (Tensor.relu_, lambda grad, out: _aten.threshold_backward.grad_input(grad, out, 0, grad_input=grad)),
     nn.Tanh: (Tensor.tanh_, lambda grad, out: _aten.tanh_backward.grad_input(grad, out, grad_input=grad)),
@@ -38,9 +38,9 @@ class LinearLayer:
     """A Linear layer and the activation after it.
 
     Attributes:
-        name: prefix of its parameters' names, e.g. ``"0."``.
-        inside, outside: its widths.
-        bias: whether it has one.
+        name: prefix of the layer's parameter names, e.g. ``"0."``.
+        inside, outside: widths of the layer's input and output.
+        bias: whether the layer has a bias.
         activation: a key of `ACTIVATIONS`.
     """
 
@@ -52,9 +52,9 @@ class LinearLayer:
 
 
 class StackedLayers:
-    """How models made of Linear layers and activations stand in a stack; see `of`.
+    """Layout of a stack of models that consist of Linear layers and activations; made by `of`.
 
-    The tensors of a stack are the first layer's ``[W | b | 0]`` `[models, outside, columns]`, then the weight and, if
+    The tensors of a stack are ``[W | b | 0]`` of the first layer `[models, outside, columns]`, then the weight and, if
     there is one, the bias of every other layer.
     """
 
@@ -64,7 +64,7 @@ class StackedLayers:
 
     @staticmethod
     def of(model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor) -> StackedLayers | None:
-        """The layout of the model; None if it, its loss or its data is not of the kind treated here."""
+        """Return the layout of the model; None if the model, its loss or its data is not supported here."""
         layers = _layers(model)
         if not layers or not _is_plain_cross_entropy(loss_fn):
             return None
@@ -75,7 +75,7 @@ class StackedLayers:
         return StackedLayers(layers) if fits and labels and trained else None
 
     def stack(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """The parameters of models as tensors `[models, …]`."""
+        """Return the parameters of the models as tensors `[models, …]`."""
         states = [model.state_dict() for model in models]
         first, *others = self.layers
         joint = torch.stack([state[first.name + "weight"] for state in states])
@@ -88,7 +88,7 @@ class StackedLayers:
         return found
 
     def state(self, tensors: Sequence[Tensor]) -> State:
-        """The state dict of one model, from its part of every tensor."""
+        """Return the state dict of one model, given its part of every tensor."""
         found = {}
         for layer, (weight, bias) in zip(self.layers, self.split(tensors), strict=True):
             found[layer.name + "weight"] = weight[:, : layer.inside].clone()
@@ -99,7 +99,7 @@ class StackedLayers:
         return found
 
     def split(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight and bias of every layer; the first layer's bias is a column of its weight."""
+        """Return weight and bias of every layer; the first layer's bias is a column of its weight (None here)."""
         first, *others = tensors
         parts: list[tuple[Tensor, Tensor | None]] = [(first, None)]
         rest = iter(others)
@@ -107,37 +107,37 @@ class StackedLayers:
         return parts
 
     def outputs(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Outputs of every model `[models, n, classes]`."""
+        """Return the outputs of every model `[models, n, classes]`."""
         values = self.inputs(x).expand(len(tensors[0]), -1, -1)
         for layer, (weight, bias) in zip(self.layers, self.split(tensors), strict=True):
             values = ACTIVATIONS[layer.activation][0](_linear(values, weight, bias))
         return values
 
     def inputs(self, x: Tensor) -> Tensor:
-        """What the first layer's tensor is multiplied with: x, a one for its bias, zeros up to `columns`."""
+        """Return the input for the first layer's tensor: x, a one if there is a bias, and zeros up to `columns`."""
         ones = [torch.ones_like(x[:, :1])] if self.layers[0].bias else []
         joint = torch.cat([x, *ones], 1)
         return F.pad(joint, (0, self.columns - joint.shape[1]))
 
     def bytes_at_work(self, batch_size: int) -> int:
-        """Memory one model touches in a training step, for numbers of four bytes."""
+        """Return the bytes of memory that one model uses in a training step, with four bytes per number."""
         weights = sum(layer.outside * (layer.inside + 1) for layer in self.layers)
         activations = self.columns + 2 * sum(layer.outside for layer in self.layers)
         return 4 * (4 * weights + batch_size * activations)
 
     def gradients(self, loss_fn: Any, x: Tensor, y: Tensor) -> LayerGradients:
-        """What computes the gradients of a stack on this training set."""
+        """Return an object that computes the gradients of a stack on this training set."""
         return LayerGradients(self, x, y)
 
 
 class LayerGradients:
-    """Gradients of the mean cross-entropy of every model on its own batch, in buffers used again at every step."""
+    """Gradients of the mean cross-entropy of every model on its own batch; the buffers are reused at every step."""
 
     def __init__(self, layout: StackedLayers, x: Tensor, y: Tensor) -> None:
         self.layout, self.layers = layout, layout.layers
         labels = F.one_hot(y, self.layers[-1].outside).to(x.dtype)
         table = torch.cat([layout.inputs(x), labels], 1)
-        # Rows of whole cache lines, and a last row for "no point"
+        # Padding to whole cache lines, and a last row for "no point"
         self.table = F.pad(table, (0, _rounded_up(table.shape[1]) - table.shape[1], 0, 1))
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
 
@@ -153,7 +153,7 @@ class LayerGradients:
         for at, layer in enumerate(self.layers[:-1]):
             _linear(inputs[at], *weights[at], out=hidden[at])
             ACTIVATIONS[layer.activation][0](hidden[at])
-        # Logits as [models, classes, b]: softmax over a dimension that is not the last is vectorised
+        # Logits are [models, classes, b], because softmax over a dimension that is not the last is vectorised
         weight, bias = weights[-1]
         logits = torch.bmm(weight, inputs[-1].transpose(1, 2))
         slope = torch.softmax(logits if bias is None else logits.add_(bias[:, :, None]), 1)
@@ -170,14 +170,14 @@ class LayerGradients:
                 slope = back[at - 1].transpose(1, 2)
 
     def _share(self, batch: StepBatch, b: int) -> Tensor | float:
-        """One divided by the batch size, 0 where there is no point: a number, or `[models, 1, b]`."""
+        """Return 1 / batch size, and 0 at positions without a point, as a number or `[models, 1, b]`."""
         if isinstance(batch.counts, int):
             return 1 / batch.counts
         counts = batch.counts.to(self.table.device)[:, None, None]
         return (torch.arange(b, device=counts.device) < counts) / counts.to(self.table.dtype)
 
     def _buffers_for(self, models: int, b: int) -> list[Tensor]:
-        """Rows of the table, every hidden layer's output, and the gradient of that."""
+        """Return buffers for rows of the table, for the output of every hidden layer, and for its gradient."""
         if (models, b) not in self._buffers:
             self._buffers = {key: kept for key, kept in self._buffers.items() if key[0] == models}
             widths = [layer.outside for layer in self.layers[:-1]]
@@ -188,7 +188,7 @@ class LayerGradients:
 
 
 def _linear(values: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """A Linear layer of every model; `out` must be contiguous, or the products are done one by one."""
+    """Apply a Linear layer of every model; `out` must be contiguous, else the products are computed one by one."""
     if bias is None:
         return torch.bmm(values, weight.transpose(1, 2), out=out)
     return torch.baddbmm(bias[:, None], values, weight.transpose(1, 2), out=out)
@@ -199,7 +199,7 @@ def _rounded_up(columns: int) -> int:
 
 
 def _layers(model: nn.Module) -> list[LinearLayer]:
-    """The model's Linear layers with the activations between them; empty if it holds anything else."""
+    """Return the model's Linear layers with the activations between them; empty if the model has anything else."""
     named = [("", model)] if isinstance(model, nn.Linear) else list(_flattened(model, ""))
     layers: list[LinearLayer] = []
     seen = set()
@@ -216,7 +216,7 @@ def _layers(model: nn.Module) -> list[LinearLayer]:
 
 
 def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of nested Sequentials in the order they run, with the prefix of their parameters' names."""
+    """Yield the modules of nested Sequentials in the order they run, with the prefix of their parameter names."""
     if type(module) is not nn.Sequential:
         yield prefix, module
         return

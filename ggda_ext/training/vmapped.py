@@ -1,6 +1,6 @@
 """Stacks of any small models: gradients of all models at once by `torch.func.vmap` over their parameters.
 
-For models without buffers and dropout; slower than `ggda_ext.training.stacked`, but for any layers and
+It works for models without buffers and dropout. It is slower than `ggda_ext.training.stacked`, but takes any layers and
 any loss.
 """
 
@@ -19,11 +19,11 @@ from ggda_ext.training.batch_order import StepBatch
 from ggda_ext.training.loop import LossFn
 
 MOST_PARAMETERS = 100_000
-"""Larger models gain nothing from standing in a stack."""
+"""Models with more parameters do not train faster in a stack."""
 
 
 class MappedModel:
-    """How any small models stand in a stack: every parameter as a tensor `[models, …]`; see `of`."""
+    """Layout of a stack of any small models: every parameter is a tensor `[models, …]`; made by `of`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -32,7 +32,7 @@ class MappedModel:
 
     @staticmethod
     def of(model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor) -> MappedModel | None:
-        """The layout of the model; None if it is large, or cannot run under `vmap`."""
+        """Return the layout of the model; None if the model is large, or cannot run under `vmap`."""
         parameters = list(model.parameters())
         named = sum(1 for _ in model.named_parameters(remove_duplicate=False))
         tied = named != len(parameters) or len({parameter.dtype for parameter in parameters}) != 1
@@ -46,30 +46,30 @@ class MappedModel:
         batch = StepBatch(torch.zeros(2, 2, dtype=torch.long), 2)
         try:
             layout.gradients(loss_fn, x, y).write(pair, [torch.empty_like(tensor) for tensor in pair], batch)
-        except RuntimeError:  # what vmap raises for random numbers, and for code that looks at values
+        except RuntimeError:  # vmap raises it for random numbers, and for code that reads values
             return None
         return layout
 
     def stack(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """The parameters of models as tensors `[models, …]`."""
+        """Return the parameters of the models as tensors `[models, …]`."""
         parameters = [dict(model.named_parameters()) for model in models]
         return [torch.stack([own[name].detach() for own in parameters]) for name in self.names]
 
     def state(self, tensors: Sequence[Tensor]) -> State:
-        """The state dict of one model, from its part of every tensor."""
+        """Return the state dict of one model, given its part of every tensor."""
         return {name: tensor.clone() for name, tensor in zip(self.names, tensors, strict=True)}
 
     def outputs(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Outputs of every model `[models, n, …]`."""
+        """Return the outputs of every model `[models, n, …]`."""
         weights = dict(zip(self.names, tensors, strict=True))
         return vmap(lambda own: called_with(self.model, own, x))(weights)
 
     def bytes_at_work(self, batch_size: int) -> int:
-        """Memory one model touches in a training step, for numbers of four bytes: a rough guess."""
+        """Return a rough guess of the bytes that one model uses in a training step, with four bytes per number."""
         return 4 * (4 * self.size + 4 * batch_size * math.isqrt(self.size))
 
     def gradients(self, loss_fn: LossFn, x: Tensor, y: Tensor) -> MappedGradients:
-        """What computes the gradients of a stack on this training set."""
+        """Return an object that computes the gradients of a stack on this training set."""
         return MappedGradients(self, loss_fn, x, y)
 
 

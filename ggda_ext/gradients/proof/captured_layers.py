@@ -1,11 +1,15 @@
-"""The layers of a model, watched while a pass lasts: what was proven on a few examples must hold for its batches.
+"""The layers of a model, watched during a pass: what was proven on a few examples must also hold for every batch.
 
-It does only if the model treats a batch alike. So a pass looks at three things. The first batches: are the rows of some
-examples what they are in a batch without the others? (A model may reorder its batch, or cut it.) Every batch: is each
-layer called as often, with as many rows per example, as when it was compared, does the model call the same functions,
-and does nothing but its layers use a parameter? Where a function may move rows, join examples or tell them by their
-places, all rows of the batch are looked at. And parameters that no example touched so far: does one touch them now?
-What is new is compared with autograd there and then; what differs raises `Unproven`, never a number.
+It holds only if the model treats all batches in the same way. So a pass checks three things:
+
+* In the first batches: are the rows of some examples the same as in a batch without the others? (A model may reorder
+  its batch, or cut it.)
+* In every batch: is each layer called as often, with as many rows per example, as when it was compared? Does the model
+  call the same functions? Are parameters used only by their layers? If a function may move rows, join examples or
+  treat them by their places, all rows of the batch are checked.
+* For parameters that no example touched so far: does an example touch them now?
+
+Anything new is compared with autograd immediately. If it differs, the pass raises `Unproven` and gives no numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from ggda_ext.gradients.proof.mixing import check_losses, check_sum, cuts, halve
 from ggda_ext.gradients.proof.truth import Subject, Tolerance, Truth, wide
 from ggda_ext.model import ParameterSpace
 
-_TRIED = 64  # examples of a batch that are looked at for one that touches a parameter
+_TRIED = 64  # most examples of a batch that are tried to find one that touches a parameter
 HOOKED = "the model puts hooks on gradients, which layers may see before they are changed"
 
 
@@ -38,7 +42,7 @@ class CapturedLayers:
 
     Args:
         subject: the model and its loss.
-        found: what is known about them; a pass adds to it.
+        found: what is known about the model and its loss; a pass adds to it.
     """
 
     def __init__(self, subject: Subject, found: Findings) -> None:
@@ -49,12 +53,12 @@ class CapturedLayers:
 
     @contextmanager
     def held(self, wanted: bool) -> Iterator[None]:
-        """Leave the hooks on the layers from batch to batch, which saves time.
+        """Leave the hooks on the layers between batches inside this context, which saves time.
 
         Args:
-            wanted: whether to; not where code of the user makes the batches, which may run the model.
+            wanted: whether to do so; False if the user's code makes the batches, because it may run the model.
         """
-        self._holding = wanted and not self.space.changing  # what a batch changes is put back after it
+        self._holding = wanted and not self.space.changing  # what a batch changes must be restored after it
         try:
             yield
         finally:
@@ -90,7 +94,7 @@ class CapturedLayers:
         recorder = None
         places = self.found.new_places(size)
         if size > 1 and (places or self.found.rows_compared < self.found.effort.rows):
-            positions = [*range(1, places), 0] if places else self._some(size)  # each will come in another place
+            positions = [*range(1, places), 0] if places else self._some(size)  # compared in other places
             recorder = _Recorder(positions, size, observer)
         calls = self._observe(batch, recorder or observer)
         new = bool(calls.touched) or calls.signature not in self.found.proven
@@ -107,16 +111,16 @@ class CapturedLayers:
             self._compare(batch, recorder)
 
     def check_forward(self, batch: Any, tangent: dict[str, Tensor], scores: Tensor, watch: Watch) -> None:
-        """Compare scores `[b]` that `forward` found along one direction with autograd, where it may not see everything.
+        """Compare the scores `[b]` of `forward` along one direction with autograd, if `forward` may miss something.
 
         Args:
             batch: the examples.
             tangent: the direction, by parameter.
-            scores: of the examples.
+            scores: scores of the examples.
             watch: what the model did.
 
         Raises:
-            NotForward: if hooks change gradients, or the sum is not that of autograd.
+            NotForward: if a hook or an autograd function changes gradients, or the sum of the scores is not autograd's.
         """
         if watch.hooks is None and not watch.asks and watch.called in self.found.forward_proven:
             return
@@ -129,11 +133,11 @@ class CapturedLayers:
         self.found.forward_proven.add(watch.called)
 
     def check_apart(self, batch: Any, losses: Tensor, watch: Watch) -> None:
-        """Refuse a batch that is not the sum of small ones, where the model may mix its examples.
+        """Raise an error if a batch is not the sum of small batches; checked only if the model may mix its examples.
 
         Args:
             batch: the examples.
-            losses: theirs in this batch `[b]`.
+            losses: losses of the examples in this batch `[b]`.
             watch: what the model did.
         """
         places = self.found.new_places(watch.size)
@@ -154,23 +158,23 @@ class CapturedLayers:
             self.found.told.add(watch.told)
 
     def _check_parts(self, batch: Any, losses: Tensor) -> None:
-        """Refuse a batch that is not the sum of parts of it, some of them small."""
+        """Raise an error if a batch is not the sum of its parts, some of which are small."""
         for parts in cuts(len(losses)):
             check_losses(self.subject, batch, losses, parts)
             check_sum(self.subject, batch, parts)
 
     def _mixes(self, watch: Watch) -> bool:
-        """Whether the model may mix the examples of a batch in a way that was not looked at."""
+        """Whether the model may mix the examples of a batch in a way that has not been checked."""
         if watch.size < 2:
             return self.found.joins == RANDOM
         return watch.moves is not None or self.found.joins is not None or watch.told not in self.found.told
 
     def _closely(self, watch: Watch) -> bool:
-        """Whether to look whose rows are whose."""
+        """Whether to check which example each row belongs to."""
         return self.found.alters is not None or watch.moves is not None or self.found.joins is not None
 
     def _check_order(self, batch: Any, calls: Calls) -> None:
-        """Raise where rows of a batch are not those of its examples; refuse where examples are mixed."""
+        """Raise `Unproven` if rows of a batch are not those of its examples, or another error if examples are mixed."""
         if calls.watch.hooks is not None:
             raise Unproven(dict.fromkeys(self.space.parameters, HOOKED))
         if calls.losses is not None and self._mixes(calls.watch):
@@ -184,7 +188,7 @@ class CapturedLayers:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Say of which parameters a layer that cannot be observed hides the gradients: it may be all."""
+        """Turn an `UnknownLayer` error into an `Unproven` for all parameters, as any of them may be affected."""
         try:
             yield
         except UnknownLayer as error:
@@ -196,7 +200,7 @@ class CapturedLayers:
         return sorted({0, size - 1, *others[: self.found.effort.compared - 2]})
 
     def _compare(self, batch: Any, recorder: _Recorder) -> None:
-        """Raise unless the recorded rows of some examples are those of a batch without the others."""
+        """Raise `Unproven` if the recorded rows of some examples differ from those in a batch without the others."""
         again = _Recorder(list(range(len(recorder.positions))), len(recorder.positions))
         with self._named():
             observe(self.space, self.layers, self.subject.loss, pick(batch, recorder.positions), again)
@@ -204,11 +208,11 @@ class CapturedLayers:
         if why is not None:
             raise Unproven(dict.fromkeys(self.space.parameters, why))
         self.found.rows_compared += recorder.size
-        if recorder.positions[-1] == 0:  # not in their order
+        if recorder.positions[-1] == 0:  # the examples were compared in other places
             self.found.places = max(self.found.places, len(recorder.positions))
 
     def _prove(self, batch: Any, calls: Calls) -> None:
-        """Compare examples of the batch with autograd, as the model treats them in a way not seen before."""
+        """Compare examples of the batch with autograd, because the model treats the batch in a new way."""
         size = batch_length(batch)
         names = {id(self.space.parameters[name]): name for name in self.found.unseen}
         touched = {names[id(parameter)] for parameter in calls.touched}
@@ -229,7 +233,7 @@ class CapturedLayers:
         self.found.unseen -= touched
 
     def _telling(self, batch: Any, touched: set[str]) -> list[int]:
-        """Positions of examples that touch the parameters, and some others."""
+        """Positions of examples that touch the parameters `touched`, and of some others."""
         size = batch_length(batch)
         order = torch.randperm(size, generator=torch.Generator().manual_seed(0)).tolist()[:_TRIED]
         missing, found = set(touched), []
@@ -246,7 +250,7 @@ class CapturedLayers:
 
 
 def used_elsewhere(subject: Subject, truth: Truth, scores: Tensor) -> dict[str, str]:
-    """Parameters whose layers give other scores of examples `[b, q]` than is true: name → why."""
+    """Parameters for which the layers' scores of examples `[b, q]` differ from the truth: name → why."""
     wrong = truth.differs(scores, subject.allowed).tolist()
     return {
         name: f"{name!r} is used in a way its layer alone does not show"
@@ -255,7 +259,7 @@ def used_elsewhere(subject: Subject, truth: Truth, scores: Tensor) -> dict[str, 
 
 
 def strays(space: ParameterSpace, calls: Calls) -> dict[str, str]:
-    """Parameters that something else than their layers uses: name → why that matters."""
+    """Parameters that are also used outside of their layers: name → a sentence that says so."""
     found = {id(parameter) for parameter in calls.strayed}
     return {
         name: f"{name!r} is used outside of its layer too"
@@ -265,7 +269,7 @@ def strays(space: ParameterSpace, calls: Calls) -> dict[str, str]:
 
 
 class _Recorder(Observer):
-    """Keeps the rows of some examples of a batch, layer call by layer call, while another observer does the work."""
+    """Keeps the rows of some examples of a batch for every layer call, while another observer does the work."""
 
     def __init__(self, positions: list[int], size: int, worker: Observer | None = None) -> None:
         self.positions, self.size, self.worker = positions, size, worker or Observer()
@@ -290,7 +294,7 @@ class _Recorder(Observer):
         return values.reshape(self.size, -1, *values.shape[1:])[self.positions]
 
     def difference(self, alone: _Recorder, allowed: Tolerance) -> str | None:
-        """How these rows differ from those of the same examples in a batch of their own, or None."""
+        """Say how these rows differ from those of the same examples in a batch of their own; None if they do not."""
         for number, (name, rows) in enumerate(self.inputs):
             if number >= len(alone.inputs) or alone.inputs[number][0] != name:
                 return f"layer {name!r} is called otherwise in a batch of {self.size} than in one of {alone.size}"

@@ -1,10 +1,11 @@
-"""What descends from which example of a batch: are the losses of a batch made of their own examples alone?
+"""Which numbers descend from which example of a batch: does each loss of a batch depend on its own example alone?
 
-One example of a small batch is marked. Two masks tell of every tensor that a function makes which of its numbers depend
-on the marked example, and which on the others. For common functions they follow from the masks of what it is given.
-Any other function is run again on numbers made up for it, of which first the marked ones and then the others are
-replaced: what changes, depends on them. So it does not matter what a function is called, nor whether what it reads of
-a batch is 0 unless an example is rare. A function that cannot be run so depends on all it is given.
+One example of a small batch is marked. Every tensor that a function makes gets two masks. They say which of its numbers
+depend on the marked example, and which on the others. For common functions the masks follow from the masks of the
+arguments. Any other function is run again on made-up numbers. First the numbers of the marked example are replaced,
+then the numbers of the others; a result that changes depends on the replaced numbers. So the name of a function does
+not matter. Nor does it matter if what a function reads from a batch is 0 except for rare examples. If a function cannot
+be run in this way, its results are taken to depend on all its arguments.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ from ggda_ext.gradients.observation import TELLERS, Watch
 from ggda_ext.gradients.proof.truth import FAILS, Subject
 
 RANDOM = "random numbers"
-_TELLING = (7, 5, 3, 11, 13, 17, 19, 23)  # numbers of examples, of which one divides no other dimension
-_MOST_NUMBERS = 2**24  # that are made up for a function
+_TELLING = (7, 5, 3, 11, 13, 17, 19, 23)  # batch sizes to choose from; the chosen one should divide no other dimension
+_MOST_NUMBERS = 2**24  # most numbers that are made up for a function
 
 Masks = tuple[Tensor, Tensor]
-"""Which numbers of a tensor depend on the marked example, and which on others; of length 1 where all do alike."""
+"""Which numbers of a tensor depend on the marked example, and which on others.
+
+A mask has length 1 along dimensions where all numbers are the same in this respect.
+"""
 
 
 def descent(subject: Subject, batch: Any, most: int, called: int | None = None) -> Descent:
-    """What a run of a few examples, some of them more than once, shows of what descends from them.
+    """Run a few examples, some of them more than once, and return what was seen to descend from them.
 
     Args:
         subject: the model and its loss.
         batch: the examples.
-        most: to be run at once.
-        called: what the model does with the whole batch, which is run if the few are treated otherwise.
+        most: most examples to run at once.
+        called: `Watch.called` for the whole batch. If it differs for the few examples, the whole batch is run.
     """
     lengths = {length for value in subject.space.model.parameters() for length in value.shape}
     lengths |= {length for part in tensors_in(batch) if not part.is_nested for length in part.shape[1:]}
@@ -58,21 +62,21 @@ def _followed(subject: Subject, batch: Any, size: int) -> Descent:
 
 
 class Descent(Watch):
-    """Watches what descends from the examples of a batch, and from its places.
+    """Watches which numbers descend from the examples of a batch, and which from the places of the batch.
 
-    Rows that do not descend from the examples and are no constants are made for the places of the batch. They are told
-    by their number, which should therefore divide no other dimension.
+    Rows that do not descend from the examples and are not constants are taken to be made for the places of the batch.
+    Rows are recognised by their number, so the number of examples should divide no other dimension.
 
     Args:
-        size: examples of the batch.
+        size: number of examples in the batch.
         batch: the examples.
-        held: what the model has; other rows that no function made are taken for made of the whole batch, by code that
-            cannot be watched.
+        held: the tensors of the model. Other rows that no watched function made are taken to be made from the whole
+            batch by code that cannot be watched.
 
     Attributes:
-        joins: the name of a function that made rows of several examples, if that reaches their losses; `RANDOM` if
-            numbers were drawn, which may make another loss of the same examples; None if neither.
-        placed: whether rows met others that were made for their places.
+        joins: the name of a function that combined several examples, if the losses depend on the result; `RANDOM` if
+            random numbers were drawn, because the same examples may then have other losses; None otherwise.
+        placed: whether rows of the examples were combined with rows that were made for their places.
     """
 
     def __init__(self, size: int, batch: Any, held: Sequence[Tensor] = ()) -> None:
@@ -80,13 +84,13 @@ class Descent(Watch):
         self.joins: str | None = None
         self.placed = False
         self._mixed: str | None = None
-        self._told_of: str | None = None  # a function that told Python a number made of several examples
-        self._of: dict[int, Masks] = {}  # by id of what descends from the batch
+        self._told_of: str | None = None  # a function by which Python read a number made from several examples
+        self._of: dict[int, Masks] = {}  # by id of the tensor, for tensors that descend from the batch
         self._constant: set[int] = set()
-        self._seen = {id(tensor): tensor for tensor in held}  # so that ids stay theirs
+        self._seen = {id(tensor): tensor for tensor in held}  # kept alive, so that ids stay unique
         self._marked = size // 2
         parts = tensors_in(batch)
-        as_list = len(parts) >= size  # with a tensor for each example
+        as_list = len(parts) >= size  # the batch may have a tensor for each example
         alone = [{id(part) for part in tensors_in(pick(batch, [at]))} for at in range(size)] if as_list else []
         for tensor in parts:
             owners = [at for at, ids in enumerate(alone) if id(tensor) in ids]
@@ -104,7 +108,7 @@ class Descent(Watch):
         self._of[id(tensor)] = masks
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """The row of the marked example in a tensor with a row for each."""
+        """A mask of the marked example's row, for a tensor with one row per example."""
         rows = torch.arange(self.size, device=tensor.device) == self._marked
         return rows.view(-1, *[1] * (tensor.dim() - 1))
 
@@ -121,7 +125,7 @@ class Descent(Watch):
         return found
 
     def _follow(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
-        """Keep what a function made, or (where it gave nothing) what it changed, descends from."""
+        """Keep the masks of the tensors that a function made, or changed if it returned nothing."""
         given = _tensors((args, kwargs))
         for value in given:
             if id(value) not in self._seen and self._rows_in(value):
@@ -144,14 +148,14 @@ class Descent(Watch):
                 self._mixed = getattr(func, "__name__", str(func))
 
     def _changed(self, tensor: Tensor, masks: Masks) -> None:
-        """Keep what others descend from that share their numbers with a tensor which was changed in place."""
+        """Update the masks of all tensors that share memory with a tensor that was changed in place."""
         where, both = storage_of(tensor), [bool(mask.any()) for mask in masks]
         for other in self._seen.values() if where is not None else ():
             if other is not tensor and storage_of(other) == where:
                 self._of[id(other)] = _masks(other, *both)
 
     def judge(self, losses: Tensor) -> None:
-        """Say whether the losses of the examples `[b]` descend from their own examples alone."""
+        """Set `joins`, depending on whether the losses `[b]` descend from their own examples alone."""
         if id(losses) in self._of:
             mine, others = self._of[id(losses)]
             own = self._own(losses)
@@ -161,17 +165,17 @@ class Descent(Watch):
         self.joins = self.joins if torch.equal(self._random, torch.get_rng_state()) else RANDOM
 
     def _rows_in(self, tensor: Tensor) -> bool:
-        """Whether a tensor has a row for each example; two of them cannot tell, as two divides other dimensions."""
+        """Whether a tensor has rows for the examples; False for two examples, as two divides other dimensions."""
         if self.size == 2:
             return False
         return tensor.is_nested or any(length and length % self.size == 0 for length in tensor.shape)
 
-    # what a function makes of what it is given
+    # masks of the results of a function
 
     def _masks(
         self, func: Any, args: Any, kwargs: Any, known: list[Tensor], made: list[Tensor]
     ) -> Sequence[Masks | None]:
-        """Masks of what a function made; None where it does not depend on the batch."""
+        """Masks of the tensors that a function made; None for a tensor that does not depend on the batch."""
         for way in (self._by_rule, self._tried):
             try:
                 found = way(func, args, kwargs, made)
@@ -200,7 +204,7 @@ class Descent(Watch):
         return mask
 
     def _tried(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> list[Masks | None]:
-        """Run a function on made-up numbers, and see what changes with those of the marked example and of others."""
+        """Run a function on made-up numbers; see which results change with the marked example, and with the others."""
         known = [value for value in _tensors((args, kwargs)) if id(value) in self._of]
         if sum(value.numel() for value in known) > _MOST_NUMBERS:
             raise ValueError("too many numbers")
@@ -221,7 +225,10 @@ class Descent(Watch):
         return [self._filled(func, known, tensor, *pair) for tensor, *pair in zip(made, *masks, strict=True)]
 
     def _filled(self, func: Any, known: list[Tensor], made: Tensor, mine: Tensor, others: Tensor) -> Masks | None:
-        """With masks of what a function is given where nothing changed, but shapes are alike: it may be a threshold."""
+        """Return the masks `mine` and `others`, or None if they are empty.
+
+        Where nothing changed, they take the masks of the arguments if the shapes fit, as it may be a threshold.
+        """
         if func not in _CONSTANTS and made.shape == _broadcast(known):
             nothing = ~(mine | others)
             mine, others = (
@@ -231,7 +238,7 @@ class Descent(Watch):
         return (_small(mine), _small(others)) if bool(mine.any()) or bool(others.any()) else None
 
     def _run(self, func: Any, args: Any, kwargs: Any, numbers: dict[int, Tensor]) -> list[Tensor]:
-        """What a function makes of other numbers; what it changes in place is a copy."""
+        """Run a function on other numbers and return its results; tensors that it changes in place are copies."""
         in_place = getattr(func, "__name__", "").endswith("_")
 
         def given(value: Any) -> Any:
@@ -247,14 +254,18 @@ class Descent(Watch):
         return [value.clone() for value in _tensors(args[:1] if found is None else found)]
 
     def _made_up(self, value: Tensor, draw: int, again: int) -> Tensor:
-        """Numbers of a tensor's kind: of one sign or of both; entries of its own, if they are whole; no or yes."""
+        """Make up numbers for a tensor.
+
+        Floats have one sign or both, depending on `draw`. Integers are entries of the tensor, 0 or 1. Booleans are all
+        the same.
+        """
         shape = list(value.shape)
         if value.dtype == torch.bool:
             return torch.full(shape, bool(draw ^ again), device=value.device)
         if value.is_floating_point() or value.is_complex():
             kind = value.dtype.to_real() if value.is_complex() else value.dtype
             drawn = torch.rand(shape, generator=self._numbers) * 0.8 + 0.1
-            if draw:  # a threshold may be anywhere
+            if draw:  # numbers of many sizes, because a threshold may be anywhere
                 drawn = (drawn - 0.5) * 10 ** (6 * torch.rand(shape, generator=self._numbers) - 2)
             return drawn.to(value.device, kind).to(value.dtype)
         entries = torch.cat([value.flatten(), value.new_tensor([0, 1])])
@@ -263,7 +274,7 @@ class Descent(Watch):
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """Where the numbers of a tensor lie; None where that cannot be told, as under vmap."""
+    """Address of the memory of a tensor; None if it is not known, as under vmap."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     try:
@@ -294,18 +305,18 @@ def _equal(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _masks(tensor: Tensor, mine: bool, others: bool) -> Masks:
-    """The same for all numbers of a tensor."""
+    """Make masks that are the same for all numbers of a tensor."""
     shape = [1] * tensor.dim()
     return torch.full(shape, mine, device=tensor.device), torch.full(shape, others, device=tensor.device)
 
 
 def _fitting(mask: Tensor, tensor: Tensor) -> Tensor:
-    """A mask with as many dimensions as a tensor."""
+    """Return the mask if it has as many dimensions as the tensor, otherwise one with a single value for all."""
     return mask if mask.dim() == tensor.dim() else mask.any().view([1] * tensor.dim())
 
 
 def _small(mask: Tensor) -> Tensor:
-    """A mask of length 1 along dimensions where all is alike."""
+    """Cut a mask to length 1 along dimensions where all its values are the same."""
     for dim, stride in enumerate(mask.stride()):
         if stride == 0:
             mask = mask.narrow(dim, 0, 1)
@@ -316,14 +327,14 @@ def _small(mask: Tensor) -> Tensor:
     return mask
 
 
-# rules for common functions, by name: masks of what they make; None where running it has to tell
+# rules for common functions, by name: each returns the masks of the results, or None if the function has to be run
 
 Getter = Callable[[Tensor], Tensor]
 Found = list[Tensor] | None
 
 
 def _alike(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Found:
-    """Number by number; then reduced, if a loss is."""
+    """Rule for functions that work number by number; a loss among them may then reduce the result."""
     found = reduce(torch.logical_or, map(get, _tensors((args, kwargs))))
     return [found if found.dim() == tensor.dim() else found.any() for tensor in made]
 
@@ -333,7 +344,7 @@ def _itself(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) 
 
 
 def _over_last(count: Callable[[Any, Any], int]) -> Callable[..., Found]:
-    """For functions of a tensor, with untouched parameters, that read some of its last dimensions."""
+    """Make the rule for functions of a tensor that read its last dimensions; other arguments must not be masked."""
 
     def rule(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Found:
         first, *others = args
@@ -352,7 +363,7 @@ def _read(mask: Tensor, dims: list[int]) -> Tensor:
 
 
 def _by_row(dims: int | None) -> Callable[..., Found]:
-    """For functions whose first dimension is the batch, if there are so many."""
+    """Make the rule for functions whose first dimension is the batch, if the tensor has `dims` dimensions."""
 
     def rule(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Found:
         first, *others = args
@@ -368,7 +379,7 @@ def _embedded(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]
 
 
 def _normalised(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Found:
-    """BatchNorm."""
+    """Rule for BatchNorm."""
     training = kwargs.get("training", args[5] if len(args) > 5 else False)
     return None if training else _alike(get, func, args[:1], {}, made)
 
@@ -389,7 +400,7 @@ def _added_product(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Te
 
 
 def _classified(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Found:
-    """Losses of classes, along the second dimension."""
+    """Rule for losses over classes, which are along the second dimension."""
     output, target = args[:2]
     if output.dim() < 2 or _any(get, (args[2:], kwargs)):
         return None
@@ -414,7 +425,7 @@ def _along(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -
 
 
 def _moved(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Found:
-    """What moves numbers does so with masks, too."""
+    """Rule for functions that move numbers: the function moves the masks in the same way."""
     first, *others = args
     if _any(get, (others, kwargs)) or any(value.is_nested or value.is_sparse for value in _tensors(args)):
         return None
@@ -431,7 +442,7 @@ def _moved(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -
 
         try:
             return [_small(found) for found in _tensors(func(mask(first), *others, **kwargs))]
-        except RuntimeError:  # a view of what is not contiguous
+        except RuntimeError:  # a view of a mask that is not contiguous
             continue
     return None
 
@@ -479,4 +490,4 @@ _CONSTANTS = {
     )
     if hasattr(owner, name)
 }  # fmt: skip
-"""Functions whose rows are all alike if those they are given are."""
+"""Functions that make rows that are all the same, if the rows of their arguments are all the same."""

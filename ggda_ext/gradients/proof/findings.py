@@ -1,8 +1,8 @@
 """What has been proven about a model, kept for the next call.
 
-A large model takes seconds to look at, so findings are kept per model, without references to it. They are taken up only
-where nothing changed that they rest on: the modules and their hooks, modes and parameters, the loss function, the data.
-Values of parameters may change.
+A look at a large model takes seconds, so findings are kept per model, without references to it. They are used again
+only if nothing that they depend on has changed: the modules with their hooks, modes and parameters, the loss function,
+and the data. The values of parameters may change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ggda_ext.model import (
     unwrapped,
 )
 
-_MOST_KEPT = 8  # sets of findings per model
+_MOST_KEPT = 8  # most findings that are kept per model
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class Effort:
     """How much is compared with autograd before layers are trusted.
 
     Attributes:
-        examples: of the data that are looked at first.
-        more: that are looked at once more for a parameter that the first ones do not touch.
-        rows: examples in batches whose rows were compared, after which order and cuts are trusted.
-        compared: examples of such a batch.
+        examples: number of examples of the data that are looked at first.
+        more: number of further examples at a time, for a parameter that the first examples do not touch.
+        rows: number of examples in batches whose rows were compared; after that, the order and cuts of batches are
+            trusted.
+        compared: number of examples that are compared in such a batch.
     """
 
     examples: int
@@ -57,25 +58,25 @@ USUAL = Effort(8, 16, 32, 4)
 LITTLE = Effort(2, 2, 1, 2)  # for a model that takes seconds for eight examples
 
 
-LEAST_PLACES, MOST_PLACES = 32, 1024  # of a batch to be compared where rows may be told by their places
+LEAST_PLACES, MOST_PLACES = 32, 1024  # places of a batch to compare if the model may treat rows by their places
 
 
 @dataclass
 class Findings:
-    """What a look at some examples has found."""
+    """What a look at some examples has found; a pass adds to it."""
 
     batches: list[Any]
     truth: Truth
     allowed: Tolerance
     """Differences that rounding may explain."""
     activation_bytes: int
-    """Of one example."""
+    """Bytes of the activations of one example."""
     changing: list[str] = field(default_factory=list)
     """Names of buffers and parameters that `forward` changes."""
     uncovered: dict[str, str] = field(default_factory=dict)
     """Parameters whose gradients the layers do not give: name → why."""
     copied: dict[str, tuple[str, str, tuple[int, ...]]] = field(default_factory=dict)
-    """Parameters given as copies: name → module, name there, shape of a copy."""
+    """Parameters given as copies: name → (module, name of the parameter there, shape of a copy)."""
     copies_output: bool = False
     """Whether the model overwrites outputs of layers in place."""
     work: float = 0.0
@@ -86,37 +87,37 @@ class Findings:
     """Strategies that were compared with autograd."""
     proven: set[Signature] = field(default_factory=set)
     alters: str | None = None
-    """What makes gradients of this model other than derivatives: a hook, an autograd function of its own."""
+    """What makes the gradients of this model differ from derivatives: a hook, or its own autograd function."""
     forward_proven: set[int] = field(default_factory=set)
-    """Functions that were called when `forward` was compared with autograd."""
+    """`Watch.called` of the runs in which `forward` was compared with autograd."""
     told: set[int] = field(default_factory=set)
-    """Functions that were called, and numbers told, in batches which were compared with their examples alone."""
+    """`Watch.told` of batches that were compared with their examples alone."""
     joins: str | None = None
-    """A function that may join examples, so that every batch is compared with smaller ones."""
+    """A function that may join examples; if there is one, every batch is compared with smaller ones."""
     placed: bool = False
-    """Whether something is made for the places of a batch, so that rows are compared with the same in other places."""
+    """Whether the model makes values for places of a batch; if so, rows are compared with the same in other places."""
     places: int = 1
-    """So many were compared."""
+    """Number of places that were compared."""
     most_places: int = LEAST_PLACES
-    """So many are to be compared, if a batch has them."""
+    """Number of places to compare, if a batch has as many."""
     apart: dict[int, int] = field(default_factory=dict)
-    """Functions that were called → examples of the largest batch whose losses and gradients those of small ones are."""
+    """`Watch.called` → size of the largest batch that had the same losses and gradients as small batches."""
     unseen: set[str] = field(default_factory=set)
     rows_compared: int = 0
     effort: Effort = USUAL
 
     def look_at(self, seen: Descent) -> None:
-        """Keep what may mix examples."""
+        """Keep what a `Descent` saw that may mix examples."""
         self.joins = seen.joins if seen.joins == RANDOM else self.joins or seen.joins
         self.placed = self.placed or seen.placed
 
     def new_places(self, size: int) -> int:
-        """How many places of a batch are to be compared with others; 0 if none, or if that was done."""
+        """Number of places in a batch to compare with others; 0 if none are needed, or if as many were compared."""
         wanted = min(size, self.most_places) if self.placed else 0
         return wanted if wanted > self.places else 0
 
     def untouched(self, space: ParameterSpace) -> list[str]:
-        """Names of the parameters of which no example that was looked at has a gradient other than zero."""
+        """Names of the parameters whose gradient is zero for every example that was looked at."""
         return [
             name
             for name, is_touched in zip(space.parameters, self.truth.touched.tolist(), strict=True)
@@ -138,7 +139,7 @@ class Findings:
 
 
 class _Kept:
-    """Findings with what they rest on; objects by weak reference, so that nothing is kept alive."""
+    """Findings with the objects that they depend on, as weak references, so that nothing is kept alive."""
 
     def __init__(self, key: Hashable, anchors: tuple[Any, ...], findings: Findings) -> None:
         self.key, self.findings = key, findings
@@ -155,7 +156,7 @@ _kept: weakref.WeakKeyDictionary[nn.Module, list[_Kept]] = weakref.WeakKeyDictio
 
 
 def recall(space: ParameterSpace, loss: ExampleLoss, data: IndexedData, settings: Hashable) -> Findings | None:
-    """What was found earlier about the same model, loss and data, or None."""
+    """Return the findings of an earlier call about the same model, loss and data, or None."""
     anchors = _anchors(loss, data)
     if anchors is None:
         return None
@@ -179,7 +180,7 @@ def remember(
 
 
 def forget() -> None:
-    """Let every model be looked at anew, as in a new process."""
+    """Drop all findings, so that every model is looked at again, as in a new process."""
     _kept.clear()
 
 
@@ -194,7 +195,7 @@ def _key(space: ParameterSpace, settings: Hashable) -> Hashable:
 
 
 def _structure(model: nn.Module) -> Hashable:
-    """What tells whether a model is the one that was looked at before: all but the values of parameters and buffers."""
+    """A value that changes if the model changes in anything but the values of its parameters and buffers."""
     seen: dict[int, Any] = {}
     modules = tuple(
         (name, type(module), id(vars(type(module)).get("forward")), tuple(module._forward_hooks),
@@ -212,11 +213,11 @@ _MOST_ENTRIES, _DEEPEST = 256, 3
 
 
 def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
-    """What can be told of a Python value, so that a change is seen: a flag, a setting, an object's own settings."""
+    """Reduce a Python value (a flag, a setting, an object with settings) to a plain value that shows a change."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor | nn.Module):
-        return type(value)  # looked at elsewhere
+        return type(value)  # `_structure` looks at these
     if id(value) in seen:
         return seen[id(value)]
     told: Any = (type(value), id(value)) if depth else type(value)
@@ -238,16 +239,16 @@ def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
 # runs that change nothing
 
 _harmless: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""Models whose runs were seen to change nothing, with what they looked like."""
+"""Models whose runs changed nothing, with their `_structure` at that time."""
 
 
 @contextmanager
 def left_as_it_was_by_runs(model: nn.Module) -> Iterator[None]:
-    """Like `left_as_it_was`, around nothing but runs of the model, which mostly change nothing.
+    """Like `left_as_it_was`, for a context that only runs the model; such runs mostly change nothing.
 
-    All values are copied and compared once: for a large model that takes as long as a run. After that its parameters
-    are asked whether they were written to, and a model that does so only now is refused. One whose attributes differ
-    from call to call, such as a counter, is looked at each time.
+    The first time, all values are copied and compared. For a large model that takes as long as a run. After that,
+    parameters are only checked for having been written to; if the model writes to one only now, an error is raised. A
+    model whose attributes differ from call to call, such as a counter, is copied and compared each time.
     """
     inner = unwrapped(model)
     with only_thread(model):

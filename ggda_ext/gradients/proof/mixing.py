@@ -1,6 +1,7 @@
-"""Refuses a model or a loss that mixes the examples of a batch: then the gradient of a group has no fixed value.
+"""Checks that raise an error if a model or a loss mixes the examples of a batch.
 
-A batch must be the sum of its examples alone, and no more nor less than batches of some of them.
+If it does, the gradient of a group has no fixed value. A batch must be the sum of its examples, each run alone, and
+also the sum of smaller batches of them.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ class Mixed(ValueError):
     """The examples of a batch are mixed."""
 
 
-_PIECE = 4  # examples of a batch, at most half of it, that are run together, to see whether more have other losses
-_MOST_PIECES, _SAMPLED = 32, 8  # parts of a batch
+_PIECE = 4  # examples in a small part of a batch, at most half of it, which is compared with the whole batch
+_MOST_PIECES, _SAMPLED = 32, 8  # most parts that a batch is cut into; small parts that are drawn from a large batch
 
 
 def check_batch(subject: Subject, batch: Any, truth: Truth, name: str) -> PlainRun:
-    """Refuse a model or a loss for which a batch is not the sum of its examples alone.
+    """Raise an error if a batch is not the sum of its examples, each run alone; return the run of the batch.
 
     Args:
         subject: the model and its loss.
         batch: some examples.
-        truth: about these examples, each alone.
-        name: of the data.
+        truth: the truth about these examples, each alone.
+        name: name of the data.
     """
     run = subject.run(batch)
     told = truth.finite.nonzero()[:, 0].tolist()
-    if 0 < len(told) < len(truth.losses):  # infinite numbers of one example may spoil the gradients of all others
+    if 0 < len(told) < len(truth.losses):  # infinite numbers of one example may spoil the gradients of the others
         check_batch(subject, pick(batch, told), truth.at(told), name)
         return run
     losses = run.losses
@@ -44,21 +45,21 @@ def check_batch(subject: Subject, batch: Any, truth: Truth, name: str) -> PlainR
         return run
     off = truth.other_losses(losses, subject.allowed)
     same = not bool(off.any()) and _same_sum(run.total, truth, subject.allowed)
-    # a loss near 0 is a difference of larger numbers, so only gradients can tell rounding from mixing
+    # a loss near 0 is a difference of larger numbers, so only gradients can distinguish rounding from mixing
     if not same and not _alike_in_batch(subject, batch, run.total, truth):
         _refuse_mixing(subject.space.model, losses, truth.losses, off, name)
     return run
 
 
 def check_reduction(whole: float, alone: Tensor, allowed: Tolerance) -> None:
-    """Refuse a loss function whose value for a batch is neither the sum nor the mean of the losses of its examples.
+    """Raise an error if a loss function's value for a batch is neither the sum nor the mean of its examples' losses.
 
     Args:
-        whole: its value for a batch.
+        whole: the value of the loss function for a batch.
         alone: the losses of the examples, each alone `[b]`.
         allowed: differences that rounding may explain.
     """
-    alone = alone[alone.isfinite()]  # a mean over no targets, as of an example whose targets are all ignored, is none
+    alone = alone[alone.isfinite()]  # an example whose targets are all ignored has a mean over nothing
     if not len(alone) or not isfinite(whole):
         return
     room = allowed.most * float(alone.abs().max() + alone.abs().mean())
@@ -73,17 +74,17 @@ def check_reduction(whole: float, alone: Tensor, allowed: Tolerance) -> None:
 
 
 def check_losses(subject: Subject, batch: Any, losses: Tensor, parts: Parts) -> None:
-    """Refuse a batch whose examples have other losses `[b]` than in parts of it.
+    """Raise an error if examples have other losses in a batch than in parts of the batch.
 
     Args:
         subject: the model and its loss.
         batch: the examples.
-        losses: theirs in this batch.
-        parts: positions of examples that are run together.
+        losses: losses of the examples in this batch `[b]`.
+        parts: for each part, the positions of the examples that are run together.
     """
     space, found = subject.space, losses.detach().cpu().double()
     for some in parts:
-        with space.require_gradients(of_chosen=True):  # puts back what the model changes
+        with space.require_gradients(of_chosen=True):  # restores what the model changes
             expected = subject.loss.each(space.model, pick(batch, some)).detach().cpu().double()
         mine = found[list(some)]
         finite = mine.isfinite() & expected.isfinite()
@@ -94,17 +95,17 @@ def check_losses(subject: Subject, batch: Any, losses: Tensor, parts: Parts) -> 
 
 
 def check_sum(subject: Subject, batch: Any, parts: Parts) -> None:
-    """Refuse a batch in which the gradients of some examples are not the sum of those of parts; as in `check_losses`.
+    """Raise an error if the gradient of some examples in a batch is not the sum of the gradients of parts.
 
     Args:
         subject, batch: as in `check_losses`.
-        parts: positions of examples that are run together, no example in two of them.
+        parts: for each part, the positions of the examples that are run together; no example is in two parts.
     """
     parts = list(parts)
     whole = subject.run(batch, some=[at for some in parts for at in some]).total
     found = torch.stack([subject.run(pick(batch, some)).total for some in parts])
     room = found.abs().sum(0) + 1e-3 * found.abs().sum()
-    if bool(((whole - found.sum(0)).abs() > 10 * subject.allowed.most * room).any()):  # never so for NaN
+    if bool(((whole - found.sum(0)).abs() > 10 * subject.allowed.most * room).any()):  # false for NaN
         raise ValueError(
             f"the model or the loss mixes the examples of a batch: the gradient of a batch of {batch_length(batch)} is "
             f"not the sum of those of batches of {len(parts[0])} with the same examples. So the gradient of a group "
@@ -116,19 +117,22 @@ Parts = Iterable[Sequence[int]]
 
 
 def halves(size: int) -> Parts:
-    """The two halves of a batch."""
+    """Cut a batch into two halves."""
     return _pieces(size, -(-size // 2))
 
 
 def splits(size: int) -> Parts:
-    """A batch cut in two in so many ways that any two examples are once apart."""
+    """Cut a batch in two in several ways, such that any two examples are in different parts at least once."""
     for bit in range((size - 1).bit_length()):
         for side in (0, 1):
             yield [at for at in range(size) if (at >> bit) & 1 == side]
 
 
 def cuts(size: int) -> Iterator[Parts]:
-    """A batch in parts of four, at most half of it; a large one in larger parts, and some of four from all over it."""
+    """Cut a batch into parts of four examples, or of half the batch if that is less.
+
+    A large batch is cut into larger parts; then some parts of four from all over the batch follow.
+    """
     few = min(_PIECE, max(1, size // 2))
     step = max(few, size // _MOST_PIECES)
     yield _pieces(size, step)
@@ -142,13 +146,13 @@ def _pieces(size: int, step: int) -> list[range]:
 
 
 def _same_sum(total: Tensor, truth: Truth, allowed: Tolerance) -> bool:
-    """Whether the gradient of a batch `[q]` is the sum of those of its examples."""
+    """Whether the gradient of a batch `[q]` is the sum of the gradients of its examples."""
     room = truth.norms.sum(0) + 1e-3 * truth.norms.sum()
     return bool(((total - truth.scores.sum(0)).abs() <= 10 * allowed.most * room).all())
 
 
 def _alike_in_batch(subject: Subject, batch: Any, total: Tensor, truth: Truth) -> bool:
-    """Whether every example has the gradient in a batch that it has alone, and the batch's `[q]` is their sum."""
+    """Whether every example has the same gradient in a batch as alone, and the batch's gradient `[q]` is their sum."""
     found = torch.stack([subject.run(batch, some=[at]).total for at in range(len(truth.losses))])
     room = truth.norms.sum(0) + 1e-3 * truth.norms.sum()
     if bool(((total - found.sum(0)).abs() > subject.allowed.each * room).any()):

@@ -1,13 +1,13 @@
-"""A look at a few examples before the work starts: do they have an answer, do the layers give it, what does it cost?
+"""A look at a few examples before a pass: do they have gradients of their own, do layers give them, what do they cost?
 
-The examples come from the whole data: the first, the last, those with a large loss (a gradient near zero tells
-nothing), others at random. Each is run alone through plain autograd. Then the loss of a batch must be made of the
-losses of its examples, and what the layers say about them must be what autograd says. For a parameter that no example
-touched, more of them are looked at.
+The examples come from the whole data: the first, the last, those with a large loss (a gradient near zero shows
+nothing), and others at random. Each is run alone by plain autograd. Then two things are checked: the loss of a batch
+must be made of the losses of its examples, and the layers must give the gradients that autograd gives. If no example
+touched a parameter, more examples are looked at.
 
-Of a model that takes seconds for eight examples only two are run, a short and a long one (padding and counts of tokens
-are what examples of such models may mix), so that all this takes less than a batch of eight. Not so where the user's
-own function reduces the losses of a batch, which may leave out any of them.
+If a model takes seconds for eight examples, only two are run, a short and a long one, because padding and counts of
+tokens are what such models may mix. The look then takes less time than a batch of eight. The exception is a model whose
+losses are reduced by the user's own function: it may leave out any example, so all eight are run.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace
 
-_ROUNDS = 2  # of looking at more examples for a parameter that the first ones do not touch
+_ROUNDS = 2  # how often more examples are looked at for a parameter that the first ones do not touch
 
 
 def look(space: ParameterSpace, loss: ExampleLoss, data: IndexedData, groups: Groups, most: int) -> Findings:
-    """What a look at a few examples finds.
+    """Look at a few examples and return the findings.
 
     Args:
         space: model and chosen parameters.
-        loss: of the training points.
+        loss: loss of the training points.
         data: the training points.
-        groups: of them; points in none are not looked at.
-        most: examples that may be run at once.
+        groups: groups of the training points; points without a group are not looked at.
+        most: most examples that may be run at once.
     """
     inside = range(groups.n) if int(groups.sizes.sum()) == groups.n else np.flatnonzero(groups.labels >= 0)
     return _Look(space, loss, data, inside, most).findings()
 
 
 class _Look:
-    """One look, and what it has found so far.
+    """One look at a model, and what it has found so far.
 
     Args:
         space, loss, data, most: as in `look`.
-        members: where the examples are drawn from.
+        members: indices that the examples are drawn from.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class _Look:
         self._found: Findings
 
     def findings(self) -> Findings:
-        """Compare the layers, and what makes up the loss of a batch, with autograd on examples of the data."""
+        """Compare the layers, and the loss of a batch, with autograd on examples of the data; return the findings."""
         sample, mixed = self._sample, None
         try:
             chosen = sample.chosen()
@@ -77,7 +77,7 @@ class _Look:
             sample.check_repeats(self._found.truth.losses)
             try:
                 self._compare()
-            except Mixed as error:  # or an activation is 0 but for rounding, and switches a unit on or off
+            except Mixed as error:  # it may also be an activation that is 0 up to rounding and switches a unit
                 mixed = error
                 try:
                     with beside(self._space):
@@ -87,7 +87,7 @@ class _Look:
                     raise mixed from None
                 self._found.truth = self._subject.truth_of_each(self._found.batches)
         except ValueError:
-            sample.check_repeats()  # what is random may look like anything
+            sample.check_repeats()  # a random loss can cause any of these errors
             raise
         found = self._found
         found.most_places = max(LEAST_PLACES, min(len(self._members) // 32, MOST_PLACES))
@@ -101,7 +101,7 @@ class _Look:
         return found
 
     def _begin(self, chosen: Sequence[tuple[Any, Sequence[Any]]]) -> None:
-        """Findings about nothing but the truth about the chosen examples."""
+        """Start new findings, which hold only the truth about the chosen examples."""
         space, sample, nothing = self._space, self._sample, Truth.of_nothing(len(self._space.parameters))
         self._found = Findings(
             [], nothing, self._subject.allowed, sample.bytes_per_example, sample.changing, effort=sample.effort
@@ -111,17 +111,17 @@ class _Look:
             self._add(batch, alone)
 
     def _compare(self) -> None:
-        """Compare with autograd, on more examples if the first ones leave something open."""
+        """Compare with autograd, on more examples if the first ones do not touch all parameters."""
         if not self._data.is_stream:
             self._look_further()
         self._check_batches(self._layers())
 
     def _check_batches(self, seen: list[Tensor] | None) -> None:
-        """Refuse a loss of batches that is not made of the losses of their examples.
+        """Raise an error if the loss of a batch is not made of the losses of its examples.
 
         Args:
-            seen: losses of every batch `[b]`, if the layers gave the gradient of each of its examples alone. Then the
-                batch has the sum of them; else plain autograd tells.
+            seen: losses of every batch `[b]`, if the layers gave the gradient that each example has alone. Then the
+                gradient of the batch is their sum. None if plain autograd has to check this.
         """
         found, low = self._found, 0
         for number, batch in enumerate(found.batches):
@@ -144,7 +144,7 @@ class _Look:
         self._found.batches.append(batch)
 
     def _look_further(self) -> None:
-        """Look for examples that touch the parameters which the first ones did not touch."""
+        """Look for examples that touch the parameters that the first examples did not touch."""
         if bool(self._found.truth.touched.all()):
             return
         more = self._found.effort.more
@@ -167,10 +167,10 @@ class _Look:
     # what the strategies can see
 
     def _layers(self) -> list[Tensor] | None:
-        """Find out which layers can be observed, and compare what they say with autograd.
+        """Find out which layers can be observed, and compare their gradients with autograd.
 
         Returns:
-            The losses of every batch `[b]`, if the layers say all there is to say.
+            The losses of every batch `[b]`, if the layers give the gradients of all parameters; otherwise None.
         """
         found, space = self._found, self._space
         if found.hooked:
@@ -196,7 +196,7 @@ class _Look:
         return None if found.uncovered else losses
 
     def _counted_work(self) -> float:
-        """Multiplications of a forward pass over one example, where the layers do not tell: as PyTorch counts them."""
+        """Multiplications of a forward pass over one example, counted by PyTorch, if the layers do not show them."""
         batch, least = self._found.batches[0], float(self._space.size)
         try:
             with (
@@ -210,7 +210,10 @@ class _Look:
         return max(counter.get_total_flops() / 2 / batch_length(batch), least)
 
     def _captured(self, layers: list[Layer]) -> tuple[Tensor, list[Tensor]] | str:
-        """Scores of all examples from the layers `[b, q]`, with losses, or why there are none; keeps what they cost."""
+        """Return the scores of all examples from the layers `[b, q]` and the losses, or the reason why there are none.
+
+        Keeps the work that the layers do, and why `ghost` cannot be used.
+        """
         found, scores, losses = self._found, [], []
         found.proven.clear()
         self._strayed: dict[str, str] = {}
@@ -236,7 +239,7 @@ class _Look:
         return torch.cat(scores), losses
 
     def _without_copied(self, unknown: dict[str, str]) -> dict[str, str]:
-        """The unknown parameters that cannot be given as copies, one per example."""
+        """Give unknown parameters as one copy per example where that works; return those that stay unknown."""
         by_kind: dict[type, dict[str, Layer]] = {}
         for parameter_name, (name, module, key) in _owners(self._space, unknown).items():
             parameter = self._space.parameters[parameter_name]
@@ -252,7 +255,10 @@ class _Look:
 
 
 def _owners(space: ParameterSpace, names: dict[str, str]) -> dict[str, tuple[str, nn.Module, str]]:
-    """The module of each parameter: its name, itself, and what it calls the parameter; none if there are several."""
+    """The module that owns each parameter, as (module name, module, parameter name there).
+
+    Parameters with several modules are left out.
+    """
     wanted = {id(space.parameters[name]): name for name in names}
     found: dict[str, list[tuple[str, nn.Module, str]]] = {}
     for module_name, module in space.model.named_modules():
@@ -263,7 +269,7 @@ def _owners(space: ParameterSpace, names: dict[str, str]) -> dict[str, tuple[str
 
 
 class _Work(Observer):
-    """Multiplications per example, of a forward pass and of a pair of examples in `ghost`."""
+    """Counts the multiplications of a forward pass per example, and of `ghost` per pair of examples."""
 
     def __init__(self, size: int) -> None:
         self.size, self.forward_pass, self.pairs = size, 0.0, 0.0
@@ -281,7 +287,7 @@ class _Work(Observer):
 
 
 def _other_layer(layers: list[Layer]) -> str | None:
-    """Why a layer is not for `ghost`, whether the examples reach it or not."""
+    """The reason why `ghost` cannot be used with one of the layers, whether the examples use it or not; else None."""
     kinds = (layer for layer in layers if not isinstance(layer.module, nn.Linear) or layer.copied is not None)
     return next((f"{type(layer.module).__name__} {layer.name!r} is not a Linear layer" for layer in kinds), None)
 

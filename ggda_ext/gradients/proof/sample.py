@@ -1,7 +1,7 @@
-"""The first run of some examples: what they take, and which of them will be compared with autograd.
+"""The first run of some examples: how much they cost, and which of them will be compared with autograd.
 
-Examples come from the whole data: the first, the last, those with a large loss, others at random. Of a model that takes
-seconds for eight of them only two are taken, a short and a long one: padding and counts of tokens are what examples of
+Examples come from the whole data: the first, the last, those with a large loss, and others at random. If a model takes
+seconds for eight examples, only two are used, a short and a long one, because padding and counts of tokens are what
 such models may mix.
 """
 
@@ -22,8 +22,8 @@ from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterSpace, left_as_it_was, may_change
 
 HEAVY = 2**30
-"""Multiplications of a forward pass over one example, from which on a look at eight examples takes seconds."""
-_IGNORED = -100  # what losses of PyTorch leave out
+"""Multiplications of a forward pass over one example; above this number a look at eight examples takes seconds."""
+_IGNORED = -100  # the target that PyTorch's losses ignore
 
 Members = np.ndarray | range
 """Indices of the points that are in a group."""
@@ -33,8 +33,8 @@ class Sample:
     """The first run of some examples: bytes, precision and shapes of activations, and the examples to compare.
 
     Attributes:
-        effort: how much is to be compared; little where the model is expensive.
-        changing: names of what `forward` changes.
+        effort: how much to compare; little if the model is expensive.
+        changing: names of the buffers and parameters that `forward` changes.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Sample:
         batches = self._fetch(self._runs(self._candidates))
         self.effort, losses = USUAL, None
         numbers = sum(part.numel() for part in tensors_in(batches[0])) / batch_length(batches[0])
-        if space.size * numbers > HEAVY:  # most models use a parameter less often than an example has numbers
+        if space.size * numbers > HEAVY:  # an upper bound on the work of most models
             pair = _shortest_and_longest([length for batch in batches for length in _lengths(batch)])
             (two,) = self._fetch([self._candidates[pair]])
             losses = self._run([two])
@@ -63,19 +63,19 @@ class Sample:
         self.bytes_per_example = max(1, self._seen // len(self._losses))
 
     def _is_reduced_as_known(self, batch: Any) -> bool:
-        """Whether it is known what makes up the loss of a batch: any example may show a function of the user's own."""
+        """Whether the reduction of a batch's losses is known; if it is the user's own, any example may be special."""
         model = self._space.model
         with left_as_it_was(model, may_change(model)), self._space.require_gradients(of_chosen=False):
             return self._loss.reduced(model, batch) is None
 
     def _fetch(self, runs: Sequence[Any]) -> list[Any]:
-        """The batches of some runs of indices."""
+        """Return a batch for each run of indices."""
         if self._head is not None:
             return [pick(self._head, list(run)) for run in runs]
         return [to_device(batch, self._device) for batch in self._data.batches(runs)]
 
     def _run(self, batches: list[Any]) -> list[Tensor]:
-        """Losses `[b]` of batches; keeps what their activations show."""
+        """Return the losses `[b]` of every batch; keep bytes, precision, shapes and work of the activations."""
         self._seen, self._work = 0, 0.0
         modules = dict(self._space.model.named_modules())
         hidden = any(isinstance(module, torch.jit.ScriptModule) for module in modules.values())
@@ -99,7 +99,7 @@ class Sample:
         return losses
 
     def _saved_bytes(self, batches: list[Any]) -> int:
-        """What autograd keeps for a backward pass, for modules that cannot be looked into."""
+        """Bytes that autograd keeps for a backward pass; used if the model has modules that take no hooks."""
         saved = 0
 
         def count(tensor: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Sample:
         return runs_of(indices, self._at_once)
 
     def _each(self, batch: Any) -> Tensor:
-        with self._space.require_gradients(of_chosen=True):  # a loss may take gradients of its own
+        with self._space.require_gradients(of_chosen=True):  # a loss may compute gradients itself
             losses = self._loss.each(self._space.model, batch).detach()
         if losses.shape != (batch_length(batch),):
             raise ValueError(
@@ -140,7 +140,10 @@ class Sample:
         return look
 
     def chosen(self) -> list[tuple[Any, list[Any]]]:
-        """The examples to compare, as batches, each with its examples alone: first, last, and those of large loss."""
+        """Return the examples to compare: batches, each with its examples alone.
+
+        They are the first, the last, and those with a large loss.
+        """
         ends = [0, len(self._candidates) - 1]
         large = torch.argsort(self._losses.detach().float().nan_to_num(-1, -1, -1), descending=True).tolist()
         self._picked = torch.tensor(list(dict.fromkeys([*ends, *large]))[: self.effort.examples])
@@ -151,10 +154,10 @@ class Sample:
         return [(batch, [next(alone) for _ in run]) for batch, run in zip(fetched, runs, strict=False)]
 
     def check_repeats(self, alone: Tensor | None = None) -> None:
-        """Refuse a loss that gives two answers for the same examples.
+        """Raise an error if the loss gives two different results for the same examples.
 
         Args:
-            alone: losses of the chosen examples alone: where they are as before, nothing needs to run again.
+            alone: losses of the chosen examples alone; if they are the same as before, nothing is run again.
         """
         before = self._losses.cpu().double()
         if alone is not None and torch.allclose(before[self._picked], alone, rtol=1e-4, equal_nan=True):
@@ -164,12 +167,12 @@ class Sample:
 
 
 def runs_of(indices: np.ndarray, most: int) -> list[np.ndarray]:
-    """Indices in runs of at most `most`, all about equally long: a batch of one would tell nothing about batches."""
+    """Split indices into runs of at most `most`, of about equal length; a batch of one shows nothing about batches."""
     return np.array_split(indices, -(-len(indices) // most))
 
 
 def _spread(members: Members, count: int) -> np.ndarray:
-    """The first and the last of the points, and others at random, in order."""
+    """Choose `count` points: the first, the last, and others at random; return them in order."""
     if len(members) <= count:
         return np.asarray(members)
     inner = np.random.default_rng(0).choice(len(members) - 2, count - 2, replace=False) + 1
@@ -177,7 +180,7 @@ def _spread(members: Members, count: int) -> np.ndarray:
 
 
 def _lengths(batch: Any) -> list[int]:
-    """How long the examples of a batch are: entries of their integers that are neither 0 nor ignored labels."""
+    """Lengths of the examples of a batch: the number of their integers that are neither 0 nor ignored labels."""
     size = batch_length(batch)
     parts = [
         part for part in tensors_in(batch)
@@ -191,13 +194,13 @@ def _lengths(batch: Any) -> list[int]:
 
 
 def _shortest_and_longest(lengths: list[int]) -> list[int]:
-    """Positions of two examples; of the first and the last if all are alike."""
+    """Positions of the shortest and the longest example; of the first and the last if all lengths are the same."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return sorted({order[0], order[-1]})
 
 
 def _multiplications(module: nn.Module, output: Tensor) -> float:
-    """About how many a module makes with its own parameters."""
+    """Approximate number of multiplications that a module does with its own parameters."""
     own = [value for _, value in module.named_parameters(recurse=False)]
     if not own or isinstance(module, nn.Embedding | nn.EmbeddingBag) or not output.dim():
         return 0.0
@@ -213,6 +216,6 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 
 def _is_given(output: Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether a module returns the memory it was given, as activations in place and dropout that is off do."""
+    """Whether a module returns the memory of an argument, as in-place activations and inactive dropout do."""
     where = storage_of(output)
     return where is not None and any(storage_of(given) == where for given in args if isinstance(given, Tensor))

@@ -1,4 +1,4 @@
-"""Plain autograd, one example at a time: what every strategy is compared with before its numbers are trusted."""
+"""Plain autograd, one example at a time. Every strategy is compared with it before its numbers are trusted."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ggda_ext.model import ParameterSpace, left_as_it_was
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Relative differences that rounding may explain; a structural mistake makes one of order 1."""
+    """Relative differences that rounding may explain; a structural mistake makes a difference of order 1."""
 
     most: float
     """For at least half of the examples."""
     each: float
-    """For every example: an activation that is 0 but for rounding may switch a unit on or off."""
+    """For every example; larger, because an activation that is 0 up to rounding may switch a unit on or off."""
     rows: float
-    """For a row of the same run, weighted otherwise on the way back."""
+    """For a row in a second backward pass of the same run, with other weights."""
 
 
 _TOLERANCES = {
-    torch.float64: Tolerance(1e-6, 1e-4, 1e-5),  # some layers go through float32, such as Llama's normalisation
+    torch.float64: Tolerance(1e-6, 1e-4, 1e-5),  # some layers compute in float32, such as Llama's normalisation
     torch.float32: Tolerance(3e-4, 2e-2, 1e-3),
     torch.float16: Tolerance(1e-2, 0.1, 3e-2),
     torch.bfloat16: Tolerance(5e-2, 0.3, 0.15),
@@ -39,13 +39,13 @@ _TOLERANCES = {
 
 
 def tolerance(precision: torch.dtype) -> Tolerance:
-    """What to allow for numbers that were computed in a precision."""
+    """Return the differences to allow for numbers that were computed in this precision."""
     return _TOLERANCES.get(precision, _TOLERANCES[torch.float32])
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Losses of examples alone `[b]`; per parameter their gradients along a direction, and gradient norms `[b, q]`."""
+    """Losses of examples alone `[b]`; per parameter, their gradients along a direction and gradient norms `[b, q]`."""
 
     losses: Tensor
     scores: Tensor
@@ -53,12 +53,12 @@ class Truth:
 
     @classmethod
     def of_nothing(cls, parameters: int) -> Truth:
-        """No examples yet."""
+        """The truth about no examples, to start with."""
         return cls(torch.zeros(0).double(), torch.zeros(0, parameters), torch.zeros(0, parameters))
 
     @cached_property
     def finite(self) -> Tensor:
-        """Which examples can tell anything `[b]`."""
+        """Which examples have only finite numbers `[b]`; the others cannot be compared."""
         return self.losses.isfinite() & self.norms.isfinite().all(1) & self.scores.isfinite().all(1)
 
     @property
@@ -67,15 +67,15 @@ class Truth:
         return (self.norms[self.finite] > 0).any(0)
 
     def joined(self, other: Truth) -> Truth:
-        """These examples and others."""
+        """Return the truth about these examples and those of `other`."""
         return Truth(*(torch.cat([getattr(self, name), getattr(other, name)]) for name in self.__dataclass_fields__))
 
     def at(self, positions: slice | list[int]) -> Truth:
-        """Some of the examples."""
+        """Return the truth about some of the examples."""
         return Truth(*(getattr(self, name)[positions] for name in self.__dataclass_fields__))
 
     def other_losses(self, losses: Tensor, allowed: Tolerance) -> Tensor:
-        """Which examples have other losses `[b]` than alone, as far as both are finite `[b]`."""
+        """Which examples have another loss in `losses` `[b]` than alone, if both are finite `[b]`."""
         finite = self.finite & losses.isfinite()
         if not bool(finite.any()):
             return finite
@@ -83,7 +83,7 @@ class Truth:
         return ((losses - self.losses).abs() > allowed.most * scale) & finite
 
     def differs(self, scores: Tensor, allowed: Tolerance) -> Tensor:
-        """Which parameters have other scores `[b, q]` than these examples should have `[q]`."""
+        """Which parameters have other `scores` `[b, q]` than the true ones of these examples `[q]`."""
         finite = self.finite
         if not bool(finite.any()):
             return torch.zeros(self.norms.shape[1], dtype=torch.bool)
@@ -95,17 +95,17 @@ class Truth:
         return ~(error <= allowed.each).all(0) | (typical > allowed.most)
 
 
-_HELD = 2**20  # numbers of gradients that are measured at once
-_DRAWN = 2**20 + 7  # a prime: numbers of a direction, which then come again; drawing is slower than a gradient
+_HELD = 2**20  # numbers in the gradients that are measured at once
+_DRAWN = 2**20 + 7  # a prime: numbers drawn for a direction and then repeated, as drawing is slower than a gradient
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What something is proven about: a model with its chosen parameters, the loss of its examples, and how exactly.
+    """The subject of a proof: a model with its chosen parameters, the loss of its examples, and the tolerance.
 
     Attributes:
         space: model and chosen parameters.
-        loss: of the examples.
+        loss: loss of the examples.
         allowed: differences that rounding may explain.
     """
 
@@ -115,7 +115,7 @@ class Subject:
 
     @cached_property
     def direction(self) -> Tensor:
-        """Along which gradients are compared `[1, p]`: random, fixed, drawn beside the global random state."""
+        """The direction along which gradients are compared `[1, p]`: random but fixed, drawn by its own generator."""
         size, device = self.space.size, self.space.device
         generator = torch.Generator(device).manual_seed(0)
         drawn = torch.randn(min(size, _DRAWN), generator=generator, dtype=self.space.dtype, device=device)
@@ -123,11 +123,11 @@ class Subject:
 
     @cached_property
     def along(self) -> list[Tensor]:
-        """The parts of the direction, one for each parameter."""
+        """The part of the direction for each parameter."""
         return [self.space.part(self.direction, parameter)[0] for parameter in self.space.parameters.values()]
 
     def truth(self, alone: Sequence[Any]) -> Truth:
-        """The truth about examples, each given as a batch of one; or an error that says why one alone has none."""
+        """Return the truth about examples, each given as a batch of one; the error says so if one alone cannot run."""
         try:
             return self._truth(alone)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -140,12 +140,12 @@ class Subject:
             ) from error
 
     def truth_of_each(self, batches: Sequence[Any]) -> Truth:
-        """The truth about every example of some batches, at the parameters that the model has now."""
+        """Return the truth about every example of some batches, at the current parameters of the model."""
         return self.truth([pick(batch, [at]) for batch in batches for at in range(batch_length(batch))])
 
     def _truth(self, alone: Sequence[Any]) -> Truth:
         losses, measured, along = [], [], [wide(part).flatten() for part in self.along]
-        at_once = 1 if self.space.changing else max(1, _HELD // self.space.size)  # what an example changes is put back
+        at_once = 1 if self.space.changing else max(1, _HELD // self.space.size)  # changes are undone after each
         for low in range(0, len(alone), at_once):
             gradients = []
             with self.space.require_gradients(of_chosen=True):
@@ -161,8 +161,8 @@ class Subject:
 
         Args:
             batch: the examples.
-            along: a direction by parameter; by default `along`.
-            some: positions of the examples whose gradient is taken; by default of all.
+            along: the parts of a direction, one per parameter; by default `self.along`.
+            some: positions of the examples whose gradient is taken; by default all examples.
         """
         space = self.space
         with space.require_gradients(of_chosen=True):
@@ -174,21 +174,21 @@ class Subject:
         return PlainRun(_on_cpu(losses), torch.stack([_dot(*pair) for pair in pairs]).cpu(), alters, watch.told)
 
     def captured(self, layers: list[Layer], batch: Any, watcher: Observer) -> tuple[Tensor, Calls]:
-        """Scores of every example from layer inputs and output gradients, per parameter `[b, q]`.
+        """Return the scores of every example from the layers, per parameter `[b, q]`, and what happened in the run.
 
-        `watcher` sees the layers' calls too.
+        `watcher` sees the backward calls of the layers, too.
         """
         space, observer = self.space, _ParameterScores(self.space, self.direction, batch_length(batch), watcher)
         calls = observe(space, layers, self.loss, batch, observer, alters=True)
         return torch.stack([observer.scores[id(own)] for own in space.parameters.values()], 1).cpu(), calls
 
 
-_BESIDE = 1e-3  # of the usual size of a parameter
+_BESIDE = 1e-3  # size of the change, relative to the usual size of a parameter
 
 
 @contextmanager
 def beside(space: ParameterSpace) -> Iterator[None]:
-    """With all chosen parameters moved a little, so that an activation which was 0 but for rounding is so no longer."""
+    """Change all chosen parameters a little inside this context, so that activations are not 0 up to rounding."""
     parameters, generator = list(space.parameters.values()), torch.Generator(space.device).manual_seed(1)
     usual = (sum(float(wide(own.detach()).square().sum()) for own in parameters) / space.size) ** 0.5
     with left_as_it_was(space.model, list(space.parameters)):
@@ -204,10 +204,10 @@ class PlainRun:
     """A batch run by plain autograd.
 
     Attributes:
-        losses: of the examples `[b]`.
-        total: gradient of their sum, or of that of some of them, along a direction, per parameter `[q]`.
-        alters: what makes gradients other than derivatives, or None.
-        told: stands for the functions that were called, and for the numbers that Python was told.
+        losses: losses of the examples `[b]`.
+        total: gradient of the sum of all losses, or of some of them, along a direction, per parameter `[q]`.
+        alters: what makes gradients differ from derivatives, or None.
+        told: `Watch.told`, a hash of the functions that were called and the numbers that Python read.
     """
 
     losses: Tensor
@@ -225,7 +225,7 @@ def _dot(gradient: Tensor | None, direction: Tensor) -> Tensor:
 
 
 def _measured(gradients: list[list[Tensor | None]], directions: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Of gradients by parameter, products with a direction and norms `[b, q]`; None counts as zeros."""
+    """Products of gradients with a direction, and gradient norms, by parameter `[b, q]`; None counts as zeros."""
     along, norms = [], []
     for own, direction in zip(zip(*gradients, strict=True), directions, strict=True):
         rows = torch.stack([torch.zeros_like(direction) if one is None else one.flatten().to(direction) for one in own])
@@ -235,7 +235,7 @@ def _measured(gradients: list[list[Tensor | None]], directions: list[Tensor]) ->
 
 
 def wide(values: Tensor) -> Tensor:
-    """At least float32: dot products of half-precision numbers would add their own rounding."""
+    """Convert to at least float32, because dot products of half-precision numbers would add their own rounding."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -259,11 +259,11 @@ class _ParameterScores(Observer):
 
 
 FAILS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError)
-"""How a model fails that a strategy cannot run, though it runs by itself."""
+"""Errors of a model that a strategy cannot run, although the model runs without the strategy."""
 
 
 def check_same_losses(losses: Tensor, again: Tensor, data_name: str) -> None:
-    """Refuse a loss that gave two answers for the same examples."""
+    """Raise an error if a loss gave two different results for the same examples."""
     if not torch.allclose(losses, again, rtol=1e-4, equal_nan=True):
         raise ValueError(
             f"the loss of the same examples came out as {losses.tolist()}, then as {again.tolist()}: switch off "
@@ -272,5 +272,5 @@ def check_same_losses(losses: Tensor, again: Tensor, data_name: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line."""
+    """Return the first line of an error message, or the name of the error if it has no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]

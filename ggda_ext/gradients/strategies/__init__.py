@@ -1,4 +1,4 @@
-"""One file per strategy; all give the same numbers. `BY_NAME` lists them, in the order users read."""
+"""The strategies, one file for each; all give the same numbers. `BY_NAME` lists them in the order that users see."""
 
 from ggda_ext.gradients.plan import Strategy
 from ggda_ext.gradients.strategies import backward, directional, forward, ghost, persample, segmented

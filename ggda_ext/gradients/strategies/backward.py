@@ -1,4 +1,4 @@
-"""`backward`: one batched backward pass per group, the paper's way; for any model and any layer."""
+"""`backward`: one batched backward pass per group, as in the paper; it works for any model and any layer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ggda_ext.gradients.strategies.rows import merge_pieces, scores_of
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
-    """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
+    """Return the inner products `[m, k]` of directions `[m, p]` with the group-summed gradients."""
     return scores_of(request, blocks(request, request.rows_near_cache), directions)
 
 
 def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Group-summed gradients as `(group ids [b], rows [b, p])`, at most `max_rows` at a time."""
+    """Yield group-summed gradients as `(group ids [b], rows [b, p])`, at most `max_rows` at a time."""
 
     def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
         for groups, batch in request.grouped_batches(most_groups=1):

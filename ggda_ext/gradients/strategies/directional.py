@@ -1,8 +1,8 @@
 """`directional`: the score of every point along a few directions, at the price of one training pass.
 
-Layers that are linear in their parameters give the score of point i along v as Σ_layers ⟨layer(a_i; v), d_i⟩:
-a forward pass, an activation-only backward pass, and one more forward product per direction. No row of
-length p is ever formed, so group size 1 costs what group size 1024 costs.
+If layers are linear in their parameters, the score of point i along v is Σ_layers ⟨layer(a_i; v), d_i⟩. This takes a
+forward pass, an activation-only backward pass, and one more forward product per direction. No row of length p is
+formed, so groups of 1 point cost as much as groups of 1024 points.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ggda_ext.gradients.plan import Cost, Indices, Request, Strategy, joined
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
-    """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
+    """Return the inner products `[m, k]` of directions `[m, p]` with the group-summed gradients."""
     directions = _in_fast_precision(directions)
     m, sums = len(directions), _Sums(request, directions)
     parts = {id(value): request.space.part(directions, value) for value in request.space.parameters.values()}
@@ -30,11 +30,11 @@ def scores(request: Request, directions: Tensor) -> Tensor:
     return sums.result()
 
 
-_TOGETHER = 2**17  # scores of points that are added up at once; what is done once per batch counts
+_TOGETHER = 2**17  # scores of points that are added up at once, because adding up has a fixed cost
 
 
 class _Sums:
-    """Adds up scores of points by group `[m, k]`, those of several batches at once."""
+    """Adds up scores of points by group `[m, k]`, for several batches at once."""
 
     def __init__(self, request: Request, directions: Tensor) -> None:
         self.request, self.waiting = request, list[tuple[Indices, Tensor]]()
@@ -59,14 +59,14 @@ class _Sums:
             self.scores.index_add_(1, ids, found.to(self.scores))
 
     def result(self) -> Tensor:
-        """The sums of all that was added."""
+        """Return the sums of all scores that were added."""
         if self.waiting:
             self._add_up()
         return self.scores
 
 
 Along = list[tuple[Tensor | None, Tensor | None]]
-"""The parts of every direction that are a layer's: of its weight and of its bias, None for what is not chosen."""
+"""For every direction, the parts for a layer's weight and for its bias; None for a parameter that is not chosen."""
 
 
 def _along(layer: Layer, parts: dict[int, Tensor], m: int) -> Along:
@@ -91,7 +91,7 @@ class _PointScores(Observer):
 
 
 def _in_fast_precision(directions: Tensor) -> Tensor:
-    """Half precision as float32 on a processor that has to emulate it: many times faster there, and more exact."""
+    """Convert half precision to float32 on a CPU that emulates it: float32 is many times faster and more exact."""
     emulated = directions.device.type == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return directions.float() if emulated and directions.dtype.itemsize < 4 else directions
 

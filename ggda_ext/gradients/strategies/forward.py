@@ -1,7 +1,7 @@
 """`forward`: the score of point i along v is d/dε ℓ(x_i; θ + εv), by forward-mode differentiation.
 
-For any layer that supports forward mode. Fused attention and fused weight normalisation do not, so attention takes
-the math kernel, and weight normalisation is written out.
+It works for any layer that supports forward mode. Fused attention and fused weight normalisation do not support it, so
+attention uses the math kernel, and weight normalisation is computed step by step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ggda_ext.model import ParameterSpace, called_with
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
-    """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
+    """Return the inner products `[m, k]` of directions `[m, p]` with the group-summed gradients."""
     result = request.empty_scores(len(directions))
     moves = [request.space.split(direction) for direction in directions]
     for points, batch in request.natural_batches():
@@ -41,7 +41,7 @@ def scores(request: Request, directions: Tensor) -> Tensor:
 def watched_scores(
     loss: ExampleLoss, space: ParameterSpace, tangent: dict[str, Tensor], batch: Any
 ) -> tuple[Tensor, Tensor, Watch]:
-    """Derivative of every example's loss along one direction `[b]`, the losses `[b]`, and what the model did."""
+    """Return the derivative of every loss along one direction `[b]`, the losses `[b]`, and what the model did."""
     watch = AsBackward(batch_length(batch))
     with space.require_gradients(of_chosen=False), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
         duals = {name: forward_ad.make_dual(value.detach(), tangent[name]) for name, value in space.parameters.items()}
@@ -53,10 +53,11 @@ def watched_scores(
 
 
 class AsBackward(Watch):
-    """Lets forward mode see what a backward pass sees: nothing of what the model computes without gradients.
+    """Makes forward mode see what a backward pass sees.
 
-    Nor of padding that is embedded, whose row moves only where a tied weight is used otherwise. The fused g·v/‖v‖,
-    which has no forward-mode derivative, is written out.
+    Values that the model computes without gradients have no tangent. An embedding of padding has none, either; its row
+    has one only if a tied weight is also used elsewhere. The fused g·v/‖v‖, which has no forward-mode derivative, is
+    computed step by step.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +77,7 @@ def _constant(found: Any) -> Any:
 
 
 def _embedded(found: Tensor, ids: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> Tensor:
-    """Rows of an embedding, of which those of padding do not move."""
+    """Return the rows of an embedding, without a tangent for the rows of padding."""
     if padding_idx is None:
         return found
     return torch.where((ids == padding_idx % len(weight))[..., None], _constant(found), found)
@@ -88,13 +89,13 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 def compare(subject: Subject, found: Findings) -> str | None:
-    """Why forward-mode differentiation does not give what autograd gave for some examples, or None."""
+    """The reason why forward-mode differentiation does not give autograd's result for some examples, or None."""
     space, truth, finite = subject.space, found.truth, found.truth.finite
     if found.alters is not None:
         return f"{found.alters} changes gradients, which forward-mode differentiation does not see"
     norms = truth.norms[finite].amax(0) if bool(finite.any()) else torch.ones(len(space.parameters))
     norms = norms + 1e-3 * norms.max() + torch.finfo(norms.dtype).tiny
-    # every parameter of about equal weight, so that a small one counts
+    # scale every parameter to about equal weight, so that small ones count
     moves = space.split(subject.direction[0])
     scaled = {name: move / norm.to(move) for (name, move), norm in zip(moves.items(), norms, strict=True)}
     try:

@@ -1,8 +1,9 @@
-"""`ghost`: inner products of test and training gradients from their factors, never forming either.
+"""`ghost`: inner products of test and training gradients from their factors, without forming the gradients.
 
-For a Linear layer with one token the gradient of a point is the outer product d aᵀ, so the inner product
-of two gradients is ⟨a, a'⟩⟨d, d'⟩: for many test points, (A_test A_trainᵀ)·(D_test D_trainᵀ) summed over layers. The
-squared norm of a group's gradient is the sum over all pairs within the group. A bias is one more input, always 1.
+For a Linear layer with one token the gradient of a point is the outer product d aᵀ. So the inner product of two
+gradients is ⟨a, a'⟩⟨d, d'⟩, and for many test points (A_test A_trainᵀ)·(D_test D_trainᵀ), summed over layers. The
+squared norm of a group's gradient is the sum over all pairs within the group. A bias is one more input that is
+always 1.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Cost, Request, Strategy
 
 Factors = dict[str, list[tuple[Tensor, Tensor]]]
-"""Per layer, one (a, d) for each time it is called."""
+"""For each layer, by name, one (a, d) for each call of the layer."""
 
 
 def scores(request: Request, tests: Request) -> Tensor:
-    """Inner products of the gradients of test points with the group-summed gradients `[m, k]`."""
+    """Return the inner products `[m, k]` of the gradients of test points with the group-summed gradients."""
     factors = _factors_of(tests)
     m = tests.groups.n
     result = request.empty_scores(m)
@@ -47,7 +48,7 @@ class _Collect(Observer):
 
 
 def collect(request: Request, batch: Any) -> Factors:
-    """Factors of the gradients of a batch; zeros for a layer that the loss does not reach."""
+    """Return the factors of the gradients of a batch; zeros for a layer that the loss does not depend on."""
     observer = _Collect()
     request.observe(batch, observer)
     for layer in request.layers:
@@ -90,7 +91,7 @@ class _PairScores(Observer):
 
 
 def _inner_products(layer: Layer, some: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> Tensor:
-    """Inner products of a layer's gradients of some points `[b, …]` with those of others, from their (a, d)."""
+    """Inner products of a layer's gradients for `some` points with its gradients for `others`, from their (a, d)."""
     (a, d), (a_other, d_other) = some, others
     pairs = d @ d_other.T
     if layer.weight is not None:
@@ -99,13 +100,13 @@ def _inner_products(layer: Layer, some: tuple[Tensor, Tensor], others: tuple[Ten
     return pairs
 
 
-# norms from the same factors
+# squared norms from the same factors
 
-PAIRED = 64  # points whose pairs are all formed; for a larger group the sum of products is cheaper
+PAIRED = 64  # most points for which all pairs are formed; for a larger group the sum of outer products is cheaper
 
 
 def squared_norms(request: Request) -> Tensor:
-    """Squared norm of every group's summed gradient `[k]`; groups must fit into a batch."""
+    """Return the squared norm of every group's summed gradient `[k]`; every group must fit into a batch."""
     result = request.empty_scores(1)[0]
     for groups, batch in request.grouped_batches():
         factors = collect(request, batch)
@@ -113,7 +114,7 @@ def squared_norms(request: Request) -> Tensor:
         if norms is None:
             norms = torch.cat([_of_run(request.layers, factors, starts) for starts in _runs(groups.starts)])
         result[torch.from_numpy(groups.ids).to(result.device)] = norms.to(result)
-    return result.clamp_(min=0)  # rounding, where gradients cancel
+    return result.clamp_(min=0)  # rounding may give a negative number where gradients cancel
 
 
 def _of_points(layers: list[Layer], factors: Factors) -> Tensor | None:
@@ -129,7 +130,7 @@ def _of_points(layers: list[Layer], factors: Factors) -> Tensor | None:
 
 
 def _runs(starts: np.ndarray) -> Iterator[list[int]]:
-    """The segments in runs of at most `PAIRED` points, a larger segment alone: their starts, and the last end."""
+    """Yield runs of segments with at most `PAIRED` points, as their starts and the last end; larger segments alone."""
     low = 0
     while low < len(starts) - 1:
         high = int(np.searchsorted(starts, starts[low] + PAIRED, side="right")) - 1
@@ -139,7 +140,7 @@ def _runs(starts: np.ndarray) -> Iterator[list[int]]:
 
 
 def _of_run(layers: list[Layer], factors: Factors, starts: list[int]) -> Tensor:
-    """Squared norms `[s]` of neighbouring segments, summed over layers; calls of one layer count as points."""
+    """Squared norms `[s]` of neighbouring segments, summed over layers; each call of a layer adds its own points."""
     parts = []
     for layer in layers:
         calls = [(a[starts[0] : starts[-1]], d[starts[0] : starts[-1]]) for a, d in factors[layer.name]]

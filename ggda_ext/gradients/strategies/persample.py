@@ -1,4 +1,4 @@
-"""`persample`: vmap(grad) per point, then summed by segment; the reference, and the fallback for small groups."""
+"""`persample`: vmap(grad) for each point, then sums over segments; the reference, and the fallback for small groups."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ggda_ext.model import ParameterSpace, called_with
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
-    """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
+    """Return the inner products `[m, k]` of directions `[m, p]` with the group-summed gradients."""
     return scores_of(request, blocks(request, request.rows_near_cache), directions)
 
 
 def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Group-summed gradients as `(group ids [b], rows [b, p])`, at most `max_rows` at a time."""
+    """Yield group-summed gradients as `(group ids [b], rows [b, p])`, at most `max_rows` at a time."""
 
     def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
         for groups, batch in request.grouped_batches(most_points=max_rows):
@@ -39,7 +39,7 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def point_gradients(loss: ExampleLoss, space: ParameterSpace, batch: Any) -> Tensor:
-    """Gradients of every example `[b, p]`."""
+    """Return the gradient of every example `[b, p]`."""
     parameters = {name: value.detach() for name, value in space.parameters.items()}
 
     def loss_of_one(values: dict[str, Tensor], example: Any) -> Tensor:
@@ -51,17 +51,17 @@ def point_gradients(loss: ExampleLoss, space: ParameterSpace, batch: Any) -> Ten
 
 
 def compare(subject: Subject, found: Findings) -> str | None:
-    """Why vmap(grad) does not give what autograd gave for some examples, or None."""
+    """The reason why vmap(grad) does not give autograd's result for some examples, or None."""
     space = subject.space
     if found.hooked:
         return f"{found.alters} changes gradients, which vmap may not see"
     written = [name for name in dict(space.model.named_parameters()) if name in found.changing]
-    if written:  # PyTorch may crash
+    if written:  # PyTorch may crash under vmap
         return f"the model writes to parameter {written[0]!r} when it runs, which it cannot do under vmap"
     rows: list[list[Tensor]] = []
     try:
         for batch in found.batches:
-            for at in range(0, batch_length(batch), 2):  # a row has p numbers
+            for at in range(0, batch_length(batch), 2):  # only two rows at once, because a row has p numbers
                 pair = pick(batch, range(at, min(at + 2, batch_length(batch))))
                 products = point_gradients(subject.loss, space, pair) * subject.direction
                 rows += [[part.double().sum() for part in space.split(row).values()] for row in products]

@@ -1,4 +1,4 @@
-"""What strategies that form rows share: rows of groups from their pieces, and scores from rows."""
+"""Functions for all strategies that form rows: rows of groups from pieces, and scores from rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ggda_ext.model import full_precision, sums_on
 
 
 def scores_of(request: Request, blocks: Iterable[tuple[Tensor, Tensor]], directions: Tensor) -> Tensor:
-    """Inner products of directions `[m, p]` with streamed rows `[m, k]`."""
+    """Return the inner products `[m, k]` of directions `[m, p]` with streamed rows."""
     scores = request.empty_scores(len(directions))
     for ids, rows in blocks:
         with full_precision(rows):
@@ -21,7 +21,7 @@ def scores_of(request: Request, blocks: Iterable[tuple[Tensor, Tensor]], directi
 
 
 def merge_pieces(pieces: Iterator[tuple[Tensor, Tensor, bool]], max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of at most `max_rows` finished rows from `(ids, rows, whether the group is complete)`.
+    """Yield blocks of at most `max_rows` finished rows from pieces `(ids, rows, whether the group is complete)`.
 
     The pieces of a group are added up in double precision.
     """

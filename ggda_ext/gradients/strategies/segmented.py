@@ -1,7 +1,7 @@
-"""`segmented`: one pass over batches of many groups; group gradients by segment-wise products of a and d.
+"""`segmented`: one pass over batches of many groups; group gradients are products of a and d over segments.
 
-The rows of one layer are formed for a few groups at a time in a small reused buffer (large temporaries
-page-fault and are three times slower), used, and overwritten.
+The rows of one layer are formed for a few groups at a time in a small buffer, used, and overwritten. Large temporaries
+would page-fault and be three times slower.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BUFFER_BYTES = 8 * 2**20
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
-    """Inner products of directions `[m, p]` with the group-summed gradients `[m, k]`."""
+    """Return the inner products `[m, k]` of directions `[m, p]` with the group-summed gradients."""
     result = request.empty_scores(len(directions))
     request = request.of_groups(len(directions))  # all directions are read once for each batch
     buffer = _Buffer(request.space.dtype, request.space.device)
@@ -32,7 +32,7 @@ def scores(request: Request, directions: Tensor) -> Tensor:
 
 
 def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Group-summed gradients as `(group ids [b], rows [b, p])`, at most `max_rows` at a time."""
+    """Yield group-summed gradients as `(group ids [b], rows [b, p])`, at most `max_rows` at a time."""
 
     def pieces() -> Iterator[tuple[Tensor, Tensor, bool]]:
         for groups, batch in request.grouped_batches(most_groups=max_rows):
@@ -44,7 +44,7 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class _Buffer:
-    """A flat piece of memory, reused for the rows of one layer after the other."""
+    """A flat piece of memory that is reused for the rows of each layer."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=dtype, device=device)
@@ -64,7 +64,7 @@ class _SegmentScores(Observer):
         self.budget, self.many = request.memory_budget // 4, len(directions)
 
     def _at_once(self, weight: nn.Parameter) -> int:
-        """Groups whose rows are formed together: a few, but more where all of many directions are read for them."""
+        """Number of groups whose rows are formed together: a few, but more if there are many directions to read."""
         row = weight.numel() * weight.element_size()
         return max(1, BUFFER_BYTES // row, min(self.many, self.budget // row))
 
@@ -87,7 +87,7 @@ class _SegmentScores(Observer):
             self._add(self.ids[low : low + step], rows, layer.weight)
 
     def _embedding(self, layer: Layer, tokens: Tensor, d: Tensor) -> None:
-        """A gather-dot: rows of length vocabulary x width would be nearly all zeros."""
+        """Add the scores of an embedding without rows, which would be vocabulary x width numbers, nearly all zeros."""
         lengths = torch.tensor(self.starts, device=d.device).diff()
         labels = torch.repeat_interleave(self.ids, lengths)
         assert layer.weight is not None
@@ -97,7 +97,7 @@ class _SegmentScores(Observer):
 
     def _add(self, ids: Tensor, rows: Tensor, parameter: nn.Parameter) -> None:
         low, high = self.space.spans[id(parameter)]
-        products = rows.reshape(len(rows), -1) @ self.directions[:, low:high].T  # few rows to the left: faster
+        products = rows.reshape(len(rows), -1) @ self.directions[:, low:high].T  # faster with the few rows on the left
         self.scores.index_add_(1, ids, products.T.to(self.scores))
 
 
@@ -121,14 +121,14 @@ class _WeightedRows(Observer):
             part.backward(layer, kept, weighted, repeats)
 
     def finished(self) -> Tensor:
-        """The rows, with zeros for parameters that were not used."""
+        """Return the rows, with zeros for parameters that were not used."""
         for part in self.parts:
             part.fill_unused()
         return self.rows
 
 
 class _SegmentRows(Observer):
-    """Writes every layer's segment gradients into rows `[s, p]`, or adds them if the layer is called again."""
+    """Writes the segment gradients of every layer into rows `[s, p]`; adds them if a parameter is used again."""
 
     def __init__(self, request: Request, starts: list[int], rows: Tensor) -> None:
         self.space, self.starts, self.rows = request.space, starts, rows
@@ -153,7 +153,7 @@ class _SegmentRows(Observer):
         return self.space.part(self.rows, parameter), again
 
     def fill_unused(self) -> None:
-        """Zeros for parameters that were not used."""
+        """Write zeros for parameters that were not used."""
         for parameter in self.space.parameters.values():
             if id(parameter) not in self.written:
                 self.space.part(self.rows, parameter).zero_()
