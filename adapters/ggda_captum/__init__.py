@@ -1,7 +1,8 @@
 """Captum's influence classes for groups of training points and for properties of a model.
 
-Put `ggda_` in front of the import: ``from ggda_captum import TracInCP``. Same arguments, same methods; pass
-``groups=`` to the constructor, and ``property=`` to `influence`, to get scores of groups and properties.
+Put `ggda_` in front of the import: ``from ggda_captum import TracInCP``. The classes have Captum's arguments and
+methods. Pass ``groups=`` to the constructor to get scores of groups, and ``property=`` to `influence` to explain a
+property.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""Captum's arguments as the core needs them: what does not fit is refused, with the fix."""
+"""Convert Captum's arguments to the form the core needs. Errors about arguments that do not fit say how to fix them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ WORDS = {
     "show_progress": "pass it to influence and self_influence",
     "data": "the training set is Captum's train_dataset",
 }
-"""Words of `ggda_ext.attribute` for which Captum has others."""
+"""Arguments of `ggda_ext.attribute` that have another name or place in Captum."""
 
 
 def unwrapped_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Captum's arguments that differ for the model inside of a DistributedDataParallel: itself, its layers' names."""
+    """Replacements for Captum's arguments if the model is wrapped in DistributedDataParallel.
+
+    They are the model inside the wrapper and the names of its layers.
+    """
     model = given["model"]
     inner: dict[str, Any] = {"model": unwrapped(model)}
     if given.get("layers") is not None:
@@ -38,7 +41,7 @@ def unwrapped_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_points(train_dataset: Any) -> int | None:
-    """Number of training points; a stream is refused."""
+    """Number of training points. Raise an error for a stream."""
     source = train_dataset.dataset if isinstance(train_dataset, DataLoader) else train_dataset
     if isinstance(source, IterableDataset):
         raise TypeError(
@@ -49,7 +52,7 @@ def count_points(train_dataset: Any) -> int | None:
 
 
 def points_of(inputs: Any) -> IndexedData:
-    """Test points by index, from a tuple or from whatever DataLoader Captum could run through once."""
+    """Test points by index, from a tuple or from any DataLoader that Captum could iterate over once."""
     if isinstance(inputs, DataLoader):
         batched = inputs.batch_sampler is not None and isinstance(inputs.sampler, SequentialSampler)
         if batched and not isinstance(inputs.dataset, IterableDataset):
@@ -72,9 +75,10 @@ class CheckpointLoader:
 
     @contextmanager
     def undone_on_failure(self, model: nn.Module) -> Iterator[None]:
-        """After an exception in here the model is as it was; its values are copied before they are first loaded.
+        """Restore the model after an exception in this context. Its values are copied before the first load.
 
-        What a checkpoint holds in the model's own memory, as ``model.state_dict()`` does, cannot change by loading it.
+        Tensors that share memory with the checkpoint are not copied, because loading it cannot change them; an example
+        is a checkpoint that is ``model.state_dict()`` itself.
         """
         with left_as_it_was(model, (), only_on_failure=True) as self._before:
             try:
@@ -97,7 +101,7 @@ class CheckpointLoader:
 
 
 def check_checkpoints(checkpoints: Any) -> None:
-    """Refuse a folder or a list without checkpoints, in the words of Captum's error and a few more."""
+    """Raise Captum's error, with some more words, for a folder or a list that holds no checkpoints."""
     empty = isinstance(checkpoints, list | tuple) and not checkpoints
     if empty or (isinstance(checkpoints, str) and not glob.glob(join(checkpoints, "*"))):
         raise ValueError(
@@ -107,7 +111,7 @@ def check_checkpoints(checkpoints: Any) -> None:
 
 
 def warn_of_dropped(model: nn.Module, layers: list[nn.Module] | None, parameters: list[nn.Parameter]) -> None:
-    """Name the parameters that count, but not in Captum with ``sample_wise_grads_per_batch=True``."""
+    """Warn about parameters that groups include and Captum, with ``sample_wise_grads_per_batch=True``, leaves out."""
     seen = {
         id(parameter)
         for module in model.modules()

@@ -1,8 +1,8 @@
-"""What the five classes share: groups where Captum has training points, a property where it has test points.
+"""Base class of the five influence classes: groups replace Captum's training points, a property replaces test points.
 
-Who answers is decided by `ggda_ext.drop_in`. The core's score of group G is Captum's formula with ∇ℓ_i replaced by
-Σ_{i∈G} ∇ℓ_i, which is the sum of Captum's scores over the members of G. Started by ``torchrun``, the ranks share out
-what is summed over groups; Captum's own code runs in full on each of them.
+`ggda_ext.drop_in` decides whether Captum or the core answers a call. The core's score of group G is Captum's formula
+with ∇ℓ_i replaced by Σ_{i∈G} ∇ℓ_i, which is the sum of Captum's scores over the members of G. Under ``torchrun`` the
+ranks share the sums over groups; Captum's own code runs in full on every rank.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ from ggda_ext.words import refuse_words
 
 
 class GroupInfluence(DataInfluence):
-    """Stands before one of Captum's classes and adds `groups`, `strategy` and `property` to it.
+    """A mixin that stands before one of Captum's classes and adds `groups`, `strategy` and `property` to it.
 
     Args:
-        *args: the class's own arguments, unchanged.
-        groups: a `Groups` or anything it accepts; None for Captum itself, point by point.
-        strategy: how group gradients are computed, see `ggda_ext.STRATEGIES`. ``"auto"`` leaves groups of one to
-            Captum; any other name computes them as groups, too.
-        save_dir: a folder that keeps what is finished, see `ggda_ext.attribute`: after a kill the same calls go on with
-            what is missing, and scores are memory maps on the CPU. Groups of one are computed as groups then.
-        tag: with `save_dir`, a name for the version of the data and of what else cannot be checked; another is refused.
-        memory_budget: bytes for one batch's activations and for one block of rows, in group passes.
-        **kwargs: the class's own arguments, unchanged. `batch_size` bounds Captum's own passes; group passes choose
-            theirs by memory. `layers` are the parameters that count.
+        *args: arguments of Captum's class, unchanged.
+        groups: a `Groups` or anything that `Groups` accepts. With None, Captum's own code scores single points.
+        strategy: how group gradients are computed, see `ggda_ext.STRATEGIES`. With ``"auto"``, Captum computes groups
+            of one point; with any other name, the core computes them as groups, too.
+        save_dir: a folder that keeps finished results, see `ggda_ext.attribute`. After a kill, the same calls compute
+            only what is missing. Scores are then memory maps on the CPU, and the core computes groups of one, too.
+        tag: with `save_dir`, a name for the version of the data and of anything else that cannot be checked. A folder
+            with another tag raises an error.
+        memory_budget: bytes for the activations of one batch and for one block of rows, in group passes.
+        **kwargs: arguments of Captum's class, unchanged. `batch_size` limits the batches of Captum's own passes; group
+            passes choose their batch size by memory. `layers` selects the parameters that gradients are taken for.
     """
 
     model: nn.Module
@@ -90,11 +91,11 @@ class GroupInfluence(DataInfluence):
 
     @property
     def groups(self) -> Any:
-        """The groups, or None."""
+        """The groups, or None if there are none."""
         return self._drop_in.groups
 
     def influence(self, inputs: Any = None, *args: Any, property: Property | None = None, **kwargs: Any) -> Any:
-        """Captum's `influence` with groups as training points; `property` stands where `inputs` would.
+        """Run Captum's `influence` with groups instead of training points; `property` may replace `inputs`.
 
         A positive score means that the loss, or the property, is predicted to rise if the group is removed.
 
@@ -102,8 +103,8 @@ class GroupInfluence(DataInfluence):
             inputs: test points, a tuple ``(*inputs, labels)`` or a DataLoader of such tuples.
             *args: Captum's own arguments, unchanged.
             property: a callable ``g(model) -> Tensor`` or one of `ggda_ext.properties`, instead of `inputs`. As
-                with a test loss, a positive score means that training on the group lowers g: for a g where
-                higher is better, proponents are the groups that hurt.
+                with a test loss, a positive score means that training on the group lowers g. If higher values of g
+                are better, the proponents are therefore the groups that hurt.
             **kwargs: Captum's own arguments, unchanged.
 
         Returns:
@@ -134,20 +135,20 @@ class GroupInfluence(DataInfluence):
         return KMostInfluentialResults(best.indices, best.values)
 
     def self_influence(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Captum's `self_influence`; for the training set (no inputs given), of every group `[k]`.
+        """Run Captum's `self_influence`; without inputs, return the self influence of every group `[k]`.
 
         The self influence of a group is the influence of the whole group on the loss of the whole group: the
         quadratic form ``(Σ_{i∈G} ∇ℓ_i)ᵀ A (Σ_{i∈G} ∇ℓ_i)`` of its summed gradient, with Captum's A (learning
         rates and checkpoints for TracIn, the inverse Hessian for influence functions).
 
-        It is not the sum of the members' own self influences, but that sum plus the influence of every member
-        on every other one, ``Σ_{i≠j∈G} ∇ℓ_iᵀ A ∇ℓ_j``. Members that pull the same way make it grow with the
-        square of the group's size; members that pull against each other cancel. So it is large for a group that
-        the model learned from as one (a source of wrong labels, a rare cluster), and small for a mixed group,
-        even one that holds a few outliers. For groups of one it is Captum's self influence. Divide by
+        It is not the sum of the members' own self influences. It is this sum plus the influence of every member
+        on every other member, ``Σ_{i≠j∈G} ∇ℓ_iᵀ A ∇ℓ_j``. If the members pull the same way, it grows with the
+        square of the group's size; members that pull against each other cancel. So it is large for a group that the
+        model learned from as a unit (a source of wrong labels, a rare cluster), and small for a mixed group, even if
+        a few of its points are outliers. For groups of one it is Captum's self influence. Divide by
         ``groups.sizes ** 2`` to compare groups of different sizes by the self influence of their mean gradient.
 
-        Test points given as `inputs` keep Captum's meaning: one number per point.
+        If points are given as `inputs`, the result is Captum's own: one number per point.
         """
         given = inspect.signature(super().self_influence).bind(*args, **kwargs).arguments
         points = given.get("inputs", given.get("inputs_dataset"))
@@ -157,7 +158,7 @@ class GroupInfluence(DataInfluence):
         return self._group_self_influence(self._asked(None, given.get("show_progress", False)))
 
     def _group_scores(self, asked: Asked) -> Tensor:
-        """Scores `[m, k]`."""
+        """Scores of the groups `[m, k]`."""
         raise NotImplementedError
 
     def _group_self_influence(self, asked: Asked) -> Tensor:
@@ -165,7 +166,7 @@ class GroupInfluence(DataInfluence):
         raise NotImplementedError
 
     def _parameters(self) -> list[nn.Parameter]:
-        """The parameters that count, in Captum's order."""
+        """The parameters that gradients are taken for, in Captum's order."""
         return [parameter for module in self._layers or [self.model] for parameter in module.parameters()]
 
     @property
@@ -182,9 +183,10 @@ class GroupInfluence(DataInfluence):
         return IndexedData(self.train_dataloader, "train_dataset")
 
     def _asked(self, inputs: Any, show_progress: bool = False) -> Asked:
-        """The question of what `inputs` owe to the groups; None asks about the groups themselves.
+        """Build the question to the core: the effect of the groups on `inputs`, or on themselves if `inputs` is None.
 
-        Scores of test points and of properties are kept apart, as they may be of different training losses.
+        Scores of test points and scores of properties are kept in separate folders, because their training losses may
+        differ.
         """
         provider = self._drop_in.provider(
             self.model, self._example_loss(self.loss_fn, inputs), self._train_data, parameters=self._parameters(),
@@ -198,16 +200,16 @@ class GroupInfluence(DataInfluence):
         return Asked(provider, explained, self._drop_in.keep("inputs"))
 
     def _example_loss(self, loss_fn: Any, inputs: Any) -> ExampleLoss:
-        """The loss of each example, of training or test points, when `inputs` is to be explained."""
-        return OutputLoss(None) if loss_fn is None else as_example_loss(loss_fn)  # as in Captum: the summed outputs
+        """The loss of each training or test example that is used to explain `inputs`."""
+        return OutputLoss(None) if loss_fn is None else as_example_loss(loss_fn)  # Captum then sums the outputs
 
 
 @dataclass(frozen=True)
 class OfProperty:
-    """A property on its way through Captum's methods, in the place of test points."""
+    """Wraps a property, so that it can be passed through Captum's methods instead of test points."""
 
     property: Property
 
 
 class NoInputs(ValueError, AssertionError):
-    """Neither test points nor a property; an AssertionError too, because Captum raises one."""
+    """Neither test points nor a property were given. It is also an AssertionError, because Captum raises one."""

@@ -1,4 +1,4 @@
-"""Influence functions for groups: ∇gᵀ R Rᵀ Σ_{i∈G} ∇ℓ_i, with Captum's R Rᵀ ≈ H⁻¹, which groups never touch."""
+"""Influence functions for groups: ∇gᵀ R Rᵀ Σ_{i∈G} ∇ℓ_i. Captum computes R Rᵀ ≈ H⁻¹, and groups do not change it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from ggda_ext.storage.folder import digest
 
 
 class ProjectedInfluence(GroupInfluence):
-    """Group scores through the projection R `[p, r]`, on the CPU as Captum's.
+    """Group scores through the projection R `[p, r]`. They are on the CPU, like Captum's scores.
 
-    Only min(m, r) directions go over the training set: R Rᵀ ∇g for few properties or test points, else R itself.
+    The pass over the training set takes min(m, r) directions: R Rᵀ ∇g if there are fewer properties or test points
+    than columns of R, else the columns of R.
     """
 
     def _projection(self, space: ParameterSpace) -> Tensor:
@@ -48,7 +49,7 @@ class ProjectedInfluence(GroupInfluence):
             return kept.total([(1.0, kept.scores(provider, self._projection(provider.space)))]).square().sum(0).cpu()
 
     def _in_space(self, space: ParameterSpace, rows: Tensor) -> Tensor:
-        """Rows `[r, p]` over the parameters in Captum's order, which follows `layers`, in the order of `space`."""
+        """Reorder the columns of rows `[r, p]` from Captum's order, which follows `layers`, to the order of `space`."""
         parameters = self._parameters()
         pieces = rows.split([parameter.numel() for parameter in parameters], 1)
         ordered = rows.new_empty(rows.shape)
@@ -61,9 +62,9 @@ class ProjectedInfluence(GroupInfluence):
 class NaiveInfluenceFunction(ProjectedInfluence, captum.influence.NaiveInfluenceFunction):
     """Captum's `NaiveInfluenceFunction`, with `groups=` and `influence(property=…)`.
 
-    Differences of the group path: with ``k=`` it uses `test_loss_fn`, which Captum then ignores; parameters outside
-    Linear and Conv2d layers count with ``sample_wise_grads_per_batch=True``, too. Captum leaves out directions of
-    negative curvature; so does the group path.
+    The group path differs from Captum in two ways. With ``k=`` it uses `test_loss_fn`, which Captum ignores in this
+    case. With ``sample_wise_grads_per_batch=True`` it includes parameters outside Linear and Conv2d layers. Like
+    Captum, it leaves out directions of negative curvature.
     """
 
     R: Tensor
@@ -75,9 +76,9 @@ class NaiveInfluenceFunction(ProjectedInfluence, captum.influence.NaiveInfluence
 class ArnoldiInfluenceFunction(ProjectedInfluence, captums.ArnoldiInfluenceFunction):
     """Captum's `ArnoldiInfluenceFunction`, with `groups=` and `influence(property=…)`.
 
-    Its projection R comes from Arnoldi iterations. Differences of the group path: with ``k=`` it uses `test_loss_fn`,
-    which Captum then ignores; parameters outside Linear and Conv2d layers count with
-    ``sample_wise_grads_per_batch=True``, too.
+    Its projection R comes from Arnoldi iterations. The group path differs from Captum in two ways. With ``k=`` it uses
+    `test_loss_fn`, which Captum ignores in this case. With ``sample_wise_grads_per_batch=True`` it includes parameters
+    outside Linear and Conv2d layers.
     """
 
     R: list[tuple[Tensor, ...]]

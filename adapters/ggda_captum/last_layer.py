@@ -1,9 +1,9 @@
-"""Parameters of the last layer alone: the model runs once without gradients, then its last layer is asked in its place.
+"""A shortcut for parameters of the last layer: run the model once without gradients, then use the layer in its place.
 
-With a_i the input of the last layer, the gradient of point i is that of the layer alone at (a_i, y_i). So everything
-before the layer need not be proven, differentiated or run twice. That holds where the model's output is the layer's own
-output, and where an example's a_i does not depend on the other examples of its batch: both are looked at here, the
-first in every batch, the second once for a model and its data.
+With a_i the input of the last layer, the gradient of point i is the gradient of the layer alone at (a_i, y_i). So the
+modules before the layer need not be probed, differentiated or run twice. Two conditions must hold: the model's output
+is the layer's own output, and the a_i of an example does not depend on the other examples of its batch. The code here
+checks the first condition in every batch, and the second once for a model and its data.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ggda_ext.properties import property_gradient
 from ggda_ext.sharing import world_size
 
 MOST_BYTES = 256 * 2**20
-"""Inputs of the last layer, of all points, take at most so much memory; else they are not kept."""
-_BATCH_BYTES, _LARGEST_BATCH, _FIRST = 4 * 2**20, 4096, 16  # of the largest activation: near the cache
+"""Limit on the memory for the last layer's inputs of all points. If they need more, the shortcut is not used."""
+_BATCH_BYTES, _LARGEST_BATCH, _FIRST = 4 * 2**20, 4096, 16  # bytes of the largest activation: about the cache's size
 _SHARE_OF_WEIGHTS = 4  # weights are read once per batch, so its largest activation may have a quarter of their bytes
 _CLOSE = 1e-3
-_ANY_LOSS, _FOUND_AS = OutputLoss(None), "inputs of the last layer"  # which hang on no loss
+_ANY_LOSS, _FOUND_AS = OutputLoss(None), "inputs of the last layer"  # these inputs do not depend on the loss
 
 Features = tuple[Tensor, Tensor]
 """Inputs of the last layer `[n, d]` and targets `[n, …]`."""
 
 
 class Asked(NamedTuple):
-    """A question to the core: the training side, what is explained, and where scores are kept."""
+    """A question to the core: the training side, the points or property to explain, and the place that keeps scores."""
 
     provider: GroupGradients
     explained: Any
@@ -46,9 +46,10 @@ class Asked(NamedTuple):
 
 
 def layer_for(asked: Asked, model: nn.Module) -> nn.Linear | None:
-    """The layer that holds all parameters that count, where the losses depend on outputs only; else None.
+    """The layer that holds all chosen parameters, or None if the shortcut cannot be used.
 
-    None if there is none, and where a setting asks for the model itself: a strategy, a folder, several processes.
+    It is None if there is no such layer, if a loss depends on more than outputs, or if a setting needs the whole model:
+    a named strategy, a `save_dir`, several processes.
     """
     provider, explained, kept = asked
     losses = [provider.loss, *([explained.loss] if isinstance(explained, PointGradients) else [])]
@@ -59,7 +60,7 @@ def layer_for(asked: Asked, model: nn.Module) -> nn.Linear | None:
 
 
 def asked_of(layer: nn.Linear | None, asked: Asked, model: nn.Module) -> Asked | None:
-    """The same question to the layer, at the parameters that the model has now; None where it cannot stand for it."""
+    """The same question, asked of the layer at the model's current parameters; None if the layer cannot replace it."""
     if layer is None:
         return None
     provider, explained, kept = asked
@@ -96,19 +97,22 @@ def _of_outputs(loss: ExampleLoss) -> bool:
 
 
 def _of_layer(loss: Any) -> OutputLoss:
-    """A loss `_of_outputs`, where the model is the layer alone."""
+    """Turn a loss for which `_of_outputs` is true into a loss of the layer alone."""
     return OutputLoss(loss.loss_fn)
 
 
 def _in_place_of(data: IndexedData, known: Features) -> IndexedData:
-    """What the layer sees of data; what was found out about the layer holds for other values of its inputs."""
+    """The layer's inputs and targets as data, with the anchors of the original data.
+
+    Findings about the layer are kept by these anchors, because they hold for other values of its inputs, too.
+    """
     inputs = IndexedData(known, data.name)
     inputs.anchors = data.anchors
     return inputs
 
 
 def owner_of(parameters: Sequence[nn.Parameter], model: nn.Module) -> nn.Linear | None:
-    """The linear layer inside of the model that holds all of these parameters; None if there is none."""
+    """The linear layer inside the model that holds all of these parameters; None if there is none."""
     chosen = {id(parameter) for parameter in parameters}
     owners = [one for _, one in named_modules(model) if any(id(own) in chosen for own in one._parameters.values())]
     (owner,) = owners if len(owners) == 1 else (None,)
@@ -116,7 +120,10 @@ def owner_of(parameters: Sequence[nn.Parameter], model: nn.Module) -> nn.Linear 
 
 
 def features(seeing: LastLayerInputs, data: IndexedData) -> Features | None:
-    """What the last layer sees of every example; None where it cannot stand for the model, or takes too much memory."""
+    """Inputs of the last layer and targets for all examples.
+
+    None if the layer cannot replace the model, or if the inputs need too much memory.
+    """
     layer, device = seeing.layer, seeing.layer.weight.device
     if data.n is None or data.n * layer.in_features * layer.weight.dtype.itemsize > MOST_BYTES:
         return None
@@ -135,7 +142,7 @@ def features(seeing: LastLayerInputs, data: IndexedData) -> Features | None:
 
 
 def _batches(data: IndexedData, seeing: LastLayerInputs, device: torch.device) -> Iterator[tuple[np.ndarray, Any]]:
-    """A few examples, then as many at once as `seeing` says."""
+    """Yield indices and batches of `seeing.size` examples; `seeing` may change this size after the first batch."""
     start, end = 0, data.n or 0
     while start < end:
         run = np.arange(start, min(start + seeing.size, end))
@@ -144,7 +151,7 @@ def _batches(data: IndexedData, seeing: LastLayerInputs, device: torch.device) -
 
 
 def _alone_as_in_a_batch(seeing: LastLayerInputs, data: IndexedData, rows: Tensor, device: torch.device) -> bool:
-    """Whether the first and last example of a batch come out the same when they run alone."""
+    """Whether the first and last example of a batch give the same layer inputs when each runs alone."""
     for at in {0, len(rows) - 1}:
         found = seeing.seen(to_device(next(iter(data.batches([np.array([at])]))), device))
         if found is None or float((found[0][0] - rows[at]).abs().max()) > _CLOSE * float(rows.abs().max()):
@@ -153,16 +160,16 @@ def _alone_as_in_a_batch(seeing: LastLayerInputs, data: IndexedData, rows: Tenso
 
 
 class LastLayerInputs:
-    """Runs a model and looks at its last layer, and in the first batch at the largest output of any module.
+    """Runs a model and records its last layer's inputs. In the first batch it also measures the largest module output.
 
     Args:
         model: the model.
         layer: its last layer.
-        size: examples to run at once, where that is known: from a call in which they were seen not to mix.
+        size: examples to run at once, if an earlier call found it and saw that examples do not affect each other.
 
     Attributes:
         size: examples to run at once.
-        proven: whether an example is known not to depend on the others of its batch.
+        proven: whether an example is known not to depend on the other examples of its batch.
     """
 
     def __init__(self, model: nn.Module, layer: nn.Linear, size: int | None = None) -> None:
@@ -182,7 +189,7 @@ class LastLayerInputs:
         self._hooks.close()
 
     def set_size(self, first: int) -> None:
-        """From now on run as many examples at once as the largest activation of the `first` ones allows."""
+        """Set how many examples run at once, from the largest activation in the batch of the `first` examples."""
         self._measuring.close()
         weights = sum(value.numel() * value.element_size() for value in self.model.parameters())
         room = max(_BATCH_BYTES, weights // _SHARE_OF_WEIGHTS)
@@ -190,7 +197,7 @@ class LastLayerInputs:
         self.proven = True
 
     def seen(self, batch: Any) -> Features | None:
-        """Input of the layer and target of a batch; None if the model's output is not the layer's."""
+        """Input of the layer and target of a batch; None if the model's output is not the layer's output."""
         self._calls.clear()
         output, target = model_output(self.model, batch)
         if len(self._calls) != 1 or not isinstance(target, Tensor):

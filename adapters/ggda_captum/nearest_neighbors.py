@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class ExactNearestNeighbors(NearestNeighbors):
-    """All inner products, then the k largest; needs no package and no index."""
+    """Computes all inner products and takes the k largest. It needs no extra package and no index."""
 
     def setup(self, data: Tensor) -> None:
-        """Keep the rows `[n, …]` to search."""
+        """Keep the rows `[n, …]` that will be searched."""
         self.data = data.flatten(1)
 
     def get_nearest_neighbors(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -19,15 +19,16 @@ from ggda_ext.gradients import Directions
 
 
 class CheckpointInfluence(GroupInfluence):
-    """Group scores summed over checkpoints; each is loaded once per call, and the last one stays, as in Captum."""
+    """Group scores summed over checkpoints. Each call loads every checkpoint once; the last one stays, as in Captum."""
 
     checkpoints: list[Any]
     checkpoints_load_func: Callable[..., Any]
 
     def _loaded_checkpoints(self) -> Generator[tuple[int, float], None, None]:
-        """Number and learning rate of every checkpoint, loaded; after a failure the model is as it was before.
+        """Load one checkpoint after the other and yield its number and learning rate.
 
-        Use it with `contextlib.closing`, so that this happens at once.
+        After a failure the model is as it was before. Use it with `contextlib.closing`, so that the model is restored
+        at once.
         """
         load = CheckpointLoader(self.checkpoints_load_func)
         with load.undone_on_failure(self.model):
@@ -58,7 +59,7 @@ class CheckpointInfluence(GroupInfluence):
             return kept.total([(rate, kept.scores(provider, directions(), number)) for number, rate in loaded])
 
     def _of_last_layer(self, asked: Asked, aggregate: bool) -> Tensor | None:
-        """The scores from the last layer alone, whose inputs change with the checkpoint; None where it cannot serve."""
+        """Scores from the last layer alone, with its inputs at every checkpoint; None if that is not possible."""
         layer, parts = layer_for(asked, self.model), []
         if layer is None:
             return None
@@ -87,7 +88,8 @@ class CheckpointInfluence(GroupInfluence):
 class TracInCP(CheckpointInfluence, captum.influence.TracInCP):
     """Captum's `TracInCP`, with `groups=` and `influence(property=…)`.
 
-    Differences of the group path: with ``sample_wise_grads_per_batch=True`` Captum leaves out parameters outside
-    Linear and Conv2d layers, groups count them (a warning says so); a weighted mean loss counts as the loss of
-    each example alone, where Captum's depends on the batch; `test_loss_fn` may have another reduction than `loss_fn`.
+    The group path differs from Captum in three ways. With ``sample_wise_grads_per_batch=True`` Captum leaves out
+    parameters outside Linear and Conv2d layers; the group path includes them and warns. With a weighted mean loss, the
+    group path takes the loss of each example alone, while Captum's loss depends on the batch. `test_loss_fn` may have
+    another reduction than `loss_fn`.
     """

@@ -1,6 +1,7 @@
 """TracIn of the last layer's weight W alone, directly or through random projections.
 
-The gradient of point i is d_i a_iᵀ, of a group Σ_{i∈G} d_i a_iᵀ; projected, √η P_dᵀ (Σ_{i∈G} d_i a_iᵀ) P_a.
+The gradient of point i is d_i a_iᵀ. The gradient of a group is Σ_{i∈G} d_i a_iᵀ, and its projection is
+√η P_dᵀ (Σ_{i∈G} d_i a_iᵀ) P_a.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ Projections = tuple[Tensor, Tensor] | None
 class TracInCPFast(CheckpointInfluence, captum.influence.TracInCPFast):
     """Captum's `TracInCPFast`, with `groups=`, `influence(property=…)`, and DataLoaders as `inputs`.
 
-    Like Captum it leaves out the bias of the last layer, and takes the model's output for the output of that layer;
-    where the model goes on after it (a softmax), `property` is explained by true gradients on both sides instead.
+    Like Captum, it leaves out the bias of the last layer and assumes that the model's output is the output of this
+    layer. If the model does more after the layer (a softmax), `property` is explained with the true gradients of the
+    training points and of the property instead.
     """
 
     final_fc_layer: Any
@@ -65,10 +67,10 @@ class TracInCPFast(CheckpointInfluence, captum.influence.TracInCPFast):
 
 
 class LastLayerLoss(ExampleLoss):
-    """The loss as a function of the last layer alone: whatever the model does after it counts as the identity.
+    """The loss as a function of the last layer alone. Anything the model does after this layer counts as the identity.
 
-    At output f the loss is taken at ``f + (z - stop(z))`` with z the layer's output: the value is that of f, and the
-    gradient at z is ∂loss/∂f.
+    With f the model's output and z the layer's output, the loss is computed at ``f + (z - stop(z))``. This has the
+    value of f, and the gradient at z is ∂loss/∂f.
     """
 
     def __init__(self, loss_fn: Any, layer: nn.Module) -> None:
@@ -90,10 +92,10 @@ class LastLayerLoss(ExampleLoss):
 class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
     """Captum's `TracInCPFastRandProj`, with `groups=`, `influence(property=…)` and `self_influence()` of groups.
 
-    Nearest neighbours are exact by default if there are groups, or if the annoy package is missing. Only one row
-    per group is kept, `src_intermediate_quantities [groups, projection]`. Difference of the group path: the
-    training side uses `loss_fn`, where Captum uses `test_loss_fn` on both sides. With `save_dir` the rows of the groups
-    are kept and found again if the projections are the same: call `torch.manual_seed` first, Captum draws them.
+    By default, nearest neighbours are exact if there are groups, or if the annoy package is missing. Only one row per
+    group is kept, in `src_intermediate_quantities [groups, projection]`. In the group path the training side uses
+    `loss_fn`; Captum uses `test_loss_fn` on both sides. `save_dir` keeps the rows of the groups, and they are used
+    again if the projections are the same. Captum draws the projections at random: call `torch.manual_seed` first.
     """
 
     _captum_takes_loaders = True
@@ -110,9 +112,9 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
         super().__init__(*bound.args, **bound.kwargs, **own)
 
     def self_influence(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Self influence of every group `[k]`, or of given points `[n]`, from their projections.
+        """Self influence of every group `[k]`, or of the given points `[n]`, computed from projections.
 
-        See `TracInCP.self_influence` for what it means. Without groups it raises NotImplementedError, as in Captum.
+        `TracInCP.self_influence` explains its meaning. Without groups it raises NotImplementedError, as in Captum.
         """
         if self.groups is None:
             return super().self_influence(*args, **kwargs)
@@ -123,12 +125,12 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
         return self._drop_in.in_group_order(self.src_intermediate_quantities.square().sum(1))
 
     def _by_captum(self, inputs: Any) -> bool:
-        return True  # its own code, on the projections below
+        return True  # Captum's code runs on the projections that the methods below return
 
     def _get_intermediate_quantities_tracincp_fast_rand_proj(
         self, inputs: Any, projection_quantities: Projections, test: bool = False
     ) -> Tensor:
-        """Projections `[n, projection]` of points; of groups for the training side, of ∇g for a property."""
+        """Projections `[n, projection]` of the gradients of points, of groups (training side), or of a property."""
         grouped = not self._drop_in.by_toolkit
         if isinstance(inputs, OfProperty) or (grouped and test):
             return self._projected_tests(self._asked(inputs), projection_quantities)
@@ -137,7 +139,7 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
         return super()._get_intermediate_quantities_tracincp_fast_rand_proj(inputs, projection_quantities, test)
 
     def _projected_tests(self, asked: Asked, projections: Projections) -> Tensor:
-        """√η P_dᵀ G P_a of the gradients G of test points or of a property, the checkpoints side by side."""
+        """√η P_dᵀ G P_a for the gradients G of test points or of a property, with the checkpoints side by side."""
         provider, explained, _ = asked
         parts = []
         with closing(self._loaded_checkpoints()) as loaded:
@@ -150,7 +152,7 @@ class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
         return torch.cat(parts, 1)
 
     def _projected_groups(self, asked: Asked, projections: Projections) -> Tensor:
-        """The same of all groups, kept in `save_dir`."""
+        """√η P_dᵀ G P_a for the summed gradients G of all groups, kept in `save_dir`."""
         provider, _, kept = asked
         made_with = {"projections": [] if projections is None else [sums_of(part) for part in projections]}
 

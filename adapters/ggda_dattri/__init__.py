@@ -1,8 +1,8 @@
 """dattri's attributors, for groups of training points and for properties of the model.
 
-Drop-in subclasses: put ``ggda_`` in front of the import and pass ``groups=``. Scores then have groups where
-dattri has training points, ``(groups, tests)``; ``attribute(..., property=g)`` explains a property g of the model
-in place of test points, ``(groups, properties)``. Without groups dattri's own code runs.
+The classes are drop-in subclasses: put ``ggda_`` in front of the import and pass ``groups=``. Scores are then
+``(groups, tests)``, with groups instead of dattri's training points. ``attribute(..., property=g)`` explains a property
+g of the model instead of test points, with scores ``(groups, properties)``. Without groups, dattri's own code runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One checkpoint of a dattri task, as the core sees it.
+"""One checkpoint of a dattri task, in the form the core needs.
 
-dattri's losses are functions of ``(parameters, data)``: its influence functions give them a batch of one, TracIn
-and TRAK an example without a batch dimension. dattri lays gradients out in the order of `layer_name`, the core in
-the order of the model; rows change order here where the two differ.
+dattri's losses are functions of ``(parameters, data)``. dattri's influence functions call them with a batch of one;
+TracIn and TRAK call them with an example without a batch dimension. In dattri the columns of a gradient follow the
+order of `layer_name`, in the core the order of the model; if they differ, rows are reordered here.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ggda_ext.properties import Property, property_gradient
 from ggda_ext.sharing import my_share
 
 MEMORY_BUDGET = 64 * 2**20
-"""Bytes for one batch of activations, and for the gradients of some groups."""
+"""Bytes for the activations of one batch, and for one block of group gradients."""
 ROWS_BUDGET = 32 * 2**20
-"""Bytes for one block of gradients that is worked on: test vectors of a solve, rows to be projected."""
+"""Bytes for one block of gradients that is processed at once: test vectors of a solve, or rows to project."""
 
 
 class TaskLosses:
-    """The loss and the target of a task, made once, so that what is found out about them serves every checkpoint.
+    """The loss and the target of a task. They are made once, so that findings about them hold for every checkpoint.
 
     Args:
         task: the task.
-        batch_of_one: whether its functions expect an example with a batch dimension of one.
+        batch_of_one: whether the task's functions expect an example with a batch dimension of one.
     """
 
     def __init__(self, task: AttributionTask, batch_of_one: bool) -> None:
@@ -56,8 +56,8 @@ class Checkpoint:
     Args:
         task: the task; checkpoint `index` is loaded into its model.
         index: number of the checkpoint.
-        layer_name: names of the parameters that count, None for all that require a gradient.
-        losses: of the task.
+        layer_name: names of the parameters that gradients are taken for; None for all that require a gradient.
+        losses: loss and target of the task.
         drop_in: the keywords of the group path.
     """
 
@@ -82,30 +82,30 @@ class Checkpoint:
         return self._provider(self.loss, data, groups)
 
     def blocks(self, provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor]]:
-        """A provider's `(ids, rows [b, p])`, in dattri's layout; of this rank's groups."""
+        """Yield a provider's `(ids, rows [b, p])` for this rank's groups, in dattri's layout."""
         for ids, rows in provider.blocks(self.max_rows):
             yield ids, self.to_dattri(rows)
 
     def weighted_blocks(self, provider: GroupGradients, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same for weightings of the points `[w, n]`, from one pass: weighting j of group i has the id w·i + j."""
+        """Like `blocks`, for weightings of the points `[w, n]` in one pass; weighting j of group i has id w·i + j."""
         count = len(weights)
         for ids, rows in provider.blocks(max(1, self.max_rows // count), weights):
             yield (ids[:, None] * count + torch.arange(count)).flatten(), self.to_dattri(rows.flatten(0, 1))
 
     def all_blocks(self, provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same of all groups on every rank: for work that the ranks do together, block by block."""
+        """Like `blocks`, with all groups on every rank, for work that the ranks do together, block by block."""
         for ids, rows in provider.all_blocks(self.max_rows):
             yield ids, self.to_dattri(rows)
 
     def by_group(self, provider: GroupGradients, number: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """``number(loss rows, target rows) -> [b]`` of all training groups `[k]`, from their gradients of both."""
+        """Apply ``number(loss rows, target rows) -> [b]`` to the gradients of all training groups, and return `[k]`."""
         found = torch.empty(len(provider.groups), dtype=self.space.dtype, device=self.space.device)
         for ids, rows, targets in self._paired_blocks(provider):
             found[ids.to(found.device)] = number(rows, targets)
         return found
 
     def _paired_blocks(self, provider: GroupGradients) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """`(ids, loss rows, target rows)` of all training groups."""
+        """Yield `(ids, loss rows, target rows)` of all training groups."""
         labels = torch.from_numpy(provider.groups.labels.astype("int64"))
         for ids, rows in self.all_blocks(provider):
             if self.target is self.loss:
@@ -117,25 +117,25 @@ class Checkpoint:
             yield ids, rows, self.to_dattri(self._provider(self.target, provider.data, some).rows())
 
     def points(self, data: IndexedData, count: int | None = None) -> GroupGradients:
-        """Gradients of the training loss at single points, the first `count` of them."""
+        """Gradients of the training loss at single points: the first `count` points, or all."""
         ids = np.arange(data.n or 0)
         first = Groups(np.where(ids < (count or len(ids)), ids, -1), rest="drop")
         return self._points_provider(PointGradients(self.loss, data), first)
 
     def explained(self, tests: IndexedData | None, property: Property | None) -> Property | PointGradients:
-        """What is explained: the target at test points, or a property."""
+        """The thing to explain: the target at test points, or a property."""
         if property is not None:
             return as_points(property)
         assert tests is not None
         return PointGradients(self.target, tests)
 
     def test_rows(self, explained: Property | PointGradients, *, shared: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        """`(positions, rows [b, p])` of the gradients of test points or of a property, in dattri's layout.
+        """Iterate over `(positions, rows [b, p])`, the gradients of test points or of a property, in dattri's layout.
 
         Args:
             explained: the test points or the property.
-            shared: whether each rank gets a share of the test points, or all of them. The rows of a property are known
-                to all ranks.
+            shared: whether each rank gets a share of the rows, or all of them. Every rank computes all rows of a
+                property.
         """
         if isinstance(explained, PointGradients):
             provider = self._points_provider(explained)
@@ -145,7 +145,7 @@ class Checkpoint:
         return ((ids, rows[ids]) for ids in positions.split(self.max_rows) if len(ids))
 
     def hessian(self, data: IndexedData, gauss_newton: bool = False) -> Hessian:
-        """The Hessian of the training loss over all of `data`, or its Gauss–Newton matrix."""
+        """The Hessian of the training loss over all of `data`, or the Gauss–Newton matrix."""
         batch_size = self.groups(data, Groups.singletons(data.n or 1)).plan(1).facts.batch_size
         return (GaussNewton if gauss_newton else Hessian)(
             self.space, lambda model, batch: self.loss_func(dict(model.named_parameters()), batch), data, batch_size
@@ -153,15 +153,15 @@ class Checkpoint:
 
     @property
     def max_rows(self) -> int:
-        """Rows of gradients that fit the memory budget."""
+        """Number of gradient rows that fit into `ROWS_BUDGET`."""
         return max(1, ROWS_BUDGET // (self.space.size * self.space.dtype.itemsize))
 
     def to_dattri(self, rows: Tensor) -> Tensor:
-        """Rows `[b, p]` from the core's layout to dattri's."""
+        """Convert rows `[b, p]` from the core's layout to dattri's."""
         return rows if self._order is None else rows[:, self._order]
 
     def to_core(self, rows: Tensor) -> Tensor:
-        """Rows `[b, p]` from dattri's layout to the core's."""
+        """Convert rows `[b, p]` from dattri's layout to the core's."""
         if self._order is None:
             return rows
         result = torch.empty_like(rows)
@@ -170,12 +170,12 @@ class Checkpoint:
 
     @cached_property
     def space(self) -> ParameterSpace:
-        """The parameters that count, in the core's layout."""
+        """The parameters that gradients are taken for, in the core's layout."""
         return ParameterSpace(self.model, self.layer_name)
 
     @property
     def layer_spans(self) -> list[tuple[int, int]]:
-        """Where the parameters of each module stand in dattri's layout."""
+        """The column range `(low, high)` of each module's parameters in dattri's layout."""
         spans: dict[str, tuple[int, int]] = {}
         low = 0
         for name in self.layer_name or self.space.parameters:
@@ -186,7 +186,7 @@ class Checkpoint:
 
     @cached_property
     def _order(self) -> Tensor | None:
-        """Where each column of dattri's layout stands in the core's; None if they are the same."""
+        """For each column of dattri's layout, its column in the core's layout; None if the layouts are the same."""
         names = list(self.space.parameters)
         if self.layer_name is None or self.layer_name == names:
             return None
@@ -204,7 +204,7 @@ class Checkpoint:
 
 
 def by_outer_names(function: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:
-    """A function of ``(parameters, data)`` of a wrapped model, for parameters by their names in the model inside."""
+    """Adapt a function of ``(parameters, data)`` for a wrapped model to the parameter names of the model inside."""
     if unwrapped(model) is model:
         return function
     names = {inner_name(name, model): name for name, _ in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""What all grouped attributors share: their keywords, who answers (`ggda_ext.drop_in`), and checks of the input."""
+"""Base class of all grouped attributors: keywords, checks, and whether dattri or the core runs (`ggda_ext.drop_in`)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ WORDS = {
     "parameters": "pass layer_name=, the names of the parameters that count",
     "batch_size": "group passes choose theirs by memory_budget",
 }
-"""Words of `ggda_ext.attribute` for which dattri has others."""
+"""Arguments of `ggda_ext.attribute` that have another name in dattri, or are not needed."""
 
 
 class Grouped:
-    """Mixin before a dattri attributor: takes `groups` and the keywords of the group path, and knows who answers.
+    """A mixin that stands before a dattri attributor and adds `groups` and the keywords of the group path to it.
+
+    It also decides whether dattri's own code or the core runs.
 
     Args:
         *args: dattri's own arguments.
-        groups: a partition of the training points; None for dattri's own code.
+        groups: a partition of the training points. With None, dattri's own code runs.
         strategy: the core's gradient strategy.
-        save_dir: a folder that keeps what is finished, see `ggda_ext.attribute`: after a kill the same calls go on with
-            what is missing, and scores are memory maps on the CPU. Groups of one are computed as groups then.
-        tag: with `save_dir`, a name for the version of the data and of what else cannot be checked; another is refused.
-        memory_budget: bytes for one batch's activations and for one block of rows, in group passes.
-        show_progress: whether to show progress bars in group passes and solves; by default on those over 5 seconds.
+        save_dir: a folder that keeps finished results, see `ggda_ext.attribute`. After a kill, the same calls compute
+            only what is missing. Scores are then memory maps on the CPU, and the core computes groups of one, too.
+        tag: with `save_dir`, a name for the version of the data and of anything else that cannot be checked. A folder
+            with another tag raises an error.
+        memory_budget: bytes for the activations of one batch and for one block of rows, in group passes.
+        show_progress: whether to show progress bars in group passes and solves; by default if they take over 5 seconds.
         **kwargs: dattri's own arguments.
     """
 
@@ -43,7 +46,7 @@ class Grouped:
     layer_name: Any
     device: Any
     batch_of_one: bool
-    """Whether this attributor gives its losses an example with a batch dimension."""
+    """Whether this attributor calls its losses with examples that have a batch dimension of one."""
 
     def __init__(
         self,
@@ -67,27 +70,27 @@ class Grouped:
 
     @property
     def groups(self) -> Groups | None:
-        """The groups, or None."""
+        """The groups, or None if there are none."""
         return self._drop_in.groups
 
     @property
     def _is_dattri(self) -> bool:
-        """Whether dattri's own code gives the answer: no groups, or groups of one and no strategy asked for."""
+        """Whether dattri's own code runs: without groups, or for groups of one if no group setting was chosen."""
         return self._drop_in.by_toolkit
 
     def _train_data(self, loader: DataLoader, name: str = "train_dataloader") -> tuple[IndexedData, Groups]:
-        """The points of a loader, and the groups they are in."""
+        """The points of a loader, and their groups."""
         data = IndexedData(loader, name)
         if data.n is None:
             raise TypeError(f"{name} is a stream without a length: pass a DataLoader over a map-style data set.")
         return data, self._drop_in.groups_of(data.n)
 
     def _in_group_order(self, loader: DataLoader | None, run: Callable[[], Tensor]) -> Tensor:
-        """dattri's rows, one per training point, in the order of groups of one; as they are without groups."""
+        """Run dattri's code. With groups of one, put its rows, one per training point, in the order of the groups."""
         if self.groups is None:
             return run()
         if loader is not None:
-            self._train_data(loader)  # refuses a loader that does not fit before the work starts
+            self._train_data(loader)  # raises an error for a wrong loader before the work starts
         return self._drop_in.in_group_order(run().detach(), 0)
 
     @cached_property
@@ -103,7 +106,7 @@ class Grouped:
 
 
 def check_one_of(test_dataloader: DataLoader | None, property: Property | None) -> None:
-    """Refuse both or neither of test points and property."""
+    """Raise an error unless exactly one of test points and property is given, and the property is callable."""
     if test_dataloader is None and property is None:
         raise ValueError("attribute got neither test_dataloader nor property: pass one of them.")
     if test_dataloader is not None and property is not None:

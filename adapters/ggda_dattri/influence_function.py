@@ -1,4 +1,4 @@
-"""dattri's six influence functions for groups; each says how it solves with the curvature of the whole data."""
+"""dattri's six influence functions for groups. Each class says how it solves with the curvature of the whole data."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ggda_ext.curvature.conjugate_gradients import conjugate_gradients
 
 
 class IFAttributorExplicit(GroupedInnerProduct, dattri_if.IFAttributorExplicit):
-    """dattri's explicit inverse Hessian; for groups the Hessian of all cached data is formed once.
+    """dattri's explicit inverse Hessian. For groups, the Hessian of all cached data is formed once.
 
-    Unlike dattri, which adds up one inverse for each batch of the cached loader (``curvature="upstream"``).
+    dattri itself adds up one inverse for each batch of the cached loader (``curvature="upstream"``).
     """
 
     transformation_kwargs: dict[str, Any]
@@ -31,10 +31,10 @@ class IFAttributorExplicit(GroupedInnerProduct, dattri_if.IFAttributorExplicit):
 
 
 class IFAttributorCG(GroupedInnerProduct, dattri_if.IFAttributorCG):
-    """dattri's conjugate gradients; for groups on the Hessian of all cached data, and `tol` is obeyed.
+    """dattri's conjugate gradients. For groups, they use the Hessian of all cached data and respect `tol`.
 
-    Unlike dattri, which adds up one solve for each batch of the cached loader (``curvature="upstream"``), and goes on
-    through negative curvature and rounding errors; here a solve stops there and says so (see
+    dattri itself adds up one solve for each batch of the cached loader (``curvature="upstream"``), and does not stop at
+    negative curvature or rounding errors. Here a solve stops there and reports it (see
     `ggda_ext.curvature.conjugate_gradients`). ``curvature="gauss-newton"`` has no negative curvature.
     """
 
@@ -48,18 +48,18 @@ class IFAttributorCG(GroupedInnerProduct, dattri_if.IFAttributorCG):
 
 
 class IFAttributorLiSSA(GroupedInnerProduct, dattri_if.IFAttributorLiSSA):
-    """dattri's LiSSA; for groups one recursion serves all groups, and all test points or properties at once.
+    """dattri's LiSSA. For groups, one recursion is enough for all groups and all test points or properties.
 
-    dattri runs the recursion again for every training batch, draws other batches for every test point, adds up
-    one solve for each batch of the cached loader and casts its data to float (``curvature="upstream"`` keeps all
-    but the first). Here all vectors share the random batches of a step: each estimate has dattri's distribution,
-    and for one seed scores add up over groups and properties. An iterate that grows is an error.
+    dattri itself runs the recursion again for every training batch, draws other batches for every test point, adds up
+    one solve for each batch of the cached loader, and casts its data to float. ``curvature="upstream"`` does the same,
+    except for the first. Here all vectors share the random batches of a step. Each estimate has dattri's distribution,
+    and for one seed, scores add up over groups and properties. An iterate that grows raises an error.
 
     Args:
         *args: dattri's own arguments.
-        generator: seed of the random batches, or a `torch.Generator` to draw it from; the global random state is
-            left alone.
-        **kwargs: dattri's own arguments, and those of `GroupedInnerProduct`.
+        generator: seed of the random batches, or a `torch.Generator` that the seed is drawn from. The global random
+            state does not change.
+        **kwargs: dattri's own arguments, and the arguments of `GroupedInnerProduct`.
     """
 
     transformation_kwargs: dict[str, Any]
@@ -96,16 +96,17 @@ class IFAttributorLiSSA(GroupedInnerProduct, dattri_if.IFAttributorLiSSA):
 
 
 class _NeedsCache(GroupedInnerProduct):
-    """Influence functions that cannot work before `cache`."""
+    """Base class of influence functions that need a call of `cache` first."""
 
     def _without_cache(self, train_dataloader: DataLoader) -> None:
         raise ValueError(f"{type(self).__name__}.attribute was called before cache: call cache(full_train_dataloader).")
 
 
 class IFAttributorArnoldi(_NeedsCache, dattri_if.IFAttributorArnoldi):
-    """dattri's Arnoldi projection; for groups the projection P and its adjoint are applied to the test side.
+    """dattri's Arnoldi projection. For groups, the projection P and its adjoint are applied to the test side.
 
-    The same, as ``⟨P G, P ∇g⟩ = ⟨G, Pᵀ P ∇g⟩``. A projection with negative eigenvalues, NaN in dattri, is an error.
+    The scores are the same, because ``⟨P G, P ∇g⟩ = ⟨G, Pᵀ P ∇g⟩``. A projection with negative eigenvalues, which gives
+    NaN in dattri, raises an error.
     """
 
     def _whole_solver(self, checkpoint: Checkpoint) -> Solve:
@@ -123,14 +124,14 @@ class IFAttributorArnoldi(_NeedsCache, dattri_if.IFAttributorArnoldi):
 
 
 class IFAttributorDataInf(_NeedsCache, dattri_if.IFAttributorDataInf):
-    """dattri's DataInf; for groups the gradients of the cached points are streamed, never all held.
+    """dattri's DataInf. For groups, the gradients of the cached points are streamed and never all in memory.
 
-    Layers are those of `layer_name`, where dattri cuts rows at the layers of the whole model
-    (``curvature="upstream"``, which holds one row per cached point).
+    The layers are taken from `layer_name`. dattri itself splits rows at the layers of the whole model, and keeps one
+    row per cached point in memory (``curvature="upstream"``).
     """
 
     def cache(self, full_train_dataloader: DataLoader) -> None:
-        """Remember the full training data; for dattri's own curvature, also its gradients."""
+        """Keep the full training data; for dattri's own curvature, also its gradients."""
         if self.curvature == "upstream":
             super().cache(full_train_dataloader)
         else:
@@ -161,9 +162,10 @@ class IFAttributorDataInf(_NeedsCache, dattri_if.IFAttributorDataInf):
 
 
 class IFAttributorEKFAC(_NeedsCache, dattri_if.IFAttributorEKFAC):
-    """dattri's EK-FAC; for groups the bias is the last column of a layer's matrix, as in its factors.
+    """dattri's EK-FAC. For groups, the bias is the last column of a layer's matrix, as in its Kronecker factors.
 
-    dattri reshapes weights followed by biases instead, which puts them out of line (``curvature="upstream"``).
+    dattri itself reshapes the weights followed by the biases, so that they do not match the factors
+    (``curvature="upstream"``).
     """
 
     _remedy = "Pass a positive damping, or raise it."
@@ -196,5 +198,5 @@ class IFAttributorEKFAC(_NeedsCache, dattri_if.IFAttributorEKFAC):
 
 
 def _in_core_layout(checkpoint: Checkpoint, solve: Solve) -> Solve:
-    """A solve in the core's layout, for rows in dattri's."""
+    """Make a solve for rows in dattri's layout from a solve in the core's layout."""
     return lambda rows: checkpoint.to_dattri(solve(checkpoint.to_core(rows)))

@@ -2,8 +2,8 @@
 
     τ[G, j] = mean over checkpoints of ⟨Σ_{i∈G} ∇ℓ_i, H⁻¹ ∇g_j⟩
 
-with the solve H⁻¹∇g done once for all groups, and the inner products by the core. Started by ``torchrun``, the ranks
-share out both; dattri's own curvature (``"upstream"``) and what it caches are computed in full on each of them.
+The solve H⁻¹∇g is done once for all groups, and the core computes the inner products. Under ``torchrun`` the ranks
+share both; dattri's own curvature (``"upstream"``) and dattri's caches are computed in full on every rank.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from ggda_ext.storage.fingerprint import name_of, of_data
 from ggda_ext.storage.folder import digest
 
 Solve = Callable[[Tensor], Tensor]
-"""H⁻¹ v for rows v `[m, p]` in dattri's layout."""
+"""A function that returns H⁻¹ v for rows v `[m, p]` in dattri's layout."""
 Curvature = Literal["whole", "gauss-newton", "upstream"]
 _NOT_OF_THE_SOLVER = ("device", "layer_name", "_drop_in", "_losses")
 
 
 class GroupedInnerProduct(Grouped):
-    """Mixin before a dattri influence function.
+    """A mixin that stands before a dattri influence function.
 
     Args:
         *args: dattri's own arguments.
-        groups: a partition of the training points of `attribute`; None for dattri's own code.
+        groups: a partition of the training points of `attribute`. With None, dattri's own code runs.
         strategy: the core's gradient strategy.
-        save_dir: a folder that keeps what is finished, see `Grouped`.
-        curvature: ``"whole"``, the curvature of all cached data; ``"gauss-newton"``, the same with the Gauss–Newton
-            matrix in the place of the Hessian (Explicit, CG and LiSSA; for models that are not trained to the end,
-            whose Hessian has negative curvature); or ``"upstream"``, dattri's own, which adds up the inverse Hessians
-            of the batches of the cached loader (see each class for what differs). By default ``"whole"`` with
-            groups, dattri's without them and for groups of one.
-        **kwargs: dattri's own arguments, and those of `Grouped`: `memory_budget`, `show_progress`.
+        save_dir: a folder that keeps finished results, see `Grouped`.
+        curvature: ``"whole"`` is the curvature of all cached data. ``"gauss-newton"`` is the same with the Gauss–Newton
+            matrix instead of the Hessian (Explicit, CG and LiSSA); use it for models that are not trained to the end,
+            because their Hessian has negative curvature. ``"upstream"`` is dattri's own, which adds up the inverse
+            Hessians of the batches of the cached loader; each class says what differs. The default is ``"whole"`` with
+            groups, and dattri's own without groups and for groups of one.
+        **kwargs: dattri's own arguments, and the arguments `memory_budget` and `show_progress` of `Grouped`.
     """
 
     batch_of_one = True
     _uses_hessian = False
-    """Whether the solve is with a Hessian, which the Gauss–Newton matrix can replace."""
+    """Whether the solve uses a Hessian, which the Gauss–Newton matrix can replace."""
     full_train_dataloader: Any
     transform_test_rep: Any
     generate_test_rep: Any
@@ -68,7 +68,7 @@ class GroupedInnerProduct(Grouped):
 
     @property
     def curvature(self) -> Curvature:
-        """The curvature in use, "whole", "gauss-newton" or "upstream"."""
+        """The curvature in use: "whole", "gauss-newton" or "upstream"."""
         return self._curvature or ("upstream" if self._is_dattri else "whole")
 
     @property
@@ -85,15 +85,16 @@ class GroupedInnerProduct(Grouped):
     ) -> Tensor:
         """Influence of groups on test points `(groups, tests)` or on a property `(groups, properties)`.
 
-        Positive where the target is predicted to rise if the group is removed (for a loss, groups that help): for a
-        loss that is a mean over its batch, n times the rise, with n the number of cached points.
+        A positive score means that the target is predicted to rise if the group is removed; if the target is a loss,
+        the group helps. If the loss is a mean over its batch, the score is n times the rise, with n the number of
+        cached points.
 
         Args:
-            train_dataloader: training points the groups partition; not shuffled.
+            train_dataloader: the training points that the groups partition; not shuffled.
             test_dataloader: test points; not shuffled.
             relatif_method: "l" or "theta" divides a group's row by ``sqrt(Gᵀ H⁻¹ G)`` or ``‖H⁻¹ G‖``, with G the
                 gradient of the group.
-            property: what to explain in place of test points, a callable ``g(model) -> Tensor``.
+            property: a callable ``g(model) -> Tensor`` to explain instead of test points.
         """
         check_one_of(test_dataloader, property)
         if self._is_dattri and property is None:
@@ -131,7 +132,7 @@ class GroupedInnerProduct(Grouped):
         rows: Tensor,
         solve: Solve,
     ) -> Tensor:
-        """``solve(rows)``, found in `save_dir` if it was solved before, with the same settings and cached data."""
+        """``solve(rows)``, read from `save_dir` if it was solved before with the same settings and cached data."""
         if self._drop_in.save_dir is None:
             return solve(rows)
         own = {name: value for name, value in vars(self).items() if name not in _NOT_OF_THE_SOLVER}
@@ -146,7 +147,7 @@ class GroupedInnerProduct(Grouped):
     def self_attribute(self, train_dataloader: DataLoader, relatif_method: str | None = None) -> Tensor:
         """Influence of every group on its own target, ``⟨G, H⁻¹ ∇g_G⟩`` `(groups,)`.
 
-        dattri itself fails, or mixes the points up, with several batches or a `relatif_method`; both work here.
+        With several batches or a `relatif_method`, dattri itself fails or mixes up the points; here both work.
         """
         if self._is_dattri and len(train_dataloader) == 1 and relatif_method is None:
             own = super().self_attribute  # type: ignore[misc]
@@ -170,7 +171,7 @@ class GroupedInnerProduct(Grouped):
         return self._result(sum_scores((share, of_blocks(index)) for index in self._checkpoints))
 
     def _solver(self, checkpoint: Checkpoint) -> Solve:
-        """H⁻¹ at a checkpoint, set up once and used for all vectors."""
+        """The solve with H⁻¹ at a checkpoint, set up once and used for all vectors."""
         solve = self._dattri_solver(checkpoint) if self.curvature == "upstream" else self._whole_solver(checkpoint)
 
         def checked(rows: Tensor) -> Tensor:
@@ -187,11 +188,11 @@ class GroupedInnerProduct(Grouped):
     _remedy = "Pass a positive regularization, or raise it."
 
     def _whole_solver(self, checkpoint: Checkpoint) -> Solve:
-        """H⁻¹ with the curvature of the whole cached data."""
+        """The solve with H⁻¹ of the whole cached data."""
         raise NotImplementedError
 
     def _dattri_solver(self, checkpoint: Checkpoint) -> Solve:
-        """H⁻¹ as dattri computes it."""
+        """The solve with H⁻¹ as dattri computes it."""
 
         def solve(rows: Tensor) -> Tensor:
             with torch.no_grad():
@@ -202,7 +203,7 @@ class GroupedInnerProduct(Grouped):
     def _test_blocks(
         self, checkpoint: Checkpoint, tests: IndexedData | None, loader: DataLoader | None, property: Property | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """`(positions, rows)` of the test side; with dattri's own batches and draws where its curvature is used."""
+        """`(positions, rows)` of the test side. With dattri's curvature, dattri's batches and random draws are used."""
         if self.curvature != "upstream" or loader is None:
             yield from checkpoint.test_rows(checkpoint.explained(tests, property), shared=False)
             return
@@ -235,7 +236,7 @@ class GroupedInnerProduct(Grouped):
         return data, groups
 
     def _without_cache(self, train_dataloader: DataLoader) -> None:
-        """What happens without a call of `cache`: as in dattri, the training points stand for all data."""
+        """Warn that `cache` was not called, and use the training points as the full data, as dattri does."""
         warnings.warn(
             f"{type(self).__name__}.cache was not called: train_dataloader is taken for the full training data.",
             stacklevel=4,
@@ -250,7 +251,7 @@ class GroupedInnerProduct(Grouped):
         return IndexedData(self.full_train_dataloader, "the cached full_train_dataloader")
 
     def _result(self, scores: Tensor) -> Tensor:
-        """Scores as dattri returns them: in the default dtype, on the attributor's device; without a graph."""
+        """Convert scores to the form dattri returns: default dtype, on the attributor's device, without a graph."""
         return scores.detach().to(self.device, torch.get_default_dtype())
 
 

@@ -1,7 +1,7 @@
-"""dattri's random projections of group-summed gradients, in as few calls as fit into memory.
+"""dattri's random projections of gradients summed by group, in as few calls as memory allows.
 
-dattri's projector generates its matrix anew on every call, which costs more than projecting a hundred rows, so
-rows are gathered, from the test side and the training side, before they are projected.
+dattri's projector generates its matrix anew on every call, which costs more than projecting a hundred rows. So rows of
+the test side and of the training side are gathered before they are projected.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ggda_dattri.grouping import Grouped
 from ggda_ext.sharing import in_order, together
 
 Blocks = Iterable[tuple[Tensor, Tensor]]
-"""Streamed `(ids [b], rows [b, p])` of this rank."""
+"""A stream of this rank's `(ids [b], rows [b, p])`."""
 
 PROJECTION_BUDGET = 128 * 2**20
-"""Bytes of the rows projected in one call."""
+"""Bytes for the rows that are projected in one call."""
 
 
 class GroupedProjection(Grouped):
-    """Mixin before a dattri attributor that projects gradients."""
+    """A mixin that stands before a dattri attributor that projects gradients."""
 
     projector_kwargs: Any
     _shared_kwargs: dict[str, Any]
-    """dattri's defaults, which its constructor updates in place, for all instances; with groups they are put back."""
+    """dattri's defaults. dattri's constructor changes them for all instances; with groups the change is undone."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         before = dict(self._shared_kwargs)
@@ -44,7 +44,7 @@ class GroupedProjection(Grouped):
         return self.projector_kwargs is not None and self.projector_kwargs.get("proj_type") != "identity"
 
     def _project(self, checkpoint: Checkpoint, *sides: Blocks) -> list[Tensor]:
-        """Projected rows `[number of ids, proj_dim]` of every side, in the order of their ids, from all ranks."""
+        """Projected rows `[number of ids, proj_dim]` of every side, from all ranks, in the order of their ids."""
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sides]
         with together():
             for side, ids, rows in self._projected_blocks(checkpoint, *sides):
@@ -52,7 +52,7 @@ class GroupedProjection(Grouped):
         return [in_order(blocks) for blocks in found]
 
     def _projected_blocks(self, checkpoint: Checkpoint, *sides: Blocks) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """`(side, ids, projected rows)`, with as many rows gathered for a call as the budget allows."""
+        """Yield `(side, ids, projected rows)`; each projector call gets as many rows as the budget allows."""
         space = checkpoint.space
         most = max(1, PROJECTION_BUDGET // (space.size * space.dtype.itemsize))
         gathered: Tensor | None = None

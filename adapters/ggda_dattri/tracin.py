@@ -1,8 +1,8 @@
 """dattri's TracIn for groups: with w_c the weight of checkpoint c and P its random projection,
 
-    τ[G, j] = Σ_c w_c ⟨P Σ_{i∈G} ∇ℓ_i(θ_c), P ∇g_j(θ_c)⟩,
+    τ[G, j] = Σ_c w_c ⟨P Σ_{i∈G} ∇ℓ_i(θ_c), P ∇g_j(θ_c)⟩.
 
-both vectors normalised first if `normalized_grad` is set.
+If `normalized_grad` is set, both vectors are normalised first.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from ggda_ext.properties import Property
 
 
 class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
-    """dattri's TracIn (also CosIn, Grad-Dot, Grad-Cos); for groups gradients are summed before they are projected.
+    """dattri's TracIn (also CosIn, Grad-Dot, Grad-Cos). The gradients of a group are summed, then projected.
 
-    With `normalized_grad` the sum of a group is normalised, not its members. dattri keeps the projector arguments
-    of one instance for all later ones; with groups they stay its own. NaN gradients, 0 in dattri, are an error.
+    With `normalized_grad` the sum of a group is normalised, not the gradients of its members. dattri uses the projector
+    arguments of one instance for all later instances, too; with groups, each instance has its own. NaN gradients, which
+    dattri replaces with 0, raise an error.
 
     Args:
         *args: dattri's own arguments.
-        groups: a partition of the training points; None for dattri's own code.
+        groups: a partition of the training points. With None, dattri's own code runs.
         strategy: the core's gradient strategy.
-        save_dir: a folder that keeps what is finished, see `Grouped`: blocks of scores, or the projected gradients of
-            the groups, which then serve other test points without another pass.
+        save_dir: a folder that keeps finished results, see `Grouped`: blocks of scores, or the projected gradients of
+            the groups. Projected gradients can be used for other test points without another pass.
         **kwargs: dattri's own arguments.
     """
 
@@ -54,12 +55,13 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
     ) -> Tensor:
         """Influence of groups on test points `(groups, tests)` or on a property `(groups, properties)`.
 
-        Positive where the target is predicted to rise if the group is removed: for a loss, groups that help.
+        A positive score means that the target is predicted to rise if the group is removed; if the target is a loss,
+        the group helps.
 
         Args:
-            train_dataloader: training points the groups partition; not shuffled.
+            train_dataloader: the training points that the groups partition; not shuffled.
             test_dataloader: test points; not shuffled.
-            property: what to explain in place of test points, a callable ``g(model) -> Tensor``.
+            property: a callable ``g(model) -> Tensor`` to explain instead of test points.
         """
         check_one_of(test_dataloader, property)
         if self._is_dattri and property is None:
@@ -84,7 +86,7 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
             return _result((sum_scores if in_memory else kept.total)(parts()).T)
 
     def self_attribute(self, train_dataloader: DataLoader) -> Tensor:
-        """Squared norm of every group's gradient `(groups,)`, or the weights' sum if gradients are normalised."""
+        """Squared norm of every group's gradient `(groups,)`, or the sum of the weights if gradients are normalised."""
         if self._is_dattri:
             own = super().self_attribute
             return self._in_group_order(train_dataloader, lambda: own(train_dataloader))
@@ -100,7 +102,7 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
     def _in_memory(
         self, kept: KeptScores, checkpoint: Checkpoint, provider: GroupGradients, explained: Property | PointGradients
     ) -> Tensor:
-        """Scores `[m, k]` of projected or normalised gradients, or both."""
+        """Scores `[m, k]` of gradients that are projected, normalised, or both."""
         if not self._projects:
             directions = property_directions(provider, explained)
             scores = provider.scores(directions) / _row_norms(provider)
@@ -120,7 +122,7 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
         return normalize(right) @ normalize(left).T if self.normalized_grad else right @ left.T
 
     def _norms(self, checkpoint: Checkpoint, data: IndexedData, groups: Any) -> Tensor:
-        """Norms of the groups' gradients `[k]`, after projection if there is one."""
+        """Norms of the groups' gradients `[k]`, after the projection if there is one."""
         provider = checkpoint.groups(data, groups)
         if self._projects:
             return self._project(checkpoint, checkpoint.blocks(provider))[0].norm(dim=1)
@@ -139,5 +141,5 @@ def _row_norms(provider: GroupGradients) -> Tensor:
 
 
 def _result(scores: Tensor) -> Tensor:
-    """Scores as dattri returns them: in the default dtype, on the CPU, without a graph."""
+    """Convert scores to the form dattri returns: default dtype, on the CPU, without a graph."""
     return scores.detach().cpu().to(torch.get_default_dtype())

@@ -2,7 +2,7 @@
 
     τ[G, j] = mean over checkpoints of φ_jᵀ F⁻¹ Σ_{i∈G} Q_i x_i
 
-where F is the Fisher of the points, Σ_i x_i x_iᵀ (exact: the sum of dattri's scores), or one of the groups, see
+F is the Fisher of the points, Σ_i x_i x_iᵀ (exact: scores are sums of dattri's scores), or a Fisher of the groups, see
 `ggda_ext.curvature.fisher`.
 """
 
@@ -40,28 +40,28 @@ class _Features:
 
 
 class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
-    """dattri's TRAK, scores `(groups, tests)`: a positive one means that the group *raises* the target.
+    """dattri's TRAK with scores `(groups, tests)`. A positive score means that the group *raises* the target.
 
-    The target of a test point is the task's function (the margin, as TRAK wants it), so a positive score is a group
-    that helps; of a property it is the property, so for a loss a positive score is a group that hurts. Scores have no
-    unit; see docs/signs.md.
+    The target of a test point is the task's function (the margin, as TRAK wants it), so groups with a positive score
+    help. A property is itself the target: if it is a loss, groups with a positive score hurt. Scores have no unit; see
+    docs/signs.md.
 
-    For groups the gradients of a group are summed before they are projected.
-    dattri keeps the projector arguments of one instance for all later ones; with groups they stay its own. NaN
-    gradients, 0 in dattri, are an error, and `self_attribute` works after `cache`.
+    The gradients of a group are summed before they are projected. dattri uses the projector arguments of one instance
+    for all later instances, too; with groups, each instance has its own. NaN gradients, which dattri replaces with 0,
+    raise an error. `self_attribute` works after `cache`.
 
     Args:
         *args: dattri's own arguments.
-        groups: a partition of the training points; None for dattri's own code.
+        groups: a partition of the training points. With None, dattri's own code runs.
         strategy: the core's gradient strategy.
-        save_dir: a folder that keeps the projected sums of the groups of every checkpoint once they are finished, so
-            that they serve other test points, and another process, without another pass.
-        fisher: ``"batched"``, of output gradients summed by group, or ``"paper"``, of loss gradients summed by group,
-            both approximations at about the price of a pass over the data; or ``"exact"``, of every point, whose
-            scores are the sums of dattri's. See `ggda_ext.curvature.fisher` for the formulas.
-        damping: ridge of the Fisher relative to its mean diagonal, on top of dattri's `regularization`; ``"auto"`` is
-            that of `ggda_ext.curvature.fisher` for a Fisher of groups, and none for the exact one. What was used is in
-            `chosen_damping`, by checkpoint.
+        save_dir: a folder that keeps the finished projected sums of the groups, for every checkpoint. They can be used
+            for other test points, and in another process, without another pass.
+        fisher: ``"batched"`` is made of output gradients summed by group, ``"paper"`` of loss gradients summed by
+            group; both are approximations that cost about a pass over the data. ``"exact"`` is made of every point, and
+            its scores are sums of dattri's scores. See `ggda_ext.curvature.fisher` for the formulas.
+        damping: ridge of the Fisher relative to its mean diagonal, on top of dattri's `regularization`. ``"auto"`` is
+            the rule of `ggda_ext.curvature.fisher` for a Fisher of groups, and no ridge for the exact Fisher.
+            `chosen_damping` holds the ridge that was used, by checkpoint.
         **kwargs: dattri's own arguments.
     """
 
@@ -84,7 +84,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         self._cached: list[_Features] | None = None
 
     def cache(self, full_train_dataloader: DataLoader) -> None:
-        """Compute and keep the features of the groups of the full training data."""
+        """Compute and keep the features of the groups, for the full training data."""
         if self._is_dattri:
             if self.groups is not None:
                 self._train_data(full_train_dataloader, "full_train_dataloader")
@@ -102,12 +102,13 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
     ) -> Tensor:
         """Influence of groups on test points `(groups, tests)` or on a property `(groups, properties)`.
 
-        Positive where training on the group raises the target, the opposite of dattri's influence functions.
+        A positive score means that training on the group raises the target. This is the opposite of dattri's influence
+        functions.
 
         Args:
             test_dataloader: test points; not shuffled.
-            train_dataloader: training points the groups partition, unless `cache` was called; not shuffled.
-            property: what to explain in place of test points, a callable ``g(model) -> Tensor``.
+            train_dataloader: the training points that the groups partition, unless `cache` was called; not shuffled.
+            property: a callable ``g(model) -> Tensor`` to explain instead of test points.
         """
         check_one_of(test_dataloader, property)
         if self._is_dattri and property is None:
@@ -126,7 +127,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         return sum_scores(parts()).T.detach().to(self.device)
 
     def self_attribute(self, train_dataloader: DataLoader | None = None) -> Tensor:
-        """Influence of every group on itself, ``(Σ x_i)ᵀ F⁻¹ Σ Q_i x_i``, as dattri a column `(groups, 1)`."""
+        """Influence of every group on itself, ``(Σ x_i)ᵀ F⁻¹ Σ Q_i x_i``, as a column `(groups, 1)` like dattri's."""
         if self._is_dattri and train_dataloader is not None:
             own = super().self_attribute
             return self._in_group_order(train_dataloader, lambda: own(train_dataloader))
@@ -136,13 +137,13 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
 
     @property
     def chosen_damping(self) -> dict[int, float]:
-        """Checkpoint → relative ridge in its cached Fisher."""
+        """Maps each checkpoint to the relative ridge in its cached Fisher."""
         if self._cached is None:
             raise ValueError("chosen_damping is known after cache: call cache(full_train_dataloader) first.")
         return {index: feature.damping for index, feature in enumerate(self._cached)}
 
     def _solved(self, train_dataloader: DataLoader | None) -> list[Tensor]:
-        """``F⁻¹ Σ Q_i x_i`` of every group `[proj_dim, k]`, by checkpoint; of groups of one from dattri's own cache."""
+        """``F⁻¹ Σ Q_i x_i`` of every group `[proj_dim, k]`, by checkpoint; for groups of one from dattri's cache."""
         if self._is_dattri and train_dataloader is None and self.full_train_dataloader is not None:
             weights = self.Q.flatten()
             return [self._drop_in.in_group_order(rows * weights) for rows in self.inv_XTX_XT_list]
@@ -157,7 +158,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
             raise ValueError(
                 "there are no training points: call cache(full_train_dataloader), or pass train_dataloader."
             )
-        if self._cached is None:  # dattri's own cache, used without groups, does not hold the features
+        if self._cached is None:  # `cache` ran dattri's own code, which does not keep the features
             self._cached = self._features(self.full_train_dataloader, "full_train_dataloader")
         return self._cached
 
@@ -179,7 +180,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         weights: Tensor,
         make: Callable[[], Tensor],
     ) -> Tensor:
-        """What `make` sums up, found in `save_dir` if it was finished before."""
+        """The sums that `make` computes, read from `save_dir` if they were finished before."""
         settings = {
             "fisher": self.fisher,
             "projector": str(self.projector_kwargs),
@@ -189,7 +190,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         return kept.array(provider, index, "features", settings, make)
 
     def _one_minus_probability(self, index: int, data: IndexedData) -> Any:
-        """Q of every training point `[n]` at one checkpoint."""
+        """The weight Q of every training point `[n]` at one checkpoint."""
         checkpoint = self._checkpoint(index)
         parameters = {name: value.detach() for name, value in checkpoint.model.named_parameters()}
         device = checkpoint.space.device

@@ -1,4 +1,4 @@
-"""TRAK for groups of training points: put `ggda_` in front of the import, pass `groups=`.
+"""TRAK for groups of training points: put `ggda_` in front of the import and pass `groups=`.
 
 >>> from ggda_trak import TRAKer
 """

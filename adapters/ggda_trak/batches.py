@@ -1,4 +1,4 @@
-"""What users pass to `featurize` and `score`: batches of tensors and indices in any form, checked, and kept waiting."""
+"""Check the batches and indices that users pass to `featurize` and `score`, and keep batches until they are run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ggda_trak.hashes import row_hashes
 
 Batch = tuple[Tensor, ...]
 ENOUGH_NUMBERS, ENOUGH_BYTES = 2**24, 2**24
-"""Points do not wait for more once their gradients have so many numbers, or they themselves so many bytes."""
+"""Waiting points are run once their gradients have this many numbers, or the points themselves this many bytes."""
 
 
 def check_batch(batch: Iterable[Tensor]) -> Batch:
-    """A batch as a tuple of tensors of one length."""
+    """Return a batch as a tuple of tensors; raise an error if their lengths differ."""
     tensors = tuple(batch)
     if not tensors or not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors):
         raise TypeError("batch must hold tensors with examples along dim 0, as for trak.TRAKer.")
@@ -31,21 +31,21 @@ def check_batch(batch: Iterable[Tensor]) -> Batch:
 
 
 def point_hashes(batch: Batch) -> np.ndarray:
-    """A hash of the content of every point of a batch `[b]`, never 0."""
+    """Hashes of the content of the points of a batch `[b]`; none is 0."""
     columns = [np.frombuffer(bytes_of(tensor), np.uint8).reshape(len(tensor), -1) for tensor in batch]
     return np.maximum(row_hashes(np.concatenate(columns, 1) if len(columns) > 1 else columns[0]), np.uint64(1))
 
 
 def given_indices(inds: Any, num_samples: int | None, start: int, size: int, n: int, of: str) -> np.ndarray:
-    """The indices `[b]` of a batch, from `inds` or the next `num_samples`.
+    """Return the indices `[b]` of a batch: `inds`, or the next `num_samples`. Raise an error if they are wrong.
 
     Args:
         inds: indices in any form, or None.
-        num_samples: how many from `start` on, or None.
-        start: where `num_samples` counts from.
-        size: points in the batch.
-        n: points there are.
-        of: what the points are, in words.
+        num_samples: number of indices from `start` on, or None.
+        start: first index if `num_samples` is given.
+        size: number of points in the batch.
+        n: number of all points.
+        of: what the points are, for error messages.
     """
     if (inds is None) == (num_samples is None):
         raise ValueError("pass exactly one of inds and num_samples.")
@@ -61,16 +61,16 @@ def given_indices(inds: Any, num_samples: int | None, start: int, size: int, n: 
     if len(outside):
         raise ValueError(f"{name} reaches outside the {n} {of}: {outside[:5].tolist()}.")
     indices = indices.astype(np.int64)
-    if len(set(indices.tolist())) < len(indices):  # for a batch faster than np.unique, which sorts
+    if len(set(indices.tolist())) < len(indices):  # np.unique sorts, which is slower for a batch
         raise ValueError(f"{name} holds some of the {of} twice: give every one once.")
     return indices
 
 
 class WaitingPoints:
-    """Batches of points that wait to be run as one, at the parameters the model had when they came.
+    """Batches of points that wait to be run as one batch, with the parameters the model had when they were added.
 
     Args:
-        model: the model they will be run through.
+        model: the model that the points will be run through.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -78,13 +78,13 @@ class WaitingPoints:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of all points."""
+        """Drop all waiting points."""
         self._batches: list[Batch] = []
         self._indices: list[np.ndarray] = []
         self._state: SavedState | None = None
 
     def are_like(self, batch: Batch) -> bool:
-        """Whether a batch can be run together with what waits: same shapes, types and parameters."""
+        """Whether a batch can be run together with the waiting points: same shapes, types and model parameters."""
         if not self._batches:
             return True
         first = self._batches[0]
@@ -95,21 +95,21 @@ class WaitingPoints:
         return same and not self._changed
 
     def add(self, batch: Batch, indices: np.ndarray, keep: bool) -> None:
-        """Add a batch; `keep` it as it is now, because the user may fill the same memory with the next one."""
+        """Add a batch. With `keep`, copy it, because the user may write the next batch to the same memory."""
         if keep and self._state is None:
             self._state = SavedState(self._model)
         self._batches.append(tuple(tensor.detach().clone() for tensor in batch) if keep else batch)
         self._indices.append(indices)
 
     def are_enough(self, parameters: int) -> bool:
-        """Whether they should wait no longer."""
+        """Whether there are enough waiting points to run them now."""
         numbers = sum(map(len, self._indices)) * parameters
         size = sum(tensor.nbytes for batch in self._batches for tensor in batch)
         return numbers >= ENOUGH_NUMBERS or size >= ENOUGH_BYTES
 
     @contextmanager
     def taken(self) -> Iterator[tuple[Batch, np.ndarray]]:
-        """All points and their indices, to be run here, where the model is as it was when they came."""
+        """Take all waiting points and their indices. In this context the model is as it was when they were added."""
         batches, indices, state, changed = self._batches, self._indices, self._state, self._changed
         self.forget()
         if not batches:
@@ -125,7 +125,7 @@ class WaitingPoints:
 
     @property
     def _changed(self) -> bool:
-        """Whether the model has other parameters or buffers than when the first of them came."""
+        """Whether the model's parameters or buffers have changed since the first waiting points were added."""
         return self._state is not None and bool(self._state.changed())
 
 

@@ -1,10 +1,10 @@
-"""Featurizing one checkpoint: points in, their gradients projected and summed by group, and written to the store.
+"""Featurize one checkpoint: compute the gradients of points, project them, sum them by group, and write the sums.
 
     numerators   Σ_{i∈G} Q̄_i φ_i     fisher_rows  Σ_{i∈G} φ_i  (batched)     fisher  Σ_i φ_i φ_iᵀ  (exact)
 
-A group may come in any number of batches, and from any number of ranks. A batch has a price of its own, which for small
-models is most of it: points wait until there are enough of them. Rows that are expensive to project one by one are
-collected as well.
+The points of a group may come in any number of batches, and from any number of ranks. Every batch has a fixed cost,
+which for small models is most of the cost, so points wait until there are enough of them. Rows that are expensive to
+project one by one are collected, too.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ggda_trak.store import GroupStore
 from ggda_trak.task_gradients import TaskGradients
 
 LEAST_POINTS, LEAST_NUMBERS = 1024, 2**24
-"""Between writes: so many points, or points that have so many gradients, up to eight times as many points. Never by
-time, so that the sums do not depend on it, nor on kills."""
+"""Between writes there are `LEAST_POINTS` points; for small models, up to eight times as many, until their gradients
+have `LEAST_NUMBERS` numbers. Time does not decide, so that the sums depend neither on time nor on kills."""
 ROWS_PER_DIMENSION = 32
-"""Points per dimension of the projection between writes, where every call draws the whole matrix anew."""
+"""Points between writes per dimension of the projection, if every projector call draws the whole matrix anew."""
 
 
 def points_between_writes(parameters: int) -> int:
-    """How many points a kill may cost: the more, the faster their gradients are formed."""
+    """Number of points between writes, which a kill may cost. It is larger if gradients are fast to compute."""
     return LEAST_POINTS * min(max(1, LEAST_NUMBERS // (LEAST_POINTS * parameters)), 8)
 
 
@@ -43,14 +43,14 @@ class GroupSums:
     """Adds batches of points to the group sums of a checkpoint.
 
     Args:
-        store: where the sums end up; knows the groups, and what the Fisher is made of.
-        gradients: of the task's outputs f_i, and how they are projected.
-        model_id: chooses the projection matrix.
-        weights: Q̄ `[b]` of a batch and its indices.
+        store: the store that the sums are written to; it knows the groups and the kind of Fisher.
+        gradients: the gradients of the task's outputs f_i, and their projection.
+        model_id: selects the projection matrix.
+        weights: a function that returns Q̄ `[b]` for a batch and its indices.
 
     Attributes:
-        before: which points are in the sums already, of this rank or another `[n]`.
-        now: which were given since then `[n]`.
+        before: mask of the points that were already in the sums of any rank at the start `[n]`.
+        now: mask of the points that were given since then `[n]`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class GroupSums:
         self._forget()
 
     def _positions_left(self, batch: Batch, indices: np.ndarray) -> np.ndarray:
-        """Where in a batch the points stand that are not in the sums; refuses one given twice, or one that changed."""
+        """Positions of the batch's points that are not in the sums; error for a point given twice or changed."""
         twice = indices[self.now[indices]]
         if len(twice):
             raise ValueError(
@@ -80,7 +80,7 @@ class GroupSums:
         done = self.before[indices]
         if done.any():
             hashes, known = point_hashes(batch), np.asarray(self.store.hashes)[indices]
-            other = indices[done & (known != hashes) & (known != 0)]  # 0: another rank's
+            other = indices[done & (known != hashes) & (known != 0)]  # 0: a point of another rank
             if len(other):
                 save_dir = str(self.store.folder.parent)
                 raise StoreMismatch(
@@ -90,10 +90,10 @@ class GroupSums:
         return np.flatnonzero(~done)
 
     def add_share(self, batch: Batch, indices: np.ndarray) -> bool:
-        """Add this rank's share of the points of a batch that were not done before.
+        """Add this rank's share of those points of a batch that were not done before.
 
         Returns:
-            Whether all that waited is in the store now.
+            Whether all waiting points are in the store now.
         """
         mine = own_share(self._positions_left(batch, indices))
         written = len(mine) > 0 and self.add(part_of(batch, mine), indices[mine])
@@ -101,19 +101,19 @@ class GroupSums:
         return written
 
     def add(self, batch: Batch, indices: np.ndarray) -> bool:
-        """Add points to the sums of their groups, now or with later ones: all that wait, or none of them on an error.
+        """Add points to the sums of their groups, now or with later points. On an error, no waiting point is added.
 
         Args:
             batch: the points.
-            indices: their training indices `[b]`.
+            indices: training indices of the points `[b]`.
 
         Returns:
-            Whether all that waited is in the store now.
+            Whether all waiting points are in the store now.
         """
         if not self._indices:
-            self._gradients.of(batch).plan(None)  # what cannot be done is refused here and now
+            self._gradients.of(batch).plan(None)  # raises an error now for a model that cannot be handled
         if any(tensor.is_floating_point() and not tensor.sum().isfinite() for tensor in batch):
-            self._weights(batch, indices)  # refuses them before others wait with them
+            self._weights(batch, indices)  # raises an error before other points wait together with them
         self._indices.append(indices)
         self.now[indices] = True
         due = self._due()
@@ -130,7 +130,7 @@ class GroupSums:
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """On an error, what is not in the store counts as not done."""
+        """If an error occurs, treat all points that are not in the store as not done."""
         try:
             yield
         except BaseException:
@@ -139,7 +139,7 @@ class GroupSums:
             raise
 
     def _take_points(self) -> None:
-        """Form the gradients of the points that wait; other ranks have points of their own."""
+        """Compute the gradients of the waiting points. This rank does so alone, as other ranks have other points."""
         with alone(), self._points.taken() as (batch, indices):
             if len(indices):
                 self._hashes.append(point_hashes(batch))
@@ -188,7 +188,7 @@ class GroupSums:
         return sum(map(len, self._indices)) >= points
 
     def commit(self) -> None:
-        """Form and project what waits, and add everything to the store."""
+        """Compute and project the gradients of all waiting points, and add everything to the store."""
         if not self._indices:
             return
         with self._all_or_none():
@@ -214,7 +214,7 @@ class GroupSums:
 
 
 class _Rows:
-    """Rows of gradients `[w, p]` by group, added up until they are taken. The first allocates the memory for all."""
+    """Gradient rows `[w, p]` by group, added up until they are taken. The first row allocates the memory for all."""
 
     def __init__(self, projection: Projection, weightings: int, memory_budget: int, most: int) -> None:
         self._shape = (weightings, projection.space.size)
@@ -250,13 +250,13 @@ def group_features(
     """Features of the groups `[k, p]` of a finished store, and the relative ridge in their Fisher.
 
     Args:
-        store: holds the sums.
-        score_computer: TRAK's, which multiplies with the inverse.
-        device: where to compute.
+        store: the store that holds the sums.
+        score_computer: TRAK's score computer, which multiplies with the inverse.
+        device: the device to compute on.
         damping: relative ridge.
-        lambda_reg: TRAK's own ridge, on top.
+        lambda_reg: TRAK's own ridge, on top of the relative ridge.
     """
-    # loss gradients, but for their sign
+    # numerators are loss gradients, except for the sign
     numerators = torch.as_tensor(np.array(store.sums["numerators"]), device=device)
     if store.fisher is not None:
         matrix = torch.as_tensor(np.array(store.fisher), device=device)

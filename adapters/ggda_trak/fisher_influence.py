@@ -2,8 +2,8 @@
 
     τ_G(g) = ∇gᵀP (F + λ · mean diag(F) · I)⁻¹ Pᵀ Σ_{i∈G} ∇ℓ_i
 
-averaged over checkpoints, with P one of TRAK's projectors and F a Fisher of the projected loss gradients, see
-`ggda_ext.curvature.fisher`. With ``fisher="exact"`` a group's score is the sum of its members'.
+averaged over checkpoints. P is one of TRAK's projectors, and F a Fisher of the projected loss gradients, see
+`ggda_ext.curvature.fisher`. With ``fisher="exact"``, the score of a group is the sum of its members' scores.
 """
 
 from __future__ import annotations
@@ -32,35 +32,36 @@ from ggda_trak.task_gradients import property_rows
 class FisherInfluence:
     """Influence of groups of training points on test losses or properties: the paper's Inf. (Fisher).
 
-    A positive score means that the loss or property is predicted to rise if the group is removed: the core's sign, not
-    TRAK's. With ``fisher="exact"`` it is about that rise, see docs/signs.md.
+    A positive score means that the loss or property is predicted to rise if the group is removed. This is the core's
+    sign, not TRAK's. With ``fisher="exact"`` the score approximates this rise, see docs/signs.md.
 
     Args:
         model: the trained model, in eval mode if it has dropout or BatchNorm.
         data: the training set.
         loss_fn: the training loss, ``loss_fn(output, target)`` of any reduction, or an `ExampleLoss`.
-        groups: a `Groups` or anything it accepts; None for groups of one.
-        checkpoints: a state dict or its path, or several, over which scores are averaged; the current parameters if
-            left out.
-        load_checkpoint: ``load_checkpoint(model, checkpoint)``, if a checkpoint is neither.
-        proj_dim: length of projected gradients. If there are no more parameters than that, nothing is projected.
-        projector: one of TRAK's, or of `ggda_trak.projectors`; by default a BasicProjector of `proj_dim`.
-        projector_seed: of the default projector.
-        fisher: ``"paper"``, ``"batched"`` (both of group sums, approximations) or ``"exact"`` (of single points), see
-            `ggda_ext.curvature.fisher` for the formulas.
+        groups: a `Groups` or anything that `Groups` accepts; None for groups of one.
+        checkpoints: a state dict or its path, or several of them; scores are averaged over them. By default the current
+            parameters are used.
+        load_checkpoint: ``load_checkpoint(model, checkpoint)``, for checkpoints that are neither state dicts nor paths.
+        proj_dim: length of projected gradients. If the model has at most this many parameters, nothing is projected.
+        projector: a projector of TRAK or of `ggda_trak.projectors`; by default a BasicProjector of `proj_dim`.
+        projector_seed: seed of the default projector.
+        fisher: ``"paper"`` and ``"batched"`` are made of group sums and are approximations; ``"exact"`` is made of
+            single points. See `ggda_ext.curvature.fisher` for the formulas.
         damping: ridge λ relative to the mean diagonal of the Fisher, or ``"auto"``.
-        save_dir: a folder that keeps the projected sums of every checkpoint once they are finished, so that they serve
-            other test points, properties and dampings, and another process, without another pass.
-        tag: with `save_dir`, a name for the version of the data and of what else cannot be checked; another is refused.
-        parameters: names of parameters or modules, modules or parameters that count; by default all that require a
-            gradient.
-        strategy: how gradients are formed, ``"auto"`` or one of `ggda_ext.STRATEGIES`; all give the same numbers.
-        batch_size: points per batch; by default those of a DataLoader, else as many as fit the budget, at most 1024.
-        memory_budget: bytes for one batch's activations and for one block of rows.
-        show_progress: whether to show a progress bar on passes over the data; by default on those over 5 seconds.
+        save_dir: a folder that keeps the finished projected sums of every checkpoint. They can be used for other test
+            points, properties and dampings, and in another process, without another pass.
+        tag: with `save_dir`, a name for the version of the data and of anything else that cannot be checked. A folder
+            with another tag raises an error.
+        parameters: the parameters that gradients are taken for: names of parameters or modules, modules, or
+            parameters; by default all that require a gradient.
+        strategy: how gradients are computed, ``"auto"`` or one of `ggda_ext.STRATEGIES`; all give the same numbers.
+        batch_size: points per batch; by default the DataLoader's, else as many as fit the budget, at most 1024.
+        memory_budget: bytes for the activations of one batch and for one block of rows.
+        show_progress: whether to show a progress bar on passes over the data; by default if they take over 5 seconds.
 
     Attributes:
-        chosen_damping: checkpoint → relative ridge in its Fisher, once scores were asked for.
+        chosen_damping: maps each checkpoint to the relative ridge in its Fisher, after the first call of `influence`.
     """
 
     def __init__(
@@ -110,8 +111,8 @@ class FisherInfluence:
         """The predicted rise of the loss of test points, or of a property of the model, if a group is removed.
 
         Args:
-            inputs: test points, as the training data holds them.
-            property: what to explain in their place, a callable ``g(model) -> Tensor``.
+            inputs: test points, in the same form as the training data.
+            property: a callable ``g(model) -> Tensor`` to explain instead of test points.
 
         Returns:
             Scores `[m, k]`, one row per test point or component of the property.
@@ -126,7 +127,7 @@ class FisherInfluence:
             return sum_scores((share, self._scores(property, number)) for number in numbers)
 
     def _scores(self, property: Property, model_id: int) -> Tensor:
-        """Scores `[m, k]` at the checkpoint that is loaded."""
+        """Scores `[m, k]` at the loaded checkpoint."""
         if model_id == len(self._features):
             self._features.append(self._made_features(model_id))
         rows = property_rows(self.model, property, self.projection, model_id, self.provider)
@@ -147,7 +148,7 @@ class FisherInfluence:
         return torch.linalg.solve(damped, sums.T).T
 
     def _made_sums(self, model_id: int) -> Tensor:
-        """Projected group sums `[k, proj_dim]`; below them, if it is exact, the Fisher of the points."""
+        """Projected group sums `[k, proj_dim]`; with ``fisher="exact"``, the Fisher of the points below them."""
         space, exact = self.provider.space, self.fisher == "exact"
         sums = torch.zeros(len(self.groups), self.projection.dim, dtype=space.dtype, device=space.device)
         fisher = EmpiricalFisher(self.projection.dim, space.device)

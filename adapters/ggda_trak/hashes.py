@@ -1,4 +1,4 @@
-"""Checksums of arrays and of their rows: xxh3, or for short rows a sum of mixed words, for all of them at once."""
+"""Checksums of arrays and of their rows: xxh3, or for short rows a sum of mixed words, for all rows at once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import xxhash
 
 _SHORT = 1024
-"""Bytes of a row up to which a call for each row would take longer than the hash itself."""
+"""Rows with up to this many bytes are short: one xxh3 call for each row would take longer than the hash itself."""
 _STEP, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def row_hashes(rows: np.ndarray) -> np.ndarray:
-    """A checksum of every row `[b]`; 0 for a row of zeros."""
+    """Checksums of the rows `[b]`; 0 for a row of zeros."""
     if not len(rows):
         return np.empty(0, np.uint64)
     plain = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
@@ -23,12 +23,12 @@ def row_hashes(rows: np.ndarray) -> np.ndarray:
 
 
 def hash_of(values: np.ndarray) -> np.uint64:
-    """A checksum of an array as a whole."""
+    """Checksum of a whole array."""
     return np.uint64(xxhash.xxh3_64_intdigest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data))
 
 
 def _short(rows: np.ndarray) -> np.ndarray:
-    """Sums over a row's 64-bit words, each mixed with its place: no change of a single word goes unseen."""
+    """Sums over each row's 64-bit words. Each word is mixed with its place, so a change of any single word shows."""
     size = rows.shape[1]
     words = np.zeros((len(rows), -(-size // 8) * 8), np.uint8)
     words[:, :size] = rows
@@ -38,7 +38,7 @@ def _short(rows: np.ndarray) -> np.ndarray:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The last steps of splitmix64, in place; different numbers stay different."""
+    """Apply the last steps of splitmix64 in place; different numbers stay different."""
     values ^= values >> np.uint64(30)
     values *= _FIRST
     values ^= values >> np.uint64(27)

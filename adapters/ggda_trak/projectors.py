@@ -1,4 +1,4 @@
-"""TRAK's projectors, under TRAK's names, and two faster ones of another kind (see `ggda_trak.projection`)."""
+"""TRAK's projectors under TRAK's names, and two faster projectors of another kind (see `ggda_trak.projection`)."""
 
 from trak.projectors import (
     AbstractProjector,

@@ -1,7 +1,7 @@
-"""A TRAK store under several ranks: each rank sums its share of every batch, and rank 0 ends up with all of it.
+"""A TRAK store with several ranks: each rank sums its share of every batch, and rank 0 ends up with all sums.
 
-Rank 0 works in `save_dir`, which afterwards is what one process would have left there; rank r > 0 in a folder next to
-it, ``<save_dir>.rank<r>``, so that no two processes write one file and each goes on with its own sums after a kill.
+Rank 0 works in `save_dir`, which ends up with the same content as with one process. Rank r > 0 works in a folder beside
+it, ``<save_dir>.rank<r>``. So no two processes write the same file, and each continues with its own sums after a kill.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ggda_trak.store import GroupStore
 
 
 def is_first() -> bool:
-    """Whether this rank keeps what is written for all."""
+    """Whether this is rank 0, which writes the results of all ranks."""
     return rank() == 0
 
 
 def own_folder(save_dir: str | Path, load: bool) -> Path:
-    """The folder this rank works in; emptied if there is nothing to go on with in rank 0's."""
+    """The folder that this rank works in; on ranks above 0, deleted first if rank 0 has nothing to continue with."""
     folder = Path(save_dir).resolve()
     begin_anew = once(lambda: not load or not (folder / SETTINGS).exists())
     if rank() == 0:
@@ -37,20 +37,20 @@ def own_folder(save_dir: str | Path, load: bool) -> Path:
 
 
 def follow_first_rank(model_ids: dict[int, dict[str, int]]) -> None:
-    """Take over which checkpoints are finalized from rank 0, the only one to know."""
+    """Take the states of the checkpoints from rank 0, the only rank that knows which are finalized."""
     for model_id, state in once(lambda: dict(model_ids)).items():
         if rank() and (state["is_finalized"] or model_id in model_ids):
             model_ids[model_id] = dict(state)
 
 
 def own_share(positions: np.ndarray) -> np.ndarray:
-    """This rank's part of the points of a batch."""
+    """This rank's share of the points of a batch."""
     share = my_share(len(positions))
     return positions[share.start : share.stop]
 
 
 def points_before(store: GroupStore) -> np.ndarray:
-    """The points in the sums of any rank `[n]`; this rank's sums are begun anew if a lower rank's hold the same."""
+    """Mask `[n]` of the points in any rank's sums. Clear this rank's sums if they share points with a lower rank's."""
     own: np.ndarray = np.asarray(store.points) == 1
     if world_size() == 1:
         return own
@@ -61,9 +61,9 @@ def points_before(store: GroupStore) -> np.ndarray:
 
 
 def is_to_reset(points: np.ndarray) -> tuple[bool, np.ndarray]:
-    """Whether this rank's sums hold points that a lower rank's hold too, and the points in any rank's `[n]`.
+    """Whether this rank's sums share points with a lower rank's, and the mask `[n]` of the points in any rank's sums.
 
-    That happens after a kill while rank 0 took over all sums, or when runs had different numbers of ranks.
+    This happens after a kill while rank 0 was adding up all sums, or if runs had different numbers of ranks.
     """
     taken, resets = np.zeros(len(points), bool), []
     for number, held in enumerate(gathered(torch.from_numpy(points[None].astype(np.uint8))).numpy().astype(bool)):
@@ -75,7 +75,7 @@ def is_to_reset(points: np.ndarray) -> tuple[bool, np.ndarray]:
 
 
 def merge(store: GroupStore) -> None:
-    """Add the sums of all other ranks to rank 0's store, and empty theirs."""
+    """Add the sums of all other ranks to rank 0's store, and clear the stores of the other ranks."""
     if world_size() == 1:
         return
     others = rank() > 0
@@ -92,13 +92,13 @@ def merge(store: GroupStore) -> None:
 
 
 def _from_others(values: np.ndarray) -> np.ndarray:
-    """The sum over all ranks but the first."""
+    """The sum over all ranks except rank 0."""
     mine = torch.from_numpy(np.array(values) if rank() else np.zeros_like(values))
     return add_up(mine).numpy()
 
 
 def seen_by_all(scores: Any) -> Any:
-    """The scores that rank 0 wrote to a file, on any rank."""
+    """Return on every rank the scores that rank 0 wrote to a file."""
     if world_size() == 1:
         return scores
     path = once(lambda: str(scores.filename))

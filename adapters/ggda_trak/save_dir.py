@@ -1,6 +1,7 @@
-"""What stands beside TRAK's files in a `save_dir`: what it was made with, so that nothing else is mixed into it.
+"""Files that are kept beside TRAK's in a `save_dir`. They record its settings, so that other results are not mixed in.
 
-``ggda.json`` holds the settings, each checkpoint's folder the values of its parameters, and checksums of its targets.
+``ggda.json`` holds the settings. The folder of each checkpoint holds a record of the values of its parameters, and
+checksums of its targets.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from ggda_ext.storage.folder_lock import LOCK
 from ggda_trak.hashes import row_hashes
 
 SETTINGS, CHECKPOINT, METADATA = "ggda.json", "ggda_checkpoint.json", "metadata.json"
-_LEFTOVERS = (LOCK, f"{SETTINGS}.part", f"{METADATA}.part")  # of a process that was killed inside its first write
+_LEFTOVERS = (LOCK, f"{SETTINGS}.part", f"{METADATA}.part")  # left by a process that was killed in its first write
 
 
 def check_save_dir(folder: Path, *, load: bool) -> None:
-    """Refuse a folder that TRAK should not write to.
+    """Raise an error for a folder that TRAK should not write to.
 
     Args:
         folder: the `save_dir`.
-        load: whether to go on with what is in it.
+        load: whether to continue with its content.
     """
     check_folder(folder)
     for path in [folder / "scores", *folder.glob("*"), *folder.glob("*/*")]:
@@ -50,7 +51,7 @@ def check_save_dir(folder: Path, *, load: bool) -> None:
 
 
 def _read_ours(path: Path) -> dict[str, Any]:
-    """A JSON file of ours, refused if it is damaged."""
+    """Read a JSON file that this package wrote. Raise an error if it is damaged."""
     try:
         return read_sealed_json(path)
     except DamagedFile as error:
@@ -58,12 +59,12 @@ def _read_ours(path: Path) -> dict[str, Any]:
 
 
 def keep_settings(folder: Path, settings: Mapping[str, Any], *, load: bool) -> None:
-    """Record what a store is made with; refuse one made with other settings, naming the first that differs.
+    """Record the settings of a store. If it was made with others, raise an error that names the first that differs.
 
     Args:
         folder: the store.
-        settings: name → value, of this run.
-        load: whether to go on with what is in the folder; otherwise it is overwritten.
+        settings: the settings of this run, by name.
+        load: whether to continue with the content of the folder; otherwise the settings are overwritten.
     """
     path = folder / SETTINGS
     if load and (path.exists() or path.is_symlink() or (folder / METADATA).exists()):
@@ -79,7 +80,7 @@ def keep_settings(folder: Path, settings: Mapping[str, Any], *, load: bool) -> N
 
 
 def keep_checkpoint(folder: Path, model: nn.Module, *, new: bool) -> None:
-    """Remember the parameters of a new checkpoint; refuse other ones than those whose sums are in its folder."""
+    """Record the parameters of a new checkpoint; raise an error if its folder holds sums for other parameters."""
     path, found = folder / CHECKPOINT, {"values of the parameters": of_parameters(model)}
     if new or not path.exists():
         with clear_errors(folder, CHECKPOINT):
@@ -91,7 +92,7 @@ def keep_checkpoint(folder: Path, model: nn.Module, *, new: bool) -> None:
 
 
 def keep_targets(folder: Path, experiment: str, rows: np.ndarray, indices: np.ndarray) -> None:
-    """Record checksums of the targets `indices` that were just scored."""
+    """Record checksums of the targets `indices`, which were just scored."""
     path = folder / f"{experiment}_targets.npz"
     known = _target_hashes(path, len(rows))
     known[indices] = row_hashes(np.asarray(rows[indices]))
@@ -100,7 +101,7 @@ def keep_targets(folder: Path, experiment: str, rows: np.ndarray, indices: np.nd
 
 
 def check_targets(folder: Path, experiment: str, rows: np.ndarray | None) -> None:
-    """Refuse targets that are not those that were scored, if there are any; those that were not scored are zero."""
+    """Raise an error if targets are not the rows that were scored. The rows of targets not scored so far are zero."""
     if rows is None:
         return
     known = _target_hashes(folder / f"{experiment}_targets.npz", len(rows))
@@ -121,7 +122,7 @@ def _target_hashes(path: Path, count: int) -> np.ndarray:
 
 
 def checked_kind(found: np.ndarray, path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """The array of a file, if it has the shape and the dtype that were written."""
+    """Return the array of a file; raise an error if its shape or dtype is not the one that was written."""
     if found.shape != shape or found.dtype != dtype:
         raise DamagedFile(f"{path} is damaged: it holds {found.dtype} {found.shape}, not {np.dtype(dtype)} {shape}.")
     return found
@@ -129,7 +130,7 @@ def checked_kind(found: np.ndarray, path: Path, shape: tuple[int, ...], dtype: A
 
 @contextmanager
 def damage_named(folder: Path) -> Iterator[None]:
-    """Say what to do about a damaged file of a checkpoint."""
+    """Turn errors about damaged files of a checkpoint into errors that say what to do."""
     try:
         yield
     except DamagedFile as error:
@@ -137,5 +138,5 @@ def damage_named(folder: Path) -> Iterator[None]:
 
 
 def to_delete(folder: Path) -> str:
-    """What to do about a checkpoint whose files are damaged."""
+    """A sentence that says what to do about a checkpoint with damaged files."""
     return f"Delete {str(folder)!r} and its id_*.json, or pass another save_dir."

@@ -1,8 +1,8 @@
-"""TRAK's savers, under TRAK's names, and the one that is used with groups: every file is checked.
+"""TRAK's savers under TRAK's names, and `CheckedSaver`, which is used with groups and checks every file.
 
-TRAK opens its files as they are. Here a new array has its space on the disk before it is used, so that a full disk is
-an error and not the death of the process; no link is followed; and what is read has to be what was written: arrays by
-checksums beside them, the records in TRAK's own JSON files by a checksum in each (`xxh3`, which TRAK passes over).
+TRAK opens its files without checks. Here a new array gets its space on the disk before it is used, so that a full disk
+raises an error and does not kill the process. Links are not followed. The content of files must be what was written:
+arrays have checksums beside them, and each record in TRAK's own JSON files has a checksum (`xxh3`, which TRAK ignores).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = ["AbstractSaver", "MmapSaver", "ModelIDException"]
 
 _NEW = {"is_featurized": 0, "is_finalized": 0}
 _ROWS, _FINISHED = ("grads", "out_to_loss"), ("features", "out_to_loss")
-_MADE_AGAIN = ("_is_featurized.mmap", "features.mmap", "out_to_loss.mmap")  # from rows; finished ones have checksums
+_MADE_AGAIN = ("_is_featurized.mmap", "features.mmap", "out_to_loss.mmap")  # when missing; finished ones have checksums
 
 
 class CheckedSaver(MmapSaver):
     """`trak.savers.MmapSaver` with checked files.
 
-    A record of TRAK's that is damaged, or half written when TRAK was killed, is made anew: a checkpoint then counts as
-    not finalized, and its rows say what is in them; an experiment counts as not begun.
+    If a record of TRAK is damaged, or was half written when TRAK was killed, it is made anew. A checkpoint then counts
+    as not finalized, and its rows tell which points are done; an experiment counts as not begun.
 
     Attributes:
-        sealed_at_once: rows of single points, written by TRAK's own code, get their checksums here, so many together;
-            None where they are group sums.
-        notes: model id → what is kept in its record beside TRAK's entries.
+        sealed_at_once: number of rows of single points, written by TRAK's own code, that get their checksums at once;
+            None if rows are group sums.
+        notes: maps each model id to the entries that its record has beside TRAK's entries.
     """
 
     def __init__(self, save_dir: Path, metadata: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -76,7 +76,7 @@ class CheckedSaver(MmapSaver):
                 )
 
     def make_features_with(self, settings: Mapping[str, Any]) -> None:
-        """What features depend on beyond the rows they are made of; those finished with something else are refused."""
+        """Set the settings that features depend on; raise an error if finished features were made with others."""
         self._features_of = dict(settings)
         for model_id, kept in self.notes.items():
             is_finished = self.model_ids[model_id]["is_finalized"]
@@ -87,7 +87,7 @@ class CheckedSaver(MmapSaver):
                 )
 
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
-        """As TRAK's, with checksums: of new rows, of finished features, and of the record itself."""
+        """As TRAK's, with checksums of new rows, of finished features, and of the record itself."""
         if self.sealed_at_once is not None:
             self._seal_rows(self.sealed_at_once)
         model_id = self.current_model_id
@@ -100,10 +100,10 @@ class CheckedSaver(MmapSaver):
             _write_records(self.save_dir / f"id_{model_id}.json", {str(model_id): record | notes})
 
     def load_current_store(self, model_id: int, exp_name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As TRAK's; rows and features that are not what was written are refused, once for every checkpoint."""
+        """As TRAK's. Check once per checkpoint that rows and features are what was written; if not, raise an error."""
         if model_id != self._opened_for:
             self._opened_for = model_id
-            self._arrays.clear()  # memory maps of one checkpoint at a time
+            self._arrays.clear()  # keep the memory maps of one checkpoint only
         super().load_current_store(model_id, exp_name, *args, **kwargs)
         if exp_name is not None:
             return
@@ -118,7 +118,7 @@ class CheckedSaver(MmapSaver):
         self._seen.add(model_id)
 
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
-        """As TRAK's, with a checksum; targets whose files are not whole are begun anew."""
+        """As TRAK's, with a checksum. Targets whose files are incomplete are begun anew."""
         rows, scores = self.save_dir / str(model_id) / f"{exp_name}_grads.mmap", self._scores_file(exp_name)
         if rows.exists() and not (_is_whole(rows) and _is_whole(scores)):
             with clear_errors(self.save_dir, rows.name):
@@ -128,7 +128,7 @@ class CheckedSaver(MmapSaver):
         _write_records(self.experiments_file, self.experiments)
 
     def begin_scores(self, exp_name: str) -> None:
-        """From here on until `end_scores`, the scores of an experiment do not count as finished."""
+        """Mark the scores of an experiment as not finished, until `end_scores` is called."""
         if exp_name in self.experiments:
             self.experiments[exp_name]["scores_finalized"] = 0
             self.experiments[exp_name].pop("scores_xxh3", None)
@@ -152,21 +152,21 @@ class CheckedSaver(MmapSaver):
         return None if values is None else f"{hash_of(values):016x}"
 
     def _hashes_of(self, name: str, indices: np.ndarray) -> np.ndarray:
-        """Checksums of rows of single points, never 0."""
+        """Checksums of rows of single points; none is 0."""
         return np.maximum(row_hashes(self.current_store[name][indices]), np.uint64(1))
 
     def _seal_rows(self, at_once: int) -> None:
         done, known = np.asarray(self.current_store["is_featurized"])[:, 0] == 1, self.current_store["row_hashes"]
         count = int(np.count_nonzero(done))
         if count < len(done) and count - self._sealed < at_once:
-            return  # after a kill they are done again
+            return  # after a kill, rows without a checksum are computed again
         new = np.flatnonzero(done & (np.asarray(known)[:, 1] == 0))
         for column, name in enumerate(_ROWS):
             known[new, column] = self._hashes_of(name, new)
         self._sealed = count
 
     def _check(self, model_id: int) -> None:
-        """Compare rows of points and features with their checksums; a point without one is to be done again."""
+        """Compare rows of points and features with their checksums. A point without a checksum has to be done again."""
         if self.sealed_at_once is not None and self.current_store["grads"] is not None:
             known = self.current_store["row_hashes"]
             at = np.flatnonzero(known[:, 1])
@@ -199,10 +199,10 @@ class CheckedSaver(MmapSaver):
             except FileNotFoundError:
                 if path.name in _MADE_AGAIN:
                     return self._load(fname, shape, "w+", dtype)
-                return None  # as TRAK does: its gradients may be deleted
+                return None  # as in TRAK, whose gradients may have been deleted
 
     def _opened(self, path: Path) -> np.ndarray:
-        """A file's array, opened once as long as it is the same file: TRAK asks again and again."""
+        """The array of a file. It is opened again only if the file was replaced, because TRAK asks for it often."""
         identity, known = _identity(path), self._arrays.get(path)
         if known is None or known[0] != identity:
             self._arrays[path] = known = identity, open_array(path, "r+")
@@ -221,7 +221,7 @@ def _write_records(path: Path, records: Mapping[str, Mapping[str, Any]]) -> None
 
 
 def _mend(folder: Path, metadata: Mapping[str, Any]) -> None:
-    """Make TRAK's JSON files whole before TRAK reads them."""
+    """Replace damaged or incomplete JSON files of TRAK before TRAK reads them."""
     plain = {name: getattr(value, "value", value) for name, value in metadata.items()}
     path = folder / METADATA
     try:
@@ -237,7 +237,7 @@ def _mend(folder: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def _whole_records(path: Path) -> dict[str, Any] | None:
-    """The records of one of TRAK's JSON files, None if one of them is not what was written."""
+    """The records of one of TRAK's JSON files; None if a record is not what was written."""
     try:
         found = read_json(path)
     except (FileNotFoundError, DamagedFile):

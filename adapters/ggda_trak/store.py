@@ -1,10 +1,10 @@
-"""Group sums on disk that survive being killed, beside TRAK's own store of a checkpoint.
+"""Group sums on disk, beside TRAK's own store of a checkpoint. They survive a kill of the process.
 
-TRAK's `grads.mmap` holds the numerators of the groups, one row per group, and `_is_featurized.mmap` whether a group
-is complete. Beside them stand which points are in the sums, a hash of each, and what the Fisher is made of. No point
-may be added twice, so a change is first written to a journal as the new values, and the journal is replayed when a
-store is opened. Every row has a checksum, in a file that is replaced after each change; without that file the store is
-empty.
+TRAK's `grads.mmap` holds the numerators of the groups, one row per group, and `_is_featurized.mmap` says whether a
+group is complete. Further files hold the points that are in the sums, a hash of each point, and the parts of the
+Fisher. No point may be added twice. So a change is first written to a journal, as the new values, and the journal is
+replayed when a store is opened. Every row has a checksum in a file that is replaced after each change; without this
+file the store counts as empty.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class GroupStore:
         folder: TRAK's folder of the checkpoint.
         current: TRAK's arrays of the checkpoint: ``grads``, ``out_to_loss``, ``is_featurized``.
         groups: the groups.
-        fisher: ``"batched"`` keeps summed output gradients, ``"exact"`` the Fisher itself, ``"paper"`` nothing more.
+        fisher: ``"batched"`` also keeps summed output gradients, ``"exact"`` the Fisher, ``"paper"`` nothing more.
         reset: whether to begin anew.
 
-    Until it is closed (or nobody holds it any more), other processes are refused this checkpoint; they may work on
-    others of the same TRAK store.
+    Until the store is closed or garbage-collected, other processes get an error for this checkpoint. They may work on
+    other checkpoints of the same TRAK store.
     """
 
     def __init__(self, folder: Path, current: dict[str, Any], groups: Groups, fisher: FisherKind, reset: bool) -> None:
@@ -66,7 +66,7 @@ class GroupStore:
                 found = open_array(path, "r+")
             except FileNotFoundError:
                 self._journal.unlink(missing_ok=True)
-                self._checksums.unlink(missing_ok=True)  # without one of its arrays a store is empty
+                self._checksums.unlink(missing_ok=True)  # a store that lacks an array counts as empty
             else:
                 return checked_kind(found, path, shape, dtype)
         with clear_errors(self.folder, name):
@@ -80,14 +80,14 @@ class GroupStore:
         fisher: np.ndarray | None = None,
         hashes: np.ndarray | None = None,
     ) -> None:
-        """Add sums of the points `indices` to the rows `ids`, all or nothing.
+        """Add the sums of the points `indices` to the rows `ids`. Either all or nothing is written.
 
         Args:
             indices: the points.
             ids: the groups.
-            sums: by name, a row for each of the groups.
-            fisher: what to add to the Fisher, if that is kept.
-            hashes: of the points' content; 0 where not known.
+            sums: arrays by name, with a row for each of the groups.
+            fisher: the matrix to add to the Fisher, if the store keeps a Fisher.
+            hashes: hashes of the points' content; 0 if not known.
 
         Raises:
             ValueError: if a sum does not fit the store's dtype; the store is left as it was.
@@ -111,10 +111,10 @@ class GroupStore:
             self._carry_out(change)
 
     def recover(self) -> None:
-        """Check all that is there, and carry out what the journal says, however much of it was done before.
+        """Check the store, and carry out the change in the journal, even if a part of it was carried out before.
 
         Raises:
-            DamagedFile: a file is not what was written.
+            DamagedFile: if the content of a file is not what was written.
         """
         checks, change = self._read(self._checksums), self._read(self._journal)
         if checks is None:
@@ -133,7 +133,7 @@ class GroupStore:
             return None
 
     def _verify(self, ids: np.ndarray, *, whole: bool) -> None:
-        """Compare with the checksums: the rows of all groups but `ids`, and what is checked as a whole."""
+        """Compare checksums: of the rows of all groups except `ids`, and with `whole` of the arrays in `_whole`."""
         for name, rows in self.sums.items():
             wrong = np.flatnonzero(row_hashes(np.asarray(rows)) != self._checks[name])
             wrong = wrong[~np.isin(wrong, ids)]
@@ -165,9 +165,9 @@ class GroupStore:
         self._journal.unlink()
 
     def clear(self) -> None:
-        """Forget all sums, and which points are in them."""
+        """Delete all sums, and the record of the points in them."""
         self._journal.unlink(missing_ok=True)
-        self._checksums.unlink(missing_ok=True)  # now it counts as empty, whatever is in the arrays
+        self._checksums.unlink(missing_ok=True)  # from now on the store counts as empty
         for values in (*self.sums.values(), *(values for _, values, _ in self._whole)):
             values[:] = 0
         self._checks = {name: row_hashes(np.asarray(rows)) for name, rows in self.sums.items()}
@@ -178,13 +178,13 @@ class GroupStore:
 
     @property
     def missing(self) -> np.ndarray:
-        """How many points of every group are not in the sums yet `[k]`."""
+        """Number of points of every group that are not in the sums yet `[k]`."""
         labels = self.groups.labels
         inside = labels[(np.asarray(self.points) == 1) & (labels >= 0)]
         return self.groups.sizes - np.bincount(inside, minlength=len(self.groups))
 
     def check_complete(self, model_id: int) -> None:
-        """Refuse to go on with groups some of whose points are not in the sums."""
+        """Raise an error if some points of the groups are not in the sums."""
         missing = self.missing
         if missing.any():
             absent = np.flatnonzero((np.asarray(self.points) == 0) & (self.groups.labels >= 0))
@@ -198,13 +198,13 @@ class GroupStore:
         self._lock.release()
 
     def delete_rows(self) -> None:
-        """Delete what is not needed once features are made."""
+        """Delete files that are not needed once features are made."""
         for name in ("fisher_rows.mmap", "fisher.mmap"):
             (self.folder / name).unlink(missing_ok=True)
 
 
 class PointMeans:
-    """Numbers of all points `[n]` on disk, NaN where not known; each stands with a checksum of its own.
+    """One number per point `[n]` on disk, NaN if it is not known. Each number has a checksum of its own.
 
     Args:
         folder: the store.
@@ -219,7 +219,7 @@ class PointMeans:
             try:
                 kept = open_array(path, "r+")
             except (FileNotFoundError, DamagedFile):
-                kept = None  # they are computed again
+                kept = None  # the means are computed again
         usable = kept is not None and kept.shape == (n,) and kept.dtype == _MEAN
         with clear_errors(folder, path.name):
             self._kept = kept if kept is not None and usable else create_array(path, (n,), _MEAN)
@@ -237,7 +237,7 @@ class PointMeans:
 
 
 def _checks(indices: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """A checksum for every number and its place, never 0, which stands at a place that was not written."""
+    """A checksum of every number and its place. It is never 0, because 0 marks a place that was not written."""
     placed = np.empty(len(indices), [("place", np.int64), ("value", np.float32)])
     placed["place"], placed["value"] = indices, values
     return row_hashes(placed).astype(np.uint32) | np.uint32(1)

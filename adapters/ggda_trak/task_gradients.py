@@ -1,4 +1,4 @@
-"""Gradients ∇f of a task's outputs, and their projections φ = Pᵀ∇f / √d for targets: test points, or a property."""
+"""Gradients ∇f of a task's outputs, and projected gradients φ = Pᵀ∇f / √d of targets: test points or a property."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TaskGradients:
     """The gradients of a TRAKer's task at the model's current parameters.
 
     Args:
-        traker: knows the model, the task and the projector.
-        options: of the group path.
+        traker: the TRAKer, which knows the model, the task and the projector.
+        options: the options of the group path.
     """
 
     def __init__(self, traker: trak.TRAKer, options: GroupOptions) -> None:
@@ -33,7 +33,7 @@ class TaskGradients:
         self._provider: GroupGradients | None = None
 
     def of(self, batch: Batch) -> GroupGradients:
-        """The provider for points like those of a batch; it looks into the model once."""
+        """The provider for points like the batch's. It is made once, so that it examines the model only once."""
         if self._provider is None:
             self._provider = GroupGradients(
                 self.model, TaskOutputs(self.task, self.is_batched, self.model, batch), batch,
@@ -61,11 +61,11 @@ def property_rows(
     """Projected gradients of the components of a property `[m, dim]`.
 
     Args:
-        model: at the parameters of the checkpoint.
-        property: what is explained.
+        model: the model, with the parameters of the checkpoint.
+        property: the property to explain.
         projection: projects gradients.
-        model_id: chooses the matrix.
-        known: a provider that has looked into the model; it serves points of the same loss.
+        model_id: selects the projection matrix.
+        known: a provider that has examined the model; it is used again for points of the same loss.
     """
     parameters = projection.space.parameters
     if not isinstance(property, PointProperty):

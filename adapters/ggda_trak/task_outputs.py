@@ -1,8 +1,8 @@
-"""TRAK's tasks as the core sees them: outputs f(z_i, θ) as per-example losses, and the averaged reweighting terms Q̄_i.
+"""TRAK's tasks in the form the core needs: outputs f(z_i, θ) as per-example losses, and mean reweighting terms Q̄_i.
 
-TRAK's tasks are written for one example, to be run under vmap, which Hugging Face models do not survive. So the
-model is run once on the whole batch, and only the task's arithmetic on its outputs is vectorised; where it is TRAK's
-margin of image classification, it is written out here, because vmap itself takes longer than a small model.
+TRAK's tasks are written for one example and run under vmap, which fails for Hugging Face models. So the model runs once
+on the whole batch, and vmap is applied only to the task's arithmetic on the outputs. For TRAK's margin of image
+classification this arithmetic is written out here, because vmap itself takes longer than a small model.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class TaskOutputs(ExampleLoss):
 
     Args:
         task: a TRAK model output function.
-        batched: whether its `get_output` takes whole batches, as iterative tasks do.
-        model: the model the task is called with.
-        sample: a batch to try the task on; the first two examples decide how it is run:
-            ``"margin"`` (written out), ``"staged"`` (model on the batch, the rest of the task on each output),
+        batched: whether the task's `get_output` takes whole batches, as iterative tasks do.
+        model: the model that the task is called with.
+        sample: a batch to try the task on. Its first two examples decide how the task is run:
+            ``"margin"`` (written out), ``"staged"`` (the model on the batch, the rest of the task on each output),
             ``"vmap"``, or ``"loop"``.
     """
 
@@ -48,7 +48,7 @@ class TaskOutputs(ExampleLoss):
         return self.route == "vmap"
 
     def each(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """Outputs `[b]`."""
+        """Outputs of the task `[b]`."""
         return self._outputs(self.route, model, tuple(batch))
 
     def _outputs(self, route: Route, model: nn.Module, sample: tuple[Tensor, ...]) -> Tensor:
@@ -74,7 +74,7 @@ class TaskOutputs(ExampleLoss):
             for route in routes if _is_margin(self.task) else routes[1:]:
                 try:
                     found = self._outputs(route, model, sample)
-                except Exception:  # whatever a model or a task does not support under vmap
+                except Exception:  # a model or task may fail under vmap in any way
                     continue
                 if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-5):
                     return route
@@ -82,7 +82,7 @@ class TaskOutputs(ExampleLoss):
 
 
 def _is_margin(task: Any) -> bool:
-    """Whether a task's outputs are those of TRAK's image classification."""
+    """Whether a task computes its outputs by TRAK's code for image classification."""
     own = getattr(type(task), "get_output", None) is ImageClassificationModelOutput.get_output
     return own and "get_output" not in vars(task)
 
@@ -97,11 +97,11 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _OutsideOfVmap(nn.Module):
-    """A model that a task may call once for one example under vmap, and that runs on the whole batch outside of it."""
+    """Lets a task call the model once for one example under vmap; the model itself runs on the whole batch outside."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._run = [model]  # in a list, so that it is no submodule
+        self._run = [model]  # in a list, so that it does not become a submodule
         self._shape: TreeSpec | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ class _OutsideOfVmap(nn.Module):
 
 
 class _WholeBatch(torch.autograd.Function):
-    """Runs a model where vmap hands over the whole batch: examples came as batches of one `[b, 1, …]`."""
+    """Runs the model in its vmap rule, which gets the whole batch; each example is a batch of one `[b, 1, …]`."""
 
     @staticmethod
     def forward(model: _OutsideOfVmap, shape: TreeSpec, *flat: Any) -> Any:
@@ -128,7 +128,7 @@ class _WholeBatch(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        raise NotImplementedError  # never reached: `forward` refuses
+        raise NotImplementedError  # never reached, because `forward` raises an error
 
     @staticmethod
     def vmap(
@@ -141,12 +141,12 @@ class _WholeBatch(torch.autograd.Function):
 
 
 class MeanWeights:
-    """TRAK's reweighting terms averaged over checkpoints, Q̄_i = (1/M) Σ_m Q_{m,i}, in passes forward only.
+    """TRAK's reweighting terms averaged over checkpoints, Q̄_i = (1/M) Σ_m Q_{m,i}, computed with forward passes only.
 
     Args:
-        model: the model, left as it was.
-        gradient_computer: TRAK's, which knows Q at the model's current parameters.
-        checkpoints: all of them, as state dicts or paths, if they are several.
+        model: the model, which is left as it was.
+        gradient_computer: TRAK's gradient computer, which computes Q at the model's current parameters.
+        checkpoints: all checkpoints as state dicts or paths, if there are several.
         means: keeps Q̄ of the points that are done, if there are several checkpoints.
     """
 

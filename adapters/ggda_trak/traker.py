@@ -2,11 +2,11 @@
 
     S[G, t] = (1/M) Σ_m v_{m,G}ᵀ A_m φ_{m,t},    v_{m,G} = Σ_{i∈G} Q̄_i φ_{m,i},    A_m ∝ (F_m + λI)⁻¹
 
-over checkpoints m, with φ the projected output gradients and Q̄_i TRAK's reweighting term, averaged over the
-checkpoints. With the exact Fisher this is the sum of TRAK's own scores over the group.
+The sum runs over checkpoints m. φ are the projected output gradients. Q̄_i is TRAK's reweighting term, averaged over
+the checkpoints. With the exact Fisher, S is the sum of TRAK's own scores over the group.
 
-The calls stand in the order a user makes them. Each goes to TRAK's own code where that gives the answer; else one way
-down: `featurize` or `targets`, which form gradients, to `projection`, and to `store`, which keeps what comes of it.
+The methods stand in the order in which a user calls them. If TRAK's own code gives the answer, a method calls it.
+Otherwise `featurize` or `task_gradients` computes gradients, `projection` projects them, and `store` keeps the sums.
 """
 
 from __future__ import annotations
@@ -42,40 +42,43 @@ from ggda_trak.task_outputs import MeanWeights
 
 
 class TRAKer(trak.TRAKer):
-    """`trak.TRAKer`, with scores `[groups, targets]`: a positive one means that the group *raises* the target.
+    """`trak.TRAKer` with scores `[groups, targets]`. A positive score means that the group *raises* the target.
 
-    The target of a test point is its output (the margin), so a positive score is a group that helps; of a property it
-    is the property, so for a loss a positive score is a group that hurts. Scores have no unit; see docs/signs.md.
+    The target of a test point is its output (the margin), so groups with a positive score help. A property is itself
+    the target: if it is a loss, groups with a positive score hurt. Scores have no unit; see docs/signs.md.
 
-    Without groups, and with groups of one, TRAK's own code runs. With groups, `use_half_precision` is off unless
-    asked for (sums overflow float16), and where TRAK crashes this does not: ``torch.device("cpu")``, `proj_dim` of
-    100 or less, `finalize_features` twice, `inds` as a list, ``load_from_save_dir=False``, a batch partly done
-    before. `score` before `finalize_features` is an error, where TRAK logs one and returns.
+    Without groups, and with groups of one, TRAK's own code runs. With groups, `use_half_precision` is off by default,
+    because sums overflow float16. Some calls that crash TRAK work here: ``torch.device("cpu")``, `proj_dim` of 100 or
+    less, `finalize_features` twice, `inds` as a list, ``load_from_save_dir=False``, a batch that is partly done before.
+    `score` before `finalize_features` raises an error, while TRAK logs one and returns.
 
-    Started by ``torchrun``, every rank makes the same calls with the same batches and takes a share of each; `save_dir`
-    is one that all ranks see, and holds what one process would leave there (see `ggda_trak.ranks`).
+    Under ``torchrun``, every rank makes the same calls with the same batches and works on a share of each batch. All
+    ranks must see `save_dir`. It ends up with the same content as with one process (see `ggda_trak.ranks`).
 
     Args:
         *args: as for `trak.TRAKer`.
-        groups: a `Groups` or anything it accepts, for `train_set_size` points.
-        fisher: ``"batched"`` (of output gradients summed by group; TRAK's at size one), ``"paper"`` (of loss gradients
-            summed by group) or ``"exact"`` (of single points: scores are the sums of TRAK's, but take as long), see
-            `ggda_ext.curvature.fisher` for the formulas. The first two are approximations: they do not add up.
-        damping: ridge of the Fisher relative to its mean diagonal, on top of TRAK's `lambda_reg`; ``"auto"`` is that of
-            `ggda_ext.curvature.fisher` for a Fisher of groups, and none for the exact one.
-        strategy: how gradients are computed, see `GroupGradients`; other than ``"auto"`` it is used for groups of
-            one as well.
-        checkpoints: all checkpoints that will be used, if several: state dicts, or paths to them. The weights Q
+        groups: a `Groups` or anything that `Groups` accepts, for `train_set_size` points.
+        fisher: ``"batched"`` is made of output gradients summed by group, and is TRAK's for groups of one. ``"paper"``
+            is made of loss gradients summed by group. ``"exact"`` is made of single points: its scores are sums of
+            TRAK's scores, but take as long. The first two are approximations: their scores do not add up. See
+            `ggda_ext.curvature.fisher` for the formulas.
+        damping: ridge of the Fisher relative to its mean diagonal, on top of TRAK's `lambda_reg`. ``"auto"`` is the
+            rule of `ggda_ext.curvature.fisher` for a Fisher of groups, and no ridge for the exact Fisher.
+        strategy: how gradients are computed, see `GroupGradients`. A strategy other than ``"auto"`` is used for groups
+            of one, too.
+        checkpoints: if several checkpoints will be used, all of them: state dicts, or paths to them. The weights Q
             are averaged over them.
-        parameters: names of parameters or modules, modules or parameters that count; the same as TRAK's `grad_wrt`.
-        batch_size: points run at once, if fewer than the batches of `featurize` and `score` have.
-        memory_budget: bytes for activations, gradient rows, rows that wait for their projection, and its matrix.
+        parameters: the parameters that gradients are taken for: names of parameters or modules, modules, or
+            parameters. It means the same as TRAK's `grad_wrt`.
+        batch_size: number of points to run at once, if it should be less than the batches of `featurize` and `score`.
+        memory_budget: bytes for activations, gradient rows, rows that wait for projection, and the projection matrix.
         show_progress: whether to show a progress bar for every batch; by default for those that take over 5 seconds.
-        tag: a name for the version of the data and of what else cannot be checked; a folder of another is refused.
+        tag: a name for the version of the data and of anything else that cannot be checked. A folder with another tag
+            raises an error.
         **kwargs: as for `trak.TRAKer`.
 
     Attributes:
-        chosen_damping: model id → relative ridge in its Fisher, once its features are finalized.
+        chosen_damping: maps each model id to the relative ridge in its Fisher, once its features are finalized.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class TRAKer(trak.TRAKer):
             self._begin_with(groups, inspect.signature(trak.TRAKer).bind(*args, **kwargs).arguments)
 
     def _begin_with(self, groups: GroupsLike, given: dict[str, Any]) -> None:
-        """Begin with groups: who answers, a folder that fits, and TRAK's own constructor with `given`."""
+        """Set up with groups: decide whether TRAK's code runs, check the folder, and call TRAK's constructor."""
         drop_in = self._options.drop_in(groups, given["train_set_size"])
         assert drop_in.groups is not None
         self.groups, self._grouped = drop_in.groups, not drop_in.by_toolkit
@@ -134,7 +137,7 @@ class TRAKer(trak.TRAKer):
         self.chosen_damping |= {model_id: kept["damping"] for model_id, kept in notes.items() if "damping" in kept}
 
     def init_projector(self, *args: Any, **kwargs: Any) -> None:
-        """As TRAK's; with groups, a projector or a store that does not fit is refused before anything is written."""
+        """As TRAK's. With groups, raise an error for a wrong projector or store before anything is written."""
         super().init_projector(*args, **kwargs)
         if self.groups is None:
             return
@@ -149,12 +152,12 @@ class TRAKer(trak.TRAKer):
         with together({"model_id": model_id}):
             store = self._loaded(self._state(checkpoint), model_id, *args, **kwargs)
         self._sums = None
-        if store is not None:  # not deleted by finalize_features
+        if store is not None:  # finalize_features has not deleted it
             self._sums = GroupSums(store, self._task_gradients, model_id, self._weights)
             self.saver.serialize_current_model_id_metadata()
 
     def _loaded(self, checkpoint: dict[str, Tensor], model_id: int, *args: Any, **kwargs: Any) -> GroupStore | None:
-        """Load a checkpoint; its store, or None if that is finalized and deleted."""
+        """Load a checkpoint and return its store, or None if the store was finalized and deleted."""
         self._commit()
         new = self.saver.model_ids.get(model_id) is None
         if new and len(self.saver.model_ids) >= self._options.models:
@@ -169,10 +172,10 @@ class TRAKer(trak.TRAKer):
         return self._store(model_id, reset=new)
 
     def featurize(self, batch: Iterable[Tensor], inds: Any = None, num_samples: int | None = None) -> None:
-        """Add a batch to the sums of its groups; groups may be cut across batches in any way.
+        """Add a batch to the sums of its groups. The points of a group may be spread over batches in any way.
 
-        Points that were done before this checkpoint was loaded are left out, so a loop can be run again after it was
-        interrupted. `groups.batch_sampler` gives whole groups, which is fastest.
+        Points that were done before this checkpoint was loaded are skipped, so an interrupted loop can be run again.
+        `groups.batch_sampler` gives batches of whole groups, which is fastest.
         """
         loaded = self.ckpt_loaded == self.saver.current_model_id
         if self.groups is None or not (self._grouped or loaded):
@@ -206,7 +209,7 @@ class TRAKer(trak.TRAKer):
                 self.saver.serialize_current_model_id_metadata()
 
     def finalize_features(self, model_ids: Iterable[int] | None = None, del_grads: bool = False) -> None:
-        """As TRAK's; an incomplete group, or a Fisher that cannot be inverted, is an error."""
+        """As TRAK's. Raise an error if a group is incomplete, or if a Fisher cannot be inverted."""
         if self.groups is not None:
             release(self.projector)
         if not self._grouped:
@@ -234,12 +237,12 @@ class TRAKer(trak.TRAKer):
                 store.delete_rows()
 
     def _finalize(self, model_id: int, store: GroupStore) -> float:
-        """Make the features of a checkpoint; the relative ridge in its Fisher."""
+        """Compute the features of a checkpoint, and return the relative ridge in its Fisher."""
         store.check_complete(model_id)
         damping, current = self._options.damping, self.saver.current_store
         features, ridge = group_features(store, self.score_computer, self.device, damping, self.lambda_reg)
         current["features"][:] = features.to(self.dtype).cpu().numpy()
-        current["out_to_loss"][:] = 1  # Q is in the numerators
+        current["out_to_loss"][:] = 1  # the numerators already contain Q
         if self._checked_saver is not None:
             self._checked_saver.notes[model_id]["damping"] = ridge
         return ridge
@@ -269,10 +272,10 @@ class TRAKer(trak.TRAKer):
         *,
         property: Property | None = None,
     ) -> None:
-        """Add targets: a batch of points, or the components of a property of the model (give one of the two).
+        """Add targets: a batch of points, or the components of a property of the model. Give exactly one of the two.
 
         A positive score means that training on the group raises the target: the output (margin) of a point, or the
-        property, even if that is a loss.
+        property, even if the property is a loss.
         """
         if (batch is None) == (property is None):
             raise ValueError("pass either a batch of targets or property=, a function of the model.")
@@ -305,7 +308,7 @@ class TRAKer(trak.TRAKer):
             keep_targets(self._folder(model_id), experiment, targets, indices)
 
     def finalize_scores(self, exp_name: str, model_ids: Iterable[int] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """TRAK's scores, `[groups, targets]` with groups; positive where the group raises the target."""
+        """Return TRAK's scores; with groups, `[groups, targets]`, positive if the group raises the target."""
         if self.groups is None:
             return super().finalize_scores(exp_name, model_ids, *args, **kwargs)
         used = list(self.saver.model_ids) if model_ids is None else list(model_ids)
@@ -324,7 +327,7 @@ class TRAKer(trak.TRAKer):
         return self.scores
 
     def _checked_scores(self, exp_name: str, model_ids: list[int], finalize: Any) -> np.ndarray:
-        """TRAK's scores of targets that are what was written, in group order, with a checksum."""
+        """Check the targets, compute TRAK's scores in the order of the groups, and record a checksum of the scores."""
         for model_id in model_ids if exp_name in self.saver.experiments else ():
             self.saver.load_current_store(model_id, exp_name, self.saver.experiments[exp_name]["num_targets"])
             check_targets(self._folder(model_id), exp_name, self.saver.current_store[f"{exp_name}_grads"])
@@ -340,16 +343,16 @@ class TRAKer(trak.TRAKer):
             checked.end_scores(exp_name)
         return scores
 
-    # ---- what the calls share
+    # ---- helpers of the methods above
 
     @property
     def _checked_saver(self) -> CheckedSaver | None:
-        """The saver, if it is the one that checks its files: a user may bring another."""
+        """The saver if it is a `CheckedSaver`, else None: a user may pass another saver."""
         return self.saver if isinstance(self.saver, CheckedSaver) else None
 
     @property
     def _writes(self) -> bool:
-        """Whether this process writes targets and scores: with groups the first rank, for all of them."""
+        """Whether this process writes targets and scores; with groups, the first rank writes them for all ranks."""
         return ranks.is_first() or not self._grouped
 
     def _folder(self, model_id: int | str = "") -> Path:

@@ -1,4 +1,4 @@
-"""Which data source helped or hurt a fine-tuning: group attribution for Hugging Face's `Trainer` and PEFT.
+"""Group attribution for Hugging Face's `Trainer` and PEFT: find the data sources that helped or hurt a fine-tuning.
 
 >>> from ggda_transformers import GroupTracker, attribute_trainer
 """

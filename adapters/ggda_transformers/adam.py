@@ -1,11 +1,12 @@
-"""TracIn with Adam's preconditioner: what a group's gradient would do in a step of Adam, not of gradient descent.
+"""TracIn with Adam's preconditioner: the effect of a group's gradient in a step of Adam instead of gradient descent.
 
-A step of Adam divides a gradient by √v̂ + ε, with v̂ = v / (1 − β₂ᵗ) the bias-corrected second moments. So the score of
-group G for a property g is
+A step of Adam divides a gradient by √v̂ + ε. Here v̂ = v / (1 − β₂ᵗ) are the bias-corrected second moments. So the
+score of group G for a property g is
 
     τ_G = Σ_c η_c ⟨∇g(θ_c) / (√v̂_c + ε), Σ_{i∈G} ∇ℓ_i(θ_c)⟩
 
-Adam takes its steps along a mean of gradients, too, in which a gradient of s steps ago has weight β₁ˢ: see `Momentum`.
+Adam also takes its steps along a mean of gradients. In this mean, a gradient of s steps ago has weight β₁ˢ, see
+`Momentum`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class AdamTracIn(Method):
     """TracIn whose directions are divided as Adam divides gradients.
 
     Args:
-        optimizer: the live optimizer, for the current parameters; or None where checkpoints bring their own.
-        trainer: tells the order of parameters in a saved optimizer, or None.
+        optimizer: the optimizer in use, for the current parameters; None if checkpoints hold their own optimizers.
+        trainer: the Trainer, which knows the order of parameters in a saved optimizer, or None.
     """
 
     name: ClassVar[str] = "tracin"
@@ -44,12 +45,12 @@ class AdamTracIn(Method):
         return f"AdamTracIn({self._checkpoint.path if self._checkpoint is not None else 'current'!s})"
 
     def load(self, model: nn.Module, checkpoint: TrainerCheckpoint) -> None:
-        """Load a checkpoint into the model, and take its second moments from now on."""
+        """Load a checkpoint into the model, and use its second moments from now on."""
         checkpoint.load(model)
         self._checkpoint = checkpoint
 
     def precondition(self, provider: GroupGradients, directions: Tensor) -> Preconditioned:
-        """The directions `[m, p]`, each parameter's divided by √v̂ + ε."""
+        """Divide the directions `[m, p]`, parameter by parameter, by √v̂ + ε."""
         divisors = self.divisors(provider.space.parameters)
         row = provider.space.flatten(
             [divisors[name] for name in provider.space.parameters], directions.new_empty(provider.p)
@@ -76,14 +77,14 @@ class AdamTracIn(Method):
 class Momentum:
     """The mean of a property's directions `[m, p]` over the steps so far, weighted by age as Adam weights gradients.
 
-    A gradient acts in its own step and, ever less, in those to come: its effect is the product with the mean of their
-    directions. As they are not known yet, those of the steps before stand for them. Where a model swings to and fro,
-    they cancel, as gradients do in Adam's mean.
+    A gradient acts in its own step and, with decreasing weight, in later steps. So its effect is its product with the
+    mean of the directions of these steps. The directions of later steps are not known yet, so the directions of
+    earlier steps replace them. If the model swings to and fro, they cancel, as gradients do in Adam's mean.
 
     Attributes:
-        total: the sum of the weighted directions; None before the first.
-        weight: the sum of their weights, β₁ to the power of their age.
-        step: of the last one.
+        total: the sum of the weighted directions; None before the first directions.
+        weight: the sum of the weights, each β₁ to the power of the age.
+        step: the step of the last directions.
     """
 
     total: Tensor | None = None
@@ -91,7 +92,7 @@ class Momentum:
     step: int = 0
 
     def mean(self, directions: Tensor, step: int, optimizer: Any) -> Tensor:
-        """The mean, with the directions of a step."""
+        """Add the directions of a step and return the mean."""
         kept = unwrapped(optimizer).param_groups[0]["betas"][0] ** (step - self.step)
         self.total = directions if self.total is None else directions + kept * self.total.to(directions)
         self.weight, self.step = 1 + kept * self.weight, step
@@ -99,22 +100,22 @@ class Momentum:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """An optimizer, out of accelerate's wrapper."""
+    """An optimizer without accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def live_divisors(optimizer: Any, parameters: Mapping[str, nn.Parameter], coming: bool = False) -> dict[str, Tensor]:
-    """√v̂ + ε from an optimizer that is in use: of its last step, 1 before the first; or of the coming one.
+    """√v̂ + ε by name, from an optimizer in use: of its last step (1 before the first step), or of the coming step.
 
-    The moments of the coming step hold its own gradients, so that what is divided is no larger than in the step itself:
-    the embedding of a token that is new has none before.
+    The moments of the coming step include its own gradients. So a divided gradient is not larger than in the step
+    itself, even for the embedding of a new token, which has no moments before this step.
     """
     optimizer = unwrapped(optimizer)
     groups = {id(value): group for group in optimizer.param_groups for value in group["params"]}
     found = {}
     for name, parameter in parameters.items():
         if id(parameter) not in groups and coming:
-            found[name] = torch.ones_like(parameter)  # its learning rate is 0
+            found[name] = torch.ones_like(parameter)  # any value will do, as its learning rate is 0
             continue
         if id(parameter) not in groups:
             raise _not_trained(name)
@@ -125,10 +126,11 @@ def live_divisors(optimizer: Any, parameters: Mapping[str, nn.Parameter], coming
 
 
 def steady(divisors: Mapping[str, Tensor], steps: int) -> dict[str, Tensor]:
-    """Divisors after some steps as if one step more had had the mean square of its parameter everywhere.
+    """Smooth divisors, as if one more step had had the mean square of the parameter in all its entries.
 
-    In the first steps a sum of gradients may be near 0 where the gradients of points are not; divided by it, a few
-    numbers would be all of a point's score. The mean takes this away, and fades as moments are of more steps.
+    In the first steps, a sum of gradients may be near 0 in entries where the gradients of points are not. After
+    division by it, a few entries would dominate the score of a point. The mean prevents this, and its weight decreases
+    with the number of steps.
     """
     squares = {name: value.square() for name, value in divisors.items()}
     means = {name: value[value.isfinite()].mean().nan_to_num() for name, value in squares.items()}
@@ -138,7 +140,7 @@ def steady(divisors: Mapping[str, Tensor], steps: int) -> dict[str, Tensor]:
 def _saved_divisors(
     saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], trainer: Any, where: str
 ) -> dict[str, Tensor]:
-    """√v̂ + ε from a saved optimizer, whose parameters are numbered in the order a Trainer gives them."""
+    """√v̂ + ε by name, from a saved optimizer that numbers its parameters in the Trainer's order."""
     groups = saved["param_groups"]
     order = _order(parameters, len(groups), trainer)
     sizes, own = [len(group["params"]) for group in groups], [len(names) for names in order]
@@ -167,9 +169,10 @@ def _saved_divisors(
 
 
 def _order(parameters: Mapping[str, nn.Parameter], groups: int, trainer: Any) -> list[list[str | None]]:
-    """Names by group of the optimizer, None for those that do not count.
+    """Names of the parameters in each group of the optimizer; None for those that gradients are not taken for.
 
-    They are the groups of the Trainer's own optimizer, else those with weight decay, then those without.
+    The groups are taken from the Trainer's own optimizer. Without a Trainer, two groups are the parameters with weight
+    decay, then the parameters without.
     """
     if trainer is not None:
         names = {id(value): name for name, value in parameters.items()}
@@ -182,7 +185,7 @@ def _order(parameters: Mapping[str, nn.Parameter], groups: int, trainer: Any) ->
 
 
 def _optimizer_of(trainer: Any, parameters: Mapping[str, nn.Parameter]) -> Any:
-    """The Trainer's optimizer; before training one that it would make, which it does not keep."""
+    """The Trainer's optimizer; before training, a new one made by the Trainer, which does not keep it."""
     if trainer.optimizer is not None:
         return trainer.optimizer
     frozen = [value for value in parameters.values() if not value.requires_grad]
@@ -214,10 +217,10 @@ def _divisor(
             "other optimizers than Adam and AdamW."
         )
     if not state and gradient is None:
-        return torch.ones_like(parameter)  # no step so far
+        return torch.ones_like(parameter)  # the optimizer has taken no step
     moments, step, beta = state.get("exp_avg_sq", 0.0), float(state.get("step", 0)), group["betas"][1]
     if gradient is not None:
         moments, step = beta * moments + (1 - beta) * gradient**2, step + 1
     divisor = (moments / (1 - beta**step)).sqrt() + group["eps"]
-    # what has had no gradient was not moved, whatever it has without dropout
+    # an entry that never had a gradient was not moved, even if it has a gradient without dropout
     return divisor.masked_fill(moments == 0, torch.inf).to(parameter)

@@ -1,4 +1,4 @@
-"""`attribute_trainer`: group scores from what a Trainer leaves behind."""
+"""`attribute_trainer` computes group scores from a finished Trainer, a trained model or saved checkpoints."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ggda_transformers.setup import TrainerSetup
 
 MethodChoice = Literal["auto", "tracin", "influence", "fisher", "ekfac"]
 FEW_PARAMETERS = 2_000_000
-"""Up to here (adapters, heads) the curvature is solved with; above it is factored, which needs less memory."""
+"""Up to this number (adapters, heads) the default is to solve with the curvature; above, to factor it, for memory."""
 CURVATURE_ROWS = 1024
-"""Rows that the curvature is taken on at most: rows are long and have many tokens to tell it by."""
+"""The largest number of rows that the curvature is computed on. Rows are long: this many hold enough tokens for it."""
 
 
 def attribute_trainer(
@@ -53,37 +53,42 @@ def attribute_trainer(
     save_dir: str | Path | None = None,
     tag: str | None = None,
 ) -> Attribution:
-    """Which groups of the training data helped or hurt: positive where the property is predicted to rise without one.
+    """Score how each group of the training data helped or hurt.
+
+    A positive score means that the property is predicted to rise if the group is removed.
 
     Args:
-        trainer_or_model: the `transformers.Trainer` after training, or the trained model (a PEFT model as well, whose
-            adapter's parameters count). Dropout is switched off meanwhile; the model is left as it was.
+        trainer_or_model: the `transformers.Trainer` after training, or the trained model. For a PEFT model, gradients
+            are taken for the adapter's parameters. Dropout is off during the call; the model is left as it was.
         train_dataset: the rows as they were given to the Trainer: a `datasets.Dataset`, a list of dicts, or a map-style
-            Dataset. Columns that the model does not take may stay.
+            Dataset. It may have columns that the model does not take.
         groups: the name of a column (``"source"``, ``"meta.source"``), `Binned`, `Nested`, a list of these for the
             combinations of their values, or one label per row.
         property: a callable ``g(model)``, one of `ggda_ext.properties`, or a name: ``"eval_loss"``, ``"accuracy"``
             (mean probability of the right label), ``"f1"``, ``"probability"`` (of the whole answer), ``"perplexity"``,
-            or ``"difference"`` (loss of the first of two sets minus that of the second); or a list of these.
-        checkpoints: None for the current parameters; ``"output_dir"`` for all ``checkpoint-*`` of the Trainer's output
+            or ``"difference"`` (loss of the first of two sets minus loss of the second); or a list of these.
+        checkpoints: None for the current parameters; ``"output_dir"`` for all ``checkpoint-*`` in the Trainer's output
             folder; a folder; or a list of folders.
-        preconditioner: ``"adam"`` divides as Adam does (TracIn only), with the second moments of each checkpoint's
-            ``optimizer.pt``, or of the Trainer's optimizer at the current parameters.
-        method: that of `ggda_ext.attribute`. ``"auto"`` takes curvature into account: ``"influence"`` for up to two
-            million parameters (adapters, heads), ``"ekfac"`` above, ``"tracin"`` with a preconditioner. The result says
-            which it was. Curvature is taken on up to 1,024 rows, at up to six passes over them; pass one of
-            `ggda_ext.methods` for other settings. Then, as ``"tracin"``, one pass over all for each checkpoint.
-        eval_dataset: what a property by name is of; by default the Trainer's. A dict gives a row for each set.
-        tokens: the loss of a sequence is the ``"mean"`` of its tokens, as its loss alone, or their ``"sum"``. A Trainer
-            takes the mean over all tokens of a batch, which is neither: sequences count by length there, as in the sum.
+        preconditioner: ``"adam"`` divides gradients as Adam does (TracIn only). It takes the second moments from the
+            ``optimizer.pt`` of each checkpoint, or from the Trainer's optimizer for the current parameters.
+        method: as in `ggda_ext.attribute`. ``"auto"`` uses curvature: ``"influence"`` for up to two million parameters
+            (adapters, heads) and ``"ekfac"`` above; with a preconditioner it is ``"tracin"``. The result names the
+            method. Curvature is computed on up to 1,024 rows, with up to six passes over them; pass one of
+            `ggda_ext.methods` for other settings. Then every method makes one pass over all rows for each checkpoint;
+            ``"tracin"`` makes only this pass.
+        eval_dataset: the rows that a property given by name is computed on; by default the Trainer's. A dict of several
+            sets gives one row of scores for each set.
+        tokens: the loss of a sequence is the ``"mean"`` of its tokens' losses, which is its loss in a batch of its own,
+            or their ``"sum"``. A Trainer takes the mean over all tokens of a batch, which is neither: there, sequences
+            count by their length, as with the sum.
         data_collator: by default the Trainer's.
-        processing_class: the tokenizer, to pad with where there is no Trainer.
+        processing_class: the tokenizer, needed for padding if there is no Trainer.
         compute_loss_func: by default the Trainer's.
-        weights: one for each checkpoint; by default, for TracIn, the learning rates in ``trainer_state.json``.
-        damping: of the curvature; by default from the Trainer's steps, else from the curvature itself.
-        parameters: which count; by default those that require a gradient.
+        weights: one weight for each checkpoint; for TracIn, by default the learning rates in ``trainer_state.json``.
+        damping: damping of the curvature; by default from the Trainer's steps, else from the curvature itself.
+        parameters: the parameters that gradients are taken for; by default those that require a gradient.
         strategy: as in `attribute`.
-        batch_size: rows per batch; by default the Trainer's for training.
+        batch_size: rows per batch; by default the Trainer's batch size for training.
         memory_budget, show_progress, save_dir, tag: as in `attribute`.
 
     Returns:
@@ -120,7 +125,7 @@ def attribute_trainer(
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """Dropout off and merged adapters out of the weights, for a while."""
+    """Switch dropout off and take merged adapters out of the weights, inside this context."""
     modes = [(module, module.training) for module in model.modules()]
     with unmerged(model):
         model.eval()
@@ -138,7 +143,7 @@ def _load(model: nn.Module, checkpoint: TrainerCheckpoint) -> None:
 def _method(
     method: MethodChoice | Method, preconditioner: str | None, setup: TrainerSetup, damping: float | None, p: int
 ) -> tuple[Any, float | None]:
-    """The method, and the damping where the method does not hold it."""
+    """The method, and the damping if the method object does not hold it."""
     if preconditioner not in (None, "adam"):
         raise ValueError(f"preconditioner={preconditioner!r} is not one of None, 'adam'.")
     if preconditioner == "adam":
@@ -155,7 +160,7 @@ def _method(
 
 
 def training_steps(trainer: Any) -> TrainingSteps | None:
-    """What a Trainer's log tells about its steps; None if it tells too little."""
+    """The training steps according to a Trainer's log; None if the log holds too little."""
     steps = _steps_taken(trainer)
     log = getattr(getattr(trainer, "state", None), "log_history", [])
     logged = [entry["learning_rate"] for entry in log if "learning_rate" in entry and entry["step"] <= steps]
@@ -175,7 +180,7 @@ def training_steps(trainer: Any) -> TrainingSteps | None:
 
 
 def _check_moments_fit(trainer: Any) -> None:
-    """Refuse an optimizer of other steps than the model's."""
+    """Raise an error if the Trainer's optimizer and its model belong to different steps."""
     if trainer is not None and _steps_taken(trainer) != trainer.state.global_step:
         best = trainer.state.best_model_checkpoint
         raise ValueError(
@@ -185,7 +190,7 @@ def _check_moments_fit(trainer: Any) -> None:
 
 
 def _steps_taken(trainer: Any) -> int:
-    """Steps that made the Trainer's model: fewer than it took where it has loaded its best checkpoint at the end."""
+    """Number of steps that made the Trainer's model: fewer than it took if it loaded its best checkpoint at the end."""
     state: Any = getattr(trainer, "state", None)
     loaded = trainer is not None and trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None
     return int(state.best_global_step if loaded else getattr(state, "global_step", 0))
@@ -194,7 +199,7 @@ def _steps_taken(trainer: Any) -> int:
 def _weights(
     listed: list[TrainerCheckpoint] | None, weights: Sequence[float] | None, method: Any
 ) -> Sequence[float] | None:
-    """One weight per checkpoint: for TracIn the learning rates that were logged."""
+    """One weight per checkpoint; for TracIn, by default the logged learning rates."""
     if listed is None or weights is not None or not (method == "tracin" or isinstance(method, AdamTracIn)):
         return weights
     found = [checkpoint.learning_rate for checkpoint in listed]

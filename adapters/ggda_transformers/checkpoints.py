@@ -1,4 +1,4 @@
-"""The folders that a Trainer leaves behind: parameters, learning rates, Adam's moments; no code in them is run."""
+"""Read the folders that a Trainer saves: parameters, learning rates, Adam's moments. No code in their files is run."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
 
 @dataclass(frozen=True)
 class TrainerCheckpoint:
-    """A folder ``checkpoint-<step>``, or any other that a model was saved to."""
+    """A folder ``checkpoint-<step>``, or any other folder that a model was saved to."""
 
     path: Path
 
     @property
     def step(self) -> int | None:
-        """The step it was saved after."""
+        """The step after which the checkpoint was saved; None if the folder's name does not tell it."""
         found = re.fullmatch(r"checkpoint-(\d+)", self.path.name)
         return int(found.group(1)) if found else None
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of its step, as `trainer_state.json` logged it: the last one up to there."""
+        """The learning rate of the checkpoint's step: the last one that `trainer_state.json` logged up to this step."""
         path = self.path / "trainer_state.json"
         if not path.is_file():
             raise FileNotFoundError(
                 f"{self.path} has no trainer_state.json, so its learning rate is not known: pass weights=, one for "
                 "each checkpoint."
             )
-        state = read_json(path.resolve())  # a hub's cache holds links
+        state = read_json(path.resolve())  # in the cache of a hub, files are links
         try:
             logged = [
                 (int(entry["step"]), float(entry["learning_rate"]))
@@ -61,7 +61,7 @@ class TrainerCheckpoint:
         return max((entry for entry in logged if entry[0] <= step), default=logged[0])[1]
 
     def load(self, model: nn.Module) -> None:
-        """Load its parameters into a model; those of another model are refused."""
+        """Load the parameters into a model. Raise an error if they belong to another model."""
         model = unwrapped(model)
         adapter = next((self.path / name for name in _ADAPTER if (self.path / name).is_file()), None)
         if adapter is not None:
@@ -84,7 +84,7 @@ class TrainerCheckpoint:
         for name in _SHARDED:
             if (self.path / name).is_file():
                 index = read_json((self.path / name).resolve())
-                try:  # by name: an index may not lead elsewhere
+                try:  # file names only, so that an index cannot point to another folder
                     inside = [self.path / Path(file).name for file in sorted(set(index["weight_map"].values()))]
                 except (AttributeError, KeyError, TypeError, IndexError) as error:
                     raise damaged(self.path / name, error) from None
@@ -98,7 +98,7 @@ class TrainerCheckpoint:
         )
 
     def optimizer_state(self) -> dict[str, Any]:
-        """What `optimizer.pt` holds; loaded without running code."""
+        """The content of `optimizer.pt`, loaded without running code."""
         path = self.path / "optimizer.pt"
         if not path.is_file():
             raise FileNotFoundError(
@@ -122,7 +122,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_pytorch(path: Path, **options: Any) -> dict[str, Any]:
-    """What a PyTorch file holds, loaded without running code."""
+    """The content of a PyTorch file, loaded without running code."""
     try:
         return dict(torch.load(path, map_location="cpu", weights_only=True, **options))
     except (
@@ -138,18 +138,18 @@ def _read_pytorch(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def damaged(path: Path, error: Exception) -> DamagedFile:
-    """The error about a file in which something else is found than a Trainer writes."""
+    """Make the error for a file whose content is not what a Trainer writes."""
     reason = str(error).split("\n")[0] or type(error).__name__
     return DamagedFile(f"{path} is damaged or not what a Trainer writes ({reason}): take another checkpoint.")
 
 
 def found_checkpoints(checkpoints: Any, output_dir: str | None) -> list[TrainerCheckpoint] | None:
-    """Checkpoints as folders, by step; None for the current parameters.
+    """The checkpoint folders, by step or in the order of the list; None for the current parameters.
 
     Args:
-        checkpoints: ``"output_dir"`` for those of the Trainer's output folder, a folder that holds ``checkpoint-*`` or
-            is one, or a list of folders.
-        output_dir: of the Trainer, or None.
+        checkpoints: ``"output_dir"`` for the checkpoints in the Trainer's output folder; a folder that holds
+            ``checkpoint-*`` folders, or is a checkpoint itself; or a list of folders.
+        output_dir: the Trainer's output folder, or None.
     """
     if checkpoints is None:
         return None

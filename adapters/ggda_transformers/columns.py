@@ -1,4 +1,4 @@
-"""Rows and columns of a data set, and groups from columns: by name, several, nested names, bins of a number or date."""
+"""Read columns of a data set and make groups of them: by values of one or several columns, nested names, or bins."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ggda_ext.groups.labels import is_list_of_lists
 
 @dataclass(frozen=True)
 class Binned:
-    """Bins of a column of numbers or dates.
+    """Groups rows by bins of a column of numbers or dates.
 
     Attributes:
-        column: its name. Dates may be text as in ISO 8601, ``"2024-05-31"``.
-        bins: how many bins of about equal counts, or their edges.
+        column: name of the column. Dates may be text in ISO 8601 form, ``"2024-05-31"``.
+        bins: number of bins with about equal counts, or the edges of the bins.
         freq: for dates, ``"Y"``, ``"M"``, ``"W"`` or ``"D"``.
     """
 
@@ -31,12 +31,12 @@ class Binned:
 
 @dataclass(frozen=True)
 class Nested:
-    """The upper levels of a column of nested names: at depth 1 ``"web/forum/cars"`` is ``"web"``.
+    """Groups rows by the upper levels of nested names in a column: at depth 1, ``"web/forum/cars"`` becomes ``"web"``.
 
     Attributes:
-        column: its name.
-        depth: how many levels count.
-        separator: between levels.
+        column: name of the column.
+        depth: number of levels to keep.
+        separator: the text between levels.
     """
 
     column: str
@@ -48,7 +48,7 @@ Part = str | Binned | Nested
 
 
 def check_rows(dataset: Any, name: str) -> None:
-    """Refuse what has no rows by index, with what to do about it."""
+    """Raise an error for data without rows that can be indexed; the error says what to pass instead."""
     if isinstance(dataset, str | bytes | Path):
         raise TypeError(f"{name} is the text {str(dataset)!r}: load it first, and pass the rows as given to Trainer.")
     if isinstance(dataset, DataLoader):
@@ -74,12 +74,12 @@ def check_rows(dataset: Any, name: str) -> None:
 
 
 def groups_of(dataset: Any, groups: Any) -> Groups:
-    """Groups of the rows of a data set.
+    """Make groups of the rows of a data set.
 
     Args:
-        dataset: the training data, `datasets.Dataset`, a list of dicts, or any map-style data set of dicts.
-        groups: the name of a column, with dots for a column inside of another; `Binned` or `Nested`; a list of these
-            for the combinations of their values; or what `Groups` takes: labels, one for each row, or lists of rows.
+        dataset: the training data: a `datasets.Dataset`, a list of dicts, or any map-style data set of dicts.
+        groups: the name of a column, with dots for a column inside another one; `Binned` or `Nested`; a list of these
+            for the combinations of their values; or anything `Groups` takes: one label for each row, or lists of rows.
     """
     check_rows(dataset, "train_dataset")
     n = len(dataset)
@@ -104,7 +104,7 @@ def groups_of(dataset: Any, groups: Any) -> Groups:
 
 
 def _are_parts(groups: Any, dataset: Any) -> bool:
-    """Whether groups is a list of columns, not of labels."""
+    """Whether `groups` is a list of columns, not a list of labels."""
     listed = isinstance(groups, list | tuple) and len(groups) > 0
     if not listed or not all(isinstance(part, str | Binned | Nested) for part in groups):
         return False
@@ -122,7 +122,7 @@ def _objects(values: list[Any]) -> Any:
 
 
 def _values(dataset: Any, part: Part) -> list[Any]:
-    """One value per row."""
+    """The value of each row for a column, `Binned` or `Nested`."""
     column = part if isinstance(part, str) else part.column
     values = column_values(dataset, column)
     _check_plain(values, column)
@@ -151,7 +151,7 @@ def _values(dataset: Any, part: Part) -> list[Any]:
 
 
 def _check_plain(values: list[Any], column: str) -> None:
-    """Refuse a column of lists or of columns."""
+    """Raise an error if a column holds lists, arrays or further columns."""
     held = next((value for value in values if isinstance(value, list | dict | np.ndarray)), None)
     if held is None:
         return
@@ -162,7 +162,7 @@ def _check_plain(values: list[Any], column: str) -> None:
 
 
 def _dates(values: Sequence[Any], column: str) -> Any:
-    """Values as an array; text as dates."""
+    """Return the values as an array; convert them to dates if they are text."""
     if not all(isinstance(value, str) for value in values):
         return np.asarray(values)
     try:
@@ -184,7 +184,7 @@ def _is_date(text: str) -> bool:
 
 
 def column_names(dataset: Any) -> list[str]:
-    """Names of the columns: those that the data set says it has, or the keys of its first row."""
+    """Names of the columns: the `column_names` of the data set, or the keys of its first row."""
     names = getattr(dataset, "column_names", None)
     if isinstance(names, list):
         return names

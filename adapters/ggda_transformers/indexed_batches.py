@@ -1,9 +1,9 @@
-"""Which row is which in a Trainer's shuffled batches: every batch carries its rows' numbers to the training step.
+"""Identify the rows in a Trainer's shuffled batches: every batch carries the numbers of its rows to the training step.
 
-A callback sees neither batches nor their order. So the data loader that the Trainer will iterate is given a data set
-whose rows know their number, and a collator that hangs the numbers, with the whole batch, onto the batch under a key of
-its own. They are taken off where the Trainer's step begins, before any loss sees them. Shuffling, several epochs,
-skipped batches after a resume and the shares of several ranks are as the Trainer makes them.
+A callback sees neither batches nor their order. So the Trainer's data loader gets a data set whose rows know their
+number, and a collator that adds these numbers and a copy of the batch to the batch, under a key of its own. They are
+removed at the start of the Trainer's step, before any loss sees them. Shuffling, several epochs, skipped batches after
+a resume and the shares of several ranks stay as the Trainer makes them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ggda_transformers.columns import check_rows
 from ggda_transformers.setup import checked_batch
 
 KEY = "ggda_rows"
-_COMPARED = 64  # rows of the Trainer that are compared with those given
+_COMPARED = 64  # number of the Trainer's rows that are compared with the given rows
 
 
 @dataclass
 class Carried:
-    """A batch of training rows on its way to the model.
+    """A batch of training rows and their numbers, carried to the training step.
 
     Attributes:
-        rows: their numbers in the data set.
-        batch: what the collator made of them.
+        rows: numbers of the rows in the data set.
+        batch: the batch that the collator made of the rows.
     """
 
     rows: list[int]
     batch: dict[str, Any]
 
     def to(self, *_: Any, **__: Any) -> Carried:
-        """The batch itself: what moves a batch to a device moves what it holds."""
+        """Return the object unchanged. Code that moves a batch to a device calls `to` on every value in it."""
         return self
 
 
@@ -59,13 +59,13 @@ class _NumberedRows:
         return list(zip(numbers, rows, strict=True))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while it is unpickled
+        if name == "dataset":  # not set yet while the object is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
 class _NumberedCollator:
-    """A collator that hangs the numbers of its rows onto the batch."""
+    """A collator that adds the numbers of its rows to the batch."""
 
     def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
         self.collator = collator
@@ -73,29 +73,29 @@ class _NumberedCollator:
     def __call__(self, numbered: list[tuple[int, Any]]) -> Any:
         numbers, rows = [int(number) for number, _ in numbered], [row for _, row in numbered]
         batch = checked_batch(self.collator(rows), len(rows))
-        carrying: Any = copy(batch)  # of the same kind: losses may take BatchEncoding's attributes
+        carrying: Any = copy(batch)  # keeps the type, because losses may use BatchEncoding's attributes
         carrying[KEY] = Carried(numbers, dict(batch))
         return carrying
 
 
 def number_rows(loader: Any, given: Any) -> tuple[Callable[[], None], bool]:
-    """Let a Trainer's data loader give batches that carry the numbers of their rows.
+    """Make the batches of a Trainer's data loader carry the numbers of their rows.
 
     Args:
-        loader: the Trainer's, as accelerate prepared it.
-        given: the rows that the groups are of.
+        loader: the Trainer's data loader, as accelerate prepared it.
+        given: the rows that the groups were made for.
 
     Returns:
-        What undoes it, and whether the rows could be compared with those given.
+        A function that undoes the change, and whether the Trainer's rows could be compared with the given rows.
     """
     inner: Any = loader
-    while "base_dataloader" in vars(inner):  # out of accelerate's wrapper, which passes for a DataLoader
+    while "base_dataloader" in vars(inner):  # remove accelerate's wrapper, which passes as a DataLoader
         inner = inner.base_dataloader
     if not isinstance(inner, DataLoader):
         raise TypeError(f"the Trainer's data loader is a {type(loader).__name__}: GroupTracker needs a DataLoader.")
     dataset: Any = inner.dataset
     collator = inner.collate_fn
-    numbered = isinstance(dataset, _NumberedRows)  # by another tracker
+    numbered = isinstance(dataset, _NumberedRows)  # another tracker has done it
     dataset = dataset.dataset if numbered else dataset
     check_rows(dataset, "the Trainer's training data")
     if len(dataset) != len(given):
@@ -108,18 +108,18 @@ def number_rows(loader: Any, given: Any) -> tuple[Callable[[], None], bool]:
         return lambda: None, compared
 
     def put(data: Any, collate: Any) -> None:
-        vars(inner)["dataset"], vars(inner)["collate_fn"] = data, collate  # which a DataLoader refuses as attributes
+        vars(inner)["dataset"], vars(inner)["collate_fn"] = data, collate  # a DataLoader forbids setattr here
 
     put(_NumberedRows(dataset), _NumberedCollator(collator))
     return lambda: put(dataset, collator), compared
 
 
 def check_same_order(given: Any, own: Any) -> bool:
-    """Refuse rows of the Trainer that are those given in another order; False if they have no column in common.
+    """Raise an error if the Trainer's rows are in another order than the given rows; False if they share no column.
 
     Args:
-        given: the rows that the groups are of.
-        own: those that the Trainer trains on, maybe without some columns.
+        given: the rows that the groups were made for.
+        own: the rows that the Trainer trains on; some columns may be missing.
     """
     if own is given:
         return True
@@ -130,7 +130,7 @@ def check_same_order(given: Any, own: Any) -> bool:
             return False
         for name in sorted(one.keys() & other.keys()):
             compared = True
-            if not _alike(one[name], other[name]) and _alike(one[name], given[number][name]):  # else it is random
+            if not _alike(one[name], other[name]) and _alike(one[name], given[number][name]):  # else random
                 raise ValueError(
                     f"row {number} of the Trainer has another {name!r} than row {number} of train_dataset: the Trainer "
                     "was given the rows in another order (shuffle) or others. Pass GroupTracker the data set that the "
@@ -141,12 +141,12 @@ def check_same_order(given: Any, own: Any) -> bool:
 
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, str) and isinstance(other, str):
-        return other.startswith(one)  # a text may have been given its end of sequence
+        return other.startswith(one)  # the Trainer may have added an end-of-sequence token
     return bool(np.array_equal(np.asarray(one), np.asarray(other)))
 
 
 class _TakingStep:
-    """A Trainer's `training_step` that gives carried batches to trackers, and the rest to the step itself."""
+    """Replaces a Trainer's `training_step`: gives carried batches to the trackers, and the other inputs to the step."""
 
     def __init__(self, trainer: Any) -> None:
         self.before = vars(trainer).get("training_step")
@@ -161,10 +161,12 @@ class _TakingStep:
 
 
 def take_at_the_step(trainer: Any, take: Callable[[Carried], None]) -> Callable[[], None]:
-    """Take carried batches off the inputs of a Trainer's `training_step`, for one of its trackers or several.
+    """Remove carried batches from the inputs of a Trainer's `training_step` and pass them to `take`.
+
+    Several trackers of a Trainer may do so.
 
     Returns:
-        What ends it.
+        A function that undoes this.
     """
     step = trainer.training_step
     if not isinstance(step, _TakingStep):

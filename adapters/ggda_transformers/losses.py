@@ -1,8 +1,8 @@
-"""The loss of each sequence as a Trainer computes it: the model's own, a `compute_loss_func`, with smoothed labels.
+"""The loss of each sequence as a Trainer computes it: by the model, by a `compute_loss_func`, or with smoothed labels.
 
-The loss of a sequence is what the Trainer's loss gives for that sequence alone: for a language model the mean over its
-tokens, or with ``tokens="sum"`` their sum. A Trainer divides by the tokens of its whole batch, which weighs a sequence
-by its length there; ``"sum"`` weighs all tokens alike, ``"mean"`` all sequences.
+The loss of a sequence is the Trainer's loss for this sequence alone. For a language model it is the mean over the
+tokens, or with ``tokens="sum"`` their sum. A Trainer divides by the number of tokens in its whole batch, so there the
+weight of a sequence is its length. ``"sum"`` gives all tokens the same weight, ``"mean"`` all sequences.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ IGNORED = -100
 
 
 class TrainerLoss(OwnLoss):
-    """The loss of a Trainer, of each example.
+    """The Trainer's loss for each example.
 
     Args:
-        tokens: ``"mean"`` or ``"sum"``, see above.
+        tokens: ``"mean"`` or ``"sum"``, see the module's docstring.
         compute_loss_func: ``f(outputs, labels, num_items_in_batch=…)`` as given to Trainer, or None.
         smoother: the Trainer's label smoother, or None.
-        compute_loss: ``f(model, inputs)`` of a Trainer that overrides it, or None.
+        compute_loss: ``f(model, inputs)`` of a Trainer that overrides this method, or None.
         shifts: whether position i predicts label i + 1.
         owner: the object that the functions belong to.
         of_token: as in `OwnLoss`.
@@ -53,13 +53,13 @@ class TrainerLoss(OwnLoss):
 
     @property
     def anchors(self) -> tuple[Any, ...] | None:
-        """Those of the model's own loss, and whose functions make this one."""
+        """The anchors of the model's own loss, and the objects whose functions this loss uses."""
         before = super().anchors
         own = [self.compute_loss_func, self.smoother, self.owner if self.compute_loss is not None else None]
         return None if before is None else (*before, *(part for part in own if part is not None))
 
     def value(self, model: nn.Module, batch: Any, rows: RowReductions | None = None) -> Tensor:
-        """The loss of a batch, one number; one for each example under `rows`."""
+        """The loss of a batch as one number, or one number for each example if `rows` is given."""
         if self.compute_loss is not None:
             return _checked(self.compute_loss(model, dict(batch)), "compute_loss")
         if self.compute_loss_func is None and self.smoother is None:
@@ -91,12 +91,12 @@ class TrainerLoss(OwnLoss):
         return self._smoothed(outputs, labels, rows)
 
     def _counts(self, labels: Tensor, *, each: bool) -> Tensor:
-        """How many labels count, of each example `[b]` or of the batch."""
+        """Number of labels that are not ignored, for each example `[b]` or for the batch."""
         kept = (labels[..., 1:] if self.shifts and labels.dim() > 1 else labels) != IGNORED
         return kept.reshape(len(labels), -1).sum(1) if each else kept.sum()
 
     def _smoothed(self, outputs: Any, labels: Tensor, rows: RowReductions) -> Tensor:
-        """What the smoother gives for each example `[b]`."""
+        """The smoother's loss for each example `[b]`."""
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
         if self.shifts:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
@@ -112,7 +112,7 @@ class TrainerLoss(OwnLoss):
 
 
 def _takes_labels(model: nn.Module) -> bool:
-    """Whether labels may be passed to a model, by name or among others: those without a head took none before 5.0."""
+    """Whether a model takes labels, by name or in ``**kwargs``; before 5.0, models without a head did not."""
     parameters = inspect.signature(base_of(model).forward).parameters
     return "labels" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 

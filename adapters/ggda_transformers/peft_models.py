@@ -1,6 +1,6 @@
-"""PEFT models: which parameters count, adapters that are merged, adapters in checkpoint folders, quantized models.
+"""PEFT models: default parameters, merged adapters, adapters in checkpoint folders, quantized models.
 
-PEFT is imported only if a model comes from it.
+PEFT is imported only if a model is a PEFT model.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Whether a model is one of PEFT's."""
+    """Whether a model is a PEFT model."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model inside of a PEFT model, or the model itself."""
+    """The model inside a PEFT model, or the model itself."""
     return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
 
 
 def counted_parameters(model: nn.Module) -> list[str] | None:
-    """Names of the parameters that count by default: None for those that require a gradient.
+    """Names of the parameters that gradients are taken for by default; None means all that require a gradient.
 
-    An adapter loaded for inference is frozen with its base; then its own parameters count.
+    If an adapter was loaded for inference, the adapter and its base are frozen. Then the adapter's parameters are used.
     """
     if not is_peft(model) or any(parameter.requires_grad for parameter in model.parameters()):
         return None
@@ -50,7 +50,7 @@ def _adapter_parameters(model: Any) -> list[nn.Parameter]:
 
 
 def check_not_quantized(model: nn.Module) -> None:
-    """Refuse a model in 4 or 8 bits."""
+    """Raise an error if a model is loaded in 4 or 8 bits."""
     flags = ("is_loaded_in_4bit", "is_loaded_in_8bit")
     bits = next((flag for flag in flags if getattr(base_of(model), flag, False)), None)
     kinds = {type(parameter).__name__ for parameter in model.parameters()}
@@ -65,7 +65,7 @@ def check_not_quantized(model: nn.Module) -> None:
 
 @contextmanager
 def unmerged(model: nn.Module) -> Iterator[None]:
-    """Take merged adapters out of the weights for a while, where they have no gradient of their own."""
+    """Take merged adapters out of the weights inside this context; a merged adapter has no gradient of its own."""
     layers = (
         [module for module in model.modules() if getattr(module, "merged", False) is True] if is_peft(model) else []
     )
@@ -80,16 +80,16 @@ def unmerged(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, adapters, weight, before in kept:
             layer.merge(adapter_names=adapters)  # type: ignore[operator]
-            weight.data.copy_(before)  # merging again may round otherwise
+            weight.data.copy_(before)  # merging again may round differently
 
 
 def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], wrong: str) -> None:
-    """Refuse what was saved of another model; names that share memory with a saved one need not be saved.
+    """Raise an error if tensors were saved from another model; tensors that share memory need to be saved only once.
 
     Args:
         own: the model's tensors by name.
-        saved: those of a checkpoint.
-        wrong: how the error begins.
+        saved: the checkpoint's tensors by name.
+        wrong: the beginning of the error message.
     """
     known = {own[name].data_ptr() for name in own if name in saved}
     absent = [name for name in own if name not in saved and own[name].data_ptr() not in known]
@@ -108,7 +108,7 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], wrong: st
 
 
 def load_adapter(model: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Load the adapter of a checkpoint folder into a PEFT model that has one of the same kind."""
+    """Load the adapter of a checkpoint folder into a PEFT model that has an adapter of the same kind."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     if not is_peft(model):

@@ -1,4 +1,4 @@
-"""Properties by name, of a Trainer's evaluation set or another: loss, accuracy, F1, perplexity, probability."""
+"""Properties by name, on the Trainer's evaluation set or another one: loss, accuracy, F1, perplexity, probability."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def negative_exponential(loss: Tensor) -> Tensor:
 
 
 def property_of(setup: TrainerSetup, property: Any, eval_dataset: Any) -> Property:
-    """A property by name, or the property itself.
+    """Return the property with a name, or the property itself if it is a callable.
 
     Args:
-        setup: how rows become losses.
+        setup: turns rows into losses.
         property: a callable ``g(model)``, one of `NAMES`, or a list of these, one component after the other.
-        eval_dataset: the rows it is of; a dict of several sets gives one component for each.
+        eval_dataset: the rows that the property is computed on; a dict of several sets gives one component for each.
     """
     if isinstance(property, list | tuple) and property:
         return stack(*(property_of(setup, one, eval_dataset) for one in property))
@@ -60,7 +60,7 @@ def property_of(setup: TrainerSetup, property: Any, eval_dataset: Any) -> Proper
 
 
 def _mean(setup: TrainerSetup, dataset: Any, *, higher_is_better: bool, **kind: Any) -> MeanProperty:
-    """The mean over the rows of their loss, or of what `kind` makes of it, see `TrainerSetup.loss`."""
+    """The mean over rows of the loss, or of the function of the loss that `kind` selects, see `TrainerSetup.loss`."""
     data = setup.rows(dataset, "eval_dataset")
     return MeanProperty(data, setup.loss(**kind), setup.batch_size, higher_is_better=higher_is_better)
 
@@ -122,5 +122,5 @@ _MAKERS: dict[str, Callable[[TrainerSetup, Any], ReadyProperty]] = {
     "probability": partial(_mean, higher_is_better=True, tokens="sum", of_example=negative_exponential),
     "perplexity": Perplexity,
 }
-"""``accuracy`` is the mean probability of the right label, of every token for a language model; ``probability`` that of
-the whole answer, of all labels of a row together."""
+"""``accuracy`` is the mean probability of the right label; for a language model, the mean over all tokens.
+``probability`` is the probability of the whole answer, that is, of all labels of a row together."""

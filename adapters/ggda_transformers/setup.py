@@ -1,4 +1,4 @@
-"""What a Trainer, or a model alone, says about a training: model, collator, columns, loss."""
+"""Read the setup of a training from a Trainer, or from a model alone: model, collator, columns, loss."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ggda_transformers.losses import TrainerLoss
 from ggda_transformers.peft_models import base_of, check_not_quantized
 
 LABELS = frozenset({"label", "label_ids", "labels"})
-"""Columns that a Trainer leaves, whether they are arguments of the model or not."""
+"""Columns that a Trainer keeps, whether they are arguments of the model or not."""
 BATCH_SIZE = 8
-"""Rows per batch of a model that comes without a Trainer."""
+"""Rows per batch if a model is given without a Trainer."""
 
 
 @dataclass
 class TrainerSetup:
-    """How rows of a data set become batches, and batches losses.
+    """Turns rows of a data set into batches, and batches into losses, as the Trainer does.
 
     Attributes:
-        model: the model itself, out of any wrapper.
+        model: the model itself, without any wrapper.
         collator: makes a batch of rows.
-        columns: those that reach the collator; None for all.
+        columns: the columns that the collator gets; None for all.
         batch_size: rows per batch.
-        trainer: where all this comes from, or None.
+        trainer: the Trainer that all this was read from, or None.
     """
 
     model: nn.Module
@@ -55,14 +55,14 @@ class TrainerSetup:
         compute_loss_func: Callable[..., Any] | None = None,
         batch_size: int | None = None,
     ) -> TrainerSetup:
-        """Read it from a Trainer, or from a model with what a Trainer would be given.
+        """Read the setup from a Trainer, or from a model and the arguments that a Trainer would get.
 
         Args:
             trainer_or_model: a `transformers.Trainer`, or the trained model.
-            data_collator: by default the Trainer's; with a model, one that pads if there is a tokenizer.
-            processing_class: the tokenizer, for a model that comes without a Trainer.
+            data_collator: by default the Trainer's. For a model, the default pads if there is a tokenizer.
+            processing_class: the tokenizer, if a model is given without a Trainer.
             compute_loss_func: as given to Trainer.
-            batch_size: rows per batch; by default the Trainer's for training.
+            batch_size: rows per batch; by default the Trainer's batch size for training.
         """
         check_counts(batch_size=batch_size)
         for name, function in (("data_collator", data_collator), ("compute_loss_func", compute_loss_func)):
@@ -112,7 +112,7 @@ class TrainerSetup:
         return self._losses[key]
 
     def prepared(self, dataset: Any) -> Any:
-        """The training data with the model's columns: those given, or what a Trainer that tokenizes made of them."""
+        """The training data with columns that the model takes: `dataset`, or the rows that the Trainer made from it."""
         own = getattr(self.trainer, "train_dataset", None)
         if own is None or own is dataset or self.columns is None or self.columns & set(column_names(dataset)):
             return dataset
@@ -120,7 +120,7 @@ class TrainerSetup:
         if len(own) == len(dataset) and shared:
             pairs = (zip(column_values(dataset, name), column_values(own, name), strict=True) for name in shared)
             if all(given == made or str(made).startswith(str(given)) for pair in pairs for given, made in pair):
-                return own  # a text may have been given its end of sequence
+                return own  # the Trainer may have added an end-of-sequence token to a text
         have = ", ".join(map(repr, column_names(dataset)))
         raise ValueError(
             f"no column of train_dataset is an argument of the model: it has {have}. The Trainer made its own rows of "
@@ -129,23 +129,23 @@ class TrainerSetup:
         )
 
     def rows(self, dataset: Any, name: str) -> IndexedData:
-        """A data set as batches by index; example i is row i.
+        """A data set whose batches are taken by index; example i is row i.
 
         Args:
             dataset: a `datasets.Dataset`, a list of dicts, or a map-style torch Dataset.
-            name: how errors call it.
+            name: name of the data in error messages.
         """
         data = IndexedData(self.loader(dataset, name), name)
         data.anchors = (dataset, self.collator)
         return data
 
     def loader(self, dataset: Any, name: str = "the data") -> DataLoader[Any]:
-        """The same as a loader, for what takes one: `properties`, `WhatIf`."""
+        """A DataLoader over a data set, for functions that take one: `properties`, `WhatIf`."""
         check_rows(dataset, name)
         return DataLoader(dataset, batch_size=self.batch_size, collate_fn=self.collate)
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """A batch of rows, from the columns that a Trainer leaves."""
+        """Make a batch of rows, from the columns that a Trainer keeps."""
         kept = [self._kept(row) for row in rows]
         try:
             batch = self.collator(kept)
@@ -171,7 +171,7 @@ class TrainerSetup:
 
 
 def checked_batch(batch: Any, count: int) -> Mapping[str, Any]:
-    """What a collator made of `count` rows, if they are in it one by one."""
+    """Return the batch that a collator made of `count` rows; raise an error if it does not hold the rows one by one."""
     if not isinstance(batch, Mapping):
         raise TypeError(
             f"the data collator returned a {type(batch).__name__}: it must return a dict of tensors, the arguments of "
@@ -200,13 +200,13 @@ def _columns(model: nn.Module) -> frozenset[str]:
 
 
 def _trainer_columns(trainer: Trainer, model: nn.Module) -> frozenset[str]:
-    """Columns that the Trainer leaves: subclasses may leave others than the model's arguments."""
+    """Columns that the Trainer keeps; a subclass may keep other columns than the model's arguments."""
     trainer._set_signature_columns_if_needed()
     return frozenset(trainer._signature_columns or ()) | _columns(model)
 
 
 def check_not_packed(arguments: Any) -> None:
-    """Refuse rows into which several documents are packed."""
+    """Raise an error if the Trainer packs several documents into a row."""
     if getattr(arguments, "packing", False) or getattr(arguments, "padding_free", False):
         raise ValueError(
             "the Trainer packs several documents into a row (packing or padding_free), so a row belongs to several "

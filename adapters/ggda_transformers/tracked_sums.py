@@ -1,4 +1,4 @@
-"""What a `GroupTracker` has added up, three numbers for each group and property; kept in checkpoints and shared."""
+"""The sums of a `GroupTracker`: three numbers for each group and property, kept in checkpoints, added up over ranks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class TrackedSums:
     """Scores so far, by group.
 
     Attributes:
-        groups: of the training rows.
-        totals: sums, sums of squares and number of the scored batches' scores `[3, m, k]`, of this rank, after training
-            of all ranks; None before the first scored step.
-        steps: how many were scored.
-        seconds: spent on it.
+        groups: groups of the training rows.
+        totals: the sums, the sums of squares and the number of the scored batches' scores `[3, m, k]`: of this rank
+            during training, of all ranks after it; None before the first scored step.
+        steps: number of scored steps.
+        seconds: time spent on scoring.
         history: the step and the scores `[m, k]` of all ranks at every entry of the log.
-        settings: what they are of; sums with other settings are not taken up.
-        number: which of the Trainer's trackers they belong to, from 0.
-        momentum: the mean of directions that points are scored against; None where it is the step's own.
+        settings: settings that the sums depend on; sums with other settings cannot be resumed.
+        number: number of the tracker among the Trainer's trackers, from 0.
+        momentum: the mean of directions that points are scored against; None if the step's own directions are used.
     """
 
     groups: Groups
@@ -52,7 +52,7 @@ class TrackedSums:
 
     @property
     def suffix(self) -> str:
-        """What tells files and logs of a Trainer's second tracker from those of its first."""
+        """Suffix for the files and logs of a Trainer's second and later trackers; empty for its first tracker."""
         return f"-{self.number + 1}" if self.number else ""
 
     @property
@@ -61,7 +61,7 @@ class TrackedSums:
         return None if self.totals is None else self.totals[0]
 
     def interval(self) -> tuple[Tensor, Tensor] | None:
-        """The ends of a 95 % interval around the scores, by how far the batches differ; None for a single one."""
+        """The ends of a 95 % interval around the scores, from the spread of the batches; None with a single batch."""
         if self.totals is None or (n := float(self.totals[2].max())) < 2:
             return None
         sums, squares, _ = self.totals
@@ -70,7 +70,7 @@ class TrackedSums:
         return sums - half, sums + half
 
     def add(self, scores: Tensor, rows: list[int]) -> None:
-        """Add the scores `[m, b]` of a batch's rows by their groups; rows of no group are left out."""
+        """Add the scores `[m, b]` of a batch's rows to their groups; rows without a group are left out."""
         labels = torch.from_numpy(self.groups.labels[rows].astype("int64"))
         inside = labels >= 0
         batch = torch.zeros(len(scores), len(self.groups), dtype=torch.float64)
@@ -91,13 +91,13 @@ class TrackedSums:
                      "seconds": self.seconds, "totals": None if totals is None else totals.tolist()}  # fmt: skip
             if self.momentum is not None and self.momentum.total is not None:
                 total = self.momentum.total.detach().cpu()
-                array = (total.float() if total.dtype.itemsize < 4 else total).numpy()  # which knows no bfloat16
+                array = (total.float() if total.dtype.itemsize < 4 else total).numpy()  # NumPy has no bfloat16
                 write_sealed_array(folder / f"{self._file}.npy", self._made_with, array.shape, array.dtype, [array])
                 known |= {"momentum": [self.momentum.weight, self.momentum.step]}
             write_sealed_json(folder / f"{self._file}.json", known)
 
     def resume(self, folder: Path, state: Any) -> None:
-        """Take up the sums of the checkpoint that a run goes on from."""
+        """Load the sums from the checkpoint that a run resumes from."""
         path = folder / f"{self._file}.json"
         if not path.is_file():
             raise FileNotFoundError(
@@ -123,7 +123,7 @@ class TrackedSums:
 
     @property
     def _made_with(self) -> str:
-        """Ties the directions to the sums of as many steps."""
+        """Text in the file of the directions, so that they are used only with sums of the same number of steps."""
         return as_text({"scored_steps": self.steps})
 
     @property

@@ -1,14 +1,14 @@
-"""`GroupTracker`: group scores while a Trainer trains, at the parameters of each step, without checkpoints.
+"""`GroupTracker` computes group scores while a Trainer trains, at the parameters of each step, without checkpoints.
 
-At step t the points of the step's batches are scored against the property's gradient at the parameters θ_t before the
-step, and added up by group, with the learning rate of the step:
+At step t, the tracker scores the points of the step's batches against the property's gradient. It uses the parameters
+θ_t before the step and the learning rate of the step, and adds the scores up by group:
 
     τ_G = Σ_t Σ_{i ∈ G, in the batches of t} ⟨d_t, ∇ℓ_i(θ_t)⟩    with d_t = η_t ∇g(θ_t)
 
 With ``preconditioner="adam"`` the gradient is divided as Adam divides, and d_t is a mean over the steps so far
 (`Momentum`).
-Dropout is off meanwhile. It is a monitor and no verdict: it has no curvature, so it says in which direction each source
-pulls while the model learns, not what would have become of the model.
+Dropout is off while scores are computed. The tracker is a monitor, not a verdict. It uses no curvature, so it shows the
+direction in which each source pulls while the model learns, not how the model would be without the source.
 """
 
 from __future__ import annotations
@@ -57,29 +57,30 @@ _logger = logging.getLogger(__name__)
 class GroupTracker(TrainerCallback):
     """A callback that adds up group scores during training; it keeps three numbers for each group and property.
 
-    Pass it as ``Trainer(callbacks=[tracker])``. Scores are logged with the Trainer's log as ``ggda/<group>``, those of
-    a second tracker as ``ggda-2/<group>``; `attach` puts the tracker before reporters such as TensorBoard, so that they
-    see them too. At the end a table is printed and a picture saved to the output folder; `result` is the `Attribution`.
-    Its unit is ``"rank"``.
+    Pass it as ``Trainer(callbacks=[tracker])``. The tracker adds its scores to the Trainer's log as ``ggda/<group>``; a
+    second tracker logs ``ggda-2/<group>``. `attach` puts the tracker before reporters such as TensorBoard, so that they
+    see the scores, too. At the end it prints a table and saves a picture to the output folder. `result` is the
+    `Attribution`; its unit is ``"rank"``.
 
     Args:
         train_dataset: the rows given to the Trainer, with the column that `groups` names.
         groups: as in `attribute_trainer`.
-        property: as in `attribute_trainer`. Its gradient is taken at every scored step, so a small evaluation set keeps
-            the tracker cheap.
-        eval_dataset: what a property by name is of.
-        every: score each s-th step.
-        batches: which a scored step scores: its ``"own"``, or ``"all"`` since the last scored step. With ``"all"`` each
-            row counts once an epoch, at the price of a pass over it, and only the property's gradient is taken less
-            often. Rows that are not scored make scores noisy: take it where the property has more rows than a batch.
-        share: score each of these steps with this probability, the same on all ranks.
-        preconditioner: ``"adam"`` divides as Adam does in the step that is scored, and takes the mean over the steps so
-            far as Adam does, which needs the memory of one more gradient for each property. By default None: the
-            gradient alone.
+        property: as in `attribute_trainer`. Its gradient is computed at every scored step, so a small evaluation set
+            keeps the tracker cheap.
+        eval_dataset: the rows that a property given by name is computed on.
+        every: score every n-th step, for ``every=n``.
+        batches: the batches that a scored step scores: its ``"own"``, or ``"all"`` since the last scored step. With
+            ``"all"`` each row is scored once an epoch, at the price of a pass over the rows, and only the property's
+            gradient is computed less often. Rows that are not scored make scores noisy, so use ``"all"`` if the
+            property has more rows than a batch.
+        share: the probability to score each of these steps. All ranks score the same steps.
+        preconditioner: ``"adam"`` divides the property's gradient as Adam does in the scored step, and takes its mean
+            over the steps so far as Adam does. This needs the memory of one more gradient for each property. With
+            None, the default, the gradient itself is used.
         tokens: as in `attribute_trainer`.
-        data_collator: for the rows of a property by name; by default the Trainer's.
-        parameters: which count; by default those that require a gradient.
-        seed: of the draw of steps.
+        data_collator: for the rows of a property given by name; by default the Trainer's.
+        parameters: the parameters that gradients are taken for; by default those that require a gradient.
+        seed: seed for the random choice of steps.
         show: whether to print the table and save the picture at the end.
     """
 
@@ -133,17 +134,17 @@ class GroupTracker(TrainerCallback):
         self._compared = True
 
     def attach(self, trainer: Any) -> GroupTracker:
-        """Put the tracker before the Trainer's other callbacks, so that those that report see its scores."""
+        """Put the tracker before the Trainer's other callbacks, so that reporters among them see its scores."""
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
             callbacks.remove(self)
         callbacks.insert(0, self)
         return self
 
-    # ---- what the Trainer calls
+    # ---- methods that the Trainer calls
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give batches their rows' numbers, and take up sums of a run that is resumed."""
+        """Make batches carry the numbers of their rows; load the sums of the checkpoint if the run is resumed."""
         self._close()
         self._reset()
         trainer, resumed = self._calling_trainer()
@@ -160,7 +161,7 @@ class GroupTracker(TrainerCallback):
         self._started = perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Score the batches of the step, before it changes the parameters."""
+        """Score the batches of the step, before the step changes the parameters."""
         every, step, gather = self.every, state.global_step, self.batches == "all"
         drawn = self.share == 1 or random.Random(f"{self.seed}-{step}").random() < self.share
         due = drawn and step % every == (every - 1 if gather else 0)
@@ -192,11 +193,11 @@ class GroupTracker(TrainerCallback):
             state.log_history[-1].update(logged)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the sums in the checkpoint's folder, for a run that is resumed from it."""
+        """Save the sums in the checkpoint's folder, so that a run can resume from it."""
         self.sums.save(args, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave Trainer and loader as they were; print the table, save the picture."""
+        """Undo the changes to Trainer and data loader, print the table and save the picture."""
         self.training_seconds = perf_counter() - self._started
         self._close()
         self.sums.totals = self.sums.of_all_ranks()
@@ -206,11 +207,11 @@ class GroupTracker(TrainerCallback):
             print(self.result)
             _save_picture(self, Path(args.output_dir) / f"group_tracker{self.sums.suffix}.png")
 
-    # ---- what came out
+    # ---- results
 
     @property
     def result(self) -> Attribution:
-        """The scores so far, as a result with names; under several ranks those of all, after training."""
+        """The scores so far, with the names of the groups; after training, they are the scores of all ranks."""
         if self.sums.scores is None:
             raise ValueError("GroupTracker has scored no step yet: pass it to Trainer(callbacks=[…]), and train.")
         settings: dict[str, Any] = {"every": self.every, "scored steps": self.sums.steps}
@@ -233,11 +234,11 @@ class GroupTracker(TrainerCallback):
 
     @property
     def overhead(self) -> float:
-        """Time spent on scores, as a share of the time of training without them."""
+        """Time spent on scores, divided by the time that training takes without them."""
         return self.sums.seconds / max(self.training_seconds - self.sums.seconds, 1e-9)
 
     def plot(self, ax: Any = None) -> Any:
-        """Scores of the first property by step, one line for each group; needs the extra ``[plot]``."""
+        """Plot the scores of the first property by step, with one line for each group; needs the extra ``[plot]``."""
         from matplotlib import pyplot
 
         ax = pyplot.subplots(figsize=(7, 4), layout="constrained")[1] if ax is None else ax
@@ -249,12 +250,12 @@ class GroupTracker(TrainerCallback):
         ax.legend(frameon=False)
         return ax
 
-    # ---- the work
+    # ---- internal methods
 
     def _calling_trainer(self) -> tuple[Trainer, Any]:
-        """The Trainer that calls, and the checkpoint it resumes from; a callback is told of neither.
+        """The Trainer that calls this callback, and the checkpoint it resumes from.
 
-        They are found among those who wait for this call.
+        A Trainer passes neither of them to its callbacks, so they are looked up in the call stack.
         """
         frame = sys._getframe(1)
         while frame is not None:
@@ -280,13 +281,13 @@ class GroupTracker(TrainerCallback):
                 divisors = steady(live_divisors(optimizer, provider.space.parameters, coming=True), step + 1)
                 row = provider.space.flatten(list(divisors.values()), directions.new_empty(provider.p))
                 directions = self.sums.momentum.mean(directions / row, step, optimizer)
-            with alone():  # every rank has other batches
+            with alone():  # each rank has different batches
                 for carried, batch in zip(batches, sent, strict=True):
                     self.sums.add(provider.on(batch).scores(directions), carried.rows)
         self.sums.steps += 1
 
     def _provider_of(self, batch: dict[str, Any]) -> GroupGradients:
-        """The provider of gradients, which looks at the model once."""
+        """The provider of gradients, made and planned once with the first batch."""
         assert self._setup is not None
         if self._provider is None:
             model = self._setup.model
@@ -308,7 +309,7 @@ class GroupTracker(TrainerCallback):
         }
 
     def _settings(self) -> dict[str, Any]:
-        """What the sums are of."""
+        """The settings that the sums depend on."""
         property = names_of(self._goal, getattr(self._goal, "components", None) or 1)
         tested = Content(lenient=True).text([_some_rows(data) for data in data_of(self._goal)], "eval_dataset")
         return {"groups": of_groups(self.groups), "property": property, "test rows": tested, "every": self.every,
@@ -323,15 +324,15 @@ class GroupTracker(TrainerCallback):
 
 
 def _some_rows(data: IndexedData) -> Any:
-    """Rows as the data set holds them, before a collator, which may draw at random, puts them in batches."""
-    source: Any = getattr(data, "_source", None)  # of a selection of others: none
+    """Some rows as the data set holds them, without the collator, whose batches may be random."""
+    source: Any = getattr(data, "_source", None)  # a selection of other data has none
     if data._tensors is not None or data.is_stream or not hasattr(source, "__len__"):
         return data._tensors
     return [source[int(at)] for at in some_points(len(source))]
 
 
 def _learning_rates(optimizer: Any, provider: GroupGradients) -> Tensor | float:
-    """The learning rate of the step: one number, or one for each parameter `[p]` where they differ."""
+    """The learning rate of the step: one number, or one for each parameter `[p]` if they differ."""
     rates = {id(value): float(group["lr"]) for group in optimizer.param_groups for value in group["params"]}
     each = [rates.get(id(value), 0.0) for value in provider.space.parameters.values()]
     if len(set(each)) == 1:

@@ -1,7 +1,8 @@
-"""`what_if_trainer`: what a classifier would be without some sources, several at once, by refitting what it learned.
+"""`what_if_trainer` refits a fine-tuned classifier to show how it would be without one or several sources.
 
-Scores of large sources do not add up; a refit follows what they do together. It works on one output vector for each
-row, so it serves classifiers and regressions; best where few parameters were trained (adapters, heads, upper layers).
+Scores of large sources do not add up; a refit includes what the sources do together. It needs one output vector for
+each row, so it works for classifiers and regressions. It works best if few parameters were trained (adapters, heads,
+upper layers).
 """
 
 from __future__ import annotations
@@ -31,23 +32,24 @@ def what_if_trainer(
     parameters: Any = None,
     **options: Any,
 ) -> WhatIf:
-    """A `WhatIf` of a fine-tuned classifier: ``.without(["forum", "news"]).change(property)``.
+    """Return a `WhatIf` for a fine-tuned classifier; use it as ``.without(["forum", "news"]).change(property)``.
 
     Args:
-        trainer_or_model: as in `attribute_trainer`; in eval mode, and to be left in it while questions are asked.
+        trainer_or_model: as in `attribute_trainer`. The model must be in eval mode, and stay in it as long as the
+            `WhatIf` is used.
         train_dataset: as in `attribute_trainer`.
         groups: as in `attribute_trainer`.
-        recipe: what the training did; by default from the Trainer's log. It matters: without one, the answers are of a
-            model trained to its optimum.
+        recipe: the steps of the training; by default from the Trainer's log. It matters: without a recipe, the answers
+            are for a model trained to its optimum.
         data_collator: as in `attribute_trainer`.
         processing_class: as in `attribute_trainer`.
         batch_size: as in `attribute_trainer`.
         parameters: as in `attribute_trainer`.
-        **options: of `WhatIf`.
+        **options: further arguments of `WhatIf`.
 
     Returns:
-        It takes properties of outputs, such as ``properties.mean_loss(setup.loader(rows), nn.CrossEntropyLoss())`` with
-        ``setup = TrainerSetup.of(trainer)``.
+        A `WhatIf`. It takes properties of outputs, such as
+        ``properties.mean_loss(setup.loader(rows), nn.CrossEntropyLoss())`` with ``setup = TrainerSetup.of(trainer)``.
     """
     setup = TrainerSetup.of(
         trainer_or_model, data_collator=data_collator, processing_class=processing_class, batch_size=batch_size
@@ -66,7 +68,7 @@ def what_if_trainer(
 
 
 def _loss_of(setup: TrainerSetup) -> nn.Module:
-    """The loss of a classifier or a regression by its outputs; other models and losses are refused."""
+    """The loss of a classifier or regression as a function of outputs. Raise an error for other models and losses."""
     own, config = setup.loss(), getattr(setup.model, "config", None)
     changed = own.compute_loss_func or own.smoother or own.compute_loss
     name, kind = type(base_of(setup.model)).__name__, getattr(config, "problem_type", None)

@@ -1,8 +1,8 @@
 """Gradients of groups through any of TRAK's projectors: φ = Pᵀ Σ_{i∈G} w_i ∇f_i / √d.
 
-The one place that knows how projectors want their rows: FactoredProjector takes none, it looks at the layers;
-BasicProjector draws its matrix anew on every call, so the matrix is kept if it fits the budget, else rows are better
-collected (`Projection.collects`); CudaProjector and ChunkedCudaProjector have limits of rows.
+Only this module knows how each projector needs its rows. FactoredProjector needs no rows, because it observes the
+layers. BasicProjector draws its matrix anew on every call, so the matrix is kept if it fits the budget; otherwise it is
+better to collect rows (`Projection.collects`). CudaProjector and ChunkedCudaProjector limit the rows of a call.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ggda_ext.model import ParameterSpace
 from ggda_trak.projection.factored import FactoredProjector
 
 KEPT_BYTES = 128 * 2**20
-"""The largest matrix that is kept."""
+"""Bytes of the largest matrix that is kept."""
 BLOCK_ROWS, BLOCK_BYTES = 512, 24 * 2**20
-"""To project at once: every batch has a price of its own, and larger blocks are given fresh memory each."""
+"""Rows to project at once: every batch has a fixed cost, and each block above this size is allocated anew."""
 
 
 class Projection:
     """A TRAK projector for the gradients of groups, with TRAK's normalisation.
 
     Args:
-        projector: any projector of TRAK's, or of `ggda_trak.projectors`.
-        space: the parameters, in the order of a row.
-        scale: what projected rows are divided by, TRAK's √d.
-        memory_budget: bytes for a matrix that is kept, at most `KEPT_BYTES`.
+        projector: any projector of TRAK or of `ggda_trak.projectors`.
+        space: the parameters, in the order of a row's columns.
+        scale: the number that projected rows are divided by, TRAK's √d.
+        memory_budget: bytes for a matrix that is kept; not more than `KEPT_BYTES` are used.
     """
 
     def __init__(self, projector: Any, space: ParameterSpace, scale: float, memory_budget: int = KEPT_BYTES) -> None:
@@ -43,9 +43,9 @@ class Projection:
         fits = basic and row * projector.proj_dim <= min(memory_budget, KEPT_BYTES)
         self._kept = KeptMatrix(projector) if fits else None
         self.collects = basic and not fits
-        """Whether a call has a large price of its own, so that rows are better collected."""
+        """Whether each projector call has a large fixed cost, so that it is better to collect rows."""
         fast = max(CACHED_BLOCK_BYTES // row, min(BLOCK_ROWS, BLOCK_BYTES // row), 1)
-        fast = max(fast, self.dim)  # fewer would read the matrix more often than the rows
+        fast = max(fast, self.dim)  # with fewer rows, most reads would be of the matrix
         self._rows_at_once = None if self.collects or self.most_rows else fast
 
     @property
@@ -55,7 +55,7 @@ class Projection:
 
     @property
     def most_rows(self) -> int | None:
-        """The most rows of one call, None for any number."""
+        """The largest number of rows in one call; None if there is no limit."""
         if isinstance(self.projector, ChunkedCudaProjector):
             return self.projector.feat_bs
         if isinstance(self.projector, CudaProjector):
@@ -65,12 +65,13 @@ class Projection:
     def blocks(
         self, gradients: GroupGradients, model_id: int, weights: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Projected gradients of groups, as `(group ids [b], rows [b, dim])`; a group may come in parts, to add up.
+        """Yield projected gradients of groups as `(group ids [b], rows [b, dim])`; add up rows with the same group id.
 
         Args:
-            gradients: knows model, outputs f, data and groups; under several ranks, of this rank's groups.
-            model_id: chooses the matrix.
-            weights: weightings of the points `[w, n]`: rows are then `[b, w, dim]`, all from one pass.
+            gradients: the provider, which knows model, outputs f, data and groups. With several ranks, the rows belong
+                to this rank's groups.
+            model_id: selects the projection matrix.
+            weights: weightings of the points `[w, n]`. Rows are then `[b, w, dim]`, all from one pass.
         """
         projector = self.projector
         if isinstance(projector, FactoredProjector) and projector.captures(gradients):
@@ -96,12 +97,12 @@ class Projection:
         return self.projector.project(rows, model_id=model_id)
 
     def lent(self) -> AbstractContextManager[None]:
-        """Inside, TRAK's own code finds the matrix drawn, if that is kept: the same numbers in less time."""
+        """Let TRAK's own code use the kept matrix inside this context: the same numbers in less time."""
         return nullcontext() if self._kept is None else self._kept.lent()
 
 
 class KeptMatrix:
-    """The matrix of a BasicProjector of several blocks, for one checkpoint at a time, drawn once as it draws it.
+    """The matrix of a BasicProjector with several blocks, kept for one checkpoint. The projector draws it once.
 
     Args:
         projector: the projector.
@@ -113,7 +114,7 @@ class KeptMatrix:
         self._blocks: dict[int, Tensor] = {}
 
     def blocks(self, model_id: int) -> Iterator[Tensor]:
-        """All of it, in blocks of columns `[d, block size]`; the last may have more than are left."""
+        """Yield the whole matrix in blocks of columns `[d, block size]`; the last block may have surplus columns."""
         projector = self.projector
         if projector.model_id != model_id:
             projector.model_id = model_id
@@ -125,7 +126,7 @@ class KeptMatrix:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, the projector takes the blocks from here and draws only those it has not drawn before."""
+        """Inside this context, the projector uses the kept blocks and draws only blocks that were not drawn before."""
         projector = self.projector
         draw = projector.generate_sketch_matrix
 
@@ -136,7 +137,7 @@ class KeptMatrix:
             if block not in self._blocks:
                 draw(state)
                 self._blocks[block] = projector.proj_matrix
-                projector.proj_matrix_available = False  # that memory is taken: it draws the next into its own
+                projector.proj_matrix_available = False  # so that the next block gets its own memory
             projector.proj_matrix = self._blocks[block]
 
         projector.generate_sketch_matrix = drawn
@@ -144,25 +145,26 @@ class KeptMatrix:
             yield
         finally:
             del projector.generate_sketch_matrix
-            projector.proj_matrix_available = False  # what it draws from here on is not drawn over a block
+            projector.proj_matrix_available = False  # so that later draws do not overwrite a kept block
 
 
 def release(projector: Any) -> None:
-    """Free a projector's memory, as often as wanted; it draws its matrix again when it is next used.
+    """Free a projector's memory; this may be called repeatedly. The projector draws its matrix again at its next use.
 
-    TRAK's own two CPU projectors fail when freed twice, or used after it with the model id they were last used with.
+    TRAK's own two CPU projectors fail if they are freed twice, or if they are freed and then used with the same model
+    id as before.
     """
     if isinstance(projector, BasicProjector | BasicSingleBlockProjector):
         if projector.proj_matrix_available:
             projector.free_memory()
-        projector.proj_matrix = torch.empty(0)  # TRAK deletes it once more
+        projector.proj_matrix = torch.empty(0)  # because TRAK deletes it once more
         projector.model_id = None
     else:
         projector.free_memory()
 
 
 def check_dimension(projector: Any, size: int) -> None:
-    """Refuse a projector made for gradients of another length."""
+    """Raise an error if a projector was made for gradients of another length."""
     chunks = getattr(projector, "params_per_chunk", None)
     made_for = int(sum(chunks)) if chunks is not None else int(getattr(projector, "grad_dim", 0) or 0)
     if made_for and made_for != size:
@@ -173,7 +175,7 @@ def check_dimension(projector: Any, size: int) -> None:
 
 
 def describe(projector: Any) -> dict[str, Any]:
-    """What tells a projector from another one, for a store that is opened again."""
+    """Settings that distinguish a projector from others, to check them when a store is opened again."""
     chunks = getattr(projector, "projector_per_chunk", None)
     if chunks is not None:
         return {"projector": type(projector).__name__, "chunks": [describe(chunk) for chunk in chunks]}

@@ -1,9 +1,9 @@
-"""A projection in two factors per weight, straight from captured layer inputs a and output gradients d.
+"""A projection with two factors per weight, computed directly from captured layer inputs a and output gradients d.
 
     P_outᵀ (Σ_{i∈G} w_i d_i a_iᵀ) P_in = Σ_{i∈G} w_i (P_outᵀ d_i)(P_inᵀ a_i)ᵀ
 
-so the p-sized gradient of a group is never formed (the idea of LoGra). What is not the weight of a Linear, Conv or
-Embedding layer (biases, norms) is small and goes through a CountSketch.
+So the p-sized gradient of a group is never formed (the idea of LoGra). Parameters that are not the weight of a Linear,
+Conv or Embedding layer (biases, norms) are small, and their gradients go through a CountSketch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OUTER: LayerRule | None = rule_for(nn.Linear(1, 1))
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where the projection `[rows, cols]` of one weight stands in a projected gradient."""
+    """The place of one weight's projection `[rows, cols]` in a projected gradient."""
 
     low: int
     rows: int
@@ -41,15 +41,16 @@ class _Slot:
 
 
 class FactoredProjector(AbstractProjector):
-    """Random rotations of both sides of every weight, cut to a few dimensions each.
+    """A projector that rotates both sides of every weight at random and keeps a few dimensions of each.
 
-    Not TRAK's matrix: the same estimator with other numbers. Scaled so that lengths come out as with TRAK's.
+    It does not use TRAK's matrix: it is the same estimator with other numbers. It is scaled so that projected gradients
+    have the same lengths as with TRAK's projectors.
 
     Args:
         model: the model whose gradients are projected.
-        proj_dim: length of a projected gradient, at most; the weights share it evenly, so it may come out smaller.
-        seed: of the rotations; every model id has its own.
-        grad_wrt: names of the parameters that count, as for `TRAKer`; by default all.
+        proj_dim: largest length of a projected gradient. The weights share it evenly, so the length may be smaller.
+        seed: seed of the rotations; every model id has its own rotations.
+        grad_wrt: names of the parameters that gradients are taken for, as for `TRAKer`; by default all.
     """
 
     def __init__(self, model: nn.Module, proj_dim: int, seed: int = 0, grad_wrt: Iterable[str] | None = None) -> None:
@@ -84,7 +85,7 @@ class FactoredProjector(AbstractProjector):
         return max((high for _, high in self._rest_spans.values()), default=0)
 
     def project(self, grads: dict[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Project gradients `[b, grad_dim]` that are already formed to `[b, proj_dim]`."""
+        """Project existing gradients `[b, grad_dim]` to `[b, proj_dim]`."""
         rows = vectorize(grads, device=self.device) if isinstance(grads, dict) else grads
         self._draw(model_id)
         projected = rows.new_zeros(len(rows), self.proj_dim)
@@ -101,21 +102,21 @@ class FactoredProjector(AbstractProjector):
         return projected
 
     def captures(self, provider: GroupGradients) -> bool:
-        """Whether every gradient follows from layer inputs and output gradients of the projector's own model."""
+        """Whether every gradient follows from layer inputs and output gradients, and the model is the projector's."""
         own = self.space.spans.keys() == provider.space.spans.keys()
         return own and not provider.plan(None).facts.uncovered
 
     def blocks(
         self, provider: GroupGradients, model_id: int, weights: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Projected group sums of w_i ∇f_i, as `(group ids [s], projections [s, proj_dim])`.
+        """Yield projected group sums of w_i ∇f_i as `(group ids [s], projections [s, proj_dim])`.
 
-        A large group comes in pieces, to be added up.
+        A large group comes in several pieces, which the caller adds up.
 
         Args:
-            provider: knows model, outputs f, data and groups.
-            model_id: chooses the rotations.
-            weights: weightings of the points `[w, n]`: projections are then `[s, w, proj_dim]`.
+            provider: the provider, which knows model, outputs f, data and groups.
+            model_id: selects the rotations.
+            weights: weightings of the points `[w, n]`. Projections are then `[s, w, proj_dim]`.
         """
         self._draw(model_id)
         watched: list[_Projections] = []
@@ -130,7 +131,7 @@ class FactoredProjector(AbstractProjector):
             yield torch.from_numpy(groups.ids), projected[:, 0] if weights is None else projected
 
     def free_memory(self) -> None:
-        """Forget the rotations until they are needed again."""
+        """Delete the rotations; they are drawn again when they are needed."""
         self._model_id = None
         self._factors = {}
 
@@ -158,7 +159,7 @@ class FactoredProjector(AbstractProjector):
 
 
 class _Projections(Observer):
-    """Projections of one batch, for every weighting: of factored weights, and the rows of all else."""
+    """Collects for one batch and every weighting: projections of factored weights, and rows of the other parameters."""
 
     def __init__(self, projector: FactoredProjector, groups: GroupBatch, weights: Tensor) -> None:
         self.projector, self.starts = projector, groups.starts.tolist()
@@ -169,13 +170,13 @@ class _Projections(Observer):
         self.rest = self.weights.new_zeros(len(weights), segments, projector._rest_size)
 
     def finished(self) -> Tensor:
-        """The projections `[s, w, proj_dim]`, with what is not factored."""
+        """The projections `[s, w, proj_dim]`, including the parameters that are not factored."""
         for rest, projected in zip(self.rest, self.projected, strict=True):
             self.projector._add_rest(rest, projected)
         return self.projected.transpose(0, 1)
 
     def forward(self, layer: Layer, a: Tensor) -> Tensor:
-        """The projected input, where the layer's weight is factored: all that is needed of it."""
+        """The part of the input that is needed later: its projection if the layer's weight is factored, else all."""
         factors = self.projector._factors.get(id(layer.weight))
         if factors is None:
             return a
@@ -221,7 +222,7 @@ def _is_factored(layer: Layer) -> bool:
 
 
 def _input_first(layer: Layer) -> bool:
-    """Whether the first dimension of the weight meets the input, as in an Embedding or a Conv1D of GPT-2."""
+    """Whether the weight's first dimension is the input dimension, as in an Embedding or a Conv1D of GPT-2."""
     return not isinstance(layer.module, nn.Linear | _ConvNd)
 
 

@@ -1,4 +1,4 @@
-"""A projection by CountSketch: other numbers than TRAK's matrices give, for the same estimator."""
+"""A projection by CountSketch: the same estimator as TRAK's matrices, with other numbers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ggda_ext.gradients.sketch import count_sketch, draw_sketch
 
 
 class SketchProjector(AbstractProjector):
-    """CountSketch: every coordinate goes, with a random sign, to one random place of the projection.
+    """CountSketch: every coordinate is added, with a random sign, to one random place of the projection.
 
-    One addition per coordinate instead of `proj_dim` multiplications. Scaled by √proj_dim, so that lengths come out
-    as with TRAK's matrices of standard normal entries.
+    This needs one addition per coordinate instead of `proj_dim` multiplications. The result is scaled by √proj_dim, so
+    that projected gradients have the same lengths as with TRAK's matrices of standard normal entries.
 
     Args:
         grad_dim: number of parameters.
         proj_dim: length of a projected gradient.
-        seed: of the places and signs; every model id has its own.
-        proj_type: ignored, accepted as by TRAK's projectors.
-        device: where the gradients are.
+        seed: seed of the places and signs; every model id has its own.
+        proj_type: ignored; accepted because TRAK's projectors take it.
+        device: the device of the gradients.
     """
 
     def __init__(
@@ -47,6 +47,6 @@ class SketchProjector(AbstractProjector):
         self._model_id = model_id
 
     def free_memory(self) -> None:
-        """Forget places and signs until they are needed again."""
+        """Delete places and signs; they are drawn again when they are needed."""
         self._model_id = None
         self._places = self._signs = torch.empty(0)
