@@ -1,13 +1,13 @@
-"""What every drop-in adds to its toolkit's class: a few keywords, and one rule for who answers a call.
+"""Keywords that every drop-in adds to its toolkit's class, and one rule that decides which code answers a call.
 
-| groups | who answers |
+| groups | which code answers |
 |---|---|
-| None | the toolkit's own code; the core for a property, which the toolkit does not know |
-| of one point each | the toolkit's own code, with its results put in the order of the groups |
-| other | the core |
+| None | the toolkit's own code, or the core if a property is asked for (the toolkit does not know properties) |
+| groups of one point each | the toolkit's own code; its results are put in the order of the groups |
+| other groups | the core |
 
-Groups of one go to the core, too, if a setting of the group path was chosen: `strategy`, `save_dir`, or one of the
-adapter's own.
+The core also answers for groups of one point if the user chose a setting of the group path: `strategy`, `save_dir`, or
+a setting of the adapter itself.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from ggda_ext.gradients.plan import check_strategy
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import ParameterChoice
-from ggda_ext.words import check_counts
+from ggda_ext.words import whole_bytes
 
 KEYWORDS = ("groups", "strategy", "save_dir", "tag", "memory_budget")
-"""What every drop-in takes beside its toolkit's own arguments."""
+"""Keywords that every drop-in takes in addition to its toolkit's own arguments."""
 MEMORY_BUDGET = 256 * 2**20
-"""Bytes for one batch's activations and for one block of rows, where the user does not say."""
+"""Default number of bytes for the activations of one batch and for one block of rows."""
 
 
 class DropIn:
-    """The keywords of a drop-in, checked, and who answers.
+    """The checked keywords of a drop-in, and the rule that decides which code answers.
 
     Args:
-        groups: a `Groups` or anything it accepts; None for the toolkit itself, point by point.
-        n: number of training points, where it is known.
-        strategy: how group gradients are computed, see `ggda_ext.STRATEGIES`. ``"auto"`` leaves groups of one to the
-            toolkit; any other name computes them as groups, too.
-        save_dir: a folder that keeps what is finished, see `ggda_ext.attribute`: after a kill the same calls go on with
-            what is missing, and scores are memory maps on the CPU. Groups of one are computed as groups then.
-        tag: with `save_dir`, a name for the version of the data and of what else cannot be checked; another is refused.
-        memory_budget: bytes for one batch's activations and for one block of rows of the group path.
-        show_progress: whether the group path shows progress bars; by default on passes over 5 seconds.
-        by_core: whether another setting was chosen that only the group path knows.
+        groups: a `Groups` or anything that `Groups` accepts; None lets the toolkit itself answer, point by point.
+        n: number of training points, if it is known.
+        strategy: how group gradients are computed, see `ggda_ext.STRATEGIES`. ``"auto"`` leaves groups of one point to
+            the toolkit; with any other name the core computes them as well.
+        save_dir: a folder that keeps finished work, see `ggda_ext.attribute`. After a kill, the same calls compute only
+            what is missing. Scores are on the CPU, as in `attribute`. The core also computes groups of one point then.
+        tag: with `save_dir`, a name for the version of the data and of anything else that cannot be checked. A folder
+            that was made with another tag is refused.
+        memory_budget: bytes for the activations of one batch and for one block of rows of the group path.
+        show_progress: whether the group path shows progress bars; by default only for passes longer than 5 seconds.
+        by_core: whether the user chose another setting that only the group path knows.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class DropIn:
         check_strategy(strategy, STRATEGIES)
         if groups is None and save_dir is not None:
             raise ValueError(f"save_dir={str(save_dir)!r} is given without groups: it keeps scores of groups.")
-        check_counts(memory_budget=memory_budget)
-        keep_scores(save_dir, tag)  # refuses a tag without a folder
+        keep_scores(save_dir, tag)  # raises an error for a tag without a folder
         self.groups = None if groups is None else Groups.of(groups, n)
         self.strategy, self.save_dir, self.tag = strategy, save_dir, tag
-        self.memory_budget, self.show_progress = memory_budget or MEMORY_BUDGET, show_progress
+        self.memory_budget = whole_bytes(MEMORY_BUDGET if memory_budget is None else memory_budget)
+        self.show_progress = show_progress
         self.by_core = by_core
 
     @property
@@ -78,23 +79,29 @@ class DropIn:
         return self.groups is None or (self.groups.are_singletons and not chosen)
 
     def groups_of(self, n: int) -> Groups:
-        """The groups of n training points; of one point each if there are none."""
+        """The groups of `n` training points; without groups, every point is a group of its own."""
         return Groups.singletons(n) if self.groups is None else Groups.of(self.groups, n)
 
     def in_group_order(self, values: Tensor, dim: int = -1) -> Tensor:
-        """The toolkit's values `[…, n, …]` in the order of groups of one, along `dim`; as they are without groups."""
+        """Put the toolkit's values `[…, n, …]` in the order of the groups of one point, along `dim`.
+
+        The values are returned unchanged if there are no groups or if the core answers.
+        """
         if self.groups is None or not self.by_toolkit:
             return values
         return values.index_select(dim, torch.from_numpy(self.groups.order.astype(np.int64)).to(values.device))
 
     def group_ids(self, points: Tensor) -> Tensor:
-        """Ids of the groups of one that training points are, of any shape; the points themselves without groups."""
+        """Replace training points (of any shape) by the ids of their groups of one point.
+
+        The points are returned unchanged if there are no groups or if the core answers.
+        """
         if self.groups is None or not self.by_toolkit:
             return points
         return torch.from_numpy(self.groups.labels.astype(np.int64)).to(points.device)[points]
 
     def keep(self, part: str = "") -> KeptScores:
-        """Where scores are kept: in a part of `save_dir`, or nowhere."""
+        """The place where scores are kept: the subfolder `part` of `save_dir`, or nowhere without `save_dir`."""
         return keep_scores(None if self.save_dir is None else Path(self.save_dir) / part, self.tag)
 
     def provider(
@@ -107,7 +114,7 @@ class DropIn:
         groups: Groups | None = None,
         show_progress: bool | None = None,
     ) -> GroupGradients:
-        """The gradients of the training loss, summed by these groups, or by others."""
+        """The provider of the gradients of the training loss, summed by `groups` (by default the drop-in's own)."""
         return GroupGradients(
             model, loss, data, self.groups if groups is None else groups, parameters=parameters,
             strategy=self.strategy, memory_budget=self.memory_budget,

@@ -1,8 +1,9 @@
-"""The user's model while we work with it: its chosen parameters as one flat vector, and the care it is treated with.
+"""Working with the user's model: its chosen parameters as one flat vector, and safe ways to run and to restore it.
 
-* One thread at a time works with a model, because hooks, frozen parameters and loaded checkpoints are the model's own.
-* It runs with the kernels that training uses, also where nothing requires a gradient.
-* It is left as it was: values, modes, `requires_grad`.
+* Only one thread at a time works with a model, because hooks, frozen parameters and loaded checkpoints are stored in
+  the model itself.
+* The model runs with the kernels that training uses, even if nothing requires a gradient.
+* The model is left as it was: values, modes, `requires_grad`.
 """
 
 from __future__ import annotations
@@ -27,35 +28,35 @@ T = TypeVar("T")
 ParameterChoice = Iterable[str | nn.Module | nn.Parameter] | None
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-_PATIENCE = 1.0  # seconds until a thread that waits says so
+_PATIENCE = 1.0  # seconds until a waiting thread logs a warning
 _logger = logging.getLogger(__name__)
 
 
-# the model inside of a wrapper
+# the model inside a wrapper
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of a DistributedDataParallel or DataParallel, whose parameters have names of their own."""
+    """The model inside a DistributedDataParallel or DataParallel, which gives its parameters other names."""
     while isinstance(model, _WRAPPERS):
         model = model.module
     return model
 
 
 def inner_name(name: str, model: nn.Module) -> str:
-    """The name of a parameter, buffer or module inside of a model, from its name in the wrapped model."""
+    """The name of a parameter, buffer or module in the unwrapped model, from its name in the wrapped model."""
     inner = unwrapped(model)
     return name if hasattr(inner, "module") else name.removeprefix("module.")
 
 
 def inner_names(named: Mapping[str, T], model: nn.Module) -> dict[str, T]:
-    """A state dict that may come from a wrapped model, by the names of the model inside."""
+    """A state dict, which may come from a wrapped model, with the names of the unwrapped model."""
     return {inner_name(name, model): value for name, value in named.items()}
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module of a model once, with its name and in the order of its own `named_modules`, in a tenth of its time.
+    """Every module of a model once, with its name, in the order of PyTorch's `named_modules` but ten times faster.
 
-    A call asks for them a dozen times, which is a share of it where a model has hundreds.
+    One call of the library needs the modules a dozen times, which takes noticeable time if a model has hundreds.
     """
     found, seen, waiting = list[tuple[str, nn.Module]](), set[int](), [("", model)]
     while waiting:
@@ -73,7 +74,10 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _Lock:
-    """A lock that its thread may take again, and any thread may give back (a generator may be closed elsewhere)."""
+    """A lock that its owner thread may take again, and any thread may give back.
+
+    The second is needed because a generator may be closed by another thread.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -111,7 +115,7 @@ _making = threading.Lock()
 
 @contextmanager
 def only_thread(model: nn.Module) -> Iterator[None]:
-    """Hold the lock of a model; a second thread waits until the first has finished."""
+    """Hold the lock of a model in this context; a second thread waits until the first has finished."""
     inner = unwrapped(model)
     lock = _locks.get(inner)
     if lock is None:
@@ -124,11 +128,11 @@ def only_thread(model: nn.Module) -> Iterator[None]:
         lock.give_back()
 
 
-# how it is run, and left as it was
+# how a model is run, and left as it was
 
 
 def check_deterministic_modules(model: nn.Module) -> None:
-    """Refuse a model with active dropout or batch statistics, naming the module and the fix."""
+    """Raise an error if a model has active dropout or batch statistics; it names the module and the fix."""
     for name, module in named_modules(model):
         mixes = isinstance(module, _BatchNorm)
         random = isinstance(module, _DropoutNd) and module.p > 0
@@ -145,19 +149,22 @@ _fast_path_users = 0
 _fast_path = True
 _uncompiled: Any = None
 _FREED = 31 * 2**20
-"""Bytes; never touched, so freeing them costs nothing. Of larger blocks the C library learns nothing."""
+"""Bytes that are allocated and freed once (see `training_kernels`). They are never written, so this costs nothing.
+
+The C library ignores larger blocks when it decides how much memory to keep.
+"""
 
 
 @contextmanager
 def training_kernels() -> Iterator[None]:
-    """Run models with the kernels that training uses, uncompiled, and out of inference mode.
+    """Run models with the kernels that training uses, uncompiled, and outside inference mode.
 
     PyTorch switches to other kernels when nothing requires a gradient: `nn.TransformerEncoder` in eval mode then takes
-    a fused path that zeroes padded outputs. A loss must not depend on what is frozen, so this path is off in here.
-    Models of `torch.compile` run as they are written: our hooks would have them compiled again for every batch.
-    Memory of a batch is kept for the next one: where the C library decides itself what it gives back to the system, as
-    Linux's does, it learns from the largest block that was freed. Otherwise every batch is given fresh pages, which
-    costs a tenth of a pass and more.
+    a fused path that zeroes padded outputs. A loss must not depend on which parameters are frozen, so this path is
+    turned off here. Models of `torch.compile` run uncompiled, because our hooks would cause a new compilation for every
+    batch. The memory of a batch is kept for the next batch. On Linux, for example, the C library itself decides how
+    much freed memory to keep, from the largest block that was freed; so one large block is freed here. Otherwise every
+    batch would get fresh pages from the system, which costs a tenth of a pass or more.
     """
     global _fast_path_users, _fast_path, _uncompiled
     with _fast_path_lock:
@@ -186,24 +193,27 @@ _AS_IT_IS = nullcontext()
 
 
 def full_precision(values: Tensor) -> AbstractContextManager[Any]:
-    """Autocast turned off for our own arithmetic with some values, which it would round."""
+    """Context that turns autocast off for our own arithmetic with `values`, because autocast would round them."""
     kind = values.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether all numbers are finite; their sum mostly tells, in a third of the steps."""
+    """Whether all numbers are finite; mostly their sum is enough to see this, in a third of the steps."""
     values = values.detach()
     return isfinite(float(values.sum())) or bool(values.isfinite().all())
 
 
 def sums_on(device: torch.device) -> torch.device:
-    """Where sums in double precision can be kept for a model on a device."""
+    """The device on which double-precision sums can be kept for a model on `device`."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def may_change(model: nn.Module) -> list[str]:
-    """Names of what a forward pass may change: buffers and parameters, but for frozen ones too large to be copied."""
+    """Names of the buffers and parameters that a forward pass may change.
+
+    Frozen parameters are left out if together they are too large to be copied.
+    """
     values = named_values(model)
     frozen = {name for name, value in values.items() if isinstance(value, nn.Parameter) and not value.requires_grad}
     large = sum(values[name].nbytes for name in frozen) > _COPIED
@@ -211,18 +221,18 @@ def may_change(model: nn.Module) -> list[str]:
 
 
 _COPIED = 2**30
-"""Bytes of frozen parameters."""
+"""Largest number of bytes of frozen parameters that are copied."""
 
 
 class SavedState:
-    """A model as it is now: the modes of its modules, its parameters and buffers, and copies of their values.
+    """The state of a model at this moment: modes of the modules, parameters and buffers, and copies of their values.
 
     Args:
         model: the model.
-        names: of the parameters and buffers whose values are copied; all by default.
+        names: names of the parameters and buffers whose values are copied; all by default.
 
     Attributes:
-        named: its parameters and buffers by name.
+        named: the parameters and buffers of the model, by name.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
@@ -237,11 +247,11 @@ class SavedState:
         self.copy_values(names)
 
     def copy_values(self, names: Iterable[str] | None = None, *, but_for: Any = None) -> None:
-        """Copy more values, as they are now.
+        """Copy the current values of more parameters and buffers.
 
         Args:
-            names: of which; all by default.
-            but_for: a state dict of this very model that holds its memory, not copies: what it holds is left out.
+            names: names of the parameters and buffers to copy; all by default.
+            but_for: a state dict. Parameters and buffers that share their memory with its entries are not copied.
         """
         held = but_for if isinstance(but_for, Mapping) else {}
         for name in self.named if names is None else names:
@@ -250,7 +260,7 @@ class SavedState:
                 self._versions[name] = _version(self.named[name])
 
     def changed(self) -> list[str]:
-        """Names of the copied values that are not as they were, or were written to."""
+        """Names of the copied parameters and buffers whose values differ now, or that were written to."""
         now = named_values(self.model)
         return [
             name
@@ -259,7 +269,7 @@ class SavedState:
         ]
 
     def _moved(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Where modules hold other parameters and buffers than they did, and what they held."""
+        """The dicts of modules that hold other parameters or buffers than before, each with its entries before."""
         return [
             (held, own)
             for held, own in self._held
@@ -267,7 +277,7 @@ class SavedState:
         ]
 
     def check_held(self) -> None:
-        """Refuse a model that has parameters which it did not have before."""
+        """Raise an error if the model has parameters that it did not have before."""
         if not self._moved():
             return
         before, now = self.named, named_values(self.model, "_parameters")
@@ -280,7 +290,7 @@ class SavedState:
                 )
 
     def restore(self) -> bool:
-        """Give the model everything back; whether any of the copied values had changed."""
+        """Restore the model; return whether a copied value had changed or a parameter or buffer was replaced."""
         changed = False
         for held, entries in self._moved():
             changed = True
@@ -301,19 +311,19 @@ class SavedState:
 
 
 def _held_by(module: nn.Module) -> list[dict[str, Any]]:
-    """Where a module keeps its parameters and buffers; a scripted one does not let anybody put others there."""
+    """The dicts of a module's parameters and buffers; none for a scripted module, where nobody can replace them."""
     if isinstance(module, torch.jit.ScriptModule):
         return []
     return [module._parameters, module._buffers]
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
-    """How often a tensor was written to, as far as autograd knows, and where its numbers are."""
+    """How often a tensor was written to, as far as autograd knows, and the address of its numbers."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _same_memory(value: Tensor, other: Any) -> bool:
-    """Whether a tensor is another one: the same numbers in the same places."""
+    """Whether two tensors are the same memory, with the same dtype, shape and strides."""
     return (
         isinstance(other, Tensor) and value.layout is other.layout is torch.strided and value.dtype is other.dtype
         and value.device == other.device and value.data_ptr() == other.data_ptr() != 0
@@ -322,12 +332,14 @@ def _same_memory(value: Tensor, other: Any) -> bool:
 
 
 def _same(now: Tensor, before: Tensor) -> bool:
-    """Whether all values are equal; one that is no number is equal to itself."""
+    """Whether all values are equal; NaN counts as equal to NaN."""
     return torch.equal(now, before) or torch.equal(now.nan_to_num(), before.nan_to_num())
 
 
 def named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once; several times as fast as `named_parameters`, and asked for often.
+    """Parameters and buffers by name, each once.
+
+    This is several times as fast as `named_parameters`, which matters because it is called often.
 
     Args:
         model: the model.
@@ -347,12 +359,12 @@ def named_values(model: nn.Module, *kinds: str) -> dict[str, Tensor]:
 def left_as_it_was(
     model: nn.Module, names: Iterable[str] | None = None, *, only_on_failure: bool = False
 ) -> Iterator[SavedState]:
-    """Hold the model's lock, and restore its `SavedState` at the end, or only after an exception.
+    """Hold the model's lock in this context, and restore the model's `SavedState` at the end.
 
     Args:
         model: the model.
-        names: of the parameters and buffers whose values are restored; all by default.
-        only_on_failure: whether to keep what was changed if all goes well.
+        names: names of the parameters and buffers whose values are restored; all by default.
+        only_on_failure: whether to restore only after an exception, and to keep all changes otherwise.
     """
     with only_thread(model):
         saved, restore = SavedState(model, names), True
@@ -365,13 +377,13 @@ def left_as_it_was(
 
 
 class Versions:
-    """How often some parameters and buffers were written to so far."""
+    """Record of how often some parameters and buffers were written to so far."""
 
     def __init__(self, values: Iterable[Tensor]) -> None:
         self._values = [(value, _version(value)) for value in values]
 
     def written(self, model: nn.Module) -> list[str]:
-        """Names in a model of those that were written to since."""
+        """Names of the parameters and buffers of a model that were written to since this object was made."""
         changed = {id(value) for value, before in self._values if _version(value) != before}
         return [name for name, value in named_values(model).items() if id(value) in changed] if changed else []
 
@@ -379,16 +391,16 @@ class Versions:
 def called_with(
     model: nn.Module, values: Mapping[str, Tensor], *arguments: Any, function: Callable[..., Any] | None = None
 ) -> Any:
-    """``function(model, *arguments)`` with other tensors in place of parameters of the model.
+    """Call ``function(model, *arguments)`` with other tensors in place of parameters of the model.
 
-    Each place that holds a parameter is given its tensor once. `functional_call` alone gives it once for every name of
-    a module, so one that has two names would not get its parameter back.
+    Each place that holds a parameter gets its tensor once. `functional_call` alone would put the tensor there once for
+    every name of the module, and a module with two names would then not get its parameter back.
 
     Args:
         model: the model.
         values: the tensors, by the names of the parameters.
-        arguments: passed on.
-        function: what is called; None for the model itself.
+        arguments: passed on to the function.
+        function: the function to call; None calls the model itself.
     """
     held = dict(model.named_parameters())
     given = {id(held[name]): value for name, value in values.items()}
@@ -402,7 +414,7 @@ def called_with(
 
 
 class _Called(nn.Module):
-    """A function of a model as the module that `functional_call` takes."""
+    """A function of a model, wrapped as a module because `functional_call` takes only modules."""
 
     def __init__(self, model: nn.Module, function: Callable[..., Any] | None) -> None:
         super().__init__()
@@ -413,16 +425,16 @@ class _Called(nn.Module):
         return self.model(*arguments) if self.function is None else self.function(self.model, *arguments)
 
 
-# the parameters that count
+# the parameters that the gradients are taken for
 
 
 class ParameterSpace:
     """The chosen parameters of a model as one flat vector, in the model's own order.
 
     Args:
-        model: the model; one in a DistributedDataParallel is unwrapped, so its names have no ``module.`` in front.
+        model: the model; a DistributedDataParallel is unwrapped, so names have no ``module.`` in front.
         chosen: names of parameters or modules, modules, or parameters; by default every parameter that
-            requires a gradient. Chosen by name, a frozen parameter counts too.
+            requires a gradient. A frozen parameter is included if it is chosen here.
     """
 
     def __init__(self, model: nn.Module, chosen: ParameterChoice = None) -> None:
@@ -439,7 +451,7 @@ class ParameterSpace:
         first = next(iter(self.parameters.values()))
         self.dtype, self.device = first.dtype, first.device
         self.changing: list[str] | None = None
-        """Names of buffers and parameters that `forward` changes, once that is known; they are put back."""
+        """Names of buffers and parameters that `forward` changes; None until they are known. They are restored."""
 
     def __len__(self) -> int:
         return self.size
@@ -453,7 +465,7 @@ class ParameterSpace:
         return rows[:, low:high].unflatten(1, parameter.shape) if parameter.dim() else rows[:, low]
 
     def split(self, row: Tensor) -> dict[str, Tensor]:
-        """A flat row `[p]` as one tensor per parameter."""
+        """Split a flat row `[p]` into one tensor per parameter, by name."""
         return {name: self.part(row[None], value)[0] for name, value in self.parameters.items()}
 
     def flatten(self, tensors: Sequence[Tensor | None], row: Tensor) -> Tensor:
@@ -465,25 +477,27 @@ class ParameterSpace:
     def gradients_of(
         self, value: Tensor, *also: Tensor, keep_graph: bool = False, differentiable: bool = False
     ) -> list[Tensor | None]:
-        """The gradient of a number, one tensor per parameter; None where it does not depend on one, as a constant.
+        """The gradient of a number, one tensor per parameter.
+
+        It is None for a parameter that the number does not depend on, and for all parameters if the number is constant.
 
         Args:
-            value: computed while the parameters required a gradient.
-            also: tensors to come before the parameters.
-            keep_graph: whether another gradient will be asked for.
-            differentiable: whether the gradient is to have one, too.
+            value: the number, computed while the parameters required a gradient.
+            also: tensors whose gradients are returned before the gradients of the parameters.
+            keep_graph: whether another gradient of the same graph will be taken later.
+            differentiable: whether the gradient itself can be differentiated.
         """
         by = [*also, *self.parameters.values()]
-        if not value.requires_grad:  # the loss of a batch without a target that counts
+        if not value.requires_grad:  # the loss of a batch whose targets are all ignored
             return [None] * len(by)
         found = torch.autograd.grad(
             value, by, retain_graph=keep_graph or differentiable, create_graph=differentiable, allow_unused=True
         )
-        return [part.to_dense() if part is not None and part.is_sparse else part for part in found]  # of embeddings
+        return [part.to_dense() if part is not None and part.is_sparse else part for part in found]  # embeddings
 
     @contextmanager
     def require_gradients(self, of_chosen: bool, also: Iterable[nn.Parameter] = ()) -> Iterator[None]:
-        """Let the chosen parameters alone require gradients, or (``of_chosen=False``) none at all but `also`."""
+        """In this context only the chosen parameters require gradients, or only `also` if ``of_chosen=False``."""
         with only_thread(self.model):
             before = [(parameter, parameter.requires_grad) for parameter in self._every]
             wanted = self.spans.keys() if of_chosen else {id(parameter) for parameter in also}
@@ -510,7 +524,7 @@ class ParameterSpace:
 
 
 def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter]:
-    parameters = _those_that_count(model, chosen)
+    parameters = _unchecked_choice(model, chosen)
     for name, value in parameters.items():
         _check_usable(name, value)
     parameters = {name: value for name, value in parameters.items() if value.numel()}
@@ -526,7 +540,7 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
     return parameters
 
 
-def _those_that_count(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter]:
+def _unchecked_choice(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter]:
     named = dict(model.named_parameters())
     if chosen is not None:
         wanted = {id(value) for item in _as_list(chosen) for value in _members(model, item)}
@@ -547,7 +561,7 @@ def _those_that_count(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn
 
 
 def _check_usable(name: str, value: nn.Parameter) -> None:
-    """Refuse a parameter that can have no gradient, or one of which scores would mean nothing."""
+    """Raise an error if a parameter can have no gradient, or if scores from its gradient would mean nothing."""
     if is_lazy(value):
         raise ValueError(f"parameter {name!r} of a lazy module has no shape yet: run the model once on a batch first.")
     if value.is_complex():

@@ -2,11 +2,12 @@
 
 The keywords are listed in `WORDS`. An entry point that cannot use one of them declares this with `without`. A user who
 passes the keyword then gets an error that says why, and what to do instead. A keyword that `without` does not name
-gives Python's own error. `check_counts` and `check_not_negative` check numbers.
+gives Python's own error. `check_counts`, `check_not_negative` and `whole_bytes` check numbers.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
@@ -60,20 +61,24 @@ def refuse_words(given: Mapping[str, Any], instead: Mapping[str, str], entry: Ca
             raise TypeError(f"{who} takes no {word}=: {instead[word]}.")
 
 
-def check_counts(*, whole: bool = True, **counts: Any) -> None:
-    """Raise an error if a value is not a number of at least 1; None is accepted.
-
-    Args:
-        whole: whether the values have to be whole numbers; if False, any real number from 1 on is accepted.
-        **counts: name → value.
-    """
+def check_counts(**counts: Any) -> None:
+    """Raise an error if a value is not a whole number of at least 1; None is accepted."""
     for name, value in counts.items():
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name}={value!r}: pass a whole number, or leave it out.")
         if value < 1:
             raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
+
+
+def whole_bytes(memory_budget: Any) -> int:
+    """Return a memory budget as a whole number of bytes; it may be written as ``1e9``, and infinity is no limit."""
+    if isinstance(memory_budget, bool) or not isinstance(memory_budget, Real):
+        raise TypeError(f"memory_budget={memory_budget!r}: pass a whole number of bytes, such as 2**30.")
+    if not float(memory_budget) >= 1:
+        raise ValueError(f"memory_budget={memory_budget}: pass at least one byte, such as 2**30.")
+    return int(min(float(memory_budget), sys.maxsize))
 
 
 def check_not_negative(**numbers: Any) -> None:

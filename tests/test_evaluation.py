@@ -52,8 +52,8 @@ def test_points_in_no_group_are_never_removed() -> None:
     groups = Groups([0, -1, 1, 1], rest="drop")
     assert sorted(removal_order([1.0, 2.0], groups)) == [0, 2, 3]
     assert [points.tolist() for points in points_of(groups, np.array([[True, False], [True, True]]))] == [
-        [0],
-        [0, 2, 3],
+        [0, 1],
+        [0, 1, 2, 3],
     ]
 
 

@@ -251,6 +251,18 @@ def test_a_property_of_points_gives_each_points_scores_and_their_mean(name):
     )
 
 
+def test_ekfac_names_a_damping_it_cannot_use():
+    x, y = torch.randn(40, 4), torch.arange(40) % 2
+    model, loss = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), nn.CrossEntropyLoss()
+    with torch.no_grad():
+        model[0].bias[0] = -100.0  # a unit that is never active has no curvature
+    goal = properties.mean_loss((x, y), loss)
+    with pytest.raises(ValueError, match="damping=0: the curvature is 0"):
+        attribute(model, loss, (x, y), np.arange(40) % 4, goal, method=EKFAC(damping=0.0))
+    with pytest.raises(ValueError, match="damping and recipe are both given"):
+        attribute(model, loss, (x, y), np.arange(40) % 4, goal, method="ekfac", damping=0.1, recipe=Recipe(1, 0.1, 4))
+
+
 def test_ekfac_of_linear_regression_is_the_closed_form():
     torch.manual_seed(0)
     x, model, loss = torch.randn(N, 4).double(), nn.Linear(4, 1).double(), nn.MSELoss()

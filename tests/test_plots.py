@@ -183,6 +183,19 @@ def test_names_that_are_no_dates_are_refused_by_name():
         result(2).plot.timeline(dates=[1, 2, 3])
 
 
+def test_every_curve_of_a_removal_is_drawn():
+    curves = {f"method {j}": RemovalCurve(np.array([0.1, 0.2]), np.full((2, 3), float(j))) for j in range(8)}
+    ax = result(6).plot.removal_curve(curves)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(curves)
+
+
+@pytest.mark.parametrize("most", [0, -1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_of_no_groups_is_refused(kind, most):
+    with pytest.raises(ValueError, match=f"most={most}: show at least"):
+        getattr(result(6).plot, kind)(most=most)
+
+
 def test_a_removal_curve_removes_what_hurts_first_what_helps_first_and_at_random():
     asked = []
 

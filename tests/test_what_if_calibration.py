@@ -47,6 +47,9 @@ def test_verify_finds_the_slope_and_nothing_left_out_stays_as_it_is():
     assert float(answer.value(again)) == float(answer.value(measure)), "made again it is the same property"
     assert answer.interval(properties.mean_loss((data[0][:9], data[1][:9]), LOSS)) is None
     assert float(what_if.with_weights({}).change(measure)) == 0
+    fair, fair_before = (one.shapley(measure, samples=2) for one in (what_if, exact))
+    np.testing.assert_allclose(fair.scores, fair_before.scores)
+    assert ["as before verify" in one.note for one in (fair, fair_before)] == [True, False]
     with pytest.raises(ValueError, match="at least 4"):
         what_if.verify(retrain, measure, 3)
 

@@ -47,6 +47,11 @@ def test_bad_input_is_named():
         WhatIf(model, LOSS, data, SOURCES, weight_decay=0.1, recipe=Recipe(1, 0.1, 8))
     with pytest.raises(ValueError, match="point_weights has shape"):
         WhatIf(model, LOSS, data, SOURCES, point_weights=torch.ones(3))
+    for bad, named in ((-1.0, r"point_weights\[2\] is -1"), (float("nan"), r"point_weights\[2\] is nan")):
+        with pytest.raises(ValueError, match=named):
+            WhatIf(model, LOSS, data, SOURCES, point_weights=torch.ones(120).index_fill(0, torch.tensor([2]), bad))
+    with pytest.raises(ValueError, match="point_weights are all 0"):
+        WhatIf(model, LOSS, data, SOURCES, point_weights=torch.zeros(120))
     with pytest.raises(TypeError, match="point_weights holds what is no number"):
         WhatIf(model, LOSS, data, SOURCES, point_weights=["heavy"] * 120)
     for options in ({}, {"remove": 4}, {"remove": 1, "goal": "best"}):

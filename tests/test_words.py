@@ -16,8 +16,9 @@ from ggda_transformers import GroupTracker, attribute_trainer
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ggda_ext import GradientStore, GroupGradients, WhatIf, attribute, estimate, find_label_issues
+from ggda_ext import GradientStore, GroupGradients, WhatIf, attribute, estimate, find_label_issues, properties
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
+from ggda_ext.drop_in import DropIn
 from ggda_ext.groups import Groups
 from ggda_ext.words import WORDS
 
@@ -113,3 +114,20 @@ def test_memory_budget_reaches_the_provider_of_a_drop_in(monkeypatch) -> None:
     )  # fmt: skip
     tracin.influence(data[:2])
     assert set(seen) == {54_321}
+
+
+def test_a_memory_budget_may_be_written_as_1e9(tmp_path) -> None:
+    """As a float it means the same, in memory, in a folder, in a drop-in and in what-if."""
+    torch.manual_seed(0)
+    data, model, loss = (torch.randn(12, 3), torch.arange(12) % 2), nn.Linear(3, 2), nn.CrossEntropyLoss()
+    groups, points = torch.arange(12) % 3, properties.point_losses((data[0][:5], data[1][:5]), loss)
+    for where in ({}, {"save_dir": tmp_path / "kept"}):
+        scores = [
+            attribute(model, loss, data, groups, points, method="tracin", memory_budget=budget, **where).scores
+            for budget in (64, 64.0)
+        ]
+        torch.testing.assert_close(*scores, rtol=0, atol=0)
+    assert DropIn(groups, n=12, memory_budget=1e9).memory_budget == 10**9
+    WhatIf(model, loss, data, groups, weight_decay=0.1, memory_budget=1e9)
+    with pytest.raises(ValueError, match=r"memory_budget=0\.5"):
+        WhatIf(model, loss, data, groups, weight_decay=0.1, memory_budget=0.5)

@@ -1,4 +1,4 @@
-"""What `TRAKer` takes beyond TRAK's own arguments, checked once."""
+"""The arguments of `TRAKer` that TRAK itself does not have, checked once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ggda_ext.gradients.plan import check_strategy
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.model import ParameterChoice, ParameterSpace, inner_name, inner_names, unwrapped
 from ggda_ext.storage.fingerprint import of_groups, of_state, of_structure, of_value
-from ggda_ext.words import check_counts
+from ggda_ext.words import check_counts, whole_bytes
 from ggda_trak.savers import CheckedSaver
 
 STRATEGIES = ("segmented", "backward", "persample")
@@ -23,7 +23,7 @@ MEMORY_BUDGET = 512 * 2**20
 
 @dataclass(eq=False)
 class GroupOptions:
-    """See `TRAKer` for their meaning."""
+    """The arguments that `TRAKer` adds to TRAK's; `TRAKer` explains them."""
 
     fisher: FisherKind = "batched"
     damping: Damping = "auto"
@@ -39,20 +39,21 @@ class GroupOptions:
         check_fisher(self.fisher)
         self.damping = check_damping(self.damping)
         check_strategy(self.strategy, STRATEGIES)
-        check_counts(memory_budget=self.memory_budget, batch_size=self.batch_size)
+        check_counts(batch_size=self.batch_size)
+        self.memory_budget = whole_bytes(self.memory_budget)
         self._listed = [] if self.checkpoints is None else listed_checkpoints(self.checkpoints)
 
     def drop_in(self, groups: GroupsLike, n: int) -> DropIn:
-        """Who answers for groups of n points; the folder is TRAK's own, for groups of one as well."""
+        """The `DropIn` for groups of n points. It has no `save_dir`, because the folder is TRAK's own."""
         asked_for = self.fisher == "paper" or self.damping != "auto"
         return DropIn(groups, n=n, strategy=self.strategy, memory_budget=self.memory_budget, by_core=asked_for)
 
     def for_trak(self, given: dict[str, Any], groups: Groups | None) -> dict[str, Any]:
-        """TRAK's own arguments, as they have to be for its code to work.
+        """Change TRAK's own arguments so that TRAK's code works with them.
 
         Args:
-            given: by name.
-            groups: those whose rows its code is given in place of points; None where it is given points.
+            given: TRAK's arguments by name.
+            groups: the groups whose rows TRAK's code gets instead of points; None if it gets points.
         """
         if self.parameters is not None:
             if given.get("grad_wrt") is not None:
@@ -65,12 +66,12 @@ class GroupOptions:
             given["device"] = str(given["device"])
         if groups is not None:
             given = {"use_half_precision": False} | given | {"train_set_size": len(groups)}
-            given["lambda_reg"] = 0.0  # it is in the Fisher that TRAK's code is given
+            given["lambda_reg"] = 0.0  # the Fisher that TRAK's code gets already contains it
         given.setdefault("saver", CheckedSaver)
         return given
 
     def made_with(self, given: dict[str, Any], drop_in: DropIn) -> dict[str, Any]:
-        """What a folder is made with, from these options and TRAK's own arguments."""
+        """The settings that the content of a folder depends on, from these options and TRAK's own arguments."""
         model, grouped = given["model"], not drop_in.by_toolkit
         assert drop_in.groups is not None
         return {
@@ -92,11 +93,11 @@ class GroupOptions:
 
     @property
     def several(self) -> list[Any]:
-        """The checkpoints over which Q is averaged; none if there is only one."""
+        """The checkpoints over which Q is averaged; empty if there is only one checkpoint."""
         return self._listed if self.models > 1 else []
 
     def refuse_without_groups(self) -> None:
-        """Refuse what would have no effect on TRAK's own code."""
+        """Raise an error if an option is given that has no effect on TRAK's own code."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not field.default and value != field.default:

@@ -1,27 +1,30 @@
-"""A few real retrainings beside the predictions: what level and slope later predictions need, and how wrong they are.
+"""Calibration of predictions by a few real retrainings: the level and slope that later predictions need, and the error.
 
-A refit ranks counterfactuals better than it knows their level, which its ridge decides more than anything else: the
-smaller it is, the further predictions lie from the model's own value, all of them. So a path of ridges is tried, and
-real rises are compared with those predicted with each,
+A refit ranks counterfactuals better than it predicts their level. The ridge decides the level more than anything else:
+the smaller the ridge, the further all predictions lie from the model's own value. So a path of ridges is tried, and
+real rises are compared with the rises that each ridge predicts,
 
     real rise = slope · predicted rise + level + per share · share left out + error.
 
-Level and share are what a refit does not see: a model of fewer points takes fewer steps, and the one explained had its
-luck. Outside of the shares that were retrained they are in proportion to the share, so nothing left out changes nothing
-and what several groups do together is not blamed for it. A refit that is right has slope 1 and nothing more. So the
-slope comes from a normal distribution around 1, level and share (in units of the mean share) from normal ones around 0,
-and the logarithm of the ridge from one around the present ridge: the ridge is the one under which the retrainings are
-most likely, slope, level and share have their means given the retrainings (Bayesian linear regression, the sizes of the
-error and of the level integrated out). Few retrainings that agree on nothing leave predictions as they are.
+Level and share stand for effects that a refit does not see: a model of fewer points takes fewer steps, and the training
+of the explained model had its luck. Outside of the range of shares that were retrained, both are in proportion to the
+share. So nothing changes if nothing is left out, and the level is not mistaken for a joint effect of several groups.
 
-Errors may be of one size, or grow with the predicted rise: a network without whole regions of its data ends up far from
-where it was linearised. Then those few retrainings would decide on slope and level of all predictions, and the interval
-of a small change would be theirs. So both are tried with every ridge, errors of one size and errors that a prediction
-of the mean size doubles, and the likelier one is taken; growing ones have to be clearly likelier.
+A correct refit has slope 1 and needs neither level nor share. So the priors are normal distributions: around 1 for the
+slope, around 0 for level and share (in units of the mean share), around the present ridge for the logarithm of the
+ridge. The chosen ridge is the one under which the retrainings are most likely. Slope, level and share get their means
+given the retrainings (Bayesian linear regression; the sizes of the error and of the level are integrated out). If the
+retrainings are few and agree on nothing, predictions stay as they are.
 
-Eight tell a slope only if their predictions lie apart, so the subsets to retrain are chosen by them: of many random
-ones, those whose predictions are spread evenly from the lowest to the highest. Choosing by the prediction leaves the
-relation of real to predicted rises unbiased.
+Errors may have one size, or grow with the predicted rise: a network without whole regions of its data ends up far from
+where it was linearised. In that case, errors of one size would let the few retrainings with large errors decide the
+slope and level of all predictions, and also the interval of a small change. So both kinds are tried with every ridge:
+errors of one size, and errors that are twice as large at the mean predicted rise as at no rise. The likelier kind is
+taken; growing errors have to be clearly likelier.
+
+Eight retrainings tell a slope only if their predictions lie apart. So the subsets to retrain are chosen by prediction:
+of many random subsets, the ones whose predictions are spread evenly from the lowest to the highest. Choosing by the
+prediction leaves the relation of real to predicted rises unbiased.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from torch import Tensor
 
 from ggda_ext.counterfactual.checks import check_count, one_number
 from ggda_ext.counterfactual.newton import SingularRefit
-from ggda_ext.evaluation import Retrain, random_subsets
+from ggda_ext.evaluation import Retrain, points_of, random_subsets
+from ggda_ext.groups.partition import Groups
 from ggda_ext.properties import Property
 
 if TYPE_CHECKING:
@@ -46,31 +50,31 @@ ByRidge = dict[float, np.ndarray]
 """Predicted rises `[s]` by the factor of the ridge."""
 FEWEST = 4
 DRAWN = 8
-"""Random subsets that are predicted for each one that is retrained."""
+"""Number of random subsets that are predicted for each subset that is retrained."""
 RIDGES = 2.0 ** np.arange(-6, 7)
 """Ridges that are tried, in units of the present one."""
 SLOPE, RIDGE = 0.3, np.log(4)
-"""What is likely before any retraining: standard deviations of the slope around 1 and of the ridge's logarithm around
-that of the present one. Chosen on small problems; see benchmarks/RESULTS.md."""
+"""Standard deviations of the priors: of the slope around 1, and of the ridge's logarithm around the logarithm of the
+present ridge. Chosen on small problems; see benchmarks/RESULTS.md."""
 GROWS = 0.25
-"""And how likely it is that errors grow with the predicted rise: retrainings without errors are not to decide it."""
-_LEVELS = np.array([0.1, 1.0, 10.0, 100.0])  # variances of level and share to integrate over, in units of the error's
-_FITTED = 2  # numbers that a calibration fits freely, about: those around which it draws the rest count less
+"""Prior probability that errors grow with the predicted rise. Retrainings without errors must not decide this."""
+_LEVELS = np.array([0.1, 1.0, 10.0, 100.0])  # variances of level and share to integrate over, relative to the error's
+_FITTED = 2  # about how many numbers a calibration fits freely; numbers with a prior count less
 _ERRORS = np.logspace(-12, 0.5, 101)  # squared errors to integrate over, in units of the predictions' own
 
 
 @dataclass(frozen=True)
 class Line:
-    """Real rises of a property over the model's own value, as a function of predicted ones and of the share left out.
+    """Real rises of a property over the model's own value, as a function of predicted rises and of the share left out.
 
     Attributes:
-        slope: of real on predicted rises.
-        level: rise beside that, at the lowest share left out; in proportion to the share below it.
-        per_share: and what comes to it for every share of points left out beyond the lowest, up to the highest.
-        lowest: share of points that a retraining left out.
-        highest: likewise.
-        at_rest: error of a prediction that nothing changes, in units of that of the retrainings in the mean square.
-        per_rise: and what comes to it for every unit of predicted rise; 0 for errors of one size.
+        slope: slope of real rises on predicted rises.
+        level: rise added at the lowest share left out; below that share it is in proportion to the share.
+        per_share: rise added for each unit of share left out beyond the lowest, up to the highest.
+        lowest: lowest share of points that a retraining left out.
+        highest: highest share of points that a retraining left out.
+        at_rest: error of a predicted rise of 0, in units of the root mean square error of the retrainings.
+        per_rise: error added for each unit of predicted rise; 0 for errors of one size.
     """
 
     slope: float
@@ -82,33 +86,39 @@ class Line:
     per_rise: float = field(default=0.0, kw_only=True)
 
     def rise(self, predicted: Any, removed: Any) -> Any:
-        """Calibrated rises `[s]` of predicted ones, given the share of points left out `[s]`; none for none."""
+        """Return calibrated rises `[s]` for predicted rises `[s]` and shares of points left out `[s]`.
+
+        If nothing is left out and no rise is predicted, the calibrated rise is 0.
+        """
         near = removed.clip(max(self.lowest, 1e-12), max(self.highest, 1e-12))
         return self.slope * predicted + (self.level + self.per_share * (near - self.lowest)) * removed / near
 
     def spread(self, predicted: Any) -> Any:
-        """Errors `[s]` of predicted rises, before calibration, in units of the error of the retrainings."""
+        """Return the errors `[s]` of predicted rises `[s]`, in units of the error of the retrainings.
+
+        Pass rises as they are before calibration.
+        """
         return self.at_rest + self.per_rise * abs(predicted)
 
 
 @dataclass(frozen=True)
 class Calibration(Line):
-    """What turns predicted rises into real ones.
+    """Turns predicted rises into real rises.
 
     Attributes:
-        error: standard error of a calibrated prediction: of the retrainings, each predicted from the others.
-        retrainings: how many it was found from.
+        error: standard error of a calibrated prediction, found by predicting each retraining from the others.
+        retrainings: number of retrainings that the calibration was found from.
     """
 
     error: float
     retrainings: int
 
     def width(self, confidence: float = 0.95, error: float | None = None) -> float:
-        """Half the width of an interval for a retrained model: a quantile of Student's t, for few retrainings.
+        """Return half the width of an interval for a retrained model; it uses Student's t, as retrainings are few.
 
         Args:
-            confidence: of the interval.
-            error: standard error of this prediction; that of the retrainings if left out.
+            confidence: confidence of the interval.
+            error: standard error of this prediction; the error of the calibration if left out.
         """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence={confidence}: pass a share between 0 and 1, e.g. 0.95.")
@@ -118,7 +128,7 @@ class Calibration(Line):
         return quantile * (self.error if error is None else error)
 
     def explain(self) -> str:
-        """The calibration in words."""
+        """Describe the calibration in words."""
         told = (
             f"calibrated by {self.retrainings} retrainings: real rises are {self.slope:.3g} times the predicted ones "
             f"{self.level:+.3g}, give or take {self.error:.2g}"
@@ -135,10 +145,10 @@ class Verification:
     Attributes:
         kept: which groups were kept `[s, k]`.
         real: values of the retrained models `[s, seeds]`.
-        predicted: before calibration `[s]`.
-        calibrated: every one by the calibration of the others `[s]`.
+        predicted: predicted values before calibration `[s]`.
+        calibrated: predicted values, each with a calibration found from the other retrainings `[s]`.
         calibration: level, slope and error.
-        ridge: the ridge of every model, as it is from now on.
+        ridge: the ridge that every model uses from now on.
     """
 
     kept: np.ndarray
@@ -173,8 +183,8 @@ def verified(
             f"there are {len(kept)} subsets of {kept.shape[1]} groups to retrain, and verify needs {FEWEST}: pass more "
             "with subsets= [s, k], or finer groups; for few groups leave_group_out tells all."
         )
-    _predicted(what_if, property, weights[:1])  # a question that cannot be asked is refused before anything is trained
-    real = _retrained(retrain, what_if.groups.labels, kept)
+    _predicted(what_if, property, weights[:1])  # raises an error for a wrong question before anything is trained
+    real = _retrained(retrain, what_if.groups, kept)
     removed = what_if.removed(weights).numpy()
     path, base = _path(what_if, property, weights)
     rises = real.mean(1) - base
@@ -202,17 +212,16 @@ def chosen_subsets(
     values = one_number(what_if.subsets(candidates, property))
     goals = np.linspace(values.min(), values.max(), count)
     taken: list[int] = []
-    for goal in goals[np.argsort(-np.abs(goals - goals.mean()), kind="stable")]:  # the ends first: they tell the slope
+    for goal in goals[np.argsort(-np.abs(goals - goals.mean()), kind="stable")]:  # the ends first: they fix the slope
         away = np.abs(values - goal)
         away[taken] = np.inf
         taken.append(int(np.argmin(away)))
     return candidates[np.sort(taken)]
 
 
-def _retrained(retrain: Retrain, labels: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Values of retrained models `[s, seeds]`."""
-    points = [np.flatnonzero((labels < 0) | choice[labels]) for choice in kept]
-    real = np.asarray(retrain(points), dtype=float)
+def _retrained(retrain: Retrain, groups: Groups, kept: np.ndarray) -> np.ndarray:
+    """Retrain on every choice of groups and return the values `[s, seeds]`."""
+    real = np.asarray(retrain(points_of(groups, kept)), dtype=float)
     if real.ndim not in (1, 2) or len(real) != len(kept):
         raise ValueError(
             f"retrain gave values of shape {list(real.shape)}: return [{len(kept)}, seeds], a row a subset."
@@ -223,34 +232,34 @@ def _retrained(retrain: Retrain, labels: np.ndarray, kept: np.ndarray) -> np.nda
 
 
 def _predicted(what_if: WhatIf, property: Property, weights: Tensor, factor: float = 1.0) -> tuple[np.ndarray, float]:
-    """Predicted values `[s]` with ridges times a factor, and the value with nothing left out."""
+    """Return predicted values `[s]` and the value with nothing left out; a factor multiplies the ridges."""
     everything = torch.ones(1, weights.shape[1], dtype=torch.float64)
     numbers = one_number(what_if.values(property, torch.cat([everything, weights]), factor).mean(0))
     return numbers[1:], float(numbers[0])
 
 
 def _path(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[ByRidge, float]:
-    """Predicted rises `[s]` by factor of the ridge, and the value with nothing left out.
+    """Return predicted rises `[s]` for each factor of the ridge, and the value with nothing left out.
 
-    The ridge stays where it is once another property was calibrated with it.
+    Only the present ridge is tried if another property was calibrated with it.
     """
     values, base = _predicted(what_if, property, weights)
     path = {1.0: values - base}
-    chosen = set(what_if.calibrations) - {what_if.identity(property)}  # with the present ridge
+    chosen = set(what_if.calibrations) - {what_if.identity(property)}  # properties that need the present ridge
     if not chosen and any(model.ridge and not model.is_linear for model in what_if.linearized):
         for factor in RIDGES[RIDGES != 1].tolist():
-            with suppress(SingularRefit):  # too small a ridge
+            with suppress(SingularRefit):  # the ridge is too small
                 path[factor] = _predicted(what_if, property, weights, factor)[0] - base
     return path, base
 
 
 def _likeliest(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> tuple[float, Line]:
-    """The factor of the ridge under which real rises are most likely, and the line that goes with it."""
+    """Return the factor of the ridge under which the real rises are most likely, and the `Line` for that ridge."""
     n, share = len(real), float(removed.mean())
-    unit = max(share, 1e-12)  # of shares: those that hardly differ have hardly any effect
+    unit = max(share, 1e-12)  # in units of the mean share, shares that hardly differ have hardly any effect
     factors, predicted = np.tile(list(path), 2), np.tile(np.stack(list(path.values())), (2, 1))  # [members, n]
     grows = np.repeat([False, True], len(path))
-    at_rest, per_rise = _growth(path[1.0])  # the same for all ridges: none is likelier for predictions out of bounds
+    at_rest, per_rise = _growth(path[1.0])  # one for all ridges: runaway predictions must not make a ridge likelier
     spread = np.where(grows[:, None], at_rest + per_rise * np.abs(path[1.0]), 1.0)
     columns = np.stack([np.ones(n), (removed - share) / unit], 1) / spread[:, :, None]
     inner = np.linalg.inv(
@@ -272,7 +281,7 @@ def _likeliest(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> tuple[fl
     likely += np.log(np.where(grows, GROWS, 1 - GROWS)) - (np.log(factors) / RIDGE) ** 2 / 2
     best = int(np.argmax(likely))
     chances = weights[best] / weights[best].sum()
-    slope = max(0.0, 1 + float((chances * drawn[best] * both[best]).sum()))  # below 0 it would turn the ranks around
+    slope = max(0.0, 1 + float((chances * drawn[best] * both[best]).sum()))  # a negative slope would reverse the ranks
     mixed = np.tensordot(chances.sum(1) * _LEVELS, inner[best], 1)
     parts = columns[best].T @ mixed @ ((real - slope * predicted[best]) / spread[best])
     per_share, lowest = float(parts[1] / unit), float(removed.min())
@@ -283,14 +292,17 @@ def _likeliest(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> tuple[fl
 
 
 def _growth(predicted: np.ndarray) -> tuple[float, float]:
-    """Errors that grow with predicted rises `[n]`, 1 in the mean square: that of no rise, and what a unit adds."""
+    """Return `at_rest` and `per_rise` (see `Line`) of errors that grow with predicted rises `[n]`.
+
+    The mean square of the errors is 1.
+    """
     sizes = np.abs(predicted)
     norm = float(np.sqrt(np.mean((sizes.mean() + sizes) ** 2)))
     return (float(sizes.mean()) / norm, 1 / norm) if norm else (1.0, 0.0)
 
 
 def _from_others(path: ByRidge, removed: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Calibrated rises, each with the ridge and the line of the others."""
+    """Return calibrated rises `[s]`, each with the ridge and the line found from the other retrainings."""
     found = np.empty_like(real)
     for j in range(len(real)):
         rest = np.arange(len(real)) != j

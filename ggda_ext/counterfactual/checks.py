@@ -1,4 +1,4 @@
-"""What may be asked of a `WhatIf`: names of groups, weights, counts, penalties; refused with what to pass instead."""
+"""Checks of the arguments of `WhatIf`: names of groups, weights, counts, penalties. Errors say what to pass instead."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ Names = Hashable | Iterable[Hashable]
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuse what is not a whole number from `least` on."""
+    """Raise an error if a value is not a whole number of at least `least`."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r}: pass a whole number, at least {least}.")
 
 
 def check_penalty(name: str, value: Any) -> None:
-    """Refuse a penalty that is not a finite number from 0 on."""
+    """Raise an error if a penalty is not a finite number, 0 or more."""
     if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
         raise ValueError(f"{name}={value!r}: pass a number, 0 or more.")
 
 
 def check_folder(folder: str | Path | None) -> None:
-    """Refuse a folder that is not there."""
+    """Raise an error if a folder does not exist."""
     if folder is not None and not Path(folder).is_dir():
         raise ValueError(f"folder={str(folder)!r} is no folder: make it first, or leave it out for a temporary one.")
 
 
 def checked_models(model: nn.Module, models: Any, checkpoints: Checkpoints | None) -> list[nn.Module]:
-    """The model and further ones, or copies of it at its checkpoints."""
+    """Return the model and further models, or copies of the model at its checkpoints."""
     if isinstance(models, nn.Module) or not isinstance(models, Sequence):
         raise TypeError(f"models is a {type(models).__name__}: pass a list of further models, models=[second, third].")
     for j, one in enumerate(models):
@@ -60,20 +60,24 @@ def checked_models(model: nn.Module, models: Any, checkpoints: Checkpoints | Non
 
 
 def checked_point_weights(weights: Any, n: int) -> Tensor:
-    """Weights of training points `[n]`."""
+    """Return the weights of training points `[n]`, 1 if none are given; raise an error if they cannot be weights."""
     try:
         found = torch.ones(n, dtype=torch.float64) if weights is None else torch.as_tensor(weights).double()
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"point_weights holds what is no number: pass one for each of {n} points.") from None
-    if found.shape != (n,) or not bool((torch.isfinite(found) & (found >= 0)).all()) or not bool(found.any()):
-        raise ValueError(
-            f"point_weights has shape {list(found.shape)}: pass one finite number, 0 or more, for each of {n} points."
-        )
+    remedy = f"pass one finite number, 0 or more, for each of {n} points"
+    if found.shape != (n,):
+        raise ValueError(f"point_weights has shape {list(found.shape)}: {remedy}.")
+    wrong = torch.nonzero(~(torch.isfinite(found) & (found >= 0)))[:, 0]
+    if len(wrong):
+        raise ValueError(f"point_weights[{wrong[0]}] is {found[wrong[0]]:g}, of {len(wrong)} such weights: {remedy}.")
+    if not bool(found.any()):
+        raise ValueError(f"point_weights are all 0, so nothing is left to train on: {remedy}, not all 0.")
     return found
 
 
 def ids_of(names: Names, known: Sequence[Hashable]) -> list[int]:
-    """Ids of groups given by name, of all their names."""
+    """Return the ids of groups given by name; `known` are the names of all groups."""
     if isinstance(names, Mapping):
         raise TypeError("names is a dict: pass names of groups, or give groups other weights by with_weights.")
     places = {name: j for j, name in enumerate(known)}
@@ -89,7 +93,7 @@ def ids_of(names: Names, known: Sequence[Hashable]) -> list[int]:
 
 
 def weights_by_name(weights: Any, known: Sequence[Hashable]) -> np.ndarray:
-    """Weights of all groups `[k]` from those that change."""
+    """Return the weights of all groups `[k]`; groups that `weights` does not name get 1."""
     if not isinstance(weights, Mapping):
         raise TypeError(
             f"weights is a {type(weights).__name__}: pass a dict of names and weights, e.g. {{'web': 0.5}}."
@@ -103,13 +107,13 @@ def weights_by_name(weights: Any, known: Sequence[Hashable]) -> np.ndarray:
 
 
 def checked_kept(kept: Any, groups: Groups, masses: np.ndarray, others: float) -> Tensor:
-    """Weights of groups `[s, k]`, refused where nothing is left.
+    """Return weights of groups `[s, k]` as a tensor; raise an error if a row leaves nothing to train on.
 
     Args:
-        kept: booleans or weights; the columns of a pandas table in any order, by name.
+        kept: booleans or weights `[s, k]`. The columns of a pandas table are found by name, in any order.
         groups: the groups.
-        masses: weight of the points of each group `[k]`.
-        others: weight of the points in no group, which always stay.
+        masses: total weight of the points of each group `[k]`.
+        others: total weight of the points in no group, which always stay.
     """
     given = kept.detach().cpu().numpy() if isinstance(kept, Tensor) else _in_order(kept, groups.all_names)
     try:
@@ -131,7 +135,7 @@ def checked_kept(kept: Any, groups: Groups, masses: np.ndarray, others: float) -
 
 
 def _in_order(kept: Any, known: Sequence[Hashable]) -> Any:
-    """A table's columns in the order of the groups; what has no names of columns as it is."""
+    """Return a table with its columns in the order of the groups; return data without column names unchanged."""
     if not is_table(kept) or not hasattr(kept, "columns") or list(kept.columns) == list(range(len(known))):
         return kept
     for name in kept.columns:
@@ -143,7 +147,7 @@ def _in_order(kept: Any, known: Sequence[Hashable]) -> Any:
 
 
 def one_number(values: Tensor | np.ndarray) -> np.ndarray:
-    """Values `[s]` of a property as an array, refused where it gives several numbers `[s, m]`."""
+    """Return values `[s]` of a property as an array; raise an error if the property has several numbers `[s, m]`."""
     found = np.asarray(values)
     if found.ndim > 1:
         raise ValueError(f"property gives {found.shape[1]} numbers: ask this of one number at a time.")

@@ -1,10 +1,10 @@
 """How outputs move along parameter directions: Φ(x) = J_f(x) V.
 
 Along directions V = [v_1 … v_r] the outputs are f(x; θ + V d) ≈ f(x; θ) + Φ(x) d. A forward-mode product with one
-direction takes two forward passes; directions go through the model in chunks that share the pass at θ. Where points use
+direction takes two forward passes; directions go through the model in chunks that share the pass at θ. If points use
 each parameter often (tokens, places of an image) and outputs are few, it is less work to form every point's gradient
-of each output and multiply it with all directions (`are_rows_less_work`). Features that outgrow the memory budget stand
-in a file.
+of each output and multiply it with all directions (`are_rows_less_work`). Features that do not fit the memory budget
+are kept in a file.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Features:
     """Outputs of a data set and how they move.
 
     Attributes:
-        outputs: the model's own `[N]` or `[N, C]`, those of half precision as float32.
-        targets: of every example, or None.
-        tangents: Φ `[N, C, r]`, in the same precision; in a file if they are many.
+        outputs: the model's own outputs `[N]` or `[N, C]`; outputs of half precision are float32 here.
+        targets: the target of every example, or None.
+        tangents: Φ `[N, C, r]`, in the precision of `outputs`; in a file if they do not fit the memory budget.
     """
 
     outputs: Tensor
@@ -48,22 +48,22 @@ class Features:
     tangents: Tensor
 
     def moved(self, coefficients: Tensor) -> Tensor:
-        """Outputs `[N]` or `[N, C]` at θ + V d, linearised, of one d `[r]`; exactly the model's own for d = 0."""
+        """Return linearised outputs `[N]` or `[N, C]` at θ + V d for one d `[r]`; exactly the model's own for d = 0."""
         flat = self.tangents.reshape(-1, self.tangents.shape[2])
         step = flat @ coefficients.to(flat)
         return self.outputs + step.view(self.outputs.shape)
 
 
 class Linearizer:
-    """Outputs of a model along fixed directions.
+    """Computes how the outputs of a model move along fixed directions.
 
     Args:
-        space: the model and the parameters that count.
+        space: the model and the parameters that the gradients are taken for.
         directions: V as rows `[r, p]`.
-        batch_size: examples per pass.
-        memory_budget: bytes of features kept in memory; more go to a file.
+        batch_size: examples per batch.
+        memory_budget: bytes of features kept in memory; features that need more go to a file.
         folder: where to put such files; a temporary folder if left out.
-        show_progress: whether to show a progress bar; None, on passes over 5 seconds.
+        show_progress: whether to show a progress bar; None shows it on passes over 5 seconds.
         by_rows: whether to form gradients of outputs instead of forward-mode products.
     """
 
@@ -86,7 +86,7 @@ class Linearizer:
 
     @torch.no_grad()
     def features(self, data: IndexedData) -> Features:
-        """Outputs, targets and tangents of all examples; under several ranks each computes a share."""
+        """Return outputs, targets and tangents of all examples; if there are several ranks, each computes a share."""
         if data.n is None:
             raise TypeError(f"{data.name} is a stream without a length: pass a map-style data set to what-if.")
         output, target = model_output(self.space.model, to_device(data.first(1), self.space.device))
@@ -117,7 +117,7 @@ class Linearizer:
 
     @torch.enable_grad()
     def _of_output(self, data: IndexedData, column: int) -> Tensor:
-        """How one output of every example moves along the directions `[r, N]`; ranks share the work."""
+        """Return how one output of every example moves along the directions `[r, N]`; ranks share the work."""
 
         def outputs(model: nn.Module, batch: Any) -> Tensor:
             output, _ = model_output(model, batch)
@@ -131,19 +131,19 @@ class Linearizer:
         return own.scores(self.directions)
 
     def of_batch(self, batch: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Outputs, targets and tangents `[b, C, r]` of one batch."""
+        """Return outputs, targets and tangents `[b, C, r]` of one batch."""
         with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
             output, target = model_output(self.space.model, batch)
             output = output.detach()
             moves = output.new_empty(len(output), output[0].numel(), self.rank)
-            step = self._chunk(output, batch) if self._mapped else 1
+            step = self._chunk(batch) if self._mapped else 1
             for low in range(0, self.rank, step):
                 part = {name: value[low : low + step] for name, value in self._moves.items()}
                 moves[:, :, low : low + step] = self._pushed(batch, part).reshape(-1, *moves.shape[:2]).permute(1, 2, 0)
         return output, target, moves
 
     def _pushed(self, batch: Any, part: dict[str, Tensor]) -> Tensor:
-        """Tangents `[directions, b, …]` along some directions, all at once if the model allows it."""
+        """Return tangents `[directions, b, …]` along some directions, all at once if the model allows it."""
         values = {name: value.detach() for name, value in self.space.parameters.items()}
 
         def output(given: dict[str, Tensor]) -> Tensor:
@@ -161,8 +161,8 @@ class Linearizer:
         count = len(next(iter(part.values())))
         return torch.stack([along({name: value[j] for name, value in part.items()}) for j in range(count)])
 
-    def _chunk(self, output: Tensor, batch: Any) -> int:
-        """How many directions go through the model at once."""
+    def _chunk(self, batch: Any) -> int:
+        """Number of directions that go through the model at once."""
         bytes_each = _activation_bytes(self.space.model, batch)
         return int(max(1, min(self.rank, _CHUNK_BYTES // max(1, bytes_each))))
 
@@ -178,30 +178,31 @@ class Linearizer:
 def are_rows_less_work(facts: Facts, outputs: int, directions: int) -> bool:
     """Whether gradients of outputs are clearly less work than forward-mode products, both counted in multiplications.
 
-    Gradients of an output: a forward and a backward pass, and a product with every direction, of all parameters or of
-    the layers' inputs. Forward mode takes twice as many as stand here on the right.
+    Gradients of one output take a forward and a backward pass, and a product with every direction: over all parameters,
+    or over the layers' inputs. Forward mode takes twice as many multiplications as the right side of the inequality, so
+    gradients have to be clearly less work.
     """
     work = facts.work_per_point
     return outputs * (3 * work + directions * min(work, facts.parameters)) < directions * work
 
 
 def at_least_single(values: Tensor) -> Tensor:
-    """Values of half precision as float32; others as they are."""
+    """Return values of half precision as float32; leave other values unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def rounding(*precisions: torch.dtype) -> float:
-    """Relative differences that rounding may explain, of the least of some precisions."""
+    """Largest relative difference that rounding may explain, for the lowest of some precisions."""
     return max(_ROUNDING.get(precision, _ROUNDING[torch.float32]) for precision in precisions)
 
 
 def output_of(model: nn.Module, batch: Any) -> Tensor:
-    """Outputs of a batch `[b, …]`."""
+    """Return the outputs of a batch `[b, …]`."""
     return model_output(model, batch)[0]
 
 
 def check_forward_mode(linearizer: Linearizer, data: IndexedData) -> None:
-    """Compare forward-mode products of a few examples with a backward pass; refuse a model where they differ."""
+    """Compare forward-mode products of a few examples with a backward pass; raise an error if they differ."""
     space, batch = linearizer.space, to_device(data.first(4), linearizer.space.device)
     try:
         output, _, moves = linearizer.of_batch(batch)
@@ -248,7 +249,7 @@ def _activation_bytes(model: nn.Module, batch: Any) -> int:
 
 
 def check_finite(values: Tensor, what: str, name: str) -> None:
-    """Refuse values of examples `[N, …]` that hold NaN or infinite numbers."""
+    """Raise an error if values of examples `[N, …]` hold NaN or infinite numbers."""
     finite = torch.isfinite(values.flatten(1)).all(1) if values.dim() > 1 else torch.isfinite(values)
     if not bool(finite.all()):
         bad = (~finite).nonzero()[:, 0]

@@ -1,11 +1,12 @@
 """Shapley and Banzhaf values of groups from many refits, with standard errors.
 
-The score of group G is the mean over random sets S of other groups of v(S) − v(S ∪ G): how much a property rises, on
-average, if the group is missing, positive for groups that help a loss. A model that saw nothing gives outputs of zero.
+The score of group G is the mean of v(S) − v(S ∪ G) over random sets S of other groups: how much a property rises, on
+average, if the group is missing. For a loss, it is positive for groups that help. A model that saw nothing is taken to
+give outputs of zero.
 
 Plain Shapley values of groups can be gamed: a source that is split into two with the same content gets more in total.
-With `atoms` groups are cut into pieces of about that many points, which all count alike, and a group's value is the sum
-of its pieces': splitting a group then changes nothing but the order in which pieces are drawn.
+With `atoms`, groups are cut into pieces of about that many points. All pieces count alike, and the value of a group is
+the sum over its pieces. Splitting a group then changes nothing but the order in which pieces are drawn.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _AT_ONCE = 1024
 _CAN_BE_GAMED = (
     "Whoever splits a group into two gets more in total: pass atoms= to share something out by these values."
 )
+_NOT_AS_VERIFIED = "Values are as before verify: most sets of groups drawn here are far from those that were retrained."
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,12 @@ class Semivalues:
 
     Attributes:
         scores: mean rise of the property without the group `[k]`.
-        stderr: their standard errors `[k]`.
-        groups: whose values these are.
+        stderr: standard errors of the scores `[k]`.
+        groups: the groups that the scores belong to.
         measured: the property.
-        kind: which values these are.
-        refits: how many sets of groups were looked at.
-        note: what to know before these values are used to share something out, and about predicted values.
+        kind: ``"shapley"`` or ``"banzhaf"``.
+        refits: how many sets of groups were evaluated.
+        note: warnings about sharing something out by these values, and about predicted values.
     """
 
     scores: np.ndarray
@@ -81,7 +83,7 @@ def found_semivalues(
     """See `WhatIf.shapley`."""
     if kind not in ("shapley", "banzhaf"):
         raise ValueError(f"kind={kind!r} is not one of 'shapley', 'banzhaf'.")
-    check_count("samples", samples, 2)  # one has no standard error
+    check_count("samples", samples, 2)  # a single sample has no standard error
     if atoms is not None:
         check_count("atoms", atoms)
     if not of_outputs_only(property):
@@ -112,12 +114,18 @@ def found_semivalues(
             gain[:] = np.where(kept[row], value[:-1] - value[-1], value[-1] - value[:-1])
     summed = gains @ (owner[:, None] == np.arange(len(groups)))
     error = summed.std(0, ddof=1) / np.sqrt(samples)
-    notes = (_CAN_BE_GAMED if atoms is None else "", what_if.note(property))
+    verified = what_if.calibration_of(property) is not None
+    notes = (
+        _CAN_BE_GAMED if atoms is None else "", what_if.note(property), _NOT_AS_VERIFIED if verified else "",
+    )  # fmt: skip
     return Semivalues(summed.mean(0), error, groups, property, kind, len(sets), " ".join(filter(None, notes)))
 
 
 def _values(what_if: WhatIf, property: Property, pieces: Groups, sets: np.ndarray) -> np.ndarray:
-    """The property `[s]` for sets of pieces `[s, k]`, the mean over models; of zero outputs for the empty set."""
+    """Return the property `[s]` for sets of pieces `[s, k]`, the mean over models.
+
+    The empty set gets the property of outputs of zero.
+    """
     found = np.empty(len(sets))
     filled = np.flatnonzero(sets.any(1))
     found[~sets.any(1)] = _of_nothing(what_if, property)
@@ -142,7 +150,7 @@ def _of_nothing(what_if: WhatIf, property: Property) -> float:
 
 
 def _cut(groups: Groups, size: int) -> tuple[Groups, np.ndarray]:
-    """Pieces of about `size` points of every group, and the group of every piece."""
+    """Cut every group into pieces of about `size` points; return the pieces and the group id of every piece."""
     labels = np.full(groups.n, -1)
     owner: list[int] = []
     for j, members in enumerate(groups):

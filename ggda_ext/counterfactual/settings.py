@@ -32,7 +32,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.directions not in KINDS:
             raise ValueError(f"directions={self.directions!r} is not one of {', '.join(map(repr, KINDS))}.")
-        for name in ("rank", "most_points", "memory_budget"):
+        for name in ("rank", "most_points"):
             check_count(name, getattr(self, name))
         check_count("nearby", self.nearby, 0)
         check_count("seed", self.seed, 0)

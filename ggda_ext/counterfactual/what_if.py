@@ -49,7 +49,7 @@ from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.model import only_thread
 from ggda_ext.properties import MeanProperty, Property
-from ggda_ext.words import without
+from ggda_ext.words import whole_bytes, without
 
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.interactions import Interactions
@@ -143,8 +143,8 @@ class WhatIf:
         show_progress: bool | None = None,
     ) -> None:
         settings = Settings(
-            directions, rank, ridge, recipe, start, settle, nearby, weight_decay, most_points, memory_budget, folder,
-            seed,
+            directions, rank, ridge, recipe, start, settle, nearby, weight_decay, most_points,
+            whole_bytes(memory_budget), folder, seed,
         )  # fmt: skip
         if batch_size is not None:
             check_count("batch_size", batch_size)

@@ -77,12 +77,25 @@ class Kronecker:
 
     def scale(self) -> float:
         """Return tr H² / tr H."""
-        parts = [found.squares for _, found in self.matrices.values()] + list(self.diagonals.values())
-        total = sum(float(part.sum()) for part in parts)
-        return sum(float(part.square().sum()) for part in parts) / total if total > 0 else 0.0
+        total = sum(float(part.sum()) for part in self._eigenvalues)
+        return sum(float(part.square().sum()) for part in self._eigenvalues) / total if total > 0 else 0.0
+
+    @property
+    def _eigenvalues(self) -> list[Tensor]:
+        """The curvature in the basis of every layer, and of parameters without one."""
+        return [found.squares for _, found in self.matrices.values()] + list(self.diagonals.values())
 
     def solve(self, vectors: Tensor, damping: float) -> Tensor:
-        """Return (H + damping)⁻¹ times `vectors [m, p]`."""
+        """Return (H + damping)⁻¹ times `vectors [m, p]`.
+
+        Raises:
+            ValueError: the damping is 0 and the curvature is 0 somewhere, as it is for units that are never active.
+        """
+        if not damping and not self._is_positive():
+            raise ValueError(
+                "damping=0: the curvature is 0 for some parameters, so it has no inverse: pass a positive damping, or "
+                "leave it out."
+            )
         result = vectors.double() / damping if damping else vectors.double()
         for parameter in self.space.parameters.values():
             if id(parameter) in self.diagonals:
@@ -93,6 +106,11 @@ class Kronecker:
             back = (None if side is None else side.mT for side in (found.left, found.right))
             self._write(result, layer, _turned(turned / (found.squares + damping), *back))
         return result.to(vectors)
+
+    def _is_positive(self) -> bool:
+        """Whether the curvature is above 0 for every parameter."""
+        known = sum(part.numel() for part in self._eigenvalues)
+        return known == self.space.size and all(bool((part > 0).all()) for part in self._eigenvalues)
 
     def _matrix(self, rows: Tensor, layer: Layer) -> Tensor:
         """Return the columns of rows that belong to a layer, weight and bias side by side `[m, out, in (+ 1)]`."""

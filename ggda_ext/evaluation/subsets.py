@@ -7,22 +7,23 @@ import numpy as np
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.words import check_counts
 
-_DRAWS = 50  # choices drawn for each one that is taken, if they should be equal in points
+_DRAWS = 50  # number of choices drawn for each choice that is taken, if all should keep about the same number of points
 
 
 def random_subsets(
     groups: GroupsLike, count: int, *, fraction: float = 0.5, equal_points: bool = False, seed: int = 0
 ) -> np.ndarray:
-    """Random choices of groups for `group_lds`: which groups each subset keeps `[count, k]`, as booleans.
+    """Draw random choices of groups for `group_lds`: which groups each subset keeps `[count, k]`, as booleans.
 
     Args:
         groups: a `Groups` or anything it accepts.
         count: number of subsets.
-        fraction: of the groups that a subset keeps.
-        equal_points: keep about the same number of points in all of them: of many different choices, those nearest to
-            `fraction` of the points; fewer than `count` if there are no more. Otherwise halves of uneven groups differ
-            in size, and with a fixed number of epochs in training steps, which alone may explain their losses.
-        seed: of the choice.
+        fraction: share of the groups that a subset keeps.
+        equal_points: whether all subsets keep about the same number of points. Then many different choices are drawn,
+            and the ones nearest to `fraction` of the points are taken; fewer than `count` if there are no more.
+            Otherwise, halves of uneven groups differ in size. With a fixed number of epochs they then differ in
+            training steps, which alone may explain their losses.
+        seed: random seed of the choice.
     """
     check_counts(count=count)
     groups = Groups.of(groups)
@@ -42,9 +43,9 @@ def random_subsets(
 
 
 def points_of(groups: GroupsLike, kept: np.ndarray) -> list[np.ndarray]:
-    """The training indices of every choice of groups `[s, k]`; points in no group are in none."""
+    """Return the training indices of every choice of groups `[s, k]`; points in no group always stay."""
     groups = Groups.of(groups)
-    inside, chosen = groups.labels >= 0, np.asarray(kept, bool)
+    in_no_group, chosen = groups.labels < 0, np.asarray(kept, bool)
     if chosen.ndim != 2 or chosen.shape[1] != len(groups):
         raise ValueError(f"kept has shape {list(chosen.shape)}: pass [subsets, {len(groups)}], a column per group.")
-    return [np.flatnonzero(inside & choice[groups.labels]) for choice in chosen]
+    return [np.flatnonzero(in_no_group | choice[groups.labels]) for choice in chosen]

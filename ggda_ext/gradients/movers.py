@@ -108,7 +108,7 @@ MOVERS: dict[Any, Callable[..., bool]] = {
 }
 _BY_NAME: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(("index_select", "gather", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
-                     "scatter_reduce", "take_along_dim"), _along(0)),
+                     "scatter_reduce"), _along(0)),
     "take_along_dim": _along(1),
     "sort": _along(0, -1),
     "flip": _flipped,

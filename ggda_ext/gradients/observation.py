@@ -59,7 +59,7 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         moves: the name of a function that may have moved rows of the batch, or None.
-        hooks: the name of a function that may have put a hook on a gradient, or None.
+        hooks: ``"register_hook"`` if the model may have put a hook on a gradient, or None.
         asks: whether the model asks if gradients are required; it may then do something else if they are not.
     """
 

@@ -49,7 +49,7 @@ from ggda_ext.model import (
 )
 from ggda_ext.sharing import add_up, adding_up, anywhere, checksum, in_order, my_share, together, world_size
 from ggda_ext.tables import aligned
-from ggda_ext.words import check_counts
+from ggda_ext.words import check_counts, whole_bytes
 
 
 class GroupGradients:
@@ -93,7 +93,6 @@ class GroupGradients:
     ) -> None:
         check_strategy(strategy, BY_NAME)
         check_counts(batch_size=batch_size)
-        check_counts(whole=False, memory_budget=memory_budget)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: pass the trained torch.nn.Module itself.")
         self.model, self.loss = unwrapped(model), as_example_loss(loss_fn)
@@ -104,7 +103,7 @@ class GroupGradients:
         self.groups = self._groups_of(groups)
         with only_thread(model):  # another thread may have frozen some of the parameters
             self.space = ParameterSpace(model, parameters)
-        self.strategy, self.memory_budget, self.show_progress = strategy, memory_budget, show_progress
+        self.strategy, self.memory_budget, self.show_progress = strategy, whole_bytes(memory_budget), show_progress
         self._batch_size = batch_size
         self._at_most = None if isinstance(data, IndexedData) else self.data.batch_size
         self._last_tests: tuple[PointGradients, GroupGradients] | None = None

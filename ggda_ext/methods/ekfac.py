@@ -40,6 +40,8 @@ class EKFAC(Method):
 
     def __post_init__(self) -> None:
         check_not_negative(damping=self.damping)
+        if self.damping is not None and self.recipe is not None:
+            raise ValueError("damping and recipe are both given: pass one of them.")
         check_counts(points=self.points)
 
     def precondition(self, provider: GroupGradients, directions: Tensor) -> Preconditioned:

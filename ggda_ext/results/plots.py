@@ -7,6 +7,7 @@ and words sum up the rest. matplotlib is imported when the first picture is draw
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -123,7 +124,7 @@ class Plots:
         top = np.nanmax(np.abs(scores), axis=1, keepdims=True, initial=0.0)
         relative = np.divide(scores, top, out=np.zeros_like(scores), where=top > 0)
         strongest = np.nan_to_num(np.abs(relative)).max(0)
-        chosen = np.argsort(-strongest, kind="stable")[:most]
+        chosen = np.array(drawing.largest(strongest, most).ids)
         chosen = chosen if rows == "groups" else np.sort(chosen)
         sides = (
             [shown(name, drawing.WIDEST_NAME) for name in result.properties],
@@ -212,7 +213,7 @@ class Plots:
         j, values = drawing.scores_of(result, property)
         curves = measured if isinstance(measured, Mapping) else self._curves(j, values, measured, fractions, seed)
         ax = drawing.new_axes(ax, 6.4, 3.8)
-        styles = zip("oX^sDv", ("-", "--", ":", "-.", "-", "--"), strict=True)
+        styles = cycle(zip("oX^sDv", ("-", "--", ":", "-.", "-", "--"), strict=True))
         for (name, curve), (marker, line) in zip(curves.items(), styles, strict=False):
             error = np.nan_to_num(curve.stderr)
             x = 100 * np.asarray(curve.fractions)

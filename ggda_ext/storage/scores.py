@@ -1,7 +1,7 @@
 """Scores that are kept in a folder: block by block while they are made, and as one memory map when they are finished.
 
-The folder of a call holds one folder per checkpoint and question (a property, or a set of test points),
-so the same folder serves several questions about one model. The training side has to be the same for all of them.
+The folder holds one part per checkpoint and question (a property, or a set of test points), so the same folder can
+answer several questions about one model. The training side has to be the same for all of them.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ from ggda_ext.storage.jobs import (
 )
 from ggda_ext.storage.score_blocks import ScoreBlocks, StackedBlocks, block_name
 
-_TESTS_PER_POINT = 20  # points of a block for each test point, whose own work is done again for every block
+_POINTS_PER_TEST = 20  # least points of a block per test point, because every block repeats the work for test points
 _WRITE_BYTES = 64 * 2**20
 
 
 class ScoreStore:
-    """Makes scores in a folder, or finds them there; a context manager, for one call at a time.
+    """Makes scores in a folder, or finds them there. It is a context manager for one call at a time.
 
     Args:
         save_dir: the folder.
-        tag: names what a fingerprint cannot see, such as the version of the data; another tag is refused.
+        tag: a name for anything that the fingerprint cannot see, such as the version of the data. A folder that was
+            made with another tag is refused.
 
     Attributes:
-        notes: what was not compared, for results to say.
+        notes: texts for the results that say which data was not compared.
     """
 
     def __init__(self, save_dir: str | Path, tag: str | None = None) -> None:
@@ -76,19 +77,19 @@ class ScoreStore:
         property: Any = None,
         plan: Plan | None = None,
     ) -> Any:
-        """What ``provider.scores(directions)`` gives, at the model's current parameters; missing blocks are made.
+        """Return the blocks of ``provider.scores(directions)`` at the model's current parameters; make missing blocks.
 
         Args:
             provider: the training side.
-            directions: what is asked.
-            checkpoint: its number.
-            property: where the directions come from, if from a property; another one is another question.
+            directions: the directions or test points that are scored.
+            checkpoint: the number of the checkpoint.
+            property: the property that the directions come from, if any; another property is another question.
             plan: ``provider.plan(directions)``, if it is known.
         """
         values = fingerprint.of_checkpoint(provider)
         within = self._checkpoint(provider, checkpoint, values)
         asked = (
-            {"asked for": "" if property is None else fingerprint.kind_of(property)}  # its directions tell the rest
+            {"asked for": "" if property is None else fingerprint.kind_of(property)}  # the directions say the rest
             | values
             | fingerprint.of_directions(provider, directions, self.tag)
         )
@@ -103,7 +104,7 @@ class ScoreStore:
     def _answer(
         self, provider: GroupGradients, directions: Directions, plan: Plan, within: str, asked: dict[str, Any]
     ) -> ScoreBlocks:
-        """Finished scores by one strategy; those by another answer another question."""
+        """Make or find the scores by one strategy; scores by another strategy belong to another question."""
         tests, groups = _grid(provider, directions, plan)
         asked = asked | {"strategy": plan.strategy, "blocks": joined(tests, groups).hex()[:16]}
         part: Arrays | None = None
@@ -123,14 +124,14 @@ class ScoreStore:
     def array(
         self, provider: GroupGradients, checkpoint: int, name: str, settings: dict[str, Any], make: Callable[[], Tensor]
     ) -> Tensor:
-        """An array that depends on the training side and `settings` alone: made once, then found.
+        """Return an array that depends only on the training side and `settings`; it is made once and then found.
 
         Args:
             provider: the training side, at the checkpoint's parameters.
-            checkpoint: its number.
-            name: of the array.
-            settings: what else it depends on; other settings are refused.
-            make: called by all ranks.
+            checkpoint: the number of the checkpoint.
+            name: the name of the array.
+            settings: everything else that the array depends on; other settings than the stored ones raise an error.
+            make: the function that makes the array; all ranks call it.
         """
         values = fingerprint.of_checkpoint(provider)
         within = f"{self._checkpoint(provider, checkpoint, values)}-{name}"
@@ -144,7 +145,7 @@ class ScoreStore:
         return torch.from_numpy(read_array(self.folder, name, within)).to(provider.space.device)
 
     def solve(self, method: Method, provider: GroupGradients, rows: Tensor, checkpoint: int) -> Preconditioned:
-        """What ``method.precondition(provider, rows)`` gives, or gave before: numbers with their facts behind them."""
+        """Return the result of ``method.precondition(provider, rows)``, from the folder if it was computed before."""
         described = fingerprint.of_value(method, "method", self.tag)
         name = f"solve-{fingerprint.of_state({described: rows})}"
         packed = self.array(
@@ -159,7 +160,7 @@ class ScoreStore:
         return Preconditioned(packed[:size].view(rows.dtype).view(rows.shape), settings, passes, tuple(notes))
 
     def _checkpoint(self, provider: GroupGradients, number: int, values: dict[str, Any]) -> str:
-        """The name of a checkpoint, refused if it was made with another model, data or settings."""
+        """The name of a checkpoint; raise an error if the folder was made with another model, data or settings."""
         if self._opened is None:
             self._opened = opened(self.folder, lambda: fingerprint.of_training(provider, self.tag))
             self._store = store = self._opened.__enter__()
@@ -171,14 +172,16 @@ class ScoreStore:
         return name
 
     def stacked(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
-        """Scores of some test points after others, from `(their positions, scores)`."""
+        """Put the scores of several sets of test points in order, from pairs `(positions, scores)`."""
         return StackedBlocks([blocks for _, blocks in sorted(parts, key=lambda part: int(part[0][0]))])
 
     def total(self, parts: Iterable[tuple[Weight, Any]]) -> Tensor:
-        """Weighted sum of the scores of checkpoints `[m, k]`, on the CPU; a memory map unless it is one block made now.
+        """Weighted sum `[m, k]` of the scores of checkpoints, on the CPU.
+
+        It is a memory map, unless the scores are a single block that was made just now.
 
         Args:
-            parts: weights, numbers or one for every group `[k]`, with what `scores` or `stacked` gave.
+            parts: pairs of a weight (a number, or one number per group `[k]`) and the result of `scores` or `stacked`.
         """
         listed: list[tuple[Weight, ScoreBlocks | StackedBlocks]] = list(parts)
         first = listed[0][1]
@@ -195,7 +198,10 @@ class ScoreStore:
         return self.write(json.dumps(made_of), first.m, first.k, first.dtype, rows)
 
     def write(self, made_of: str, m: int, k: int, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:
-        """A matrix `[m, k]` made of ``rows(low, high)``, written a few rows at a time, as a memory map on the CPU."""
+        """Write a matrix `[m, k]`, a few rows ``rows(low, high)`` at a time, and return it as a memory map on the CPU.
+
+        A matrix that was written before with the same `made_of` is only read.
+        """
         name = f"scores-{joined(made_of).hex()[:16]}"
         step = max(1, _WRITE_BYTES // (k * dtype.itemsize))
 
@@ -211,7 +217,7 @@ class ScoreStore:
 
 
 def _sampled(store: Store) -> tuple[str, ...]:
-    """What to say of a store that was made with data that cannot be read whole."""
+    """Notes about a store whose training data cannot be read whole; empty if all of it was read."""
     if is_sampled(store.fingerprint["data"]):
         return (
             "save_dir was compared with some of the training points only, as they cannot be read whole: pass tag=.",
@@ -220,20 +226,20 @@ def _sampled(store: Store) -> tuple[str, ...]:
 
 
 def _question(store: Store, within: str, asked: dict[str, Any]) -> str:
-    """The name of a question that was asked before, or a new one."""
+    """The name of a question in the store, or a new name if the question was not asked before."""
     names = (f"{within}-scores-{number:03d}" for number in count())
     return next(name for name in names if name not in store.parts or difference(store.parts[name], asked) is None)
 
 
 def _packed(done: Preconditioned, rows: Tensor) -> Tensor:
-    """Directions like `rows` as bytes, and behind them, as text, what else is known of them."""
+    """Pack preconditioned directions as bytes, and after them their settings, passes and notes as JSON text."""
     told = bytearray(json.dumps([dict(done.settings), done.passes, done.notes]).encode())
     numbers = done.directions.to(rows).contiguous().view(-1).view(torch.uint8)
     return torch.cat([numbers, torch.frombuffer(told, dtype=torch.uint8).to(numbers.device)])
 
 
 def _grid(provider: GroupGradients, directions: Directions, plan: Plan) -> tuple[list[Range], list[Range]]:
-    """Blocks of test points or components, and blocks of groups, that bound memory and what a kill can cost."""
+    """Blocks of test points or components, and blocks of groups; they limit memory and the work lost by a kill."""
     batch_size, itemsize = plan.facts.batch_size, provider.space.dtype.itemsize
     points = points_per_block(provider, batch_size)
     if isinstance(directions, Tensor):
@@ -242,7 +248,7 @@ def _grid(provider: GroupGradients, directions: Directions, plan: Plan) -> tuple
         m = directions.n
         row = batch_size if plan.strategy == "ghost" else provider.p
         most = max(1, provider.memory_budget // (row * itemsize))
-        points = max(points, _TESTS_PER_POINT * min(m, most))
+        points = max(points, _POINTS_PER_TEST * min(m, most))
     tests = [(low, min(low + most, m)) for low in range(0, m, most)]
     if provider.data.is_stream:
         return tests, [(0, len(provider.groups))]
