@@ -1,1 +1,1 @@
-"""`python -m benchmarks`: how anyone convinces themselves of the numbers."""
+"""`python -m benchmarks`: with these commands anyone can check the numbers that the project reports."""

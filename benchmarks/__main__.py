@@ -1,6 +1,6 @@
-"""The command line: `python -m benchmarks` is the tour; every part of it, and more, has a command of its own.
+"""The command line. `python -m benchmarks` runs the tour; each part of the tour, and more, has its own command.
 
-Nothing that imports torch is imported before the arguments are read, so that `--help` comes at once.
+Modules that import torch are imported after the arguments are parsed, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ Ctrl-C keeps what is finished; the line printed then says how to go on. Each com
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.
+    """Run the command that the command line names.
 
     Args:
-        arguments: the command line; the process's own if left out.
+        arguments: the command line without the program name; `sys.argv[1:]` if left out.
 
     Returns:
-        Exit code: 0, or 1 if a check failed or something is missing, 2 for bad arguments, 130 when interrupted.
+        Exit code: 0 on success, 1 if a check failed or something is missing, 2 for bad arguments, 130 if interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_folder(options: argparse.Namespace, folder: ResultFolder) -> int:
-    """The commands that write rows."""
+    """Run one of the commands that write rows to a result folder, and return the exit code."""
     scale, tasks, processes = SCALES[folder.config["scale"]], folder.config["tasks"], folder.config.get("processes", 1)
     at_once = f", {processes} tasks at once" if processes > 1 else ""
     print(
@@ -132,7 +132,7 @@ def _in_folder(options: argparse.Namespace, folder: ResultFolder) -> int:
 
 
 def _without_folder(options: argparse.Namespace) -> int:
-    """The commands that do not."""
+    """Run one of the commands that need no result folder, and return the exit code."""
     if options.command == "data":
         from benchmarks import data
 
@@ -153,7 +153,10 @@ def _without_folder(options: argparse.Namespace) -> int:
 
 
 def _folder(options: argparse.Namespace, given: list[str]) -> ResultFolder:
-    """The run's folder: a new one, or the one to go on with, whose scale, tasks and methods then count."""
+    """Return the folder of the run: a new one, or the one to resume.
+
+    A resumed run takes its scale, tasks, methods and experiments from the folder unless the command line gives them.
+    """
     from benchmarks.results import FolderInUse, ResultFolder, read_config
 
     config: dict[str, Any] = {
@@ -195,7 +198,7 @@ def _tasks(options: argparse.Namespace) -> list[str] | None:
 
 
 def _lds_sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """Sizes of LDS that are given on the command line of `run`."""
+    """Return the sizes of LDS that the command line of `run` gives."""
     names = (
         "lds_methods", "groups", "grouping_seeds", "protocols", "subsets", "seeds", "trios", "nearby",
         "settled_checkpoints", "points", "epochs",
@@ -213,7 +216,7 @@ def _lds_sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _processes(threads: int) -> int:
-    """How many tasks run at once: two, where there are cores for their threads."""
+    """Return how many tasks run at once: two if there are enough cores for the threads of both, else one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 2 if cores >= 2 * threads else 1
 
@@ -317,7 +320,7 @@ def _common_options() -> argparse.ArgumentParser:
 
 
 def _add_lds_sizes(running: argparse.ArgumentParser) -> None:
-    """What replaces the scale's own sizes of LDS."""
+    """Add the options that replace the scale's sizes of LDS."""
     sizes = running.add_argument_group("instead of the scale's, for lds")
     sizes.add_argument("--methods", nargs="*", dest="lds_methods", metavar="METHOD", choices=LDS_METHODS,
                        help=f"of {', '.join(map(repr, LDS_METHODS))}; the trivial ones are always there")  # fmt: skip

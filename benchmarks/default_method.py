@@ -44,7 +44,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """A data set, a model and its training; `points` of the training set, all if None."""
+    """A data set, a model and its training; it uses `points` points of the training set, all if None."""
 
     name: str
     data: str
@@ -83,7 +83,7 @@ def main() -> None:
 def measured(
     problem: Problem, folder: Path | None, out: Path, names: Sequence[str], seed: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for every grouping and method."""
+    """Yield a row for every grouping and method."""
     train, test = points_for(problem, folder)
     model = trained(problem, train, 100 + 10 * seed)
     _scores(model, (train[0][:200], train[1][:200]), Groups(np.arange(200) % 4), goal_of(test), Influence())  # warms up
@@ -107,12 +107,15 @@ def measured(
 
 
 def trained(problem: Problem, data: Pair, seed: int) -> nn.Module:
-    """The problem's model, trained on some data, in eval mode."""
+    """Return the problem's model in eval mode, trained on the given data."""
     return train_many(problem.make_model, LOSS, data, problem.recipe, seeds=[seed]).model(0)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """LDS, in brackets the cost in passes: a line for every problem, grouping and seed, and the means by data set."""
+    """Return a table of LDS, with the cost in passes in brackets.
+
+    It has a line for every problem, grouping and seed, and a line with the means of every data set.
+    """
     methods = list(dict.fromkeys(row["method"] for row in rows))
     lines: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -130,7 +133,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def points_for(problem: Problem, folder: Path | None) -> tuple[Pair, Pair]:
-    """Training and test points."""
+    """Return training and test points."""
     found = load(problem.data, folder)
     (x, y), test = found.train, found.test
     if problem.points is not None:
@@ -150,13 +153,13 @@ GROUPINGS: dict[str, Callable[[nn.Module, Pair, int], Groups]] = {
     "Grad-K-Means": partial(_clustered, by_gradient=True),
     "K-Means": partial(_clustered, by_gradient=False),
 }
-"""Three groupings of one size."""
+"""Name → function that makes the groups; all three groupings have the same group size."""
 
 
 def retrained(
     problem: Problem, train: Pair, test: Pair, groups: Groups, kept: np.ndarray, seeds: Sequence[int], path: Path
 ) -> np.ndarray:
-    """Test losses of models on every half `[halves, seeds]`; kept in a file."""
+    """Return test losses of models retrained on every half `[halves, seeds]`; they are kept in the file `path`."""
     if not path.exists():
         train_again = Retrainer(problem.make_model, LOSS, train, test, problem.recipe, seeds=seeds, measure="loss")
         np.save(path, train_again(points_of(groups, kept)))
@@ -166,7 +169,7 @@ def retrained(
 def scored(
     problem: Problem, model: nn.Module, train: Pair, test: Pair, groups: Groups
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Methods by name, each as a call that gives scores `[1, k]`."""
+    """Yield the name of every method, and a function that returns its scores `[1, k]`."""
     goal = goal_of(test)
     named: dict[str, Method] = {
         "tracin": TracIn(), "influence": Influence(), "influence, recipe": Influence(recipe=problem.recipe),
@@ -187,7 +190,7 @@ def _scores(model: nn.Module, train: Pair, groups: Groups, goal: Any, method: Me
 
 
 def ten_steps(model: nn.Module, train: Pair, groups: Groups, goal: Any) -> Tensor:
-    """What the results recommended before: ten steps with the Hessian of all points, damping 0.001."""
+    """Return scores `[1, k]` of the method recommended earlier: ten CG steps, Hessian of all points, damping 0.001."""
     space = ParameterSpace(model)
     hessian = Hessian(space, lambda net, batch: LOSS(net(batch[0]), batch[1]), IndexedData(train))
     with warnings.catch_warnings():
@@ -199,7 +202,7 @@ def ten_steps(model: nn.Module, train: Pair, groups: Groups, goal: Any) -> Tenso
 
 
 def pass_seconds(model: nn.Module, train: Pair) -> float:
-    """CPU seconds of one forward and backward pass over the training data, best of three."""
+    """Return the CPU seconds of one forward and backward pass over the training data, the best of three."""
     found = []
     for _ in range(3):
         start = time.process_time()

@@ -1,12 +1,12 @@
-"""How faithful is a Fisher of groups? Exact, batched and the paper's × damping × group size × grouping, on real data.
+"""How faithful is a Fisher of groups? Kind of Fisher (exact, batched, the paper's) × damping × group size × grouping.
 
-Against two yardsticks, each a mean over test points of a Spearman correlation:
+On real data, scores are compared with two references, each by a Spearman correlation, averaged over test points:
 
 * agreement — with the sums of TRAK's own scores over the groups (exact Fisher, no ridge);
 * LDS — with the margins of models really retrained on random halves of the groups (linear data-modelling score).
 
-The scale is reduced so that a run takes minutes: see `Scale`. One checkpoint; scores are computed from the rows that
-`ggda_trak.TRAKer` would store, so that all dampings share them.
+The scale is reduced so that a run takes minutes, see `Scale`. There is one checkpoint. Scores are computed from the
+rows that `ggda_trak.TRAKer` would store, so all dampings share these rows.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything.
+    """Sizes of a run.
 
     Attributes:
-        points: training points, drawn at random for every seed.
-        tests: test points.
+        points: number of training points, drawn at random for every seed.
+        tests: number of test points.
         proj_dim: projection dimension.
         sizes: group sizes.
-        subsets: retrained models per grouping, each on half of the groups.
-        seeds: repetitions with other points, initial weights, groups and subsets; seeds 0 and 1 are not among the
-            default ones, because the automatic damping was chosen on them.
+        subsets: number of retrained models per grouping, each on half of the groups.
+        seeds: each seed repeats the run with other points, initial weights, groups and subsets. The defaults leave out
+            seeds 0 and 1, because the automatic damping was chosen on them.
     """
 
     points: int = 2048
@@ -67,7 +67,7 @@ QUICK = Scale(points=512, tests=20, proj_dim=32, sizes=(4, 16), subsets=10, seed
 
 @dataclass(frozen=True)
 class Problem:
-    """A data set with a model and how to train it; `standardise` columns, or take them as they are loaded."""
+    """A data set with a model and how to train it; with `standardise`, columns get mean 0 and standard deviation 1."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -94,7 +94,7 @@ class Cell:
 
 
 def loaded(problem: Problem, folder: Path | None) -> tuple[DataSet, Pair, Pair]:
-    """The problem's data set, with its training and test points ready for the model."""
+    """Return the data set of a problem, and its training and test points ready for the model."""
     dataset = load(problem.data, folder)
     (x, y), (x_test, y_test) = dataset.train, dataset.test
     if problem.standardise:
@@ -131,7 +131,7 @@ def run(folder: Path | None, scale: Scale | None = None, path: Path | None = Non
 
 
 def measured(problem: Problem, seed: int, scale: Scale, all_train: Pair, all_test: Pair) -> Iterator[Cell]:
-    """All cells of one data set and seed."""
+    """Yield all cells of one data set and seed."""
     draw = np.random.default_rng(seed)
     (x, y), (x_test, y_test) = all_train, all_test
     chosen = torch.from_numpy(draw.choice(len(x), scale.points, replace=False))
@@ -162,7 +162,7 @@ def measured(problem: Problem, seed: int, scale: Scale, all_train: Pair, all_tes
 def partitions(
     model: nn.Module, train: Pair, scale: Scale, seed: int, draw: np.random.Generator
 ) -> Iterator[tuple[str, int, Groups, Tensor]]:
-    """Groupings by name, with random halves of their groups `[subsets, k]` as zeros and ones."""
+    """Yield name, group size and groups of every grouping, and random halves of the groups `[subsets, k]` as 0 or 1."""
     for size in scale.sizes:
         random = random_groups(scale.points, size, random_state=seed)
         clustering = GradKMeansGroups(
@@ -176,13 +176,13 @@ def partitions(
 
 
 def half(train: Pair, groups: Groups, chosen: Tensor) -> Pair:
-    """The training points of the chosen groups."""
+    """Return the training points of the chosen groups."""
     inside = chosen[torch.from_numpy(groups.labels.astype(np.int64))] > 0
     return train[0][inside], train[1][inside]
 
 
 def trained(problem: Problem, train: Pair, seed: int) -> nn.Module:
-    """A model trained with Adam, the same way for every subset."""
+    """Return a model trained with Adam, in the same way for every subset."""
     torch.manual_seed(seed)
     model = problem.model()
     optimizer = torch.optim.Adam(model.parameters(), problem.rate)
@@ -195,7 +195,7 @@ def trained(problem: Problem, train: Pair, seed: int) -> nn.Module:
 
 
 def features(model: nn.Module, train: Pair, test: Pair, proj_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """TRAK's projected output gradients of training points `[n, p]`, their Q `[n, 1]`, and those of targets."""
+    """Return TRAK's projected output gradients of training points `[n, p]`, their Q `[n, 1]`, and those of tests."""
     task, space = ImageClassificationModelOutput(), ParameterSpace(model)
     projector = BasicProjector(space.size, proj_dim, 0, ProjectionType.normal, "cpu")
     projection = Projection(projector, space, space.size**0.5)
@@ -208,25 +208,25 @@ def features(model: nn.Module, train: Pair, test: Pair, proj_dim: int) -> tuple[
 
 
 def scores(of_fisher: Tensor, numerators: Tensor, targets: Tensor, damping: Damping) -> tuple[Tensor, float]:
-    """TRAK's scores `[rows, targets]` with the Fisher of some rows, and its relative ridge."""
+    """Return TRAK's scores `[rows, targets]` with the Fisher of the rows `of_fisher`, and its relative ridge."""
     fisher, ridge = EmpiricalFisher(of_fisher.shape[1]).add(of_fisher.double()).damped(damping)
     return numerators.double() @ torch.linalg.solve(fisher, targets.double().T), ridge
 
 
 def margin(model: nn.Module, test: Pair) -> Tensor:
-    """TRAK's output f of every test point: the log-odds of its label."""
+    """Return TRAK's output f for every test point: the log-odds of its label."""
     with torch.no_grad():
         return margins(model(test[0]).double(), test[1])
 
 
 def mean_rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman correlation of the columns of two matrices `[r, t]`, averaged."""
+    """Return the Spearman correlation between the columns of two matrices `[r, t]`, averaged over columns."""
     found = [spearmanr(a[:, t].numpy(), b[:, t].numpy()).statistic for t in range(a.shape[1])]
     return float(np.nanmean(found))
 
 
 def table(cells: Iterable[Cell]) -> Iterator[str]:
-    """Lines of text: one per grouping, size and Fisher; agreement / LDS for every damping."""
+    """Yield the lines of a table: one per grouping, size and Fisher, with agreement / LDS for every damping."""
     found: dict[tuple[Any, ...], dict[str, list[Cell]]] = defaultdict(lambda: defaultdict(list))
     for cell in cells:
         found[(cell.grouping, cell.size, cell.fisher)][cell.damping].append(cell)

@@ -30,11 +30,12 @@ BY_HEART = tuple(
         (PROBLEMS[3], Recipe(40, 1e-3, 128)),
     )
 )
-"""The same models trained until they have learned most of the wrong labels."""
+"""Two of the `PROBLEMS` whose models are trained until they have learned most of the wrong labels."""
 
 
 def measured(problem: Problem, seed: int, flipped: float, folder: Path | None) -> Iterator[tuple[str, float]]:
-    """ROC AUC of every way to rank, what the default does, and the share of wrong labels that the model has learned."""
+    """Yield name and value: ROC AUC of every ranking and of the default, whether the default ranks by the loss alone,
+    and the share of wrong labels that the model has learned."""
     (x, y), test = points_for(problem, folder)
     draw = np.random.default_rng(seed)
     wrong = torch.from_numpy(draw.random(len(y)) < flipped)

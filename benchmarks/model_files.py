@@ -1,4 +1,4 @@
-"""Trained models kept on disk under a key that says what they were made from, so that they are trained once."""
+"""Trained models on disk. Each has a key that says what it was made from, so a model is trained only once."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class ModelFiles:
     """A folder of trained models.
 
     Args:
-        folder: where they are; `models` in the cache if left out.
+        folder: where the models are; `models` in the cache if left out.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or cache.root() / "models"
 
     def save(self, key: str, trained: Trained) -> None:
-        """Write a model with its checkpoints, all or nothing."""
+        """Write a model with its checkpoints, completely or not at all."""
         buffer = io.BytesIO()
         content = {"state": state_on_cpu(trained.model), "checkpoints": trained.checkpoints, "rates": trained.rates}
         torch.save(content, buffer)
@@ -60,11 +60,11 @@ class ModelFiles:
             ) from error
 
     def has(self, key: str) -> bool:
-        """Whether the model is there and intact."""
+        """Whether the file of the model exists and is not damaged."""
         return self._read(key) is not None
 
     def load(self, key: str) -> SavedModel | None:
-        """A model with its checkpoints; None if it is missing or damaged."""
+        """Return a model with its checkpoints; None if its file is missing or damaged."""
         content = self._read(key)
         if content is None:
             return None
@@ -72,7 +72,7 @@ class ModelFiles:
         return SavedModel(found["state"], tuple(found["checkpoints"]), tuple(found["rates"]))
 
     def trained_once(self, key: str, make_model: Callable[[], nn.Module], train: Callable[[], Trained]) -> Trained:
-        """What is kept under a key, in a model made for it; trained and kept first if nothing is."""
+        """Return the model with this key, loaded into a model of `make_model`. If there is none, train and save it."""
         found = self.load(key)
         if found is None:
             made = train()
@@ -83,7 +83,7 @@ class ModelFiles:
         return Trained(model.eval(), found.checkpoints, found.rates)
 
     def load_saved(self, key: str) -> SavedModel:
-        """A model that must be there."""
+        """Return a model whose file must exist."""
         found = self.load(key)
         if found is None:
             raise FileNotFoundError(f"{self._path(key)} was removed or damaged while it was in use: run again.")

@@ -1,4 +1,4 @@
-"""The models of the paper, at the sizes it uses, and data of the right shape for them."""
+"""The models of the paper, at the paper's sizes, and made data of the right shape for them."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def ann_l() -> nn.Module:
 
 
 def tabular(n: int, features: int, classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Made data of the shape of a tabular or flattened image set: normal features, uniform labels."""
+    """Made data with the shape of a tabular data set or of flattened images: normal features, uniform labels."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, features, generator=generator)
     return x, torch.randint(0, classes, (n,), generator=generator)
 
 
 def scattered(n: int, size: int) -> Groups:
-    """Groups of one size that lie all over the data, as a clustering gives them."""
+    """Groups of one size whose points are spread over the data, like the groups of a clustering."""
     return Groups(np.random.default_rng(0).permutation(n) // size)
 
 
@@ -71,7 +71,7 @@ class ResidualBlock(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
 
     def forward(self, x: Tensor) -> Tensor:
-        """One block."""
+        """Return the output of the block."""
         out = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
         out += self.shortcut(x)
         return self.relu(out)
@@ -113,11 +113,12 @@ def texts(n: int, length: int = 64, seed: int = 0) -> dict[str, Tensor]:
 
 
 class TextClassifier(nn.Module):
-    """A BERT with a classification head as a map from tokens `[b, 3, L]` to logits `[b, classes]`.
+    """A BERT with a classification head that maps tokens `[b, 3, L]` to logits `[b, classes]`.
 
-    Tokens are input ids, attention mask and token types, as `benchmarks.data` gives them. The mask goes to the layers
-    with a value for every pair of tokens, past BERT's own `forward`: that inspects it, which `vmap` forbids, and before
-    transformers 5 takes none for pairs. Attention is not fused, so that Hessian-vector products work as well.
+    Tokens are input ids, attention mask and token types, as `benchmarks.data` gives them. The layers get a mask with a
+    value for every pair of tokens. BERT's own `forward` is not used: it looks at the values of the mask, which `vmap`
+    forbids, and before transformers 5 it takes no mask for pairs. Attention is not fused, so that Hessian-vector
+    products work as well.
     """
 
     def __init__(self, bert: Any) -> None:
@@ -125,7 +126,7 @@ class TextClassifier(nn.Module):
         self.bert = bert
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits `[b, classes]`."""
+        """Return logits `[b, classes]`."""
         ids, mask, types = tokens.unbind(1)
         dtype = next(self.bert.parameters()).dtype
         away = (1 - mask).to(dtype)[:, None, None, :] * torch.finfo(dtype).min
@@ -136,12 +137,12 @@ class TextClassifier(nn.Module):
 
 
 def pretrained_bert(folder: Path, classes: int = 2) -> TextClassifier:
-    """BERT with the weights in `folder` and a head drawn from torch's random state."""
+    """BERT with the weights in `folder` and a random head that is drawn from torch's random state."""
     from transformers import BertForSequenceClassification
     from transformers.utils import logging
 
     shown = logging.get_verbosity()
-    logging.set_verbosity_error()  # it reports that the head is new, which is meant
+    logging.set_verbosity_error()  # or transformers warns that the head is new, which is intended
     logging.disable_progress_bar()
     try:
         bert = BertForSequenceClassification.from_pretrained(folder, num_labels=classes, attn_implementation="eager")
@@ -163,7 +164,7 @@ def random_bert(classes: int = 2) -> TextClassifier:
 
 
 def loss_of(model: nn.Module) -> LossOfParameters:
-    """The mean cross-entropy of a batch as a function of parameters, as dattri asks for it."""
+    """Return the mean cross-entropy of a batch as a function of parameters, in the form that dattri needs."""
 
     def loss(parameters: dict[str, Tensor], pair: Any) -> Tensor:
         return cross_entropy(functional_call(model, parameters, (pair[0],)), pair[1].long())
@@ -172,6 +173,6 @@ def loss_of(model: nn.Module) -> LossOfParameters:
 
 
 def loss_of_one(model: nn.Module) -> LossOfParameters:
-    """The same of one example without a batch dimension."""
+    """Return the cross-entropy of one example without a batch dimension, as a function of parameters."""
     loss = loss_of(model)
     return lambda parameters, pair: loss(parameters, [value.unsqueeze(0) for value in pair])

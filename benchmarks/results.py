@@ -1,7 +1,7 @@
-"""Result folders `results/<time>-<name>/`: config.json says how the rows were made, rows.jsonl holds one row per line.
+"""Result folders `results/<time>-<name>/`. config.json says how the rows were made; rows.jsonl has one row per line.
 
-Rows are appended and flushed one by one, so a run that was stopped, even by kill -9 or a full disk, goes on after its
-last whole line.
+Rows are appended and flushed one by one. A run that was stopped, even by kill -9 or a full disk, can be resumed after
+its last whole line.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ggda_ext.storage.folder_lock import FolderLock
 RESULTS = Path("results")
 CHECKSUM = "xxh3"
 _PACKAGES = ("ggda-ext", "torch", "captum", "dattri", "traker", "transformers", "scikit-learn", "numpy", "scipy")
-_FIXED = ("command", "scale")  # what a run that goes on must share with the run it continues
+_FIXED = ("command", "scale")  # fields that must not change when a run is resumed
 
 
 class FolderInUse(RuntimeError):
-    """Another process is writing to the folder."""
+    """The error if another process is writing to the folder."""
 
 
 class ResultFolder:
-    """A run's config and its rows, each row a dict with a unique ``"key"``.
+    """The config and the rows of a run. Each row is a dict with a unique ``"key"``.
 
-    Use `open` to start a folder or to go on with one; it is this process's own until the object is gone.
+    Use `open` to start a folder or to resume one. No other process can open it to write until the object is deleted.
 
     Attributes:
         path: the folder.
-        config: what config.json holds.
+        config: the content of config.json.
         rows: all rows so far, oldest first.
     """
 
@@ -52,13 +52,13 @@ class ResultFolder:
     def open(
         cls, name: str, config: Mapping[str, Any], resume: Path | None = None, base: Path = RESULTS
     ) -> ResultFolder:
-        """A new folder `<base>/<time>-<name>`, or the folder `resume` with the rows it holds.
+        """Make a new folder `<base>/<time>-<name>`, or open the folder `resume` with the rows that it holds.
 
         Args:
-            name: what runs, e.g. ``"check"``.
-            config: how it runs: command, scale, threads, seeds, data sources. Versions and machine are added.
+            name: name of the run, e.g. ``"check"``.
+            config: command, scale, threads, seeds and data sources of the run. Versions and machine are added here.
             resume: folder of a stopped run with the same command and scale.
-            base: where new folders go.
+            base: where new folders are made.
         """
         given = dict(config) | about_this_machine()
         if resume is None:
@@ -86,18 +86,18 @@ class ResultFolder:
 
     @staticmethod
     def latest_unfinished(name: str, base: Path = RESULTS) -> Path:
-        """The newest folder of this name whose run did not come to its end."""
+        """Return the newest folder of this name whose run is not finished."""
         for path in sorted(base.glob(f"*-{name}"), reverse=True):
             if (path / "config.json").exists() and read_config(path)["finished"] is None:
                 return path
         raise FileNotFoundError(f"no stopped {name!r} run in {base.resolve()}: nothing to resume.")
 
     def done(self, key: str) -> bool:
-        """Whether a row with this key is there."""
+        """Whether the folder has a row with this key."""
         return key in self._keys
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row and have it on disk before returning."""
+        """Add a row and write it to disk before returning."""
         key = row["key"]
         if self.done(key):
             raise ValueError(f"row {key!r} is in {self.path} already.")
@@ -111,14 +111,14 @@ class ResultFolder:
         self._keys.add(key)
 
     def add_source(self, data: str, source: str, stand_in: bool) -> None:
-        """Note in the config where a data set came from."""
+        """Write to the config where a data set came from."""
         known, found = self.config.setdefault("data", {}), {"source": source, "stand_in": stand_in}
         if known.get(data) != found:
             known[data] = found
             self._write_config()
 
     def finish(self) -> None:
-        """Mark the run as complete: `--resume` will not pick it."""
+        """Mark the run as finished, so that `--resume` without a folder does not choose it."""
         self.config["finished"] = _now()
         self._write_config()
 
@@ -128,7 +128,7 @@ class ResultFolder:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A folder's config."""
+    """Return the config of a folder, checked against its checksum."""
     try:
         found = read_json(path / "config.json")
     except FileNotFoundError:
@@ -142,10 +142,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path, repair: bool = False) -> list[dict[str, Any]]:
-    """A folder's rows; the half line a killed run may leave at the end is ignored, with `repair` also cut off.
+    """Return the rows of a folder.
+
+    A killed run may leave an incomplete line at the end of the file. It is ignored; with `repair` it is also cut off.
 
     Raises:
-        ValueError: a line is not a row, or not the one that was written. Folders of earlier versions have no checksums.
+        ValueError: a line is not a row, or its checksum is wrong. Folders of earlier versions have no checksums.
     """
     file = path / "rows.jsonl"
     try:
@@ -173,7 +175,7 @@ def read_rows(path: Path, repair: bool = False) -> list[dict[str, Any]]:
 
 
 def _parsed(file: Path, number: int, line: bytes) -> dict[str, Any]:
-    """The row in a line."""
+    """Return the row that a line holds."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -185,7 +187,7 @@ def _parsed(file: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def about_this_machine() -> dict[str, Any]:
-    """Versions and machine, for config.json."""
+    """Return the commit, the versions of packages and facts about the machine, for config.json."""
     versions = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         try:
@@ -202,7 +204,7 @@ def about_this_machine() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, marked where files differ from it; None outside of one."""
+    """Return the commit of this checkout, with a mark if files differ from it; None outside of a checkout."""
     here = Path(__file__).parent
     try:
         found = [
@@ -249,7 +251,7 @@ def _now() -> str:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy and torch numbers and arrays, paths: as JSON can hold them."""
+    """Convert NumPy and torch numbers and arrays, and paths, into values that JSON can hold."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Path):

@@ -1,7 +1,7 @@
-"""How much of everything: the scales `smoke`, `quick`, `laptop` and `paper`, as numbers, nothing else.
+"""The scales `smoke`, `quick`, `laptop` and `paper`: the numbers that set the size of a run, and nothing else.
 
-`benchmarks.sizes` says what the numbers mean. Data sets are called heloc, mnist, cifar10, qnli; tasks (a data set with
-a model) as in `benchmarks.tasks`.
+`benchmarks.sizes` says what the numbers mean. The data sets are called heloc, mnist, cifar10 and qnli. The tasks (a
+data set with a model) have the names of `benchmarks.tasks`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from benchmarks.sizes import (
 
 
 def _checks(heloc: CheckScale, mnist: CheckScale, cifar10: CheckScale, qnli: CheckScale) -> dict[str, CheckScale]:
-    """Task → size of its check, the same for the three models of HELOC."""
+    """Return task → size of its check. The three models of HELOC have the same size."""
     return dict(zip(_PAPER_EPOCHS, (heloc, heloc, heloc, mnist, cifar10, qnli), strict=True))
 
 
 def _groups(groupings: tuple[str, ...], *sizes: int) -> dict[str, tuple[int, ...]]:
-    """Single points, and groupings that all have the same sizes."""
+    """Return grouping → group sizes: single points, and the given groupings, all with the same sizes."""
     return {SINGLE_POINTS: (1,), **dict.fromkeys(groupings, sizes)}
 
 
@@ -66,8 +66,8 @@ _LARGE_TASKS = ("cifar10-resnet18", "qnli-bert")
 _TWO_GROUPINGS = (RANDOM, GRAD_K_MEANS)
 _METHODS = (*PAPER_METHODS, CG, *OURS, RATES, PER_POINT, WHAT_IF, WARM_START)
 _FEW_METHODS = (TRACIN, FISHER, PER_POINT)
-_LDS_METHODS = (*_METHODS, INFLUENCE_3, WHAT_IF_3)  # those that are averaged over models explain three of them
-_FEW_LDS_METHODS = (TRACIN, CG, INFLUENCE, WHAT_IF, FROM_START, WARM_START)  # of trainings that stop early
+_LDS_METHODS = (*_METHODS, INFLUENCE_3, WHAT_IF_3)  # the last two average over three models
+_FEW_LDS_METHODS = (TRACIN, CG, INFLUENCE, WHAT_IF, FROM_START, WARM_START)  # for trainings that stop early
 
 _SMALL_CELLS = CellScale(_METHODS, _groups(_TWO_GROUPINGS, 16))
 _SMALL = ExperimentScale(
@@ -86,7 +86,7 @@ _QUICK = ExperimentScale(
     _QUICK_LDS,
     MethodScale(trak_models=2, lissa_depth=50, lissa_repeats=1),
 )
-_QUICK_LR = replace(_QUICK, lds=replace(_QUICK_LDS, subsets=100, seeds=2))  # trained in hundredths of a second
+_QUICK_LR = replace(_QUICK, lds=replace(_QUICK_LDS, subsets=100, seeds=2))  # LR trains in hundredths of a second
 _QUICK_NOISY = replace(_QUICK, noisy=NoisyScale(replace(_QUICK_CELLS, methods=_FEW_METHODS), 1), removal=None, lds=None)
 _QUICK_CIFAR = replace(
     _QUICK_NOISY,
@@ -106,7 +106,7 @@ _ANN_S = replace(
     lds=LdsScale(replace(_PAPER_LDS, groups={GRAD_K_MEANS: (256, 64), RANDOM: (256,), SINGLE_POINTS: (1,)})),
 )  # fmt: skip
 _ANN_M = replace(
-    _ANN_S, epochs=50,  # the paper's 400, for thousands of retrained models, would take a night
+    _ANN_S, epochs=50,  # with the paper's 400, thousands of retrained models would take a night
     lds=LdsScale(replace(_PAPER_LDS, groups=_groups(_TWO_GROUPINGS, 256))),
 )  # fmt: skip
 _ANN_L_METHODS = (*PAPER_METHODS, CG, PER_POINT, WHAT_IF, WARM_START)

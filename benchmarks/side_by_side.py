@@ -1,6 +1,6 @@
-"""The loop that `check` and `compare` share: task by task, each method of the toolkits beside its group version.
+"""The loop that `check` and `compare` share. For each task it runs every method of the toolkits and its group version.
 
-Several tasks can run at once, each in a process of its own. Both sides of a row always run in one process, in turns.
+Several tasks can run at once, each in its own process. Both sides of a row always run in one process, in turns.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Workers = Sequence[ProcessPoolExecutor]
 Todo = dict[str, list[int]]
-"""Task → numbers of the methods that are missing."""
+"""Task → numbers of the methods whose rows are still missing."""
 
 
 @dataclass(frozen=True)
 class SideBySide:
-    """What is done with each method.
+    """The functions that define a check or a comparison.
 
     Attributes:
-        module: where this object is found under the name `SIDE`, by processes that run a task of it.
-        methods: all methods; imports the toolkits.
-        unit: what the bar counts.
-        heading: the table's first line.
+        module: name of the module that holds this object as `SIDE`; other processes find it there.
+        methods: returns all methods; imports the toolkits.
+        unit: what the progress bar counts.
+        heading: returns the first line of the table.
         source: a row → the line above the rows of a task.
-        line: the rows of a method → their line.
+        line: the rows of a method → their line in the table.
         keys: task, method → keys of its rows.
-        prepare: task, scale, data folder → what the methods of the task run on.
-        rows: task, method, what was prepared → its rows, in the order of their keys.
+        prepare: task, scale, data folder → the object that the methods of the task run on.
+        rows: task, method, the object of `prepare` → rows of the method, in the order of their keys.
     """
 
     module: str
@@ -77,13 +77,13 @@ class SideBySide:
 
         Args:
             tasks: names of tasks, see `benchmarks.tasks.TASKS`.
-            scale: how much of everything.
-            folder: where rows go; what is there already is not run again.
+            scale: sizes of the run.
+            folder: where rows go; rows that are already there are not computed again.
             data_dir: folder with the data sets.
             chosen: names of methods; all if left out.
             show_progress: show a bar over all methods and tasks.
-            workers: processes of `at_once` that run a task each, whose rows are printed when all are there; without
-                them tasks run in this process, one after the other.
+            workers: processes of `at_once`. Each runs one task at a time, and the rows of a task are printed when all
+                of them are there. Without workers the tasks run in this process, one after the other.
 
         Returns:
             The rows of these tasks and methods, in the order of the table.
@@ -100,7 +100,7 @@ class SideBySide:
             printed = dict.fromkeys(tasks, 0)
 
             def show(task: str) -> None:
-                """Print what is new of a task, in order; where several run at once, the whole task when it is there."""
+                """Print new rows of a task in order; if tasks run at once, print a task only when it is complete."""
                 there = list(takewhile(lambda place: all(map(folder.done, keys[task, place])), wanted))
                 if workers and there != wanted:
                     return
@@ -127,7 +127,7 @@ class SideBySide:
     def _alone(
         self, todo: Todo, scale: Scale, data_dir: Path | None, say: Callable[[str], object]
     ) -> Iterator[tuple[str, int, Iterable[Row]]]:
-        """Task, number of the method and rows as they are made, one task after the other in this process."""
+        """Yield task, number of the method and its rows; tasks run one after the other in this process."""
         every = self.methods()
         for task, places in todo.items():
             if places:
@@ -140,7 +140,10 @@ class SideBySide:
     def _at_once(
         self, workers: Workers, todo: Todo, scale: Scale, data_dir: Path | None, say: Callable[[str], object]
     ) -> Iterator[tuple[str, int, Iterable[Row]]]:
-        """The same from several processes; the next task goes to the first that has nothing left to do."""
+        """Yield task, number of the method and its rows from several processes.
+
+        The next task goes to the first process that has finished its task.
+        """
         waiting = deque((task, places) for task, places in todo.items() if places)
         running: dict[Future[list[Row]], tuple[str, int, ProcessPoolExecutor]] = {}
         while waiting or running:
@@ -159,9 +162,9 @@ class SideBySide:
 
 @contextmanager
 def at_once(count: int) -> Iterator[Workers]:
-    """As many processes, each of which does one thing after the other, and none for a count of one.
+    """Start `count` processes that each run one job at a time; start none if the count is one.
 
-    They end with the block, whatever ends it, and with this process.
+    They end when the block ends, for any reason, and when this process ends.
     """
     import torch
 
@@ -180,11 +183,11 @@ def at_once(count: int) -> Iterator[Workers]:
 
 
 _prepared: dict[str, Any] = {}
-"""In a process that runs tasks: the last one, by name."""
+"""Name of the last task → its prepared object, in a process that runs tasks."""
 
 
 def _rows_of(module: str, task: str, place: int, scale: Scale, data_dir: Path | None) -> list[Row]:
-    """The rows of one method of a task, in a process that may have the task from the method before."""
+    """Return the rows of one method of a task. The task is prepared only if the method before was of another task."""
     side: SideBySide = importlib.import_module(module).SIDE
     if task not in _prepared:
         _prepared.clear()
@@ -193,7 +196,10 @@ def _rows_of(module: str, task: str, place: int, scale: Scale, data_dir: Path | 
 
 
 def _get_ready(module: str) -> None:
-    """Before a run: forget the task of the last one, and import the toolkits while the other process does so."""
+    """Prepare a process for a run: forget the task of the last run and import the toolkits.
+
+    All processes import them at the same time.
+    """
     _prepared.clear()
     importlib.import_module(module).SIDE.methods()
     gc.collect()
@@ -201,7 +207,7 @@ def _get_ready(module: str) -> None:
 
 
 def _begin(threads: int) -> None:
-    """What a process does first: leave Ctrl-C to the one that started it, and end when that one does."""
+    """Set up a new process: it ignores Ctrl-C, which its parent handles, and it ends when its parent ends."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -209,7 +215,7 @@ def _begin(threads: int) -> None:
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     torch.set_num_threads(threads)
-    std.tqdm.set_lock(threading.RLock())  # its own is one of processes, left behind by a process that is ended
+    std.tqdm.set_lock(threading.RLock())  # tqdm's own lock is shared by processes, and stays behind if one is killed
 
 
 def _end_with(parent: int) -> None:
@@ -223,7 +229,10 @@ def _with_keys(folder: ResultFolder, keys: Sequence[str]) -> list[Row]:
 
 @contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Modules are no garbage, and looking through them before every measurement takes a third of a second."""
+    """Exclude the objects that exist now, such as modules, from garbage collection.
+
+    Going through them before every measurement would take a third of a second.
+    """
     gc.collect()
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""What is said about the size of a run, one dataclass for every experiment; the numbers are in `benchmarks.scales`."""
+"""Dataclasses that hold the size of a run, one for each experiment. The numbers are in `benchmarks.scales`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class DataScale:
     """Size of a data set.
 
     Attributes:
-        train: training points; None for all there are.
-        test: test points; None for all there are.
+        train: number of training points; None for all.
+        test: number of test points; None for all.
     """
 
     train: int | None = None
@@ -28,15 +28,16 @@ class CheckScale:
     """Size of the check of one task against the original toolkits.
 
     Attributes:
-        points: training points the original scores one by one; the group version gets the same. None for all.
-        dattri_points: the same for dattri, whose time for a point is many times that of the others.
-        tests: test points; None for all.
+        points: training points that the original scores one by one; the group version gets the same points. None for
+            all.
+        dattri_points: the same for dattri, which takes many times longer for a point than the other toolkits.
+        tests: number of test points; None for all.
         group_size: mean size of the (uneven) groups.
-        batch: training points in a batch of the original, which holds that many gradients at once.
-        curvature_points: training points the Hessian is taken over.
-        depth: steps of LiSSA; vectors of Arnoldi's Krylov space.
-        last_parameters: at most that many parameters, the last ones, where a row of all of them is formed for every
-            point (dattri, TRAK, Fisher); None for all.
+        batch: training points in a batch of the original, which holds one gradient for each of them at once.
+        curvature_points: training points that the Hessian is computed on.
+        depth: number of LiSSA steps, and of vectors in Arnoldi's Krylov space.
+        last_parameters: methods that form a row over the parameters for every point (dattri, TRAK, Fisher) use at most
+            this many parameters, the last ones of the model; None for all.
     """
 
     points: int | None
@@ -51,12 +52,12 @@ class CheckScale:
 
 @dataclass(frozen=True)
 class MethodScale:
-    """What attribution methods take.
+    """Settings of the attribution methods.
 
     Attributes:
-        trak_models: models of the TRAK ensemble.
-        lissa_depth: steps of LiSSA.
-        lissa_repeats: LiSSA runs averaged.
+        trak_models: number of models in the TRAK ensemble.
+        lissa_depth: number of LiSSA steps.
+        lissa_repeats: number of LiSSA runs that are averaged.
     """
 
     trak_models: int = 10
@@ -69,10 +70,11 @@ class CellScale:
     """Which methods an experiment tries on which groups.
 
     Attributes:
-        methods: which attribution methods.
+        methods: names of the attribution methods.
         groups: grouping → mean group sizes; single points are a grouping of size 1.
-        grouping_seeds: of the groupings drawn, all for every method in LDS, for TracIn elsewhere; else the first.
-        refitted_groups: what-if and warm starts take at most that many groups.
+        grouping_seeds: seeds that the groupings are drawn with. In LDS every method uses all of them. In the other
+            experiments TracIn uses all of them and the other methods use the first.
+        refitted_groups: what-if and warm starts are run only if there are at most this many groups.
     """
 
     methods: tuple[str, ...]
@@ -83,12 +85,12 @@ class CellScale:
 
 @dataclass(frozen=True)
 class NoisyScale:
-    """Noisy labels.
+    """Size of the experiment with noisy labels.
 
     Attributes:
         cells: methods and groups.
-        seeds: noises, each with a model trained on it.
-        share: of the labels that are flipped.
+        seeds: how many times noise is drawn; one model is trained on each.
+        share: share of the labels that are flipped.
     """
 
     cells: CellScale
@@ -98,11 +100,12 @@ class NoisyScale:
 
 @dataclass(frozen=True)
 class RemovalScale:
-    """Retraining score and pruning.
+    """Size of the experiments retraining score and pruning.
 
     Attributes:
-        cells: methods and groups; pruning takes the two largest sizes of random and Grad-K-Means groups among them.
-        seeds: retrained models behind every accuracy.
+        cells: methods and groups. Pruning takes single points and the two largest sizes of random and Grad-K-Means
+            groups among them.
+        seeds: number of retrained models for every accuracy.
         removed: shares of the most important points removed for the retraining score.
         pruned: shares of the least important points removed for pruning.
     """
@@ -115,17 +118,18 @@ class RemovalScale:
 
 @dataclass(frozen=True)
 class LdsScale:
-    """Fidelity to real retraining.
+    """Size of the experiment LDS: fidelity to real retraining.
 
     Attributes:
         cells: methods and groups.
-        subsets: choices of groups that models are retrained on, for every grouping and protocol.
-        seeds: models retrained on every choice.
-        protocols: which of `names.PROTOCOLS`; others than halves take at most `cells.refitted_groups` groups.
-        left_out_groups: at most that many groups are left out one by one.
-        trios: how many times three models are explained, together and the first of them alone; of other seeds each.
-        nearby: copies of every model that what-if explains.
-        settled_checkpoints: whether it explains all checkpoints of a model, settled, in place of the last.
+        subsets: number of choices of groups that models are retrained on, for every grouping and protocol.
+        seeds: number of models retrained on every choice.
+        protocols: which of `names.PROTOCOLS`. All but halves are run only with at most `cells.refitted_groups` groups.
+        left_out_groups: groups are left out one by one only if there are at most this many.
+        trios: number of trios of models that are explained. A trio is explained as a whole, and its first model alone.
+            Each trio has its own seeds.
+        nearby: number of copies of every model that what-if explains.
+        settled_checkpoints: whether what-if explains all checkpoints of a model, settled, instead of the last one.
     """
 
     cells: CellScale
@@ -140,18 +144,18 @@ class LdsScale:
 
 @dataclass(frozen=True)
 class DattriScale:
-    """dattri's public settings, by default as they were published.
+    """Size of the tasks with dattri's public settings; the defaults are as published.
 
     Attributes:
-        train: the first training points.
-        test: the first test points.
-        subsets: random halves of the training points.
-        seeds: models trained on every half.
+        train: number of training points, taken from the start of the data set.
+        test: number of test points, taken from the start of the data set.
+        subsets: number of random halves of the training points.
+        seeds: number of models trained on every half.
         epochs: task → epochs of training.
-        margin_models: models that influence on margins is averaged over, beside one.
-        tracin_models: models that TracIn is averaged over.
-        trak_models: models of the TRAK ensembles.
-        trak_dimensions: of their projections.
+        margin_models: numbers of models that influence on margins is averaged over, in addition to one model alone.
+        tracin_models: number of models that TracIn is averaged over.
+        trak_models: numbers of models in the TRAK ensembles.
+        trak_dimensions: dimension of TRAK's projections.
     """
 
     train: int = 5_000
@@ -167,16 +171,16 @@ class DattriScale:
 
 @dataclass(frozen=True)
 class ExperimentScale:
-    """Size of the experiments on one task; one that is None is not run.
+    """Size of the experiments on one task; an experiment that is None is not run.
 
     Attributes:
         noisy: noisy labels.
         removal: retraining score and pruning.
         lds: fidelity to real retraining.
-        methods: what attribution methods take, in all of them.
-        data: points, where they are fewer than the data set's own at this scale.
-        epochs: of models that are retrained, and of the model whose scores decide on what; None for the task's epochs,
-            which noisy labels are always trained with.
+        methods: settings of the attribution methods, in all experiments.
+        data: number of points if the experiments use fewer than the scale does; fields that are None take the scale's.
+        epochs: epochs of the models that are retrained and of the model that is explained; None for the task's epochs.
+            The models for noisy labels are always trained for the task's epochs.
     """
 
     noisy: NoisyScale | None
@@ -215,19 +219,19 @@ class Scale:
 
 
 def narrowed(scale: Scale, tasks: Sequence[str], chosen: Mapping[str, Any]) -> Scale:
-    """A scale with other sizes of LDS for some tasks: those that the command line gives in place of the scale's own.
+    """Return a copy of a scale in which some tasks have the sizes of LDS that the command line gives.
 
     Args:
         scale: the scale.
-        tasks: which tasks.
-        chosen: fields of `LdsScale` and `CellScale`, and `points` and `epochs` of training, those that are given.
+        tasks: names of the tasks.
+        chosen: the sizes that are given: fields of `LdsScale` and `CellScale`, and `points` and `epochs` of training.
     """
     sizes, of_lds = dict(scale.experiments), dict(chosen)
     data = {"train": of_lds.pop("points")} if "points" in of_lds else {}
     epochs = of_lds.pop("epochs", None)
     of_cells = {name: of_lds.pop(name) for name in ("methods", "groups", "grouping_seeds") if name in of_lds}
     if LEAVE_ONE_OUT in of_lds.get("protocols", ()):
-        of_lds["left_out_groups"] = sys.maxsize  # asked for by name
+        of_lds["left_out_groups"] = sys.maxsize  # no limit, because the user asks for the protocol by name
     for name in tasks:
         size = sizes[name]
         if size.lds is not None:

@@ -1,4 +1,4 @@
-"""The paper's six tasks: a data set with the model, the training and the attribution settings of its appendix."""
+"""The paper's six tasks. Each is a data set with the model, training and attribution settings of its appendix."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ggda_ext.training.recipe import checked_subset
 LOSS = nn.CrossEntropyLoss()
 CHECKPOINTS = 5
 SMALLEST_BATCH = 16
-SMALL_BERT_RATE = 1e-4  # the paper's rate is for BERT-base; six layers of width 384 hardly move with it
+SMALL_BERT_RATE = 1e-4  # the paper's rate is for BERT-base; a BERT of six layers of width 384 hardly learns with it
 ENSEMBLE_SEED = 1000
 
 
 @dataclass(frozen=True)
 class Lissa:
-    """Settings of LiSSA: damping, runs averaged, steps, and the scale the Hessian is divided by."""
+    """Settings of LiSSA: damping, number of runs that are averaged, steps, and the number that divides the Hessian."""
 
     damping: float = 0.001
     repeats: int = 20
@@ -72,7 +72,7 @@ TASKS = tuple(PAPER)
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Models trained on random parts of the data, for TRAK.
+    """Models trained on random subsets of the data, for TRAK.
 
     Attributes:
         models: the models, in eval mode.
@@ -89,13 +89,13 @@ class Task:
 
     Attributes:
         name: one of `TASKS`.
-        title: the model's name for tables; says so if its weights are a stand-in.
+        title: the model's name for tables; it tells if the weights are a stand-in.
         data: the data set.
         make_model: builds a model; its random weights come from torch's global random state.
-        recipe: how it is trained.
+        recipe: how the model is trained.
         projection_dim: dimension of random projections (Fisher, TRAK).
         lissa: settings of LiSSA.
-        weights: where pre-trained weights came from; empty for models trained from scratch.
+        weights: where the pre-trained weights came from; empty for models trained from scratch.
         stand_in: whether the data or the pre-trained weights are made up.
     """
 
@@ -111,14 +111,14 @@ class Task:
 
     @property
     def checkpoint_epochs(self) -> tuple[int, ...]:
-        """Epochs after which checkpoints are kept for TracIn: evenly spread, the last one included."""
+        """Epochs after which checkpoints are kept for TracIn. They are evenly spread and include the last epoch."""
         epochs = self.recipe.epochs
         return tuple(sorted({math.ceil(epochs * (i + 1) / CHECKPOINTS) for i in range(CHECKPOINTS)}))
 
     def trained(
         self, seed: int, labels: Tensor | None = None, folder: Path | None = None, show_progress: bool = False
     ) -> Trained:
-        """The model trained on all points, with its checkpoints.
+        """Return the model trained on all points, with its checkpoints.
 
         Args:
             seed: for initial weights and batch order.
@@ -146,12 +146,12 @@ class Task:
         labels: Tensor | None = None,
         folder: Path | None = None,
     ) -> Ensemble:
-        """Models on random parts of the data, as TRAK asks for.
+        """Return models trained on random subsets of the data, as TRAK needs them.
 
         Args:
             count: number of models.
             fraction: share of the training points that each model sees.
-            seed: for the parts, initial weights and batch orders.
+            seed: for the subsets, initial weights and batch orders.
             labels, folder: as in `trained`.
         """
         if not 0 < fraction <= 1:
@@ -190,7 +190,7 @@ class Task:
     def _key(
         self, model: nn.Module, seed: int, y: Tensor, subset: Tensor | None, checkpoint_epochs: Sequence[int] = ()
     ) -> str:
-        """What a trained model depends on, as a short text: data, initial weights, recipe, seed."""
+        """Return a short text that identifies a trained model by its data, initial weights, recipe and seed."""
         settings = np.frombuffer(f"{self.recipe} {seed} {tuple(checkpoint_epochs)}".encode(), np.uint8)
         arrays = [value.detach().cpu().numpy() for value in model.state_dict().values()]
         points = checked_subset(subset, len(y)).numpy()
@@ -203,13 +203,13 @@ class Task:
 
 
 def task(name: str, dataset: DataSet, scale: Scale, *, folder: Path | str | None = None) -> Task:
-    """One of the paper's tasks on a data set.
+    """Return one of the paper's tasks on a data set.
 
     Args:
         name: one of `TASKS`.
-        dataset: the data, reduced to the scale.
-        scale: epochs, width of the ResNet, LiSSA's depth. With fewer training points than the paper the batch shrinks
-            with them, so that an epoch keeps about as many steps.
+        dataset: the data, already reduced to the scale.
+        scale: gives the epochs, the width of the ResNet, and LiSSA's depth and repeats. If there are fewer training
+            points than in the paper, the batch is smaller too, so an epoch keeps about the same number of steps.
         folder: data folder, for BERT's pre-trained weights.
     """
     if name not in PAPER:
@@ -249,7 +249,7 @@ SMALL_MODELS: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def _bert(path: Path | None, classes: int) -> tuple[Callable[[], nn.Module], int]:
-    """A builder of BERTs, and their width: weights are read once, every model gets a new random head."""
+    """Return a function that builds BERTs, and their width. Weights are read once; each model has a new random head."""
     if path is None:
         return partial(models.random_bert, classes), 64
     first = models.pretrained_bert(path, classes)
@@ -266,5 +266,5 @@ def _bert(path: Path | None, classes: int) -> tuple[Callable[[], nn.Module], int
 
 
 def _power_of_two(value: float) -> int:
-    """The smallest power of two from `value` on."""
+    """Return the smallest power of two that is at least `value`."""
     return 2 ** math.ceil(math.log2(max(value, 1)))

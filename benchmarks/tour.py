@@ -1,4 +1,7 @@
-"""`python -m benchmarks`: equal to the originals? how much faster? how faithful? and a page about all of it."""
+"""The tour, `python -m benchmarks`. It answers three questions and writes a page about the answers.
+
+Are the group versions equal to the originals? How much faster are they? How faithful are they to real retraining?
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,23 @@ from benchmarks.side_by_side import at_once
 from benchmarks.sizes import Scale
 
 EXPERIMENT_TASKS = ("heloc-lr",)
-"""Experiments retrain many models: the tour does so for the smallest ones, `run` for any."""
+"""Tasks that the tour runs the experiments on. They retrain many models, so only the smallest one; `run` takes any."""
 CPU_SECONDS = {
     "smoke": {"heloc-lr": 10, "heloc-ann-s": 15, "heloc-ann-m": 15, "mnist-ann-l": 15, "cifar10-resnet18": 30,
               "qnli-bert": 40},
     "quick": {"heloc-lr": 40, "heloc-ann-s": 35, "heloc-ann-m": 55, "mnist-ann-l": 45, "cifar10-resnet18": 145,
               "qnli-bert": 205},
 }  # fmt: skip
-"""What check and comparison of a task took on one core of a small cloud machine; larger scales take hours."""
+"""Scale → task → CPU seconds of its check and comparison on one core of a small cloud machine.
+
+Larger scales take hours.
+"""
 EXPERIMENT_SECONDS = {"smoke": 10, "quick": 60}
-"""What the experiments on one task took there."""
+"""Scale → CPU seconds of the experiments on one task, on the same machine."""
 AT_ONCE = 0.7
-"""Share of that time in which check and comparison are done when two tasks run at once."""
+"""Share of `CPU_SECONDS` that check and comparison need when two tasks run at once."""
 _CALIBRATION = 0.055
-"""CPU seconds of `_work` on that machine."""
+"""CPU seconds of `_work` on the same machine."""
 
 
 def run(
@@ -38,12 +44,12 @@ def run(
     methods: Iterable[str] | None = None,
     processes: int = 1,
 ) -> bool:
-    """Check, comparison, experiments and report into one folder; ends with the headlines and the place of the page.
+    """Run check, comparison, experiments and report into one folder, and print the headlines and where the page is.
 
     Args:
-        tasks: names of tasks, see `benchmarks.tasks.TASKS`; experiments run on those of `EXPERIMENT_TASKS` among them.
-        scale: how much of everything.
-        folder: where rows and report go; what is there already is not run again.
+        tasks: names of tasks, see `benchmarks.tasks.TASKS`; experiments run only on those in `EXPERIMENT_TASKS`.
+        scale: sizes of the run.
+        folder: where rows and report go; rows that are already there are not computed again.
         data_dir: folder with the data sets.
         methods: methods of check and comparison; all if left out.
         processes: how many tasks of check and comparison run at once.
@@ -59,7 +65,7 @@ def run(
         checked = check.run(tasks, scale, folder, data_dir, methods, workers=workers)
         print("\n2. How much faster? Times faster than the original, by group size\n")
         compared = compare.run(tasks, scale, folder, data_dir, methods, workers=workers)
-    from benchmarks import experiments, report  # seconds to import, for the first time: not before the first lines
+    from benchmarks import experiments, report  # here, because a first import takes seconds and delays the first lines
 
     retrained = [task for task in tasks if task in EXPERIMENT_TASKS]
     if retrained:
@@ -75,7 +81,7 @@ def run(
 
 
 def expected_time(tasks: Sequence[str], scale: Scale, processes: int = 1) -> str:
-    """How long it will take, from a short measurement of this machine."""
+    """Return a line that says how long the tour will take, estimated from a short measurement of this machine."""
     known = CPU_SECONDS.get(scale.name)
     if known is None:
         return f"Expected time: {scale.about}."
@@ -90,14 +96,14 @@ def expected_time(tasks: Sequence[str], scale: Scale, processes: int = 1) -> str
 
 
 def where_from(tasks: Sequence[str], data_dir: Path | None) -> Iterator[str]:
-    """A line for each data set, as soon as it is there: real and from where, or made."""
+    """Yield a line for each data set as soon as it is available: where it came from, or that it is made data."""
     yield "Data:"
     for name in dict.fromkeys(task.partition("-")[0] for task in tasks):
         yield f"  {TITLES[name]}: {where(name, data_dir)}"
 
 
 def _work() -> None:
-    """Some forward and backward passes of a small network."""
+    """Run some forward and backward passes of a small network."""
     import torch
     from torch import nn
 

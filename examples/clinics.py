@@ -2,9 +2,9 @@
 Which clinic spoils the model?
 ==============================
 
-A table of patients from seven clinics, and a model that predicts who is ill. In one clinic the labels were entered the
-wrong way round. From the trained model it takes a dozen lines to its name, a picture, a page about the data, and the
-proof: a model trained again without it.
+We have a table of patients from seven clinics, and a model that predicts who is ill. In one clinic the labels were
+entered the wrong way round. Starting from the trained model, a dozen lines find the name of this clinic, draw a
+picture, write a page about the data, and prove the finding with models that are trained again without the clinic.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from ggda_ext.training import Recipe, initial_model, train_one
 # %%
 # The patients
 # ------------
-# Your own table would stand here. The clinics are not in alphabetical order, and differ in size.
+# Use your own table here. The clinics are not in alphabetical order, and they differ in size.
 
 random = np.random.default_rng(0)
 clinics = ["Westgate", "Airport", "St. Mary", "Northside", "Lakeview", "Harbour", "Old Town"]
@@ -37,7 +37,7 @@ validation = torch.tensor(fresh, dtype=torch.float32), torch.tensor(fresh_risk >
 # %%
 # The model
 # ---------
-# Trained in your own way; here with the training loop that also retrains it below.
+# Train your model in your own way. Here we use the training loop that also retrains the model below.
 
 
 def make_model() -> nn.Module:
@@ -61,13 +61,13 @@ result = attribute(model, loss, table, "clinic", goal, frame=df, intervals=True)
 print(result)
 
 result.plot.bars()
-patients = attribute(model, loss, table, None, goal)  # every patient a group of one: who carries a clinic?
+patients = attribute(model, loss, table, None, goal)  # each patient is a group: who causes the score of a clinic?
 result.to_html("clinics.html", rows=df, labels=df["ill"], member_scores=patients)
 
 # %%
 # Is it true?
 # -----------
-# The model is trained again without each of the three clinics that matter most, with three seeds, and compared with
+# We train the model again without each of the three clinics that matter most, with three seeds, and compare it with
 # models trained on all patients.
 
 from ggda_ext.evaluation import Retrainer

@@ -2,9 +2,8 @@
 Which region makes the model unfair?
 ====================================
 
-A model decides on loans. Women are accepted less often, and the question is which part of the training data that comes
-from. A fairness gap is a property of a whole test set that does not decompose over its points; it is differentiated
-exactly all the same.
+A model decides on loans. It accepts women less often, and we ask which part of the training data causes this. A
+fairness gap is a property of a whole test set: it is not a sum over its points. It is still differentiated exactly.
 """
 
 import numpy as np
@@ -18,13 +17,13 @@ from ggda_ext.training import Recipe, initial_model, train_one
 # %%
 # Loans of six regions
 # --------------------
-# In the south, women were refused whatever their income.
+# In the south, women were refused a loan, no matter how high their income was.
 
 random = np.random.default_rng(2)
 
 
 def applicants(count):
-    """Income, debt and sex (1 for women), and whether the loan would be paid back."""
+    """Return income, debt and sex (1 for women), and whether the loan would be paid back."""
     income, debt, sex = random.normal(size=count), random.normal(size=count), random.integers(0, 2, count)
     paid = (income - 0.5 * debt + random.normal(scale=0.5, size=count) > 0).astype(int)
     return np.stack([income, debt, sex], 1), paid
@@ -46,7 +45,7 @@ model = train_one(initial_model(make_model, 0), loss, data, recipe, seed=0).mode
 # %%
 # The gap between men and women, by region
 # ----------------------------------------
-# The test set is given as it is; the gap is the difference of the mean predicted probabilities.
+# The test set is passed unchanged. The gap is the difference of the mean predicted probabilities.
 
 gap = properties.demographic_parity_gap(test, sensitive=test_x[:, 2].astype(int))
 print(f"gap of the model: {gap(model).item():.3f}")
@@ -57,7 +56,7 @@ result.plot.bars()
 # %%
 # Is it true?
 # -----------
-# The same gap, measured on models trained again without each region.
+# We train the model again without each region and measure the same gap.
 
 truth = leave_group_out(make_model, loss, data, region, gap, recipe, seeds=range(3)).attribution()
 print(truth)

@@ -2,9 +2,10 @@
 Which source should we fine-tune without?
 =========================================
 
-A BERT is fine-tuned with Hugging Face's `Trainer` on reviews from four sources: is it a good one? One source has its
-labels the wrong way round, in another the texts were shuffled among its rows. A callback watches the sources during the
-training, `attribute_trainer` scores them afterwards, and training again without each says who was right.
+We fine-tune a BERT with Hugging Face's `Trainer` on reviews from four sources. It predicts whether a review is good.
+One source has its labels the wrong way round. In another source the texts were shuffled among the rows. A callback
+watches the sources during the training, and `attribute_trainer` scores them afterwards. Then we train again without
+each source to see which of the two was right.
 """
 
 import tempfile
@@ -15,14 +16,14 @@ from transformers import BertConfig, BertForSequenceClassification, PrinterCallb
 # %%
 # The rows
 # --------
-# Your own would be tokenized text. Here the first token of a review tells whether it is a good one. So that it runs in
-# seconds, the BERT is tiny and starts from random weights.
+# Your own rows would be tokenized text. Here the first token of a review tells whether the review is good. The BERT is
+# tiny and starts from random weights, so the example runs in seconds.
 
 SOURCES = ("wiki", "news", "flipped", "shuffled")
 
 
 def reviews(count, source, draw):
-    """Reviews, and whether they are good."""
+    """Return rows of one source: a review, and whether it is good."""
     tokens = torch.randint(0, 36, (count, 6), generator=draw)
     labels = (tokens[:, 0] >= 18).long()
     if source == "flipped":
@@ -44,7 +45,7 @@ held_out, tests = reviews(60, "held out", draw), reviews(400, "tests", draw)
 
 
 def fine_tuned(rows, callbacks=()):
-    """A Trainer after training."""
+    """Train a model on the rows and return its Trainer."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=36, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
@@ -77,12 +78,12 @@ print(result)
 # %%
 # And in truth
 # ------------
-# Each source is left out in turn, and the model trained again. A prediction is the change of the loss on the held-out
-# rows.
+# We leave out each source in turn and train the model again. The predicted number is the change of the loss on the
+# held-out rows.
 
 
 def reached(trainer):
-    """Loss on the held-out rows, and accuracy on the tests."""
+    """Return the loss on the held-out rows and the accuracy on the tests."""
     found = trainer.predict(tests)
     right = (found.predictions.argmax(1) == found.label_ids).mean()
     return trainer.evaluate()["eval_loss"], float(right)

@@ -2,8 +2,8 @@
 Images without sources: find groups first
 =========================================
 
-Handwritten digits come with no source, so groups are made: Grad-K-Means puts images together that pull the model the
-same way. The groups that hurt most are where to look for wrong labels.
+Handwritten digits come without sources, so we make groups. Grad-K-Means puts images together that pull the model the
+same way. Look for wrong labels in the groups that hurt most.
 """
 
 import matplotlib.pyplot as plt
@@ -45,7 +45,8 @@ print(result.harmful().top(5))
 # %%
 # Where are the wrong labels?
 # ---------------------------
-# An area under the curve of 1 would mean that every wrong label is in a group ranked below all clean ones.
+# An area under the curve of 1 would mean that every wrong label is in a group that ranks below the groups of all clean
+# labels.
 
 found = evaluation.noisy_label_detection(result.per_member[0], groups, wrong)
 print(f"area under the curve: {found.roc_auc:.2f}")

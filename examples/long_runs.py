@@ -2,8 +2,8 @@
 A run that is killed, and goes on
 =================================
 
-``save_dir=`` keeps what is finished. Here a run is stopped in the middle, as a power switch or a scheduler would do,
-and started again: it makes only what is missing and ends with the same bits.
+``save_dir=`` keeps finished work on disk. Here we stop a run in the middle, as a power cut or a scheduler would do, and
+start it again. The second run computes only the missing part and ends with exactly the same scores, bit for bit.
 """
 
 import subprocess
@@ -17,7 +17,8 @@ import torch
 # %%
 # The script
 # ----------
-# It is started three times: undisturbed, with a stop after a third of the batches, and again on the same folder.
+# We start the script three times: undisturbed, with a stop after a third of the batches, and again on the folder of the
+# stopped run.
 
 SCRIPT = """
 import os, sys, torch
@@ -55,7 +56,7 @@ print(f"read {Counted.reads} points")
 
 
 def run(folder, result, stop_after=10**9):
-    """Start the script in a process of its own; how many points it read."""
+    """Run the script in a new process and return how many points it read."""
     script = Path(folder).with_suffix(".py")
     script.write_text(SCRIPT)
     done = subprocess.run(

@@ -2,10 +2,10 @@
 Which three sources should we drop?
 ===================================
 
-Eight sources of training data. Two of them, a blog and its mirror, say the same; one, spam, is wrong. Scores of single
-sources add up, so they cannot see that the blog and its mirror stand in for each other: each alone seems dispensable,
-and a ranking drops them both. `WhatIf` refits the model without any choice of sources, in milliseconds, and finds a
-better three. Models that are really trained again confirm it.
+There are eight sources of training data. Two of them, a blog and its mirror, say the same; one, spam, is wrong. Scores
+of single sources are additive, so they cannot show that the blog and its mirror can replace each other. Each alone
+seems unnecessary, and a ranking drops both. `WhatIf` refits the model without any choice of sources, in milliseconds,
+and finds three better sources to drop. Models that are really trained again confirm it.
 """
 
 import matplotlib.pyplot as plt
@@ -18,21 +18,21 @@ from ggda_ext.training import Recipe, initial_model, train_one
 # %%
 # The sources
 # -----------
-# A point is about one of six topics, and its label is the sign of that topic's feature. Every source knows one topic.
+# A point is about one of six topics. Its label is the sign of the feature of that topic. Every source has one topic.
 
 TOPICS = {"blog": 0, "mirror": 0, "news": 1, "forum": 2, "books": 3, "code": 4, "wiki": 5, "spam": 1}
-ASKED = torch.tensor([0.25, 0.2, 0.15, 0.15, 0.1, 0.15])  # how often a topic comes up in the test
+ASKED = torch.tensor([0.25, 0.2, 0.15, 0.15, 0.1, 0.15])  # how often each topic occurs in the test data
 
 
 def about(topic, generator):
-    """Points about some topics, with their labels."""
+    """Return one point for each topic in the list, with labels."""
     x = 0.3 * torch.randn(len(topic), len(ASKED), generator=generator)
     x[torch.arange(len(topic)), topic] = 2 * torch.randn(len(topic), generator=generator)
     return x, (x.gather(1, topic[:, None])[:, 0] > 0).long()
 
 
 def drawn(seed, each=100):
-    """Training data, the source of every point, and test data."""
+    """Return training data, the source of every training point, and test data."""
     generator = torch.Generator().manual_seed(seed)
     sources = [name for name in TOPICS for _ in range(each)]
     x, y = about(torch.tensor([TOPICS[name] for name in sources]), generator)
@@ -56,9 +56,9 @@ def make_model():
 # %%
 # What if?
 # --------
-# One set-up, then any question: without the blog, without its mirror, without both; and the three sources to drop,
-# beside those that a ranking of single sources would drop. Additive scores are `attribute`'s, with the curvature.
-# Every answer is checked by models that are really trained again.
+# After one set-up we can ask any question. What happens without the blog, without its mirror, or without both? Which
+# three sources should we drop, and which three would a ranking of single sources drop? The additive scores come from
+# `attribute`, with the curvature. We check every answer with models that are really trained again.
 
 from ggda_ext import WhatIf, attribute, properties
 from ggda_ext.evaluation import Retrainer
@@ -67,11 +67,11 @@ COPIES = (("blog",), ("mirror",), ("blog", "mirror"))
 
 
 def answers(seed):
-    """What-if's answers beside the test losses of models that were really trained again, with three seeds each."""
+    """Return the answers of what-if and the test losses of models that were really trained again, three seeds each."""
     data, sources, test = drawn(seed)
     test_loss = properties.mean_loss(test, LOSS)
     model = train_one(initial_model(make_model, seed), LOSS, data, RECIPE, seed=seed).model
-    what_if = WhatIf(model, LOSS, data, sources, weight_decay=RECIPE.weight_decay)  # 40 epochs: it has converged
+    what_if = WhatIf(model, LOSS, data, sources, weight_decay=RECIPE.weight_decay)  # converged after 40 epochs
     predicted = {gone: what_if.without(gone).change(test_loss).item() for gone in COPIES}
     scores = attribute(model, LOSS, data, sources, test_loss, method="influence", recipe=RECIPE)
     added = {gone: sum(float(scores[name]) for name in gone) for gone in COPIES}
@@ -109,9 +109,9 @@ ax.legend()
 # %%
 # Which sources stand in for each other?
 # --------------------------------------
-# An interaction is what happens without two sources beyond the sum of what happens without each. It is positive for the
-# blog and its mirror, which stand in for each other. It is most negative for news and spam: without news, only spam
-# speaks about that topic, and without both nobody does.
+# An interaction is the change without two sources, minus the sum of the changes without each of them. It is positive
+# for the blog and its mirror, which can replace each other. It is most negative for news and spam: without news, spam
+# is the only source about that topic, and without both there is no source about it.
 
 interactions = story["interactions"]
 one, other, rise = interactions.strongest(1)[0]

@@ -2,8 +2,9 @@
 Several processes
 =================
 
-Attribution is a sum over data, so it is split as data-parallel training is: start the script with ``torchrun``, open
-the process group, and call `attribute` as before. Every rank takes its share and ends with the same scores.
+Attribution is a sum over the data, so it can be split like data-parallel training. Start the script with ``torchrun``,
+open the process group, and call `attribute` as before. Every rank computes its share, and all ranks end with the same
+scores.
 """
 
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 # %%
 # The script
 # ----------
-# Nothing in it speaks of ranks but the line that opens the process group.
+# Only two places know about ranks: the lines that open and close the process group, and the line that saves the result.
 
 SCRIPT = """
 import os, sys, torch

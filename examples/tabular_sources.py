@@ -2,8 +2,8 @@
 Which data source should I keep?
 ================================
 
-A bank trains one model on customers from five sources. Two questions, one call each: which source helps the validation
-loss, and which one the F1 score of the rare class? The answer comes as a named table with intervals and as a picture.
+A bank trains one model on customers from five sources. We ask two questions in one call: which source helps the
+validation loss, and which source helps the F1 score of the rare class? The answer is a table with names and a picture.
 """
 
 import numpy as np
@@ -16,7 +16,8 @@ from ggda_ext.training import Recipe, initial_model, train_one
 # %%
 # Five sources
 # ------------
-# Customers of one source are alike. The *broker* sends many customers with noisy labels, *partner* few good ones.
+# Customers of one source are alike. The *broker* sends many customers with noisy labels, the *partner* sends few
+# customers with correct labels.
 
 random = np.random.default_rng(1)
 sources = {
@@ -30,7 +31,7 @@ rule = random.normal(size=8)
 
 
 def customers(count, noise, shift):
-    """Inputs and labels; a share of `noise` of the labels is drawn at random."""
+    """Return inputs and labels; a share `noise` of the labels is drawn at random."""
     x = random.normal(size=(count, 8)) + shift
     y = (x @ rule + random.normal(scale=0.5, size=count) > 1.5).astype(int)
     wrong = random.random(count) < noise
@@ -67,7 +68,7 @@ result.plot.heatmap()
 # %%
 # Per member
 # ----------
-# Large sources have large scores. Divided by its size, a source shows what one of its customers counts.
+# Large sources have large scores. A score divided by the size of its source shows how much one customer matters.
 
 print(result["mean_loss"].per_member.ranked())
 result["mean_loss"].plot.bars()

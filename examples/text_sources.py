@@ -2,8 +2,8 @@
 Which source of text helps which domain?
 ========================================
 
-A tiny GPT-2 is trained on three domains with Hugging Face's `Trainer`. While it trains, a callback adds up scores for
-every source; afterwards one call gives a matrix: how much each training domain helps each evaluation domain.
+We train a tiny GPT-2 on three domains with Hugging Face's `Trainer`. During the training a callback adds up scores for
+every source. Afterwards one call gives a matrix that shows how much each training domain helps each evaluation domain.
 """
 
 import tempfile
@@ -14,15 +14,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 # %%
 # Three domains
 # -------------
-# Your own corpora would stand here. Each domain counts upwards in its own step and in its own part of the vocabulary,
-# so what one teaches is of little use for the others.
+# Use your own corpora here. Each domain counts upwards with its own step and in its own part of the vocabulary, so one
+# domain teaches the model little about the others.
 
 torch.manual_seed(0)
 STEPS = {"law": 1, "recipes": 3, "sport": 5}
 
 
 def sentences(domain: str, count: int) -> list[dict]:
-    """Sequences of tokens of a domain, as a tokenizer would leave them."""
+    """Return token sequences of a domain, in the form that a tokenizer gives."""
     first = 20 * list(STEPS).index(domain)
     starts = torch.randint(0, 20, (count, 1))
     tokens = first + (starts + STEPS[domain] * torch.arange(10)) % 20
@@ -52,7 +52,8 @@ print(tracker.result)
 # %%
 # Every domain for every domain
 # -----------------------------
-# A row for each evaluation domain, a column for each training domain; positive where the loss would rise without it.
+# The matrix has a row for each evaluation domain and a column for each training domain. A score is positive if the loss
+# would rise without the training domain.
 
 matrix = attribute_trainer(trainer, rows, "domain", eval_dataset=held_out, method="tracin")
 print(matrix.of_property("eval_loss of law"))

@@ -1,6 +1,7 @@
-"""`python -m benchmarks check`: every toolkit's original, point by point, next to its group version, on every data set.
+"""`python -m benchmarks check`: compares the original of every toolkit with its group version, on every data set.
 
-Both run on the same model and points; the original's scores, summed by group, must be the group version's.
+Both run on the same model and points. The original scores point by point; its scores, summed by group, must be equal to
+the scores of the group version.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
 TOOLKITS = ("captum", "dattri", "trak", "fisher")
 SKIPPED: Mapping[tuple[str, str, str], str] = {}
-"""(task, toolkit, method) → what the original cannot do there; nothing else may be left out."""
+"""(task, toolkit, method) → the reason why the original cannot run there; no other check may be skipped."""
 
 
 def methods() -> tuple[Method, ...]:
-    """All methods of all toolkits, which are imported here."""
+    """Import all toolkits and return all their methods."""
     found: list[Method] = []
     for toolkit in TOOLKITS:
         found += importlib.import_module(f"benchmarks.check.{toolkit}").METHODS
@@ -46,7 +47,7 @@ def _checked(task: str, method: Method, case: Case) -> dict[str, Any]:
 
 
 def prepared(name: str, scale: Scale, data_dir: Path | None, numbers: CheckScale) -> tuple[Case, dict[str, Any]]:
-    """A task's case, with as many points as the numbers say, and the fields its rows share."""
+    """Return the case of a task, with as many points as `numbers` says, and the fields that its rows share."""
     from benchmarks import data
     from benchmarks.check.case import Case
     from benchmarks.tasks import PAPER, task

@@ -21,7 +21,7 @@ CAPTUM = SimpleNamespace(
     ArnoldiInfluenceFunction=ArnoldiInfluenceFunction,  # not exported by captum.influence
 )
 RATE = 0.1
-ARNOLDI_TOLERANCE = 1e-6  # with Captum's 0.1 nothing is left of a Hessian this flat
+ARNOLDI_TOLERANCE = 1e-6  # with Captum's default 0.1, nothing is left of a Hessian this flat
 Toolkit = ModuleType | SimpleNamespace
 
 
@@ -30,7 +30,7 @@ def tracin(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
     influence = toolkit.TracInCP(
         case.model, case.train_set, [case.model.state_dict()], load, **_mode(case), **groups
     )  # fmt: skip
-    if case.one_property and not groups:  # Captum's own way to sum over test points
+    if case.one_property and not groups:  # Captum can sum over test points itself
         return influence.influence(_batched(case), aggregate=True) / len(case.test[0])
     return _asked(case, influence, **groups)
 
@@ -64,12 +64,13 @@ def naive(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
 
 
 def _asked(case: Case, influence: Any, **groups: Any) -> Tensor:
-    """Scores of the test points, or of their mean loss: as a property of groups, by averaging without them."""
+    """Return scores for the test points, or for their mean loss: with groups as a property, else as an average."""
     if not case.one_property:
         return influence.influence(case.test)
     if groups:
         return influence.influence(property=case.mean_loss)
-    tests = case.test if isinstance(influence, captum.influence.TracInCPFast) else _batched(case)  # takes no loader
+    # TracInCPFast takes no loader
+    tests = case.test if isinstance(influence, captum.influence.TracInCPFast) else _batched(case)
     return influence.influence(tests).mean(0, keepdim=True)
 
 
@@ -78,7 +79,7 @@ def _batched(case: Case) -> DataLoader:
 
 
 def _mode(case: Case) -> dict[str, Any]:
-    """Captum's fastest way for the model: sample-wise gradients, if it knows all of its layers, else one by one."""
+    """Return Captum's fastest settings for the model: sample-wise gradients if all layers allow it, else one by one."""
     fast = sample_wise(case.model)
     return {
         "loss_fn": nn.CrossEntropyLoss(reduction="sum" if fast else "none"),
@@ -88,13 +89,13 @@ def _mode(case: Case) -> dict[str, Any]:
 
 
 def sample_wise(model: nn.Module) -> bool:
-    """Whether Captum knows the gradients of single points of all layers."""
+    """Whether Captum supports sample-wise gradients for all layers of the model."""
     known = tuple(SUPPORTED_MODULES)
     return all(isinstance(module, known) for module in model.modules() if list(module.parameters(recurse=False)))
 
 
 def load(model: nn.Module, state: dict[str, Tensor]) -> float:
-    """Load a checkpoint; its learning rate."""
+    """Load a checkpoint and return its learning rate."""
     model.load_state_dict(state)
     return RATE
 

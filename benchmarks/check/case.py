@@ -1,4 +1,4 @@
-"""One task as the check sees it: a trained model, the points an original toolkit can afford, and uneven groups."""
+"""One task for the check: a trained model, as many points as an original toolkit can handle, and uneven groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SETTINGS = ("part", "curvature_set", "projection_dim", "lissa_scaling", "loss_r
 
 @dataclass(frozen=True)
 class Case:
-    """A model with training and test points; every method runs on it, per sample and by group.
+    """A model with training and test points. Every method runs on it, per sample and by group.
 
     Attributes:
         model: the trained model, in eval mode, from inputs to logits.
@@ -36,7 +36,8 @@ class Case:
         test: inputs and labels of the test points.
         size: batch sizes and depths.
         largest_projection: the task's dimension of random projections.
-        one_property: ask for the mean loss of the test points, one row of scores, in place of one row for each.
+        one_property: ask for the mean loss of the test points, which is one row of scores, instead of one row for each
+            test point.
     """
 
     model: nn.Module
@@ -48,35 +49,38 @@ class Case:
 
     @cached_property
     def few(self) -> Case:
-        """The same with the first of the training points, as many as dattri is given."""
+        """The same case with only the first training points, as many as dattri gets."""
         count = self.size.dattri_points
         return (
             self if count >= len(self.train[0]) else replace(self, train=(self.train[0][:count], self.train[1][:count]))
         )
 
     def asking(self, tests: int, one_property: bool) -> Case:
-        """The same with the first of the test points, asked for each of them or for their mean loss."""
+        """Return the case with only the first test points, which asks for each of them or for their mean loss."""
         test = (self.test[0][:tests], self.test[1][:tests])
         return replace(self, test=test, one_property=one_property)._with(self, *_SETTINGS, "groups", "train_set")
 
     def grouped_by(self, size: int) -> Case:
-        """The same with groups of another mean size."""
+        """Return the case with groups of another mean size."""
         return replace(self, size=replace(self.size, group_size=size))._with(self, *_SETTINGS, "train_set")
 
     def first(self, count: int) -> Case:
-        """The first `count` training points with the settings of all: for each of them the work is the same."""
+        """Return the case with the first `count` training points and the settings of all points.
+
+        So the work for each point is the same.
+        """
         train = (self.train[0][:count], self.train[1][:count])
         return self if count >= len(self.train[0]) else replace(self, train=train)._with(self, *_SETTINGS)
 
     def _with(self, other: Case, *names: str) -> Case:
-        """This case, with some of what another has worked out."""
+        """Copy some cached attributes of another case, and return this case."""
         for name in names:
             self.__dict__[name] = getattr(other, name)
         return self
 
     @cached_property
     def groups(self) -> Groups:
-        """Uneven groups of the training points, Grad-K-Means clusters as they come; of size one, single points."""
+        """Uneven groups of the training points: Grad-K-Means clusters, or single points if the group size is one."""
         if self.size.group_size == 1:
             return Groups.singletons(len(self.train[0]))
         builder = GradKMeansGroups(self.model, nn.CrossEntropyLoss(), group_size=self.size.group_size, random_state=0)
@@ -88,7 +92,7 @@ class Case:
 
     @cached_property
     def curvature_set(self) -> TensorDataset:
-        """The first training points: Hessians are those of the loss on them, for original and groups alike."""
+        """The first training points. Original and group version compute Hessians of the loss on these points."""
         count = self.size.curvature_points
         return TensorDataset(*(tensor[:count] for tensor in self.train))
 
@@ -104,7 +108,7 @@ class Case:
         return properties.mean_loss(self.test, nn.CrossEntropyLoss())
 
     def curvature_loader(self) -> DataLoader:
-        """All of `curvature_set` in one batch: dattri adds up one inverse per batch."""
+        """Return `curvature_set` in one batch, because dattri adds up one inverse per batch."""
         return DataLoader(self.curvature_set, batch_size=len(self.curvature_set))
 
     @cached_property
@@ -114,10 +118,10 @@ class Case:
 
     @cached_property
     def part(self) -> nn.Module:
-        """The model with only its last parameters as parameters, as many as the scale allows; the others are fixed.
+        """The model with only its last parameters as parameters, as many as the scale allows; the others are buffers.
 
-        For toolkits that form a row of all parameters for every point: dattri's slices of it make the time for a
-        point grow with rows times layers.
+        It is for toolkits that form a row over all parameters for every point. dattri cuts this row into slices, so its
+        time for a point grows with the length of the row times the number of layers.
         """
         limit, kept, total = self.size.last_parameters, set[str](), 0
         for name, parameter in reversed(list(self.model.named_parameters())):
@@ -135,23 +139,24 @@ class Case:
 
     @property
     def scope(self) -> str:
-        """In words, which parameters are in `part`."""
+        """Words that say which parameters are in `part`."""
         some, every = (count_parameters(model) for model in (self.part, self.model))
         return f"all {every:,} parameters" if some == every else f"the last {some:,} of {every:,} parameters"
 
     @property
     def batches(self) -> str:
-        """In words, how the original gets its points."""
+        """Words that say in which batches the original gets its points."""
         return f"batches of {min(self.size.batch, len(self.train_set)):,}"
 
     @cached_property
     def projection_dim(self) -> int:
-        """The task's dimension of random projections, or less: a quarter of the points, so that Fishers have rank."""
+        """The task's dimension of random projections, but at most a quarter of the points, so that Fishers have full
+        rank."""
         return min(self.largest_projection, max(2, len(self.train[0]) // 4))
 
     @cached_property
     def lissa_scaling(self) -> float:
-        """A scaling under which LiSSA contracts: twice the largest curvature, found by power iteration."""
+        """A scaling with which LiSSA converges: twice the largest curvature, found by power iteration."""
         space = ParameterSpace(self.part)
         data = IndexedData(self.curvature_set, "curvature_set")
         hessian = Hessian(space, lambda model, batch: self.loss(dict(model.named_parameters()), batch), data)
@@ -162,18 +167,19 @@ class Case:
 
     @cached_property
     def loss_ridge(self) -> float:
-        """A ridge for dattri's TRAK, a hundredth of the mean diagonal of its kernel."""
+        """A ridge for dattri's TRAK: a hundredth of the mean diagonal of its kernel."""
         return float(f"{self._mean_diagonal(cross_entropy) / self.projection_dim / 100:.2g}")
 
     @cached_property
     def margin_ridge(self) -> float:
-        """The same for TRAK itself."""
+        """A ridge for TRAK itself: a hundredth of the mean diagonal of its kernel."""
         return float(f"{self._mean_diagonal(margins) / 100:.2g}")
 
     def _mean_diagonal(self, output: Callable[[Tensor, Tensor], Tensor]) -> float:
-        """Of Σ φφᵀ, φ = Pᵀ∇output / √parameters, as far as a few points tell.
+        """Estimate the mean diagonal of Σ φφᵀ, φ = Pᵀ∇output / √parameters, from a few points.
 
-        Without a ridge, gradients that all point the same way leave TRAK, the original too, with rounding errors.
+        A ridge is needed because gradients that all point the same way lead to rounding errors in TRAK, also in the
+        original.
         """
         parameters, squares = list(self.part.parameters()), list[float]()
         for x, y in zip(*(tensor[:_RIDGE_POINTS].split(1) for tensor in self.train), strict=True):
@@ -182,13 +188,13 @@ class Case:
         return len(self.train[0]) * sum(squares) / len(squares) / count_parameters(self.part)
 
     def loss(self, parameters: dict[str, Tensor], data: tuple[Tensor, ...]) -> Tensor:
-        """Mean loss of a batch, as a function of parameters; dattri may turn tokens and labels into floats."""
+        """Return the mean loss of a batch as a function of parameters. dattri may turn tokens and labels to floats."""
         inputs, labels = data
         outputs = torch.func.functional_call(self.part, parameters, (inputs.to(self.train[0].dtype),))
         return cross_entropy(outputs, labels.long())
 
     def loss_of_one(self, parameters: dict[str, Tensor], data: tuple[Tensor, ...]) -> Tensor:
-        """The same for one example without a batch dimension."""
+        """Return the loss of one example without a batch dimension, as a function of parameters."""
         return self.loss(parameters, tuple(value.unsqueeze(0) for value in data))
 
 
@@ -210,11 +216,11 @@ class Method:
         original: scores of single training points `[tests, points]`, by the toolkit alone.
         grouped: scores of groups `[tests, groups]`.
         settings: how both are run, in words.
-        default: scores of groups in the drop-in's default mode, where that is an approximation (a Fisher of group
-            sums): `grouped` is the exact mode then. None where the default is exact.
-        row_per_point: for groups of one, a row is formed for every point, by groups as by the original, for a property
-            as well.
-        solves_each_test: the original solves a system of equations for every test point, again for every batch.
+        default: scores of groups in the drop-in's default mode if it is an approximation (a Fisher of group sums);
+            `grouped` is then the exact mode. None if the default is exact.
+        row_per_point: for groups of one, both the original and the group version form a row for every point, also for a
+            property.
+        solves_each_test: the original solves a system of equations for every test point, and again for every batch.
     """
 
     toolkit: str
@@ -228,5 +234,5 @@ class Method:
 
     @property
     def own_code(self) -> bool:
-        """Whether groups of one are left to the toolkit's own code where test points are asked about."""
+        """Whether the drop-in runs the toolkit's own code for groups of one and test points."""
         return self.toolkit != "core"

@@ -18,7 +18,7 @@ DAMPING = 0.01
 
 
 def lissa(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
-    """LiSSA with all points of the Hessian in every step, so that nothing is random."""
+    """LiSSA with all points of the Hessian in every step, so that the result is not random."""
     attributor = toolkit.IFAttributorLiSSA(
         AttributionTask(case.loss, case.part, case.part.state_dict()),
         recursion_depth=case.size.depth, batch_size=len(case.curvature_set), scaling=case.lissa_scaling,
@@ -30,7 +30,7 @@ def lissa(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
 
 
 def tracin(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
-    """TracIn at the final checkpoint, not projected."""
+    """TracIn at the final checkpoint, without projection."""
     task = AttributionTask(case.loss_of_one, case.part, case.part.state_dict())
     attributor = toolkit.TracInAttributor(task, torch.ones(1), False, {"proj_type": "identity"}, **groups)
     return _asked(case, attributor, case.train_loader(), **groups)
@@ -49,7 +49,7 @@ def trak(case: Case, toolkit: ModuleType, **groups: Any) -> Tensor:
 
 
 def _asked(case: Case, attributor: Any, *train: DataLoader, **groups: Any) -> Tensor:
-    """Scores of the test points, or of their mean loss: as a property of groups, by averaging without them."""
+    """Return scores for the test points, or for their mean loss: with groups as a property, else as an average."""
     if case.one_property and groups:
         return attributor.attribute(*train, property=case.mean_loss).T
     scores = attributor.attribute(*train, case.test_loader()).T

@@ -2,7 +2,7 @@
 
     score[t, i] = φ_tᵀ (F + λ · mean diag(F) · I)⁻¹ φ_i,    φ = Pᵀ∇ℓ / √d,    F = Σ_i φ_i φ_iᵀ
 
-No toolkit offers it, so the original is written here in the plain way: with torch.func and TRAK's projector.
+No toolkit offers this method, so the original is written here in a plain way, with torch.func and TRAK's projector.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DAMPING = 0.1
 
 
 def plain(case: Case) -> Tensor:
-    """Scores of single points from one gradient row per point."""
+    """Return scores of single points, computed from one row per point."""
     project, scale = projector(case.part, case.projection_dim), count_parameters(case.part) ** 0.5
     parameters = {name: value.detach() for name, value in case.part.named_parameters()}
     gradients = vmap(grad(case.loss_of_one), in_dims=(None, 0))
@@ -43,7 +43,7 @@ def plain(case: Case) -> Tensor:
 
 
 def grouped(case: Case, **options: Any) -> Tensor:
-    """Scores of groups."""
+    """Return scores of groups by `FisherInfluence`."""
     influence = FisherInfluence(
         case.part, case.train, nn.CrossEntropyLoss(), case.groups,
         projector=projector(case.part, case.projection_dim), **options,

@@ -20,8 +20,8 @@ from benchmarks.names import GRAD_K_MEANS
 from benchmarks.speed.memory import peak_bytes
 
 TOLERANCE = 1e-3
-"""Largest difference allowed, relative to the largest score. Most are below 1e-5, but where a model fits its points so
-well that few digits of their gradients are left, float32 takes the originals themselves 4e-4 away from float64."""
+"""Largest difference allowed, relative to the largest score. Most differences are below 1e-5. But if a model fits its
+points very well, their gradients have few correct digits, and the originals in float32 differ by 4e-4 from float64."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Measured:
 
 
 def row_of(method: Method, case: Case) -> dict[str, Any]:
-    """Run both sides and compare; what either raises makes the row `failed`, never the check stop."""
+    """Run both sides, compare them and return the row. If either raises an error, the row is `failed` and the check
+    goes on."""
     row: dict[str, Any] = {
         "toolkit": method.toolkit,
         "method": method.name,
@@ -63,7 +64,7 @@ def row_of(method: Method, case: Case) -> dict[str, Any]:
 
 
 def measured(run: Callable[[], Tensor]) -> Measured:
-    """Scores, time and memory of a call. It runs once: how fast a method is, `benchmarks.compare` measures."""
+    """Return scores, time and memory of a call. It runs only once, because `benchmarks.compare` measures the speed."""
     found: list[Tensor] = []
 
     def once() -> None:
@@ -77,14 +78,14 @@ def measured(run: Callable[[], Tensor]) -> Measured:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the toolkits' own bars and remarks."""
+    """Hide the progress bars and warnings of the toolkits."""
     with redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of scores `[tests, groups]`, relative to the largest score."""
+    """Return the largest difference of scores `[tests, groups]`, relative to the largest score."""
     if found.shape != expected.shape:
         raise ValueError(f"the group version gave scores {list(found.shape)}, the original {list(expected.shape)}.")
     for name, scores in (("group version", found), ("original", expected)):
@@ -97,8 +98,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def failed(failure: Exception) -> dict[str, Any]:
-    """What a row says of an exception that is being handled; one that is not the method's fault is raised again."""
+    """Return the fields of a row for an exception that is being handled. A full disk is raised again."""
     if isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
-        raise failure  # with room on the disk, a resumed run has the row
+        raise failure  # not the fault of the method; a resumed run can compute the row
     reason = ": ".join(filter(None, (type(failure).__name__, " ".join(str(failure).split()))))
     return {"status": "failed", "reason": reason, "traceback": traceback.format_exc()}

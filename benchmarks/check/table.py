@@ -1,4 +1,4 @@
-"""The check's table and its verdict, from rows."""
+"""The table of the check and its verdict, made from rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STATUSES = ("equal", "differs", "failed", "skipped")
 
 
 def heading() -> str:
-    """The table's first line."""
+    """Return the first line of the table."""
     return (
         f"{'toolkit':7} {'method':25} {'points':>7} {'groups':>6} {'status':8} {'error':>8}  "
         f"{'original MB':>11} {'groups MB':>9}"
@@ -19,7 +19,7 @@ def heading() -> str:
 
 
 def line(row: Row) -> str:
-    """One row; a row that is not a comparison says why below."""
+    """Return the line of one row; a row that failed or was skipped shows the reason."""
     left = (
         f"{row['toolkit']:7} {row['method']:25} {row['train_points']:7,d} {row.get('groups', ''):>6} {row['status']:8}"
     )
@@ -30,13 +30,13 @@ def line(row: Row) -> str:
 
 
 def source(row: Row) -> str:
-    """The line above the rows of a data set: what it is and where it came from."""
+    """Return the line above the rows of a task: the data set, the model, and where the data came from."""
     mark = " (stand-in)" if row["stand_in"] else ""
     return f"{row['data']}{mark} · {row['model']} · {row['test_points']} test points · source: {row['source']}"
 
 
 def verdict(rows: Iterable[Row]) -> Iterator[str]:
-    """The check in a line, and one more for everything that is not equal."""
+    """Yield a line that sums up the check, and a line for every row that is not equal."""
     every = list(rows)
     count = Counter(row["status"] for row in every)
     rest = ", ".join(f"{count[status]} {status}" for status in STATUSES[1:] if count[status])
@@ -45,7 +45,7 @@ def verdict(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def problems(rows: Iterable[Row]) -> Iterator[str]:
-    """A line for every check that did not come out equal, with the reason."""
+    """Yield a line for every check that is not equal, with the reason."""
     for row in sorted(rows, key=lambda row: STATUSES.index(row["status"])):
         if row["status"] != "equal":
             why = row.get("reason") or f"error {row['error']:.1e}, allowed {row['tolerance']:.0e}"
@@ -53,7 +53,7 @@ def problems(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def passed(rows: Iterable[Row]) -> bool:
-    """Whether every check that is not excused by name came out equal, and there was at least one."""
+    """Whether every check that is not skipped is equal, and at least one check is equal."""
     statuses = [row["status"] for row in rows]
     return "equal" in statuses and all(status in ("equal", "skipped") for status in statuses)
 

@@ -19,7 +19,10 @@ from benchmarks.check.case import Case, Method, count_parameters
 def trak_scores(
     case: Case, toolkit: ModuleType, batches: Iterable[Sequence[int]] | None = None, **options: Any
 ) -> Tensor:
-    """The user's loop, from the constructor to the scores, over batches of training indices or in order."""
+    """Run the loop that a user writes, from the constructor to the scores, and return the scores.
+
+    It goes over the given batches of training indices, or over all points in order.
+    """
     state, count = case.part.state_dict(), len(case.test[0])
     with tempfile.TemporaryDirectory() as folder:
         traker = toolkit.TRAKer(
@@ -43,7 +46,7 @@ def trak_scores(
 
 
 def projector(model: nn.Module, dim: int) -> BasicProjector:
-    """TRAK's projector on a CPU, in two blocks: with one, TRAK 0.3.2 has freed its matrix when it comes to scoring."""
+    """Return TRAK's projector on a CPU, in two blocks: with one block, TRAK 0.3.2 frees its matrix before scoring."""
     return BasicProjector(count_parameters(model), dim, 0, ProjectionType.normal, "cpu", -(-dim // 2))
 
 

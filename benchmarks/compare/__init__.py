@@ -1,10 +1,11 @@
 """`python -m benchmarks compare`: how much faster the group versions are than the original toolkits, at real size.
 
-Two questions: one property, the mean loss of the test points, and test points one by one (20; 4 of QNLI). The group
-version scores all training points of the scale (at `quick`, half of CIFAR-10's), in groups of 1, 64 and 1,024; the
-original as many as a fixed time allows, see `benchmarks.compare.measure`. The times of grouping, and of the Hessian
-that Captum computes for both, stand apart. For groups of one and test points the drop-ins run their toolkit's own code:
-there is nothing to compare. Equality is the business of `benchmarks.check`.
+There are two questions: one property, which is the mean loss of the test points, and test points one by one (20; 4 of
+QNLI). The group version scores all training points of the scale (at `quick`, half of CIFAR-10's), in groups of 1, 64
+and 1,024. The original scores as many points as a fixed time allows, see `benchmarks.compare.measure`. The times of
+grouping, and of the Hessian that Captum computes for both sides, are reported separately. For groups of one and test
+points, the drop-ins run the code of their toolkit, so there is nothing to compare. `benchmarks.check` checks that the
+scores are equal.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ QUESTIONS = (ONE_PROPERTY, TEST_POINTS)
 
 @dataclass(frozen=True)
 class Comparison:
-    """One task, ready to be asked both questions.
+    """One task, prepared for both questions.
 
     Attributes:
         clock: times calls.
-        size: of the comparison.
-        grouped: question → group size → the case with all training points in such groups.
-        grouping: group size → CPU seconds the grouping took.
-        common: what all rows of the task share.
+        size: size of the comparison.
+        grouped: question → group size → the case with all training points in groups of this size.
+        grouping: group size → CPU seconds of the grouping.
+        common: fields that all rows of the task share.
     """
 
     clock: Clock
@@ -51,7 +52,7 @@ class Comparison:
 
     @classmethod
     def of(cls, name: str, scale: Scale, data_dir: Path | None) -> Comparison:
-        """The task's data, trained model and groups at a scale."""
+        """Load the data of a task at a scale, train its model and make its groups."""
         from benchmarks.compare.measure import Clock
 
         clock, size = Clock(), SIZES[scale.name][name]
@@ -71,7 +72,7 @@ class Comparison:
         return cls(clock, size, grouped, grouping, common | {"experiment": "speed", "train_points": points})
 
     def rows(self, method: Method) -> Iterator[dict[str, Any]]:
-        """One row per question; what either side raises makes it `failed`."""
+        """Yield one row per question. If either side raises an error, the status of the row is `failed`."""
         from benchmarks.check.measure import failed
 
         for question in QUESTIONS:
@@ -111,7 +112,7 @@ class Comparison:
             (size, mode): partial(score, asked[size])
             for size, case in sorted(asked.items(), key=lambda item: item[0] != table.HEADLINE_SIZE)
             for mode, score in _modes(method, size, case).items()
-        }  # the headline first: what its first call finds out serves the other sizes
+        }  # the headline size comes first, because the other sizes reuse what its first call finds out
         headline = [name for name in calls if any_size.one_property and name[0] == table.HEADLINE_SIZE]
         best, first, scores = take_turns(self.clock, found, original, calls, self.size.seconds, headline[:1])
         for (size, mode), call in calls.items():
@@ -146,13 +147,19 @@ class Comparison:
         }
 
     def _asked(self, method: Method, size: int, case: Case, original: Original) -> Case:
-        """All points; for groups of one, where a row is formed for every point by both, those of the original."""
+        """Return the case with all points, or with the points of the original if both sides form a row per point.
+
+        Both sides do so for groups of one, if test points are asked for or the method has `row_per_point`.
+        """
         same_work = size == 1 and (method.row_per_point or not case.one_property)
         return case.first(original.timed_points) if same_work else case
 
 
 def _modes(method: Method, size: int, case: Case) -> dict[str, Score]:
-    """The drop-in's default mode; where that is an approximation, also the exact one, once: it takes as long at all."""
+    """Return mode → function: the drop-in's default mode, and the exact mode if the default is an approximation.
+
+    The exact mode is measured for one size only, because it takes the same time at all sizes.
+    """
     if method.default is None:
         return {EXACT_MODE: method.grouped}
     exact = {EXACT_MODE: method.grouped} if case.one_property and size == table.HEADLINE_SIZE else {}
@@ -160,7 +167,10 @@ def _modes(method: Method, size: int, case: Case) -> dict[str, Score]:
 
 
 def _agreement(found: Tensor, expected: Tensor) -> float | None:
-    """Spearman correlation of two modes' scores over groups, averaged over test points; None for fewer than three."""
+    """Return the Spearman correlation of the scores of two modes over groups, averaged over test points.
+
+    It is None for fewer than three groups.
+    """
     from benchmarks.fidelity import mean_rank_correlation
 
     return None if found.shape[1] < 3 else mean_rank_correlation(found.T, expected.T)

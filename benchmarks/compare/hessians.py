@@ -1,7 +1,7 @@
-"""Captum's Hessians, computed once: original and group version take the same one from the same code of Captum's.
+"""Captum's Hessians, computed once. The original and the group version use the same code of Captum for the Hessian.
 
-It does not hang on the training points that are scored, so its time stands apart, as that of grouping does. Without
-this it would be computed again for every size and every turn, and hide what is compared.
+The Hessian does not depend on the training points that are scored, so its time is reported separately, like the time of
+grouping. Otherwise it would be computed again for every size and every turn, and its time would hide the difference.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _COMPUTED_BY = {
 
 
 class Hessians:
-    """Those that were computed, and their CPU seconds.
+    """The Hessians that were computed, and their CPU seconds.
 
     Attributes:
-        inside: seconds that the last call took for a Hessian it computed.
-        apart: seconds that the Hessian of the last call took, now or before; 0 if it needed none.
+        inside: seconds that the last call spent on computing a Hessian; 0 if it computed none.
+        apart: seconds that the Hessian of the last call took, in this call or an earlier one; 0 if it needed none.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class Hessians:
         self._kept: dict[tuple[str, int], tuple[Any, float]] = {}
 
     def reset(self) -> None:
-        """Before a call."""
+        """Set the seconds to 0, before a call."""
         self.inside = self.apart = 0.0
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Inside, Captum's classes and the drop-ins made of them compute the Hessian of a model once."""
+        """Make Captum's classes, and the drop-ins built on them, compute the Hessian of a model only once."""
         from benchmarks.check.captum import CAPTUM
 
         before: dict[type, tuple[str, Callable[..., Any]]] = {}

@@ -1,19 +1,20 @@
 """CPU seconds of a method's original and of its group version, for one question.
 
-The original is slow, so it gets as many points as a fixed time allows: 1, 2, 4, … batches of them, until the time is
-used up; all points, where these would not take much longer. One that takes longer for a single batch gets 1, 2 and 3 of
-them. Where points are left, its time for all of them is extrapolated along a line,
+The original is slow, so it gets as many points as a fixed time allows: 1, 2, 4, … batches, until the time is used up.
+It gets all points if they would not take much longer. If a single batch takes longer than the fixed time, it gets 1, 2
+and 3 batches. If points are left, the time for all points is extrapolated along a line,
 
     seconds(N) = seconds(n) + slope · (N − n),
 
-with the slope between the first and the last of the last three sizes: that between two neighbours is mostly noise where
-a batch costs little beside what is fixed. `Original.linearity` says how well the line through the two sizes before n
-predicts what was measured at n; 1 is perfect. Where it misses, the smallest size is timed once more, as the first call
-of an original may warm something up. The group version gets all points. Both take turns, and the best of several turns
-counts; where the group version comes out hardly faster, or slower, both get more turns.
+with the slope between the first and the last of the last three sizes. The slope between two neighbouring sizes is
+mostly noise if a batch costs little compared with the fixed costs. `Original.linearity` says how well the line through
+the two sizes before n predicts the time measured at n; 1 is perfect. If the line misses, the smallest size is timed
+once more, because the first call of an original may include some warm-up. The group version gets all points. Both sides
+take turns, and the best of several turns counts. If the group version is hardly faster, or slower, both sides get more
+turns.
 
-What the group version finds out about a model is kept for the next call. Turns are made with that; where the time of a
-first call is asked for, up to two are made before, without it, and the better of them counts.
+The group version keeps what it finds out about a model for the next call, and the turns use it. If the time of a first
+call is needed, up to two calls are made without it, each before a turn, and the better one counts.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ from ggda_ext.gradients.proof.findings import forget
 
 TURNS, FIRST_CALLS = 4, 2
 LEFT_ALONE = 0.7
-"""Share of the time after which twice the points would take too long."""
+"""No more points are added if the last size took more than this share of the time: twice the points take too long."""
 WHOLE = 6.0
-"""All points are timed if they are foretold to take at most so many times the time: nothing is extrapolated then."""
+"""All points are timed, and nothing is extrapolated, if they are expected to take at most this many times the time."""
 JUMP = 4
-"""Times the points that a foretold time is trusted for: what a line through noise predicts may be wrong."""
+"""An expected time is trusted up to this many times the points, because a line through noise may predict wrongly."""
 STRAIGHT = 0.1
-"""By how much `Original.linearity` of a line may differ from 1."""
+"""`Original.linearity` may differ from 1 by this much."""
 CLOSE, MORE_TURNS = 1.3, 3
-"""The ratio of times below which the first turns decide too little, and how many more turns there are then."""
+"""If the ratio of times is below `CLOSE`, the first turns do not decide, and there are `MORE_TURNS` more turns."""
 T = TypeVar("T")
 
 
 class Clock:
-    """CPU seconds of calls, without those of Captum's Hessian, which stand apart.
+    """Measures the CPU seconds of calls, without the seconds of Captum's Hessian, which are reported separately.
 
     Attributes:
-        hessians: Captum's, and the seconds of the last one.
+        hessians: Captum's Hessians, and the seconds of the last one.
     """
 
     def __init__(self) -> None:
         self.hessians = Hessians()
 
     def timed(self, call: Callable[[], T]) -> tuple[float, T]:
-        """CPU seconds of a call, and what it gave."""
+        """Return the CPU seconds of a call, and its result."""
         gc.collect()
         self.hessians.reset()
         with quiet(), self.hessians.shared():
@@ -67,7 +68,7 @@ class Original:
     """Times of an original at several numbers of points.
 
     Attributes:
-        points: all training points there are.
+        points: number of all training points.
         seconds: number of points → best time.
     """
 
@@ -81,12 +82,12 @@ class Original:
 
     @property
     def last(self) -> list[int]:
-        """The numbers of points that count: all of them if they were timed, else the three largest, for the line."""
+        """The numbers of points that are used: all points if they were timed, else the three largest, for the line."""
         return [self.points] if self.points in self.seconds else sorted(self.seconds)[-3:]
 
     @property
     def extrapolated(self) -> float:
-        """Seconds for all points; those that were measured, if they were."""
+        """Seconds for all points: measured if all points were timed, else extrapolated."""
         n = self.timed_points
         if n == self.points or len(self.last) < 2:
             return self.seconds[n]
@@ -98,9 +99,9 @@ class Original:
 
     @property
     def linearity(self) -> float | None:
-        """Seconds at the largest number of points as the two sizes before predict them, over those measured.
+        """Seconds at the largest number of points as the two sizes before predict them, divided by the measured ones.
 
-        None where all points were timed, so that nothing is extrapolated.
+        It is None if nothing is extrapolated because all points were timed, or if fewer than three sizes were timed.
         """
         if self.timed_points == self.points or len(self.last) < 3:
             return None
@@ -115,7 +116,7 @@ class Original:
 def climb(clock: Clock, run: Callable[[int], Any], first: int, points: int, seconds: float) -> Original:
     """Time an original at 1, 2, 4, … times `first` points, until `seconds` are used up or all `points` are timed.
 
-    Three sizes at least are timed, so that a line can be checked.
+    At least three sizes are timed, so that the line can be checked, unless fewer sizes reach all points.
     """
     found, count = Original(points), min(first, points)
     while True:
@@ -139,21 +140,21 @@ def take_turns(
     clock: Clock, original: Original, run: Callable[[int], Any], groups: Mapping[Any, Callable[[], T]], seconds: float,
     also_first: Container[Any] = (),
 ) -> tuple[dict[Any, float], dict[Any, float], dict[Any, T]]:  # fmt: skip
-    """CPU seconds of every group case, best and of a first call, and what it gave.
+    """Return the best CPU seconds of every group case, the seconds of first calls, and the results of the cases.
 
-    The original's last three sizes take turns with them. What has used up `seconds` takes no further turns.
+    The sizes `original.last` take turns with the cases. A case or size that has used up its time takes no more turns.
 
     Args:
         clock: times calls.
-        original: times of the original so far; better ones are put in.
-        run: the original on a number of points.
-        groups: name → group case.
-        seconds: after which a case takes no further turns.
+        original: times of the original so far; better times replace them.
+        run: runs the original on a number of points.
+        groups: name → function that runs the group case.
+        seconds: time of a case, after which it takes no more turns.
         also_first: names of the cases whose first calls are timed as well.
     """
     best, first, given = dict.fromkeys(groups, float("inf")), dict[Any, float](), dict[Any, T]()
     spent = dict.fromkeys(groups, 0.0)
-    theirs = {count: original.seconds[count] for count in original.last}  # the climb was their first turn
+    theirs = {count: original.seconds[count] for count in original.last}  # `climb` was the first turn of the original
     allowed = 2 * seconds if len(theirs) == 1 else seconds
     for turn in range(TURNS):
         for name, call in groups.items():
@@ -177,21 +178,21 @@ def decide(
     clock: Clock, original: Original, run: Callable[[int], Any], call: Callable[[], Any], points: int, best: float,
     seconds: float,
 ) -> float:  # fmt: skip
-    """The best CPU seconds of a group case of so many points, after more turns of both sides if it is hardly faster.
+    """Return the best CPU seconds of a group case, after more turns of both sides if it is hardly faster.
 
     Args:
         clock: times calls.
-        original: times of the original so far; better ones are put in.
-        run: the original on a number of points.
-        call: the group case.
-        points: that it has.
-        best: its best time so far.
-        seconds: after which it takes no further turns.
+        original: times of the original so far; better times replace them.
+        run: runs the original on a number of points.
+        call: runs the group case.
+        points: number of points of the group case.
+        best: best time of the group case so far.
+        seconds: time after which the group case takes no more turns.
     """
     if original.seconds_for(points) / best >= CLOSE:
         return best
     spent, counts = 0.0, [points] if points == original.timed_points else original.last
-    for _ in range(MORE_TURNS):  # all of them, however the first come out: both sides have as many
+    for _ in range(MORE_TURNS):  # no early end after good turns, so that both sides have the same number
         if spent > seconds:
             break
         took, _ = clock.timed(call)

@@ -1,4 +1,4 @@
-"""How much of everything the comparison of speed takes, by scale and task; data and models are those of the scale."""
+"""Sizes of the comparison of speed, by scale and task. Data and models are those of the scale."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class CompareSize:
     """Size of one task's comparison.
 
     Attributes:
-        seconds: CPU seconds the original may take for as many points as fit.
-        property_tests: test points the property, their mean loss, is taken over.
-        tests: test points of the question that asks for each of them.
-        solved_tests: the same for methods that solve a system of equations for each of them.
+        seconds: CPU seconds that the original may take; it gets as many points as fit into them.
+        property_tests: number of test points whose mean loss is the property.
+        tests: number of test points for the question that asks for each test point.
+        solved_tests: the same for methods that solve a system of equations for each test point.
         group_sizes: mean sizes of the groups; sizes larger than half of the training points are left out.
-        batch: training points in a batch of the original, and of the group version where it is given batches.
+        batch: training points in a batch of the original, and of the group version if it takes batches.
         last_parameters: as in `CheckScale`.
-        points: most training points; None for all of the scale.
+        points: largest number of training points; None for all points of the scale.
     """
 
     seconds: float
@@ -34,7 +34,8 @@ class CompareSize:
 def _sizes(
     seconds: float, heloc: int, mnist: int, cifar10: int, qnli: int, last_parameters: int, images: int | None = None
 ) -> dict[str, CompareSize]:
-    """Task → size: the same time for all, the test points of the property by data set, points of CIFAR-10."""
+    """Return task → size, from the time for every task, the test points of the property for every data set, BERT's
+    number of last parameters, and the number of CIFAR-10 points (`images`)."""
     return {
         **dict.fromkeys(("heloc-lr", "heloc-ann-s", "heloc-ann-m"), CompareSize(seconds, heloc, 512, solved_tests=5)),
         "mnist-ann-l": CompareSize(seconds, mnist, 64, solved_tests=5),

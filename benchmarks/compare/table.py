@@ -1,4 +1,4 @@
-"""The comparison's table and what it comes to, from rows: one per task, method and question."""
+"""The table of the comparison and its verdict, made from rows; there is one row per task, method and question."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ Row = Mapping[str, Any]
 HEADLINE_SIZE = 64
 _SIZES = (1, 64, 1024)
 OWN_CODE = "own code"
-"""In the place of a number where both sides run the toolkit's own code."""
+"""Shown instead of a number if both sides run the code of the toolkit."""
 _SHOWN = 5
-"""Slow measurements that are named; the page has all of them."""
+"""Largest number of slow measurements that are named; the page has all of them."""
 
 
 def heading() -> str:
-    """The table's first line."""
+    """Return the first line of the table."""
     sizes = " / ".join(f"{size:,}" for size in _SIZES)
     one, tests = (f"{question}: {sizes}" for question in (ONE_PROPERTY, TEST_POINTS))
     return f"{'toolkit':7} {'method':25} {'original: points':>16} {'seconds':>9}   {one:>24}   {tests:>24}"
 
 
 def line(rows: Sequence[Row]) -> str:
-    """One method's rows: the original's points and seconds for the property, and how many times faster groups are."""
+    """Return the line of a method: points and seconds of the original for the property, and the speed-ups of groups."""
     first = rows[0]
     left = f"{first['toolkit']:7} {first['method']:25}"
     if failed := [row for row in rows if row["status"] == "failed"]:
@@ -46,7 +46,7 @@ def _speed_ups(row: Row) -> str:
 
 
 def chosen(cells: Iterable[Row], mode: str | None = None) -> list[Row]:
-    """The cells of a mode; if none is named, those of the drop-in's default mode, which may be the exact one."""
+    """Return the cells of a mode; without a mode, the cells of the drop-in's default mode, which may be exact."""
     cells = list(cells)
     if mode is not None:
         return [cell for cell in cells if cell["mode"] == mode]
@@ -55,18 +55,18 @@ def chosen(cells: Iterable[Row], mode: str | None = None) -> list[Row]:
 
 
 def times(value: float) -> str:
-    """How many times faster, in two digits."""
+    """Return a speed-up as text: one decimal place if it is below 10, else none."""
     return f"{value:.1f}×" if value < 9.95 else f"{value:,.0f}×"
 
 
 def source(row: Row) -> str:
-    """The line above the rows of a data set: what it is and where it came from."""
+    """Return the line above the rows of a task: the data set, the model, and where the data came from."""
     mark = " (stand-in)" if row["stand_in"] else ""
     return f"{row['data']}{mark} · {row['model']} · {row['train_points']:,} training points · source: {row['source']}"
 
 
 def headline(rows: Iterable[Row]) -> list[Row]:
-    """The cells that the headline is about, with their rows: one property, groups of 64, default mode."""
+    """Return the cells that the headline is about, merged with their rows: one property, groups of 64, default mode."""
     return [
         {**row, **cell}
         for row in rows
@@ -77,13 +77,13 @@ def headline(rows: Iterable[Row]) -> list[Row]:
 
 
 def slower(rows: Iterable[Row]) -> list[Row]:
-    """All cells, whatever question, size or mode, in which the group version takes longer, beyond rounding."""
+    """Return the cells of all questions, sizes and modes in which the group version is slower: speed-up below 0.95."""
     measured = [row for row in rows if row["status"] == "measured"]
     return [{**row, **cell} for row in measured for cell in row["cells"] if cell["speed_up"] < 0.95]
 
 
 def verdict(rows: Iterable[Row]) -> Iterator[str]:
-    """The comparison in a line or two, then a line for everything that is slower or failed."""
+    """Yield a line or two that sum up the comparison, then the lines of `problems`."""
     every = list(rows)
     cells = headline(every)
     found = [cell["speed_up"] for cell in cells]
@@ -105,7 +105,7 @@ def verdict(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def problems(rows: Iterable[Row]) -> Iterator[str]:
-    """A line for every measurement that is slower than the original, and for every failure."""
+    """Yield a line for every failure, and for the slowest measurements among those slower than the original."""
     every = list(rows)
     for row in every:
         if row["status"] == "failed":
@@ -121,5 +121,5 @@ def problems(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def passed(rows: Iterable[Row]) -> bool:
-    """Whether everything could be measured; how fast it is does not count, because a busy machine decides on that."""
+    """Whether everything could be measured. Speed does not count, because it depends on how busy the machine is."""
     return all(row["status"] == "measured" for row in rows)

@@ -1,4 +1,4 @@
-"""The data sets of the benchmarks: HELOC, MNIST, CIFAR-10 and QNLI, and a small BERT, from where they can be found."""
+"""The data sets HELOC, MNIST, CIFAR-10 and QNLI, and a small BERT, each from the first source that has it."""
 
 from benchmarks.data.command import command, where
 from benchmarks.data.errors import DataError

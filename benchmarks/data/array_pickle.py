@@ -1,7 +1,7 @@
-"""Pickles of plain containers and byte arrays, read by Python's own unpickler with what such a file needs and no more.
+"""Reads pickles of plain containers and byte arrays, with Python's unpickler reduced to what such a file needs.
 
-`pickle` builds whatever objects a file asks for, and even NumPy's own can be bent until they point into memory. Here it
-knows the opcodes of numbers, texts, lists and dicts, and makes arrays of bytes (``u1``) itself.
+`pickle` builds any object that a file asks for, and even NumPy's objects can be misused to point into memory. Here the
+unpickler knows only the opcodes of numbers, texts, lists and dicts, and makes arrays of bytes (``u1``) itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OPCODES = (
 
 
 class _Dtype:
-    """The dtype of bytes, whatever state the file gives it: a byte has no byte order, fields or shape."""
+    """The dtype of bytes. The state in the file is ignored, because a byte has no byte order, fields or shape."""
 
 
 class _Array:
@@ -69,7 +69,7 @@ class _Opcodes(dict[int, Any]):
 
 
 class ArrayUnpickler(pickle._Unpickler):
-    """Reads one pickle of containers and byte arrays; byte strings of Python 2 as bytes.
+    """Reads one pickle of containers and byte arrays; strings of Python 2 become bytes.
 
     Args:
         file: the open file.
@@ -82,11 +82,11 @@ class ArrayUnpickler(pickle._Unpickler):
         super().__init__(file, encoding="bytes")
 
     def load(self) -> dict[Any, Any]:
-        """The dict that the file holds.
+        """Return the dict that the file holds.
 
         Raises:
-            pickle.UnpicklingError: the file asks for something else than an array needs.
-            ValueError, IndexError, KeyError, TypeError, AttributeError, EOFError: it is damaged.
+            pickle.UnpicklingError: the file asks for something that no array needs.
+            ValueError, IndexError, KeyError, TypeError, AttributeError, EOFError: the file is damaged.
         """
         found = super().load()
         if not isinstance(found, dict):
@@ -94,7 +94,7 @@ class ArrayUnpickler(pickle._Unpickler):
         return {key: value.values if isinstance(value, _Array) else value for key, value in found.items()}
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a function or class, if it is one that an array needs."""
+        """Return the replacement of a function or class that an array needs; raise an error for any other."""
         if (module, name) == ("_codecs", "encode"):
             return _encode
         of_numpy = module == "numpy" or module.startswith(("numpy.core.", "numpy._core."))
@@ -110,7 +110,7 @@ class ArrayUnpickler(pickle._Unpickler):
         elif not isinstance(made, _Dtype):
             raise pickle.UnpicklingError(f"it gives a state to a {type(made).__name__}")
 
-    def _bytearray(self) -> None:  # Python's own takes the memory before it looks whether there are so many bytes
+    def _bytearray(self) -> None:  # Python's version allocates memory before it checks that the file has so many bytes
         reader: Any = self
         self.stack.append(reader.read(int.from_bytes(reader.read(8), "little")))
 

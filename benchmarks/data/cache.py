@@ -1,7 +1,7 @@
-"""The local cache: every file written whole or not at all, with its checksum beside it, and refused if that differs.
+"""The local cache. Every file is written completely or not at all, and is removed if its checksum is wrong.
 
-The files have the layouts of `benchmarks.data.folders`, so the cache can be passed as a data folder too. Beside
-``mnist.npz`` stands ``mnist.npz.json`` with the SHA-256 and the source of what was stored.
+The files have the layouts of `benchmarks.data.folders`, so the cache can also be passed as a data folder. For
+``mnist.npz`` there is ``mnist.npz.json``, which holds the SHA-256 and the source of the stored file.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ NOTE_BYTES = 10_000
 
 
 def root() -> Path:
-    """The cache folder: GGDA_CACHE_DIR, or ggda-ext in the user's cache folder."""
+    """Return the cache folder: GGDA_CACHE_DIR, or ggda-ext in the user's cache folder."""
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ggda-ext"
 
 
 def read(name: str) -> tuple[Content, str] | None:
-    """The cached content of a data set and where it once came from; None if it is not there or damaged."""
+    """Return the cached content of a data set and its first source; None if it is missing or damaged."""
     source = intact(name)
     if source is None:
         return None
@@ -55,7 +55,10 @@ def read(name: str) -> tuple[Content, str] | None:
 
 
 def intact(name: str) -> str | None:
-    """Where the cached file (or folder) came from if its checksum is the stored one; a damaged one is removed."""
+    """Return the source of a cached file (or folder) if its checksum is right.
+
+    Return None if it is missing or damaged. A damaged one is removed.
+    """
     path = root() / FILES[name]
     note = note_path(path)
     if not path.exists() or not note.is_file():
@@ -81,7 +84,7 @@ def intact(name: str) -> str | None:
 
 
 def discard(name: str, reason: str) -> None:
-    """Remove what is cached under a name, and say why."""
+    """Remove the file or folder that is cached under a name, and log the reason."""
     path = root() / FILES[name]
     LOG.warning("the cached %s is damaged (%s); it is removed and fetched again.", path.name, reason)
     try:
@@ -92,15 +95,15 @@ def discard(name: str, reason: str) -> None:
 
 
 def write(name: str, content: Content, source: str) -> None:
-    """Keep a content; a disk without room is reported and leaves the cache as it was."""
+    """Write a content to the cache. If the disk has no room, log a warning and leave the cache unchanged."""
     store(name, source, lambda part: WRITERS[name](part, content))
 
 
 def store(name: str, source: str, fill: Callable[[Path], None]) -> Path | None:
-    """Let `fill` write a file or folder, sync it to disk, and put it in its place with its checksum.
+    """Let `fill` write a file or folder, sync it to disk, and move it to its place with its checksum.
 
     Returns:
-        Where it is; None if it could not be kept.
+        The path; None if it could not be stored.
     """
     path = root() / FILES[name]
     try:
@@ -128,9 +131,9 @@ def store(name: str, source: str, fill: Callable[[Path], None]) -> Path | None:
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; whatever is left there in the end is removed."""
+    """Give a temporary path next to `path` to write to; a file that is left there at the end is removed."""
     part = path.with_name(f"{path.name}{PART}{os.getpid()}")
-    remove(part)  # whatever stands there, a link for example
+    remove(part)  # something else may be there, for example a link
     try:
         yield part
     finally:
@@ -139,7 +142,7 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def workspace() -> Iterator[Path]:
-    """An empty folder for downloads, in the cache if it can be written, gone afterwards."""
+    """Give an empty folder for downloads, inside the cache if possible; it is removed afterwards."""
     try:
         root().mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix=f"download{PART}", dir=root())
@@ -152,19 +155,19 @@ def workspace() -> Iterator[Path]:
 
 
 def note_path(path: Path) -> Path:
-    """The checksum file of a cached file."""
+    """Return the path of the checksum file of a cached file."""
     return path.with_name(path.name + ".json")
 
 
 def files_of(path: Path, *, links: bool = False) -> list[Path]:
-    """The file itself, or all files in a folder in a fixed order; with `links`, all links too."""
+    """Return the file itself, or all files in a folder in a fixed order; with `links`, also all links."""
     if not path.is_dir():
         return [path]
     return sorted(file for file in path.rglob("*") if file.is_file() or (links and file.is_symlink()))
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 of a file, or of the names and contents of a folder's files."""
+    """Return the SHA-256 of a file, or of the names and contents of all files in a folder."""
     digest = hashlib.sha256()
     for file in files_of(path):
         if path.is_dir():
@@ -176,7 +179,7 @@ def fingerprint(path: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder if it is there."""
+    """Remove a file or folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -184,27 +187,27 @@ def remove(path: Path) -> None:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what a killed process left unfinished a day ago or earlier."""
+    """Remove unfinished files that a killed process left more than a day ago."""
     for path in folder.glob(f"*{PART}*"):
         if time.time() - path.lstat().st_mtime > STALE_SECONDS:
             remove(path)
 
 
 def write_npz(path: Path, content: Content) -> None:
-    """Images as an npz; small labels, so that the file is the size of its pixels."""
+    """Write images as an npz; labels are stored as bytes, so the file is hardly larger than the pixels."""
     arrays: dict[str, Any] = {part: value.astype(np.uint8) for part, value in content.items()}
     with path.open("xb") as file:
         np.savez(file, **arrays)
 
 
 def write_heloc(path: Path, content: Content) -> None:
-    """FICO's rows as a packed npz."""
+    """Write FICO's rows as a compressed npz."""
     with path.open("xb") as file:
         np.savez_compressed(file, X_raw=content["x_raw"], y_raw=content["y_raw"])
 
 
 def write_qnli(path: Path, content: Content) -> None:
-    """Pairs as one packed tsv."""
+    """Write pairs as one compressed tsv."""
     lines = ["split\tlabel\tquestion\tsentence"]
     for part, split in (("train", "train"), ("test", "dev")):
         columns = (content[f"{part}_{field}"].tolist() for field in ("label", "question", "sentence"))

@@ -1,7 +1,7 @@
 """The published checksums, and the check of a content against them.
 
-They belong to the original files; whatever source a content came from, the original file's bytes are built again
-from it and hashed, so that the order of the rows is checked too.
+The checksums belong to the original files. For a content from any source, the bytes of the original file are built
+again and hashed, so the order of the rows is checked too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def verify(name: str, content: Content) -> tuple[str, ...]:
     """Check a content against the published checksums.
 
     Returns:
-        What was found equal, one sentence each.
+        The checks that passed, one sentence each.
 
     Raises:
         DataError: a checksum or a shape differs.
@@ -66,14 +66,14 @@ def verify(name: str, content: Content) -> tuple[str, ...]:
 
 
 def verify_mnist(content: Content) -> tuple[str, ...]:
-    """MD5 of the four idx files."""
+    """Check the MD5 of the four idx files."""
     for part, expected in MNIST_MD5.items():
         expect(hashlib.md5(idx_bytes(content[part])).hexdigest(), expected, f"MNIST {part}")
     return ("MD5 of the four idx files equal to the published",)
 
 
 def verify_cifar10(content: Content) -> tuple[str, ...]:
-    """MD5 of the six files of cifar-10-batches-bin."""
+    """Check the MD5 of the six files of cifar-10-batches-bin."""
     parts = [("train", batch, expected) for batch, expected in enumerate(CIFAR10_TRAIN_MD5)]
     for part, batch, expected in [*parts, ("test", 0, CIFAR10_TEST_MD5)]:
         rows = slice(batch * CIFAR10_BATCH, (batch + 1) * CIFAR10_BATCH)
@@ -83,7 +83,7 @@ def verify_cifar10(content: Content) -> tuple[str, ...]:
 
 
 def verify_heloc(content: Content) -> tuple[str, ...]:
-    """SHA-256 of FICO's csv, and of the features that OpenXAI made of it."""
+    """Check the SHA-256 of FICO's csv, and of the features that OpenXAI made from it."""
     file = heloc_csv_bytes(HELOC_FEATURES, content["x_raw"], content["y_raw"])
     expect(hashlib.sha256(file).hexdigest(), HELOC_SHA256, "HELOC, FICO's file")
     imputed = impute_by_class(*heloc_rows(content)).astype("<f4").tobytes()
@@ -92,7 +92,7 @@ def verify_heloc(content: Content) -> tuple[str, ...]:
 
 
 def verify_qnli(content: Content) -> tuple[str, ...]:
-    """MD5 of GLUE's dev.tsv, and of train.tsv where all its rows are there; of fewer rows, that none is in dev."""
+    """Check the MD5 of GLUE's dev.tsv, and of train.tsv if it has all rows; else check that no row is also in dev."""
     parts = {
         part: [content[f"{part}_{field}"] for field in ("question", "sentence", "label")] for part in ("train", "test")
     }
@@ -111,7 +111,7 @@ def verify_qnli(content: Content) -> tuple[str, ...]:
 
 
 def verify_bert(folder: Path, *, published: bool = True) -> tuple[str, ...]:
-    """Check that a folder holds a whole BERT; with `published`, that it is all-MiniLM-L6-v2, bit for bit."""
+    """Check that a folder holds a complete BERT; with `published`, also that it is exactly all-MiniLM-L6-v2."""
     with reading(folder / "config.json", "a configuration"):
         kind = json.loads(read_bytes(folder / "config.json", LABELS_MOST))["model_type"]
     if kind != "bert":
@@ -133,6 +133,6 @@ def verify_bert(folder: Path, *, published: bool = True) -> tuple[str, ...]:
 
 
 def expect(found: str, expected: str, what: str) -> None:
-    """Raise if two checksums differ."""
+    """Raise an error if two checksums differ."""
     if found != expected:
         raise DataError(f"{what} is not the published data: checksum {found}, published {expected}.")

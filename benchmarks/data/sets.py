@@ -1,4 +1,4 @@
-"""The four data sets of the paper, ready for a model: `load` gives tensors, where they came from, and their checks."""
+"""The four data sets of the paper, ready for a model. `load` returns tensors, their source and their checks."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class DataSet:
 
     Attributes:
         name: ``"heloc"``, ``"heloc-clean"``, ``"mnist"``, ``"cifar10"`` or ``"qnli"``.
-        title: the name for tables; says so if the data is a stand-in.
+        title: the name for tables; it tells if the data is a stand-in.
         train: inputs [n, ...] and labels int64 [n] to train on. Inputs are float32 [n, 23] (HELOC, in 0..1),
             [n, 784] (MNIST, 0..1), [n, 3, 32, 32] (CIFAR-10, normalised per channel), or int64 [n, 3, L] (QNLI:
             input ids, attention mask, token types).
-        test: the same to test on.
+        test: inputs and labels of the same form to test on.
         classes: number of classes.
         source: where the data came from, without any path.
-        stand_in: made up, because no source could be reached.
+        stand_in: whether the data is made up because no source could be reached.
         checks: what was verified, one sentence each.
-        sources: the source of every training point [n], where the data has any.
+        sources: the source of every training point [n]; None if the data has no sources.
     """
 
     name: str
@@ -54,7 +54,10 @@ class DataSet:
     sources: np.ndarray | None = None
 
     def subset(self, train: int | None = None, test: int | None = None, seed: int = 0) -> DataSet:
-        """A reduction drawn by `seed`, in equal shares of every class where they last; None keeps all points."""
+        """Return a random subset, with the same number of points from every class if there are enough.
+
+        None keeps all points.
+        """
         picks = [prepare.balanced(y.numpy(), size, seed) for (_, y), size in ((self.train, train), (self.test, test))]
         parts = [(x[pick], y[pick]) for (x, y), pick in zip((self.train, self.test), picks, strict=True)]
         sources = None if self.sources is None else self.sources[picks[0]]
@@ -79,14 +82,14 @@ def load(
     Args:
         name: ``"heloc"``, ``"heloc-clean"`` (see `benchmarks.data.prepare`), ``"mnist"``, ``"cifar10"``, ``"qnli"``.
         folder: a folder with the data in one of the layouts of `benchmarks.data.folders`.
-        train: training points, as `DataSet.subset` draws them, without preparing the others; None for all.
-        test: test points, likewise.
-        seed: of that draw.
+        train: number of training points, drawn as in `DataSet.subset`; other points are not prepared. None for all.
+        test: number of test points, drawn in the same way; None for all.
+        seed: seed of these draws.
         text_length: tokens per text.
-        allow_stand_in: make data up where no source can be reached; if false, that is an error.
+        allow_stand_in: whether to make data up if no source can be reached; if false, raise an error.
 
     Raises:
-        DataError: the folder holds something else under the data set's name, or no source has it and stand-ins are
+        DataError: the folder holds other data under the name of the data set, or no source has it and stand-ins are
             not allowed.
     """
     if name not in TITLES:
@@ -108,7 +111,7 @@ def load(
 
 
 def prepared(name: str, content: Content, text_length: int, tokenizer: Path | None) -> tuple[Part, Part]:
-    """Training and test part: all labels, and a function that makes the inputs of chosen points."""
+    """Return the training and the test part: all labels, and a function that makes the inputs of chosen points."""
     if name.startswith("heloc"):
         return prepare.heloc(content, clean=name == "heloc-clean")
     if name == "qnli":
@@ -121,12 +124,12 @@ def prepared(name: str, content: Content, text_length: int, tokenizer: Path | No
 
 
 def image_part(name: str, labels: np.ndarray, images: np.ndarray) -> Part:
-    """A part of an image set; only the chosen images are converted."""
+    """Return a part of an image data set; only the chosen images are converted."""
     convert = prepare.mnist_images if name == "mnist" else prepare.cifar10_images
     return labels, lambda pick: convert(images[pick])
 
 
 def text_part(columns: list[np.ndarray], length: int, tokenizer: Path | None) -> Part:
-    """A part of QNLI from its labels, questions and sentences; only the chosen pairs are tokenised."""
+    """Return a part of QNLI from its labels, questions and sentences; only the chosen pairs are tokenised."""
     labels, questions, sentences = columns
     return labels, lambda pick: tokenize(questions[pick].tolist(), sentences[pick].tolist(), length, tokenizer)

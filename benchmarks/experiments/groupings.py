@@ -1,4 +1,4 @@
-"""The paper's groupings by name, with the CPU seconds they took; size 1 is no grouping."""
+"""The paper's groupings by name, with the CPU seconds that they took."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ OF_MODEL = (
     names.REPR_K_MEANS,
     names.GRAD_K_MEANS,
     names.EQUAL_GRAD_K_MEANS,
-)  # the others group the same inputs in the same way
+)  # these depend on the model; the others depend only on the inputs
 
 
 def grouped(subject: Subject, name: str, size: int, seed: int) -> Timed[Groups]:
-    """Groups of about `size` training points.
+    """Return groups of about `size` training points, and the CPU seconds of the grouping.
 
     Args:
         subject: the data, and the model whose representations and gradients are clustered.
         name: one of `names.GROUPINGS` or `names.EQUAL_GROUPINGS`, `names.SINGLE_POINTS` for groups of one, or
             `names.SOURCES`.
-        size: mean size of a group; that of sources is the data's.
-        seed: of the grouping.
+        size: mean size of a group; ignored for single points and sources.
+        seed: seed of the grouping.
     """
     n = len(subject.train[0])
     match name:

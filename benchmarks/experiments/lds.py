@@ -1,10 +1,11 @@
-"""Fidelity to real retraining: predicted test losses against those of models that saw only some of the groups.
+"""Fidelity to real retraining: predicted test losses, compared with those of models that saw only some of the groups.
 
-Protocols, never mixed: models on random *halves* of the groups, models that *keep 80 %* of them, each with about the
-same number of points, and models that *leave one out*. Truth is the mean over models of other seeds than the one
-explained. A method counts for what it has beyond two trivial rows: the number of points kept, and how far the classes
-of the kept points are from those of all. Two ceilings stand beside it: `ceiling` is what as many models of other seeds
-reach, `additive_ceiling` what the best additive score could reach, one fitted to the retrainings themselves.
+There are three protocols, which are never mixed: models on random *halves* of the groups, models that *keep 80 %* of
+them, each with about the same number of points, and models that *leave one out*. The truth is the mean over models of
+other seeds than the explained one. A method should be better than two trivial rows: the number of points kept, and how
+far the classes of the kept points differ from those of all points. Two ceilings are reported too. `ceiling` is the LDS
+that the same number of models of other seeds reaches. `additive_ceiling` is the LDS that the best additive score could
+reach; this score is fitted to the retrainings themselves.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ FEWEST_GROUPS = 6  # for protocols other than halves
 
 
 def run(bench: Bench) -> None:
-    """Write the rows that are not there yet."""
+    """Compute and write the rows that the folder does not have yet."""
     size = bench.size.lds
     if size is None:
         return
@@ -54,7 +55,7 @@ def run(bench: Bench) -> None:
 
 
 def _groupings(bench: Bench, size: LdsScale) -> Iterator[Cell]:
-    """A cell without a method for every grouping that is drawn."""
+    """Yield a cell without a method for every grouping that is drawn."""
     for grouping, group_size in bench.groupings(size.cells):
         yield from (Cell("", grouping, group_size, seed) for seed in size.cells.grouping_seeds)
     if SINGLE_POINTS in size.cells.groups:
@@ -62,7 +63,7 @@ def _groupings(bench: Bench, size: LdsScale) -> Iterator[Cell]:
 
 
 def _write(bench: Bench, size: LdsScale, cell: Cell, retrainings: Retrainings) -> None:
-    """The rows of one grouping, by trio and protocol, then real leave-group-out as a method of its own."""
+    """Write the rows of one grouping for each trio and protocol, then those of the method leave-group-out."""
     groups, protocols = bench.groups(cell), _protocols(bench, size, cell)
 
     @cache
@@ -109,7 +110,11 @@ def _protocols(bench: Bench, size: LdsScale, cell: Cell) -> list[str]:
 
 
 def _methods(bench: Bench, size: LdsScale, cell: Cell) -> Iterator[str]:
-    """Methods in the order of tables; learning rates with the paper's best grouping, refits with few groups."""
+    """Yield the methods of a grouping in the order of tables.
+
+    TracIn with learning rates runs only on single points and on the paper's best grouping, refits only if there are few
+    groups, and per-point TracIn only on single points.
+    """
     single = cell.grouping == SINGLE_POINTS
     for method in (*(one for one in LDS_METHODS if one in size.cells.methods), *TRIVIAL):
         if method in (*WHAT_IFS, WARM_START) and (single or not bench.is_refitted(size.cells, cell.group_size)):
@@ -119,7 +124,7 @@ def _methods(bench: Bench, size: LdsScale, cell: Cell) -> Iterator[str]:
 
 
 def _retrained(size: LdsScale, groups: Groups, cell: Cell, protocol: str, retrainings: Retrainings) -> Truth:
-    """Choices of groups, and the losses of the models that saw only these."""
+    """Train models on choices of groups and return the choices with the losses of the models."""
     if protocol == LEAVE_ONE_OUT:
         kept = ~np.eye(len(groups), dtype=bool)
     else:
@@ -134,7 +139,7 @@ def _retrained(size: LdsScale, groups: Groups, cell: Cell, protocol: str, retrai
 
 
 def _fields(found: Prediction, truth: Truth) -> dict[str, Any]:
-    """How well predictions follow the truth, as fields of a row."""
+    """Return the fields of a row that say how well predictions follow the truth."""
     real = truth.losses.mean(1)
     fields = agreement_fields(found.values, real)
     if found.calibrated is not None:
@@ -155,7 +160,10 @@ def _fields(found: Prediction, truth: Truth) -> dict[str, Any]:
 
 
 def agreement_fields(predicted: np.ndarray, real: np.ndarray) -> dict[str, Any]:
-    """Rank correlation with its interval (`mean`), Pearson's with its own, and the slope; None for one value only."""
+    """Return the rank correlation (`mean`), Pearson's correlation, their intervals, and the slope.
+
+    All are None if the predictions or the real values are all equal.
+    """
     if np.ptp(predicted) == 0 or np.ptp(real) == 0:
         return dict.fromkeys(("mean", "interval", "pearson", "pearson_interval", "slope"))
     found = agreement(predicted, real)
@@ -169,9 +177,10 @@ def agreement_fields(predicted: np.ndarray, real: np.ndarray) -> dict[str, Any]:
 
 
 def ceiling(losses: np.ndarray) -> float | None:
-    """How well as many retrained models of other seeds would rank the mean losses of these `[subsets, seeds]`.
+    """Estimate how well as many models of other seeds would rank the mean of these losses `[subsets, seeds]`.
 
-    From how well two of them agree, in the mean over all pairs, by the formula of Spearman and Brown; None for one.
+    The estimate is the mean agreement over all pairs of seeds, corrected with the formula of Spearman and Brown. It is
+    None for one seed.
     """
     seeds = losses.shape[1]
     if seeds < 2:

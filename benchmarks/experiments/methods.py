@@ -1,9 +1,9 @@
-"""The attribution methods of the paper, each as *importance*: the predicted rise of the mean test loss if the group is
-removed. This is the one place where a method's sign is turned into it.
+"""The attribution methods of the paper. Each gives *importance*: the predicted rise of the mean test loss if the group
+is removed. Only this module turns the sign of a method into importance.
 
-Seconds are CPU seconds in four parts: *grouping* is the grouping's own; *gradients* is the training side, with its
-inner products where the strategy never forms gradients; *curvature* is the Hessian's or Fisher's; *scoring* is the test
-side and what is left.
+Seconds are CPU seconds in four parts. *grouping* is the time of the grouping. *gradients* is the time for the training
+points; it includes inner products if the strategy never forms gradients. *curvature* is the time of the Hessian or
+Fisher. *scoring* is the time for the test points and everything else.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from ggda_ext.evaluation import points_of
 from ggda_ext.methods import MethodName
 from ggda_ext.model import left_as_it_was
 
-SAMPLED = 8_192  # points up to which groups of one are timed on all of them
-_BATCH = 64  # points whose gradients are held at once
+SAMPLED = 8_192  # groups of one are timed on all points up to this many
+_BATCH = 64  # number of points whose gradients are held at once
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a method gives before its sign is mapped: scores `[k]`, CPU seconds by part, and settings in words."""
+    """Result of a method before its sign is changed: scores `[k]`, CPU seconds by part, and settings in words."""
 
     values: Tensor
     settings: str
@@ -80,15 +80,16 @@ class Attribution:
 
 
 def attributed(method: str, subject: Subject, groups: Groups) -> Attribution:
-    """The importance of every group by one method.
+    """Return the importance of every group by one method.
 
-    Groups of one are timed in the method's vectorised per-sample way. Beyond `SAMPLED` points that is done on the first
-    ones and scaled up, and the scores come from the strategies for groups, which give the same numbers.
+    Groups of one are timed with vectorised per-sample gradients. With more than `SAMPLED` points, only the first points
+    are timed and the time is scaled up. The scores then come from the strategies for groups, which give the same
+    numbers.
     """
     score, n = _METHODS[method], groups.n
     per_sample = groups.are_singletons and method != PER_POINT
     if per_sample and n > SAMPLED:
-        scores = score(subject, groups, False)  # first: what it solves, the sample shares
+        scores = score(subject, groups, False)  # before the sample, which reuses the solution
         sample = score(subject.first(SAMPLED), Groups.singletons(SAMPLED), True)
         scores = replace(
             scores,
@@ -103,7 +104,7 @@ def attributed(method: str, subject: Subject, groups: Groups) -> Attribution:
 
 
 def tracin(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
-    """TracIn at the final checkpoint: ⟨∇g, Σ ∇ℓ⟩; per sample by Captum where it can be vectorised, else by vmap."""
+    """TracIn at the final checkpoint: ⟨∇g, Σ ∇ℓ⟩. Per sample, Captum computes it if it can be vectorised, else vmap."""
     if per_sample and sample_wise(subject.model):
         found = timed(captum_scores, subject, vectorised=True)
         return Scores(found.value, "Captum's TracInCP, sample-wise gradients", found.seconds)
@@ -129,7 +130,7 @@ def tracin_with_rates(subject: Subject, groups: Groups, per_sample: bool) -> Sco
 
 
 def fisher(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
-    """Influence with the empirical Fisher of projected gradients: of single points, or the paper's of groups."""
+    """Influence with the empirical Fisher of projected gradients: exact for single points, the paper's for groups."""
     kind: FisherKind = "exact" if groups.are_singletons else "paper"
     dim = subject.task.projection_dim
     influence = FisherInfluence(
@@ -137,7 +138,7 @@ def fisher(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
         strategy="persample" if per_sample else "auto",
     )  # fmt: skip
     first = timed(influence.influence, property=subject.property)
-    again = timed(influence.influence, property=subject.property)  # the training side is kept
+    again = timed(influence.influence, property=subject.property)  # this call reuses the rows of the training points
     rows = torch.randn(len(groups), min(dim, influence.provider.p))
     curvature = timed(_solve, rows).seconds
     settings = f"{kind} Fisher, {rows.shape[1]} dimensions, λ {influence.chosen_damping[0]:.2g}"
@@ -158,13 +159,13 @@ def conjugate_gradients(subject: Subject, groups: Groups, per_sample: bool) -> S
 
 
 def _influence(subject: Subject, groups: Groups, per_sample: bool, solved: Timed[Tensor], settings: str) -> Scores:
-    """⟨H⁻¹ ∇g, Σ ∇ℓ⟩, given H⁻¹ ∇g."""
+    """Return ⟨H⁻¹ ∇g, Σ ∇ℓ⟩, given H⁻¹ ∇g (`solved`)."""
     found = timed(subject.gradients(groups, per_sample).scores, solved.value)
     return Scores(found.value, settings, found.seconds, solved.seconds, subject.direction.seconds)
 
 
 def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
-    """TRAK over an ensemble: how much a group raises the mean test loss; training the ensemble is not counted."""
+    """TRAK over an ensemble: how much a group raises the mean test loss. The time to train the ensemble is left out."""
     states, batch = subject.ensemble, _BATCH if per_sample else 1024
     exact = groups.are_singletons and not per_sample
     with tempfile.TemporaryDirectory() as folder, left_as_it_was(subject.model), quiet():
@@ -184,7 +185,7 @@ def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
 
 
 def by_attribute(method: MethodName) -> Callable[[Subject, Groups, bool], Scores]:
-    """`attribute` with a method of its own choice of solver and damping."""
+    """Return a function that calls `attribute` with a method, which chooses its own solver and damping."""
 
     def scored(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
         found = timed(
@@ -204,7 +205,7 @@ def refitted(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
 
 
 def warm_start(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
-    """A few more epochs on all points, and without each group in turn."""
+    """Train for a few more epochs, on all points and without each group in turn; scores are the rises of the loss."""
     everything = np.ones((1, len(groups)), bool)
     kept = np.concatenate([everything, ~np.eye(len(groups), dtype=bool)])
     found = timed(warm_started, subject, points_of(groups, kept))
@@ -228,21 +229,21 @@ _METHODS: dict[str, Callable[[Subject, Groups, bool], Scores]] = {
 }
 METHODS = tuple(_METHODS)
 SIGNS = {
-    TRACIN: 1,  # a step on the group lowers the loss by its score, so without the group the loss is higher
+    TRACIN: 1,  # a step on the group lowers the loss by the score, so the loss is higher without the group
     RATES: 1,
     PER_POINT: 1,
-    FISHER: 1,  # likewise, with the inverse curvature between the gradients
+    FISHER: 1,  # as for TracIn, with the inverse curvature between the gradients
     LISSA: 1,
     CG: 1,
     **dict.fromkeys(OURS, 1),
-    WHAT_IF: 1,  # the rise itself
+    WHAT_IF: 1,  # the score is the rise
     WARM_START: 1,
-    TRAK: -1,  # how much the group raises the target, here the loss
+    TRAK: -1,  # the score is how much the group raises the target, here the loss
 }
 
 
 def captum_scores(subject: Subject, vectorised: bool) -> Tensor:
-    """Captum's own TracInCP of every point for the summed test loss `[n]`: in its sample-wise mode, or its default."""
+    """Return scores of every point `[n]` for the mean test loss by Captum's TracInCP, sample-wise or default mode."""
     tracin_cp = TracInCP(
         subject.model, TensorDataset(*subject.train), [subject.model.state_dict()], lambda model, state: 1.0,
         loss_fn=nn.CrossEntropyLoss(reduction="sum" if vectorised else "none"), batch_size=_BATCH,

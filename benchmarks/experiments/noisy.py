@@ -1,7 +1,7 @@
-"""Noisy labels: do groups of low importance hold the mislabelled points? The paper's AUC, and the ROC AUC beside it.
+"""Noisy labels: do groups of low importance hold the mislabelled points? Measured by the paper's AUC and the ROC AUC.
 
-A share of the training labels is replaced by other classes, all equally likely, and the model trained on them; every
-model seed has noise of its own.
+A share of the training labels is replaced by other classes, all equally likely, and the model is trained on these
+labels. Every seed of the model has its own noise.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ggda_ext.evaluation import Detection, noisy_label_detection
 
 NAME = "noisy"
 CURVE_POINTS = 41
-DEFAULT_MODE_POINTS = 10_000  # Captum's default mode, one backward pass per point, is timed up to this many
+DEFAULT_MODE_POINTS = 10_000  # Captum's default mode, one backward pass per point, is timed up to this many points
 
 
 def flipped(labels: Tensor, classes: int, share: float, seed: int) -> tuple[Tensor, np.ndarray]:
-    """Labels with a share of them wrong `[n]`, and which those are `[n]`."""
+    """Return labels `[n]` of which a share is wrong, and whether each of them is wrong `[n]`."""
     draw = np.random.default_rng(seed)
     chosen = draw.choice(len(labels), round(share * len(labels)), replace=False)
     shift = torch.from_numpy(draw.integers(1, classes, len(chosen))).to(labels)
@@ -38,7 +38,7 @@ def flipped(labels: Tensor, classes: int, share: float, seed: int) -> tuple[Tens
 
 
 def run(bench: Bench) -> None:
-    """Write the rows that are not there yet."""
+    """Compute and write the rows that the folder does not have yet."""
     task, size = bench.task, bench.size.noisy
     if size is None:
         return
@@ -62,7 +62,7 @@ def run(bench: Bench) -> None:
 
 
 def _open_rows(bench: Bench, cell: Cell) -> list[Cell]:
-    """The rows to write for a cell: by sum, and for groups also by mean."""
+    """Return the missing rows of a cell: the one by sum, and for groups also the one by mean."""
     both = [cell] if cell.grouping == SINGLE_POINTS else [cell, cell.mean]
     return [one for one in both if not bench.folder.done(bench.key(NAME, one))]
 
@@ -93,7 +93,10 @@ def _curve(found: Detection) -> list[list[float]]:
 
 
 def _default_mode(subject: Subject) -> dict[str, float]:
-    """CPU seconds of Captum's TracInCP as it comes: one backward pass per point."""
+    """Return the CPU seconds of Captum's TracInCP in its default mode, one backward pass per point.
+
+    It is not timed, and the result is empty, for many points and for inputs that are not tabular.
+    """
     if len(subject.train[0]) > DEFAULT_MODE_POINTS or subject.train[0].dim() > 2:
         return {}
     return {"default_mode_seconds": timed(captum_scores, subject, vectorised=False).seconds}

@@ -1,7 +1,7 @@
-"""What every method predicts for a choice of groups: the mean test loss of a model that has seen only these.
+"""Predictions of every method for a choice of groups: the mean test loss of a model trained only on these groups.
 
-Additive methods sum importance over the groups that are kept; what-if and warm starts answer for each choice by
-itself; two trivial rows know only how many points are kept and of which classes.
+Additive methods sum the importance of the groups that are left out. What-if and warm starts answer for each choice
+separately. Two trivial rows know only how many points are kept, or their classes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,28 @@ from ggda_ext import Groups, WhatIf
 from ggda_ext.evaluation import Correlation, additive_ceiling, points_of
 
 RETRAINED = 8
-"""Retrainings that calibrate what-if, chosen by `to_retrain` among a random half of the choices of groups; calibrated
-values are compared on the other half, none of which was looked at."""
+"""Number of retrainings that calibrate what-if. `to_retrain` chooses them among a random half of the choices of groups.
+Calibrated values are compared on the other half, which the calibration does not use."""
 FEWEST_FITTED = 15
-"""Choices of groups an additive score is fitted to."""
+"""Smallest number of choices of groups that an additive score is fitted to."""
 EXPLAINED_SEEDS = 501
-"""Models are explained in trios: the first is of seed 0, those after it of seeds from here on; none is retrained."""
+"""Models are explained in trios. The first model of the first trio has seed 0; all others have seeds from this one on.
+None of these seeds is used for retraining."""
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Retrained models: which groups they saw `[s, k]`, and their mean test losses `[s, seeds]`."""
+    """Results of retrained models: the groups they saw `[s, k]`, and their mean test losses `[s, seeds]`."""
 
     kept: np.ndarray
     losses: np.ndarray
 
     @cached_property
     def additive(self) -> Correlation | None:
-        """What an additive score fitted to them reaches; None for few of them, and where one group is left out."""
+        """What an additive score reaches that is fitted to the losses.
+
+        It is None for fewer than `FEWEST_FITTED` choices, and if any choice leaves out only one group or none.
+        """
         if len(self.kept) < FEWEST_FITTED or self.kept.sum(1).max() >= self.kept.shape[1] - 1:
             return None
         return additive_ceiling(self.kept, self.losses.mean(1))
@@ -45,13 +49,14 @@ class Truth:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted losses `[s]`, up to level and scale where a method does not know them.
+    """Predicted losses `[s]`. Some methods predict them only up to an offset and a scale.
 
     Attributes:
         values: the predictions.
         settings: how they were made, in words.
-        seconds: CPU seconds by part, for all of them together.
-        calibrated: by eight retrained models of one half, for the other half; None for methods that cannot be.
+        seconds: CPU seconds by part, for all predictions together.
+        calibrated: predictions for one half of the choices, calibrated with eight retrained models of the other half;
+            None for methods that cannot be calibrated, and for few choices.
     """
 
     values: np.ndarray
@@ -68,32 +73,34 @@ class Prediction:
         settings: str,
         seconds: dict[str, float] | None = None,
     ) -> Prediction:
-        """The model's own loss rises by the importance of every group that is left out."""
+        """Return predictions in which the loss of the model rises by the importance of every group that is left out."""
         return cls(loss + (~kept).astype(float) @ importance, settings, seconds)
 
 
 def two_halves(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the choices of groups that may calibrate and of those to compare with: at random, as groups lie in the
-    order of their clusters where each is left out in turn."""
+    """Return positions of the choices of groups that may calibrate, and of those that are compared.
+
+    The halves are random, because choices that leave out one group are in the order of the groups, that is of clusters.
+    """
     order = np.random.default_rng(0).permutation(count)
     return order[: count // 2], order[count // 2 :]
 
 
 class Predictor:
-    """Predictions of all methods for one grouping and one trio; refits are set up once for all its protocols.
+    """Makes the predictions of all methods for one grouping and one trio. A refit is set up once for all protocols.
 
     Args:
         bench: the task.
         groups: the groups.
-        cell: where they come from; its method does not count.
-        trio: which three models are explained, together or the first of them alone.
+        cell: grouping, size and seed of the groups; its method is ignored.
+        trio: number of the three models that are explained, together or the first of them alone.
     """
 
     def __init__(self, bench: Bench, groups: Groups, cell: Cell, trio: int = 0) -> None:
         self.bench, self.groups, self.cell, self.seeds = bench, groups, cell, explained_seeds(trio)
 
     def __call__(self, method: str, truth: Truth) -> Prediction:
-        """One method's predictions of the losses of retrained models; only what-if looks at some of them, after."""
+        """Return the predictions of one method. Only what-if uses some of the real losses, to calibrate afterwards."""
         subsets, subject = points_of(self.groups, truth.kept), self._first
         match method:
             case names.WHAT_IF:
@@ -123,7 +130,10 @@ class Predictor:
         return Prediction.additive(kept, importance, self._first.loss, settings, seconds)
 
     def _attributed(self, cell: Cell, subject: Subject) -> Attribution:
-        """Importance of the groups for a model; the task's own is kept, and pays for the grouping."""
+        """Return the importance of the groups for a model.
+
+        The result for the model of `bench.subject` is kept, and its cost includes the grouping.
+        """
         if subject is self.bench.subject:
             return self.bench.attribution(cell)
         return attributed(cell.method, subject, self.groups)
@@ -160,13 +170,13 @@ class Predictor:
 
 
 def explained_seeds(trio: int) -> list[int]:
-    """Seeds of the three models of a trio."""
+    """Return the seeds of the three models of a trio."""
     first = EXPLAINED_SEEDS + 3 * trio - 1
     return [first if trio else 0, first + 1, first + 2]
 
 
 def _refitted(asked: Timed[WhatIf], truth: Truth, subject: Subject) -> Prediction:
-    """What-if's predictions, and those after `verify` with a few of the retrained models."""
+    """Return the predictions of what-if, and those after `verify` with a few of the retrained models."""
     refit, measure = asked.value, subject.property
     found = timed(refit.subsets, truth.kept, measure)
     calibrated = None
@@ -177,7 +187,7 @@ def _refitted(asked: Timed[WhatIf], truth: Truth, subject: Subject) -> Predictio
 
 
 def _verified(refit: WhatIf, truth: Truth, subject: Subject) -> np.ndarray:
-    """Calibrated predictions of the other half; the refit is left as it was, for the other protocols."""
+    """Return calibrated predictions for the second half. The refit is restored afterwards, for the other protocols."""
     measure, ridges = subject.property, [model.ridge for model in refit.linearized]
     first, second = two_halves(len(truth.kept))
     chosen = refit.to_retrain(measure, RETRAINED, among=truth.kept[first])

@@ -1,8 +1,8 @@
-"""QNLI from sixteen sources, on the last layer of a small BERT: a fine-tuning that can be retrained by the hundred.
+"""QNLI from sixteen sources, on the last layer of a small BERT. This fine-tuning can be repeated hundreds of times.
 
-The model, its fine-tuning on other rows before and the short rows are those of `benchmarks.trainer_sources.qnli`; what
-lies below the last layer is frozen and runs once. Ten sources are clean, three have flipped labels, and in three the
-sentences are shuffled among the source's rows.
+The model, its first fine-tuning on other rows, and the choice of short rows come from
+`benchmarks.trainer_sources.qnli`. The layers below the last one are frozen and run once. Ten sources are clean, three
+have flipped labels, and three have sentences that are shuffled among the rows of the source.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ from ggda_ext.storage.folder import digest
 from ggda_ext.training import Recipe, Trained
 
 CLEAN, FLIPPED, SHUFFLED = 10, 3, 3
-"""Sources of each kind, in this order."""
+"""Number of sources of each kind, in this order."""
 SHORT = 125
-"""Letters of question and sentence of a row; the fine-tuning before has longer ones as well."""
+"""Most characters of question and sentence of a row together; the first fine-tuning uses longer rows as well."""
 
 
 class OnStates(UpperLayers):
-    """The last layer on packed states `[b, t, width + 2]`: those of the layer below, and what is question or sentence.
+    """The last layer of BERT, applied to packed states `[b, t, width + 2]`.
 
-    Attention is not fused and its mask is added, so that outputs can be pushed along directions of the parameters.
+    They hold the states of the layer below and two columns that mark the tokens of question and sentence. Attention is
+    not fused and its mask is added, so that outputs can be differentiated along directions of the parameters.
     """
 
     def forward(self, packed: Tensor) -> Tensor:  # type: ignore[override]
-        """Logits `[b, 2]`."""
-        if self.training:  # without the padding that all rows of the batch have
+        """Return logits `[b, 2]`."""
+        if self.training:  # cut off the padding that all rows of the batch share
             packed = packed[:, : int(packed[..., -2:].sum(2).count_nonzero(1).max())]
         inside, question, sentence = packed[..., :-2], packed[..., -2], packed[..., -1]
         away = (1 - question - sentence)[:, None, None, :] * torch.finfo(packed.dtype).min
@@ -66,15 +67,15 @@ class OnStates(UpperLayers):
 
 
 def sources_task(scale: Scale, folder: Path | None, models: Path | None = None) -> Task:
-    """The task: rows of the scale in equal sources, tests among the dev set's short rows.
+    """Return the task. Its training rows are in sources of equal size; its test rows are short rows of the dev set.
 
     Args:
-        scale: how many.
-        folder: with QNLI and the pre-trained BERT.
+        scale: number of rows.
+        folder: folder with QNLI and the pre-trained BERT.
         models: where the fine-tuned BERT is kept; the cache if left out.
 
     Raises:
-        DataError: there is no real QNLI, or no pre-trained BERT.
+        DataError: no source has the real QNLI or a pre-trained BERT.
     """
     origin, weights = obtain("qnli", folder, allow_stand_in=False), data.bert(folder)
     if weights.path is None:
@@ -103,7 +104,7 @@ def sources_task(scale: Scale, folder: Path | None, models: Path | None = None) 
 
 
 def _short(content: Any, part: str) -> list[Pair]:
-    """The short rows of a part, in a random order."""
+    """Return the short rows of a part, in a random order."""
     columns = (content[f"{part}_{name}"] for name in ("question", "sentence", "label"))
     found = [(str(q), str(s), int(y)) for q, s, y in zip(*columns, strict=True) if len(q) + len(s) <= LONGEST]
     return random.Random(0).sample(found, len(found))
@@ -114,7 +115,7 @@ def _shorter(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _tuned_once(weights: Path, pairs: Sequence[Pair], models: Path | None) -> Any:
-    """BERT after the fine-tuning before, which is done once."""
+    """Return BERT after the first fine-tuning, which is done only once."""
     made_of = np.frombuffer(f"{BEFORE} {pairs}".encode(), np.uint8)
     key = f"{QNLI_SOURCES}-{digest(made_of, np.fromfile(weights / 'config.json', np.uint8))}"
     kept = ModelFiles(models).trained_once(
@@ -124,7 +125,7 @@ def _tuned_once(weights: Path, pairs: Sequence[Pair], models: Path | None) -> An
 
 
 def _from_sources(pairs: Sequence[Pair], rows: int) -> tuple[list[Pair], np.ndarray]:
-    """The first pairs as sources of so many rows, and the source of each."""
+    """Split the first pairs into sources of `rows` rows, and return them with the source of each pair."""
     found: list[Pair] = []
     for source in range(CLEAN + FLIPPED + SHUFFLED):
         kind = "clean" if source < CLEAN else "flipped" if source < CLEAN + FLIPPED else "shuffled"
@@ -133,6 +134,6 @@ def _from_sources(pairs: Sequence[Pair], rows: int) -> tuple[list[Pair], np.ndar
 
 
 def _packed(rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-    """Rows as a tensor `[n, t, width + 2]`, and their labels."""
+    """Return rows as a tensor `[n, t, width + 2]`, and their labels."""
     batch = padded(rows)
     return torch.cat([batch["states"], batch["question"][..., None], batch["sentence"][..., None]], 2), batch["labels"]

@@ -1,4 +1,4 @@
-"""Predictions that do not add up: what-if, warm starts, and how far classes shift, for any choice of groups."""
+"""Predictions that are not additive, for any choice of groups: what-if, warm starts, and how far the classes shift."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ggda_ext import Groups, WhatIf
 from ggda_ext.checkpoints import load_state
 from ggda_ext.training import initial_model, train_many
 
-WARM_EPOCHS, SLOWER = 3, 10.0  # of a warm start, with a tenth of the learning rate
+WARM_EPOCHS, SLOWER = 3, 10.0  # epochs of a warm start, and the number that divides the learning rate
 
 
 def what_if(subjects: Sequence[Subject], groups: Groups, nearby: int = 0, settled: bool = False) -> WhatIf:
-    """The refit of one model, or of several whose answers are averaged.
+    """Return the refit of one model, or of several models whose answers are averaged.
 
     Args:
         subjects: the models.
         groups: the groups.
-        nearby: copies of every model, see `WhatIf`.
-        settled: whether to take all checkpoints of every model, settled, in place of the last.
+        nearby: number of copies of every model, see `WhatIf`.
+        settled: whether to use all checkpoints of every model, settled, instead of the final model.
     """
     first, *others = (
         model for subject in subjects for model in (_checkpoints(subject) if settled else [subject.model])
@@ -37,7 +37,7 @@ def what_if(subjects: Sequence[Subject], groups: Groups, nearby: int = 0, settle
 
 
 def _checkpoints(subject: Subject) -> list[nn.Module]:
-    """Copies of a model, one at each checkpoint of its training."""
+    """Return copies of a model, one for each checkpoint of its training."""
     found = [copy.deepcopy(subject.model) for _ in subject.trained.checkpoints]
     for model, state in zip(found, subject.trained.checkpoints, strict=True):
         load_state(model, state)
@@ -45,8 +45,10 @@ def _checkpoints(subject: Subject) -> list[nn.Module]:
 
 
 def from_start(subjects: Sequence[Subject], groups: Groups) -> WhatIf:
-    """The refit of the first model's whole training, with features of every model's first checkpoint: for a training
-    that stops early."""
+    """Return the refit of the whole training of the first model, for a training that stops early.
+
+    The features come from the first checkpoint of every model.
+    """
     explained = subjects[0]
     return WhatIf(
         explained.model, LOSS, explained.train, groups, recipe=explained.task.recipe,
@@ -56,7 +58,7 @@ def from_start(subjects: Sequence[Subject], groups: Groups) -> WhatIf:
 
 
 def warm_started(subject: Subject, subsets: Sequence[np.ndarray]) -> np.ndarray:
-    """Test losses `[s]` of the model itself, trained on for a few epochs on the points that are kept."""
+    """Train the model for a few more epochs on each subset of points, and return the test losses `[s]`."""
     recipe = subject.task.recipe
     slower = replace(
         recipe, epochs=WARM_EPOCHS, learning_rate=recipe.learning_rate / SLOWER, schedule="constant"
@@ -69,7 +71,10 @@ def warm_started(subject: Subject, subsets: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def class_shift(subject: Subject, subsets: Sequence[np.ndarray]) -> np.ndarray:
-    """How far the classes of the kept points are from those of all points `[s]`: summed differences of shares."""
+    """Return how far the classes of each subset differ from those of all points `[s]`.
+
+    It is the sum over classes of the absolute differences of their shares.
+    """
     labels, classes = subject.train[1].cpu().numpy(), subject.task.data.classes
 
     def shares(some: np.ndarray) -> np.ndarray:

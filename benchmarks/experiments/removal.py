@@ -1,12 +1,12 @@
-"""Removing points and training again, as in the paper: test accuracy after removing
+"""Test accuracy after points are removed and the model is trained again, as in the paper. The points removed are
 
-* the most important points, the *retraining score* (lower is better): every grouping at the largest fraction, its best
-  grouping and single points at all of them;
-* the least important ones, *pruning* (higher is better): single points against large groups, at random (the paper's)
-  and by its best grouping.
+* the most important points for the *retraining score* (lower is better): every grouping at the largest fraction, the
+  paper's best grouping and single points at all fractions;
+* the least important points for *pruning* (higher is better): single points compared with large groups, which are
+  random (as in the paper) or from the paper's best grouping.
 
-All models that the rows need are collected first, so that they are trained together and none of them twice; a row is
-written as soon as its models are there.
+All models that the rows need are collected first, so that they are trained together and no model is trained twice. A
+row is written as soon as its models are trained.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ggda_ext import Groups
 from ggda_ext.evaluation import removal_order
 
 RETRAINING, PRUNING = "retraining", "pruning"
-LARGE = 2  # how many of the largest group sizes are pruned with
+LARGE = 2  # number of group sizes for pruning, the largest ones
 
 
 @dataclass(frozen=True)
 class PendingRow:
-    """A row whose models are not yet trained: its fields, and a model for every seed."""
+    """A row whose models are not trained yet: its fields, and a model for every seed."""
 
     fields: dict[str, Any]
     models: tuple[Wanted, ...]
 
 
 def run(bench: Bench, experiment: str) -> None:
-    """Write the rows of `RETRAINING` or `PRUNING` that are not there yet."""
+    """Compute and write the rows of `RETRAINING` or `PRUNING` that the folder does not have yet."""
     size = bench.size.removal
     if size is None:
         return
@@ -59,7 +59,7 @@ def run(bench: Bench, experiment: str) -> None:
 
 
 def _retrained(bench: Bench, size: RemovalScale) -> Iterator[tuple[Cell, Sequence[float]]]:
-    """Cells of the retraining score, with the fractions each is removed to."""
+    """Yield the cells of the retraining score, each with the fractions of the points that are removed."""
     largest = (max(size.removed),)
     for cell in bench.cells(size.cells):
         single = cell.method in PAPER_METHODS and cell.grouping == SINGLE_POINTS
@@ -69,7 +69,7 @@ def _retrained(bench: Bench, size: RemovalScale) -> Iterator[tuple[Cell, Sequenc
 
 
 def _pruned(bench: Bench, size: RemovalScale) -> Iterator[tuple[Cell, Sequence[float]]]:
-    """Cells of pruning, likewise."""
+    """Yield the cells of pruning, each with the fractions of the points that are removed."""
     known = (SINGLE_POINTS, RANDOM, GRAD_K_MEANS)
     groups = {name: sizes for name, sizes in size.cells.groups.items() if name in known}
     cells = list(bench.cells(replace(size.cells, groups=groups)))
@@ -82,7 +82,7 @@ def _pruned(bench: Bench, size: RemovalScale) -> Iterator[tuple[Cell, Sequence[f
 
 
 def _baselines(bench: Bench, experiment: str, fractions: Sequence[float], seeds: int) -> Iterable[PendingRow]:
-    """No removal, and removal of random points, others for every seed."""
+    """Yield the baselines: no removal, and removal of random points, which differ for every seed."""
     n = len(bench.task.data.train[0])
     everyone, equal = Groups.singletons(n), np.zeros(n)
     for method, shares in ((NO_REMOVAL, (0.0,)), (RANDOM_REMOVAL, tuple(fractions))):
@@ -105,7 +105,7 @@ def _write_when_trained(bench: Bench, experiment: str, rows: list[PendingRow]) -
 
 
 def _write_ready(bench: Bench, experiment: str, rows: list[PendingRow], retrainings: Retrainings) -> list[PendingRow]:
-    """Write the rows whose models are trained; the others are returned."""
+    """Write the rows whose models are trained, and return the other rows."""
     waiting = []
     for row in rows:
         if not all(model in retrainings for model in row.models):
@@ -119,7 +119,7 @@ def _write_ready(bench: Bench, experiment: str, rows: list[PendingRow], retraini
 
 
 def _without(n: int, gone: np.ndarray) -> np.ndarray:
-    """The training indices that stay."""
+    """Return the training indices that stay."""
     stays = np.ones(n, bool)
     stays[gone] = False
     return np.flatnonzero(stays)

@@ -1,4 +1,4 @@
-"""Retrained models of a task: every subset and seed is trained once, many at a time, and its result kept on disk."""
+"""Retrained models of a task. Every subset and seed is trained once, many at a time, and its result is kept on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ggda_ext.storage.folder import Store, digest
 from ggda_ext.training import train_many
 from ggda_ext.training.many_models import layout_of, models_at_once
 
-_STACKS = 2  # stacks of models between two writes
+_STACKS = 2  # stacks of models that are trained between two writes
 
 
 class Wanted(NamedTuple):
@@ -28,7 +28,7 @@ class Wanted(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """What tells it from others, in 16 bytes; the order of the indices does not count."""
+        """A hash of 16 bytes that identifies the model; the order of the indices does not matter."""
         points = np.sort(np.asarray(self.kept, np.int64))
         return hashlib.blake2b(points.tobytes() + str(self.seed).encode(), digest_size=16).digest()
 
@@ -41,7 +41,7 @@ class Result(NamedTuple):
 
 
 class Retrainings:
-    """Results of retrained models; a context manager, because one process at a time may write.
+    """Results of retrained models. It is a context manager, because only one process at a time may write.
 
     Args:
         task: data, model and training.
@@ -72,7 +72,7 @@ class Retrainings:
         return self._results[wanted.key]
 
     def train(self, wanted: Iterable[Wanted]) -> Iterator[None]:
-        """Train what is missing, in the order it is wanted; yields whenever more results are there."""
+        """Train the models that are missing, in the given order, and yield each time more results are there."""
         missing = list({one.key: one for one in wanted if one not in self}.values())
         x, y = self.task.data.train
         layout = layout_of(self.task.make_model, LOSS, (x, y))
@@ -87,7 +87,7 @@ class Retrainings:
                 yield
 
     def _trained(self, some: list[Wanted]) -> np.ndarray:
-        """Accuracy and loss `[models, 2]`."""
+        """Train models and return their accuracy and loss `[models, 2]`."""
         models = train_many(
             self.task.make_model, LOSS, self.task.data.train, self.task.recipe,
             seeds=[one.seed for one in some], subsets=[one.kept for one in some],

@@ -1,7 +1,7 @@
-"""What is explained: a trained model with its data, its mean test loss, and what several methods share.
+"""The model that is explained, with its data, its mean test loss, and the results that several methods share.
 
-Everything is computed when first asked for, with the CPU seconds it took, because those belong to every method that
-uses it.
+Each result is computed when it is first needed. Its CPU seconds are kept too, because they are part of the cost of
+every method that uses the result.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ggda_ext.properties import MeanProperty, property_gradient
 from ggda_ext.training import Trained
 
 LISSA_BATCH = 128
-LARGE_BATCH = 1024  # where a point is a row of a table
+LARGE_BATCH = 1024  # for tabular data
 CG_STEPS = 10  # dattri's default
-_TRIES = 4  # LiSSA's scale is doubled that often if the recursion diverges
+_TRIES = 4  # attempts of LiSSA; the scale is doubled after each one that diverges
 T = TypeVar("T")
 
 
@@ -43,7 +43,7 @@ class Timed(Generic[T]):
 
 
 def timed(function: Callable[..., T], *args: Any, **kwargs: Any) -> Timed[T]:
-    """Call a function and take its CPU time."""
+    """Call a function and measure its CPU time."""
     start = time.process_time()
     value = function(*args, **kwargs)
     return Timed(value, time.process_time() - start)
@@ -54,9 +54,9 @@ class Subject:
 
     Args:
         task: data, model and training.
-        methods: what methods take.
-        seed: of the model.
-        labels: training labels in place of the data's `[n]`.
+        methods: settings of the methods.
+        seed: seed of the model.
+        labels: training labels `[n]` that replace the labels of the data.
         models: where trained models are kept; the cache if left out.
     """
 
@@ -83,7 +83,7 @@ class Subject:
         return properties.mean_loss(self.test, LOSS)
 
     def first(self, count: int) -> Subject:
-        """The same model on the first training points only; what is known of it is kept."""
+        """Return a copy with only the first training points; the model and the results so far are shared."""
         other = copy.copy(self)
         other.train = (self.train[0][:count], self.train[1][:count])
         return other
@@ -96,7 +96,7 @@ class Subject:
     @cached_property
     def _outputs(self) -> Tensor:
         """Outputs for the test points."""
-        model = self.model  # trained here, if it is not yet, and so with gradients
+        model = self.model  # outside of no_grad, because this may train the model
         with torch.no_grad():
             return torch.cat([model(part) for part in self.test[0].split(512)])
 
@@ -118,7 +118,7 @@ class Subject:
 
     @cached_property
     def solved(self) -> tuple[Timed[Tensor], Lissa]:
-        """H⁻¹ times the gradient of the mean test loss `[1, p]` by LiSSA, and its settings.
+        """H⁻¹ times the gradient of the mean test loss `[1, p]` by LiSSA, and the settings that were used.
 
         The scale is doubled until the recursion does not diverge.
         """
@@ -139,7 +139,10 @@ class Subject:
 
     @cached_property
     def solved_by_gradients(self) -> Timed[Tensor]:
-        """The same by a few steps of conjugate gradients on all training points, with LiSSA's damping."""
+        """H⁻¹ times the gradient of the mean test loss `[1, p]` by a few steps of conjugate gradients.
+
+        The Hessian is that of all training points, with LiSSA's damping.
+        """
         return timed(
             conjugate_gradients, self._hessian, self.direction.value,
             max_iter=CG_STEPS, regularization=self.task.lissa.damping,
@@ -153,5 +156,5 @@ class Subject:
         return Hessian(space, lambda model, batch: LOSS(model(batch[0]), batch[1]), data, size)
 
     def gradients(self, groups: Any, per_sample: bool = False) -> GroupGradients:
-        """The provider of the training side, by the best strategy or one gradient per point, vectorised."""
+        """Return the provider for the training points, with the best strategy or vectorised gradients per point."""
         return GroupGradients(self.model, LOSS, self.train, groups, strategy="persample" if per_sample else "auto")

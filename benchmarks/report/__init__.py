@@ -1,6 +1,6 @@
-"""`python -m benchmarks report FOLDER...`: result folders as report.html, Markdown, LaTeX tables and figures.
+"""`python -m benchmarks report FOLDER...`: makes report.html, Markdown, LaTeX tables and figures from result folders.
 
-`write` does the work; `command` is the same for the command line.
+`write` does the work; `command` calls it for the command line.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def write(folders: Sequence[Path], out: Path, document: Path | None = None, show
     """Write report.html, report.md, tables/*.tex and figures/*.{svg,png} to `out`.
 
     Args:
-        folders: result folders; where two hold the same row, the later one's counts.
-        out: folder to write to; made if need be, files of an earlier report are replaced.
-        document: a Markdown file whose tables and figures are brought up to date as well; see `report.document`.
-        show_progress: a bar while figures are drawn.
+        folders: result folders; if two hold the same row, the row of the later folder counts.
+        out: folder to write to. It is made if it does not exist; files of an earlier report are replaced.
+        document: a Markdown file whose tables and figures are updated as well; see `report.document`.
+        show_progress: show a bar while figures are drawn.
 
     Returns:
         The headlines.
@@ -53,9 +53,9 @@ def write(folders: Sequence[Path], out: Path, document: Path | None = None, show
 
 
 def command(folders: Sequence[Path], out: Path | None = None, document: Path | None = None) -> int:
-    """Run `report` as the command line asks, and print the headlines and where the page is.
+    """Run the command `report`, and print the headlines and where the page is.
 
-    Folders of `speed` have no rows for the page; their tables go into the document.
+    Folders of `speed` have no rows for the page; their tables are written into the document.
     """
     timings = [folder for folder in folders if (folder / FILE).exists()]
     runs = [folder for folder in folders if folder not in timings]

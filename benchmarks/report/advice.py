@@ -1,4 +1,4 @@
-"""Which method should I use? From the rows of the run, one answer for each need."""
+"""Answers to "Which method should I use?", one for each need, from the rows of the run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from benchmarks.report.formats import Table, three_digits
 from benchmarks.report.rows import Results, of_protocol, of_sums
 
 _NEARLY = 0.9
-"""A method whose LDS is this share of the best one's follows retraining nearly as well."""
+"""A method follows retraining nearly as well as the best if its LDS is at least this share of the best LDS."""
 _NO_CHOICE = (*BASELINES, *TRIVIAL, PER_POINT)
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a user wants, what to use, and the numbers that say so.
+    """What a user wants, what to use, and the numbers that support this.
 
     Attributes:
-        want: in a sentence.
-        short: in a few words.
-        use: the method.
-        because: measured in this run.
+        want: the need in a sentence.
+        short: the need in a few words.
+        use: the method to use.
+        because: the numbers measured in this run.
     """
 
     want: str
@@ -36,12 +36,12 @@ class Need:
 
 
 def advice(results: Results) -> list[Need]:
-    """All needs the rows can answer."""
+    """Return all needs that the rows can answer."""
     return [*_faithful(results), *_noisy(results), *_own_toolkit(results)]
 
 
 def advice_table(results: Results) -> Table | None:
-    """The same as a table, or None where no need can be answered."""
+    """Return the needs as a table, or None if no need can be answered."""
     needs = advice(results)
     if not needs:
         return None
@@ -51,7 +51,7 @@ def advice_table(results: Results) -> Table | None:
 
 
 def _faithful(results: Results) -> Iterator[Need]:
-    """The method that follows retraining best, and the cheapest one that does so nearly as well."""
+    """Yield the method that follows retraining best, the cheapest one nearly as good, and the cheapest of all."""
     rows = of_protocol(results.of("lds"))
     if rows.empty or not {"mean", "seconds_total"} <= set(rows):
         return
@@ -97,7 +97,7 @@ def _noisy(results: Results) -> Iterator[Need]:
 
 
 def _own_toolkit(results: Results) -> Iterator[Need]:
-    """What each toolkit's classes gain, for those who stay with theirs."""
+    """Yield the speed-up of each toolkit's drop-in, for users who stay with their toolkit."""
     checks, cells = results.of("check"), pd.DataFrame(headline(results.of("speed").to_dict("records")))
     if cells.empty:
         return

@@ -1,4 +1,4 @@
-"""The three small charts on top of the page, as bars: equal? how much faster? how faithful?"""
+"""The three small bar charts at the top of the page: same scores? how much faster? how faithful?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.report.rows import Results
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its name, its length and that of its mark as shares of the whole, and the number beside it."""
+    """One bar: its name, its length and the position of its mark as shares of the width, and the number next to it."""
 
     name: str
     share: float
@@ -24,7 +24,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """A question with its answer, in a number and in bars."""
+    """A question with its answer, as a number and as bars."""
 
     question: str
     answer: str
@@ -34,7 +34,7 @@ class Chart:
 
 
 def charts(results: Results) -> list[Chart]:
-    """Those of the three that have rows."""
+    """Return the charts that have rows."""
     return [chart for chart in (_equal(results), _faster(results), _faithful(results)) if chart is not None]
 
 

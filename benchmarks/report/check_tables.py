@@ -1,4 +1,5 @@
-"""Tables of the check against the original toolkits: what is equal, what was skipped and why; data."""
+"""Tables of the check against the original toolkits: which scores are equal, which checks compared nothing and why, and
+the data."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from benchmarks.report.rows import Results
 
 
 def check_tables(results: Results) -> Iterator[Table]:
-    """The comparison row by row, then the rows that are none."""
+    """Yield a table of the rows that compare scores, then a table of the rows that failed or were skipped."""
     rows = results.of("check")
     if rows.empty:
         return
@@ -40,7 +41,7 @@ def check_tables(results: Results) -> Iterator[Table]:
 
 
 def what_is_real(results: Results) -> str:
-    """Which data are real and which are made up, in a sentence."""
+    """Return a sentence that says which data are real and which are made up."""
     stand_in = results.rows["stand_in"].map(lambda yes: bool(pd.notna(yes) and yes))
     made_up = list(dict.fromkeys(results.rows[stand_in]["data"]))
     real = [name for name in dict.fromkeys(results.rows["data"]) if name not in made_up]
@@ -51,7 +52,7 @@ def what_is_real(results: Results) -> str:
 
 
 def source_table(results: Results) -> Table:
-    """Every data set with its size and where it came from; stand-ins are marked."""
+    """Return a table of every data set with its size and source; stand-ins are marked."""
     keys = ["setting", "scale", "epochs", "source", "stand_in"]
     rows = results.rows.drop_duplicates(["experiment", "train_points", "test_points", *keys])
     lines = []

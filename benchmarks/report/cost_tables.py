@@ -1,4 +1,4 @@
-"""Where the time goes: CPU seconds of grouping, gradients, curvature and scoring, beside the paper's runtime."""
+"""Tables of cost: CPU seconds of grouping, gradients, curvature and scoring, next to the paper's runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_MODE = "default_mode_seconds"
 
 
 def cost_tables(results: Results) -> Iterator[Table]:
-    """Single points against Grad-K-Means groups of 256, then every grouping and size."""
+    """Yield a table of single points and Grad-K-Means groups of 256, then a table of every grouping and size."""
     costs = cost(results)
     if costs.empty:
         return
@@ -55,11 +55,11 @@ def _table(name: str, title: str, costs: pd.DataFrame, results: Results) -> Tabl
 
 
 def cost(results: Results) -> pd.DataFrame:
-    """Mean CPU seconds of each part by setting, method, grouping and size, and the speed-up over group size 1."""
+    """Return mean CPU seconds of each part by setting, method, grouping and size, and the speed-up over size 1."""
     if "seconds_total" not in results.rows:
         return pd.DataFrame()
     rows = of_sums(results.rows[results.rows["seconds_total"].notna()])
-    refitted = (*BASELINES, *REFITS, *AVERAGED, FROM_START)  # those take their time for every choice
+    refitted = (*BASELINES, *REFITS, *AVERAGED, FROM_START)  # their time is per choice of groups
     rows = rows[~rows["method"].isin(refitted)]
     keys = ["setting", "method", "grouping", "group_size"]
     found = ordered(rows.groupby(keys, sort=False)[list(SECONDS)].mean().reset_index())

@@ -1,4 +1,4 @@
-"""dattri's public settings: LDS here beside the numbers dattri has published."""
+"""The table of dattri's public settings: our LDS next to the numbers that dattri has published."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ PUBLISHED = {
     _LR: {"IF, explicit Hessian": 0.80, "TRAK-50": 0.68, "TracIn": 0.33},
     _MLP: {"TRAK-50": 0.45, "TRAK-10": 0.33, "CG": 0.26, "TracIn": 0.15},
 }
-"""Read from dattri's charts, to two digits at best. Influence functions are those with the best of seven dampings."""
+"""Read from dattri's charts, to two digits at best. Influence functions have the best of seven dampings."""
 
-MODELS = 50  # that costs are compared with
+MODELS = 50  # costs are compared with training this many models
 _COLUMNS = ["Data / model", "Method", "LDS here", "Published", "Models", "Training s", "Scores s", "Cost"]
 
 
 def dattri_tables(rows: pd.DataFrame) -> Iterator[Table]:
-    """One table for both settings: every method here, then what dattri published and was not run here."""
+    """Yield one table for both settings: every method run here, then the methods that dattri published and we did not
+    run."""
     if rows.empty:
         return
     lines = []

@@ -1,9 +1,9 @@
-"""A hand-written Markdown document with generated parts: tables between markers, figures copied beside it.
+"""A hand-written Markdown document with generated parts: tables between markers, and figures in a folder next to it.
 
 ``<!-- table NAME -->`` … ``<!-- end -->`` is filled with the report's table NAME, ``<!-- headlines -->`` … ``<!-- end
 -->`` with its headlines, and ``<!-- runs -->`` … ``<!-- end -->`` with machine, commands and versions. Every linked
-``figures/NAME.svg`` or ``.png`` is copied. All other text stays as it is. Tables ``timing-PART`` come from the files of
-`python -m benchmarks speed`, all others from rows; each kind is filled without touching the other.
+``figures/NAME.svg`` or ``.png`` is copied. All other text is left unchanged. Tables ``timing-PART`` come from the files
+of `python -m benchmarks speed`, all others from rows; filling one kind leaves the other unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def refresh(document: Path, content: Content) -> None:
     """Fill the generated parts of a document.
 
     Raises:
-        ValueError: if the document names a table or figure that the rows do not give; nothing is written then.
+        ValueError: the document names a table or figure that the rows do not give; nothing is written then.
     """
     tables = {table.name: table for table in (content.sources, *content.tables)}
     pictures = {picture.name: picture for picture in content.pictures}
@@ -58,7 +58,7 @@ def refresh(document: Path, content: Content) -> None:
 
 
 def refresh_timings(document: Path, tables: Iterable[Table]) -> None:
-    """Fill the tables of `python -m benchmarks speed`; those of parts that were not run stay as they are."""
+    """Fill the tables of `python -m benchmarks speed`; tables of parts that were not run are left unchanged."""
     found = {table.name: table for table in tables}
     text = document.read_text(encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Fidelity in one picture: the LDS of every method for groups of about 64, where most methods were measured."""
+"""Fidelity in one picture: the LDS of every method for one setting and grouping, the one with the most methods."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Fidelity:
     Attributes:
         setting: data set and model.
         grouping: how the groups were made.
-        group_size: their mean size.
-        by_method: method → mean LDS, the best first.
-        ceiling: LDS of retraining with other seeds, None where it was not measured.
+        group_size: mean size of the groups.
+        by_method: method → mean LDS; the best method comes first.
+        ceiling: LDS of retraining with other seeds; None if it was not measured.
     """
 
     setting: str
@@ -30,13 +30,16 @@ class Fidelity:
 
     @property
     def question(self) -> str:
-        """What was asked, in words."""
+        """Words that say what was scored."""
         groups = "single points" if self.grouping == SINGLE_POINTS else f"{self.grouping} groups of {self.group_size}"
         return f"scores of {groups} on {self.setting}"
 
 
 def fidelity(results: Results) -> Fidelity | None:
-    """The setting and grouping with most methods (random groups, if in doubt), at the size nearest to 64."""
+    """Return the fidelity for the setting, grouping and size with the most methods; groups come before single points.
+
+    If several have the same number, random groups are preferred, then the size nearest to 64.
+    """
     rows = of_protocol(results.of("lds"))
     if rows.empty or "mean" not in rows:
         return None

@@ -1,4 +1,4 @@
-"""All figures of a report, and those of detection, cost and speed-up."""
+"""All figures of a report. This module draws the figures of detection, cost and speed-up itself."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Drawer = Callable[[Results, Path], Iterator[Picture]]
 
 
 def draw_all(results: Results, folder: Path, show_progress: bool = True) -> tuple[list[Picture], list[str]]:
-    """Draw every figure the rows allow.
+    """Draw every figure that the rows allow.
 
     Returns:
-        The figures in the order of the report, and for each kind without rows a line saying what to run.
+        The figures in the order of the report, and for each kind without rows a line that says what to run.
     """
     pictures, missing = [], []
     with style():
@@ -55,11 +55,11 @@ def draw_all(results: Results, folder: Path, show_progress: bool = True) -> tupl
 
 
 def detection_figures(results: Results, folder: Path) -> Iterator[Picture]:
-    """Per setting: mislabelled points found against points checked, for single points and groups of two sizes."""
+    """Draw for each setting mislabelled points found against points checked, for up to three group sizes."""
     for setting, rows in results.of("noisy").groupby("setting", sort=False):
         some = ordered(of_sums(rows))
         some = some[some["grouping"].isin([SINGLE_POINTS, GRAD_K_MEANS]) & some["curve"].notna()]
-        some = some[some["method"] != PER_POINT]  # TracIn's own curve
+        some = some[some["method"] != PER_POINT]  # it has the same curve as TracIn
         if not some.empty:
             yield _detection(str(setting), some, folder)
 
@@ -89,7 +89,7 @@ def _detection(setting: str, rows: pd.DataFrame, folder: Path) -> Picture:
 
 
 def cost_figures(results: Results, folder: Path) -> Iterator[Picture]:
-    """Per setting: CPU seconds by part and group size (Grad-K-Means), one panel per method."""
+    """Draw for each setting CPU seconds by part and group size (Grad-K-Means), with one panel per method."""
     costs = cost(results)
     if costs.empty:
         return
@@ -127,7 +127,7 @@ def _cost(setting: str, methods: list[str], rows: pd.DataFrame, folder: Path) ->
 
 
 def speed_figures(results: Results, folder: Path) -> Iterator[Picture]:
-    """How many times faster than the original, one line per method, one marker per setting."""
+    """Draw the speed-ups over the originals, with one line per method and one marker per setting."""
     cells = pd.DataFrame(headline(results.of("speed").to_dict("records")))
     if cells.empty:
         return
@@ -154,7 +154,7 @@ def speed_figures(results: Results, folder: Path) -> Iterator[Picture]:
 
 
 def _mean_curve(curves: pd.Series) -> tuple[np.ndarray, np.ndarray]:
-    """Mean of several curves `[[checked, found], …]`, on a common grid."""
+    """Return the mean of several curves `[[checked, found], …]` on a common grid."""
     checked = np.linspace(0, 1, 41)
     found = [np.interp(checked, *np.asarray([[0, 0], *one, [1, 1]], float).T) for one in curves]
     return checked, np.mean(found, axis=0)
@@ -170,4 +170,4 @@ KINDS: tuple[tuple[str, str, Drawer], ...] = (
     ("fidelity beside speed", "run lds", fidelity_figures),
     ("the cost by part", "run retraining", cost_figures),
 )
-"""What a figure shows, the command that makes its rows, and who draws it, in the order of the report."""
+"""What a figure shows, the command that makes its rows, and the function that draws it, in the order of the report."""

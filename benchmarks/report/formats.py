@@ -1,4 +1,4 @@
-"""A table as Markdown, LaTeX (booktabs) and cells for the page: one frame of text, shown three ways."""
+"""A table as Markdown, as LaTeX (booktabs) and as cells for the page, all from one frame of text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pandas as pd
 _TEX_SIGNS = {sign: f"\\{sign}" for sign in "&%$#_{}"} | {
     "\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}",
 }  # fmt: skip
-_MANY_ROWS = 40  # beyond, a LaTeX table runs over pages
-_TEX_SIZES = (  # characters in a line, and how a LaTeX table up to that width is set
+_MANY_ROWS = 40  # a LaTeX table with more rows goes over several pages
+_TEX_SIZES = (  # characters in a line, and the font and spacing of a LaTeX table up to this width
     (70, "\\small"),
     (110, "\\scriptsize\\setlength{\\tabcolsep}{3pt}"),
     (float("inf"), "\\tiny\\setlength{\\tabcolsep}{2pt}"),
@@ -20,7 +20,7 @@ _TEX_SIZES = (  # characters in a line, and how a LaTeX table up to that width i
 
 STDERR = "± is the standard error over model seeds"
 RUNTIME = "runtime in CPU seconds, grouping included; the paper's is on its GPU"
-"""What more than one table says."""
+"""Notes that more than one table has."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Table:
     """A table of a report.
 
     Attributes:
-        name: file name without its end.
+        name: file name without its extension.
         title: caption.
-        frame: cells as text; columns of one or two levels.
-        keys: how many leading columns name the row; repeated names there are left blank.
+        frame: cells as text; columns have one or two levels.
+        keys: number of leading columns that name the row; repeated names in them are left blank.
         notes: sentences under the table.
     """
 
@@ -50,7 +50,7 @@ class Table:
     notes: Sequence[str] = field(default_factory=tuple)
 
     def markdown(self) -> str:
-        """The table as GitHub Markdown, title above and notes below."""
+        """Return the table as GitHub Markdown, with the title above and the notes below."""
         frame = self._blanked()
         header = [_cell(_flat(name)) for name in frame.columns]
         rule = ["---"] * self.keys + ["---:"] * (len(header) - self.keys)
@@ -60,7 +60,10 @@ class Table:
         return f"**{plain_markdown(self.title)}**\n\n{table}{notes}\n"
 
     def latex(self) -> str:
-        """The table as a LaTeX float, one of many rows as a longtable; needs booktabs, and longtable for those."""
+        """Return the table as a LaTeX float, or as a longtable if it has many rows.
+
+        It needs the package booktabs, and longtable for many rows.
+        """
         caption = _tex(" ".join([self.title + ".", *self.notes]))
         columns = "l" * self.keys + "r" * self._values
         size = next(command for limit, command in _TEX_SIZES if self._width <= limit)
@@ -101,7 +104,7 @@ class Table:
 
     @property
     def _width(self) -> int:
-        """Characters of the longest cell of every column, or of its title's last level, in all."""
+        """Sum over columns of the characters of the longest cell, or of the last level of the title if it is longer."""
         titles = [str(name[-1] if isinstance(name, tuple) else name) for name in self.frame.columns]
         cells = self.frame.astype(str).map(len).max().tolist()
         return sum(max(len(title), cell) for title, cell in zip(titles, cells, strict=True))
@@ -118,26 +121,29 @@ class Table:
 
 
 def percent(mean: float, stderr: float = float("nan")) -> str:
-    """A share as percent with its standard error, e.g. ``"72.4 ± 0.3"``; a dash if there is none."""
+    """Return a share as percent with its standard error, e.g. ``"72.4 ± 0.3"``; a dash if there is no value."""
     return plus_minus(100 * mean, 100 * stderr, 1)
 
 
 def plus_minus(mean: float, stderr: float, digits: int) -> str:
-    """A number with its standard error, which is left out where there is only one value."""
+    """Return a number with its standard error, which is left out if it is nan."""
     if pd.isna(mean):
         return "–"
     return f"{mean:.{digits}f}" + ("" if pd.isna(stderr) else f" ± {stderr:.{digits}f}")
 
 
 def interval(mean: float, low: float, high: float) -> str:
-    """A number with its confidence interval, e.g. ``"0.71 [0.65, 0.77]"``."""
+    """Return a number with its confidence interval, e.g. ``"0.71 [0.65, 0.77]"``."""
     if pd.isna(mean):
         return "–"
     return f"{mean:.2f}" + ("" if pd.isna(low) or pd.isna(high) else f" [{low:.2f}, {high:.2f}]")
 
 
 def three_digits(value: float, unit: str = "") -> str:
-    """A number with three significant digits and no exponent, e.g. ``"0.0123"``, ``"4.56"``, ``"1230"``."""
+    """Return a number with three significant digits, e.g. ``"0.0123"``, ``"4.56"``, ``"1230"``.
+
+    Numbers below 0.001 have two digits and an exponent.
+    """
     if pd.isna(value):
         return "–"
     if value == 0:
@@ -148,12 +154,12 @@ def three_digits(value: float, unit: str = "") -> str:
 
 
 def size_names(sizes: Sequence[float]) -> list[str]:
-    """Group sizes as column titles, as in the paper."""
+    """Return group sizes as column titles, as in the paper."""
     return ["1 (DA)" if size == 1 else f"{size:g}" for size in sizes]
 
 
 def _flat(name: object) -> str:
-    """A column of two levels as one line."""
+    """Return the title of a column with two levels as one line."""
     parts = name if isinstance(name, tuple) else (name,)
     return " ".join(str(part) for part in parts if str(part))
 
@@ -163,7 +169,7 @@ def _cell(text: str) -> str:
 
 
 def plain_markdown(text: str) -> str:
-    """A text as one line of Markdown that shows it as it is: no links, pictures, headings or HTML come of it."""
+    """Return a text as one line of Markdown that shows it literally, without links, pictures, headings or HTML."""
     line = " ".join(text.split())
     line = re.sub(r"([\\`*_\[\]!|~])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
     return re.sub(r"^([#+-]|\d+[.)])(?= )", r"\\\1", line)

@@ -1,4 +1,4 @@
-"""What a reader should see first, in four sentences: equal? how much faster? how faithful? which method?"""
+"""The four sentences that a reader sees first: same scores? how much faster? how faithful? which method?"""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.report.rows import Results
 
 @dataclass(frozen=True)
 class Headlines:
-    """What a run shows.
+    """The main results of a run, one sentence each.
 
     Attributes:
-        equality: equal to the originals on N of N checks, with everything that is not.
-        speed: how many times faster than the originals.
+        equality: on how many checks the scores are equal to the originals, and how many others there are.
+        speed: how many times faster the group versions are than the originals.
         fidelity: how well group scores follow real retraining.
         method: which method to use.
     """
@@ -32,7 +32,7 @@ class Headlines:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """All of them, in order; a sentence without rows says which command makes them."""
+        """All sentences in order. If there are no rows for a sentence, it names the command that makes them."""
         return self.equality, self.speed, self.fidelity, self.method
 
     def __str__(self) -> str:
@@ -40,12 +40,12 @@ class Headlines:
 
 
 def headlines(results: Results) -> Headlines:
-    """The sentences of some rows."""
+    """Return the sentences for the given rows."""
     return Headlines(_equality(results), _speed(results), _fidelity(fidelity(results)), _method(advice(results)))
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Rows of a frame as dicts, without what is missing."""
+    """Return the rows of a frame as dicts, without missing values."""
     return [
         {
             name: value

@@ -1,4 +1,4 @@
-"""Figures of fidelity to real retraining: LDS and leave-group-out correlation against group size, with intervals."""
+"""Figures of fidelity to real retraining: LDS and leave-group-out correlation by group size, with intervals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from benchmarks.report.style import GREY, HIGHER, OF_GROUPING, Picture, grid, li
 
 
 def lds_figures(results: Results, folder: Path) -> Iterator[Picture]:
-    """Per setting and protocol: the correlation with real retraining against group size."""
+    """Draw for each setting and protocol the correlation with real retraining by group size."""
     for kind in FIDELITY:
         for setting, rows in of_protocol(results.of("lds"), kind.protocol).groupby("setting", sort=False):
             if kind.value not in rows:
@@ -62,7 +62,7 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
             if grouping in ceiling:
                 highest = ceiling[grouping]
                 axis.plot(highest.index, highest, color=color, linestyle=":", marker="_", markersize=9, alpha=0.7)
-            apart = 1 if grouping == SINGLE_POINTS else 2 ** (0.14 * (at - len(groupings) / 2))  # bars side by side
+            apart = 1 if grouping == SINGLE_POINTS else 2 ** (0.14 * (at - len(groupings) / 2))  # bars do not overlap
             axis.errorbar(
                 x * apart, y, bars, color=color, marker=marker, capsize=2, elinewidth=0.9,
                 markersize=9 if grouping == SINGLE_POINTS else 5,

@@ -1,4 +1,4 @@
-"""Tables of fidelity to real retraining, one for each protocol: group LDS with its ceilings, leave-group-out."""
+"""Tables of fidelity to real retraining, one for each protocol: group LDS with its ceilings, and leave-group-out."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from benchmarks.report.rows import grouping_title, lines_by_size, mean_interval,
 
 @dataclass(frozen=True)
 class Fidelity:
-    """What is shown of a protocol.
+    """How the results of a protocol are shown.
 
     Attributes:
         protocol: one of `names.PROTOCOLS`.
         value: column of the correlation.
-        interval: column of its interval.
-        name: of the table, and of figures with the setting behind it.
-        what: in words.
-        axis: title of an axis.
-        note: what the numbers are.
+        interval: column of the interval of the correlation.
+        name: name of the table; figures add the setting to it.
+        what: the measure in words.
+        axis: title of the axis.
+        note: a sentence that says what the numbers are.
     """
 
     protocol: str
@@ -58,7 +58,7 @@ FIDELITY = (
     ),
 )  # fmt: skip
 CEILINGS = (("ceiling", "Ceiling"), ("additive_ceiling", "Best additive score"))
-"""Columns of what other seeds reach, and a fitted additive score, with their names in tables."""
+"""Columns of the two ceilings (models of other seeds, a fitted additive score), with their names in tables."""
 CEILING_NOTE = (
     "Ceiling: how well as many models of other seeds do. Best additive score: one fitted to the retrainings "
     "themselves; a lower bound where there are few of them."
@@ -66,7 +66,7 @@ CEILING_NOTE = (
 
 
 def lds_tables(rows: pd.DataFrame) -> Iterator[Table]:
-    """The correlation by group size, for every protocol that was run."""
+    """Yield a table of the correlation by group size, for every protocol that was run."""
     for kind in FIDELITY:
         some = of_sums(of_protocol(rows, kind.protocol))
         if kind.value not in some or not some[kind.value].notna().any():
@@ -90,7 +90,7 @@ def lds_tables(rows: pd.DataFrame) -> Iterator[Table]:
 
 
 def _ceilings(rows: pd.DataFrame, sizes: Sequence[float], column: str, title: str) -> list[list[str]]:
-    """A ceiling by setting, grouping and size: a line each where it is known."""
+    """Return the lines of a ceiling by group size, one for each setting and grouping where it is known."""
     if column not in rows:
         return []
     known = rows.dropna(subset=column).astype({column: float})

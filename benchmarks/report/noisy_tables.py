@@ -1,4 +1,4 @@
-"""Tables of noisy labels: the paper's own, its numbers beside ours, then every grouping with the ROC AUC."""
+"""Tables of noisy labels: the paper's table with its numbers next to ours, then every grouping with the ROC AUC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.report.rows import KEYS, data_model, lines_by_size, merged, of_s
 
 
 def noisy_tables(rows: pd.DataFrame) -> Iterator[Table]:
-    """The paper's noisy-label table (AUC / runtime over sizes of Grad-K-Means groups), then every grouping."""
+    """Yield the paper's table (AUC / runtime by size of Grad-K-Means groups), then a table of every grouping."""
     if rows.empty:
         return
     sums = of_sums(rows)

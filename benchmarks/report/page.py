@@ -1,4 +1,4 @@
-"""report.html: one file that opens offline, on a phone and on paper, from `page.html.jinja`; the same as Markdown."""
+"""report.html, made from `page.html.jinja`: one file that works offline, on a phone and in print; and as Markdown."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ SECTIONS = {
     "Cost": ("cost",),
     "Reviewers' questions": ("review",),
 }
-_IN_SIGHT = 14  # rows of a table that is not folded
+_IN_SIGHT = 14  # largest number of rows of a table that is not folded
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a report says, in whatever format.
+    """The content of a report, for all formats.
 
     Attributes:
-        headlines: the sentences on top.
+        headlines: the sentences at the top.
         charts: the small charts below them.
-        runs: folders with machine, command and versions.
+        runs: result folders with machine, command and versions.
         sources: the table of data.
-        real: what is real and what is made up, in a sentence.
-        takeaways: first prefix of a section → what it comes to, in a sentence.
-        advice: which method to use, None where nothing tells.
+        real: a sentence that says which data are real and which are made up.
+        takeaways: first prefix of a section → a sentence that sums it up.
+        advice: the table that says which method to use; None if no rows answer this.
         tables: all other tables.
         pictures: all figures.
-        missing: one line per kind of figure that had no rows.
+        missing: one line for each kind of figure without rows.
     """
 
     headlines: Headlines
@@ -64,7 +64,7 @@ class Content:
     missing: Sequence[str]
 
     def sections(self) -> Iterator[tuple[str, str, list[Picture], list[Table]]]:
-        """Title, takeaway, figures and tables of every section that has any."""
+        """Yield title, takeaway, figures and tables of every section that has figures or tables."""
         for title, prefixes in SECTIONS.items():
             pictures = [one for one in self.pictures if one.name.startswith(prefixes)]
             tables = [one for one in self.tables if one.name.startswith(prefixes)]
@@ -73,7 +73,7 @@ class Content:
 
 
 def html(content: Content) -> str:
-    """The whole page, nothing loaded from elsewhere."""
+    """Return the whole page, which loads nothing from elsewhere."""
     sections = [
         {
             "title": title, "anchor": _anchor(title), "takeaway": takeaway,
@@ -103,7 +103,7 @@ def html(content: Content) -> str:
 
 
 def markdown(content: Content, figures: str) -> str:
-    """The same as Markdown, with links to the figures in the folder `figures`."""
+    """Return the report as Markdown, with links to the figures in the folder `figures`."""
     parts = [f"# {TITLE}", "\n".join(f"- {plain_markdown(line)}" for line in content.headlines.lines)]
     parts += map(plain_markdown, content.missing)
     parts += ["## Data", plain_markdown(content.real), content.sources.markdown()]
@@ -121,13 +121,13 @@ def markdown(content: Content, figures: str) -> str:
 
 
 def run_lines(run: Run) -> str:
-    """A run's machine, command and versions as a paragraph of Markdown."""
+    """Return machine, command and versions of a run as a paragraph of Markdown."""
     facts = (f"{plain_markdown(name)}: {plain_markdown(value)}".replace("; ", ", ") for name, value in _facts(run))
     return f"**{plain_markdown(run.path.name)}**: " + "; ".join(facts) + "."
 
 
 def _shown(picture: Picture) -> dict[str, str]:
-    """A picture with both its files as data addresses."""
+    """Return title and caption of a picture, and both its SVG files as data URLs."""
     return {
         "title": picture.title,
         "caption": picture.caption,
@@ -141,7 +141,7 @@ def _data(file: Path) -> str:
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    """A run's config as pairs of text, nested values on one line."""
+    """Return the config of a run as pairs of text; nested values are on one line."""
     return [(name.replace("_", " "), _text(value)) for name, value in run.config.items() if value is not None]
 
 
@@ -154,7 +154,7 @@ def _text(value: object) -> str:
 
 
 def _code(text: str) -> Markup:
-    """Text in which what stands between backticks is code."""
+    """Return text as HTML in which the parts between backticks are code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 

@@ -1,7 +1,8 @@
-"""The numbers the GGDA paper prints, to stand beside ours: noisy-label tables, pruning tables and their runtimes.
+"""The numbers that the GGDA paper prints, to compare with ours: noisy-label tables, pruning tables and their runtimes.
 
-Its retraining scores (figures 1 and 2 and the appendix) are printed as pictures only, so there are no numbers to quote,
-and it has no LDS. Runtimes are the paper's, on its GPU; ours are CPU seconds on the machine named in the report.
+The paper shows retraining scores (figures 1 and 2 and the appendix) only as pictures, so there are no numbers to quote,
+and it has no LDS. The runtimes here were measured on the paper's GPU; ours are CPU seconds on the machine named in the
+report.
 """
 
 from __future__ import annotations
@@ -85,21 +86,22 @@ QNLI / BERT         | Inf. (Fisher) | 85.2 1.5 85.0 1.7 | 83.3 1.7 84.7 1.2 | 75
 
 
 def noisy(data: str, model: str, method: str) -> dict[int, Detection]:
-    """Group size → AUC and runtime with Grad-K-Means groups (size 1: single points); empty if the paper has none."""
+    """Return group size → AUC and runtime with Grad-K-Means groups (size 1: single points); empty if the paper has
+    none."""
     return _NOISY_CELLS.get((data, _model(model), method), {})
 
 
 def pruning(data: str, model: str, method: str) -> dict[int, Pruned]:
-    """Percent removed → test accuracy in percent with single points and with groups; empty if the paper has none.
+    """Return percent removed → test accuracy in percent, for single points and groups; empty if the paper has none.
 
-    The groups have `PRUNING_GROUP_SIZE` points. The captions do not name their grouping; the names of the paper's table
-    files (``heloc_lr_random_1024``, …) say random.
+    The groups have `PRUNING_GROUP_SIZE` points. The captions do not name the grouping; the names of the paper's table
+    files (``heloc_lr_random_1024``, …) say that it is random.
     """
     return _PRUNING_CELLS.get((data, _model(model), method), {})
 
 
 def pruning_runtime(data: str, model: str, method: str) -> Pruned | None:
-    """Runtime in seconds with single points and with groups, or None if the paper has none."""
+    """Return the runtime in seconds with single points and with groups, or None if the paper has none."""
     return _PRUNING_RUNTIMES.get((data, _model(model), method))
 
 

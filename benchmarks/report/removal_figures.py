@@ -42,7 +42,8 @@ _ACCURACY = "test accuracy (%)"
 
 
 def runtime_figures(results: Results, folder: Path) -> Iterator[Picture]:
-    """Per setting: accuracy against runtime by grouping at the largest removal, then by removal for Grad-K-Means."""
+    """Draw for each setting accuracy against runtime: by grouping at the largest removal, then by removal for
+    Grad-K-Means."""
     for setting, rows in results.of("retraining").groupby("setting", sort=False):
         found = ordered(merged(of_sums(rows), [*KEYS, "fraction"]))
         yield from _by_grouping(str(setting), found, folder)
@@ -50,7 +51,7 @@ def runtime_figures(results: Results, folder: Path) -> Iterator[Picture]:
 
 
 def removal_figures(results: Results, folder: Path) -> Iterator[Picture]:
-    """Per setting and experiment: accuracy against the share removed, for single points and for groups."""
+    """Draw for each setting and experiment accuracy against the share removed, for single points and for groups."""
     for experiment in _REMOVED:
         for setting, rows in results.of(experiment).groupby("setting", sort=False):
             found = ordered(merged(of_sums(rows), [*KEYS, "fraction"]))
@@ -161,7 +162,7 @@ def _curve(axis: Axes, curve: pd.DataFrame, look: tuple[str, str]) -> None:
 
 
 def _area(size: float) -> float:
-    """Area of a marker in points², growing with the logarithm of the group size."""
+    """Return the area of a marker in points²; it grows with the logarithm of the group size."""
     return 14 + 11 * math.log2(max(size, 1))
 
 
@@ -194,8 +195,8 @@ def _size_handles(sizes: list[float]) -> list[Line2D]:
 
 
 def _removal_panels(found: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Panel name → its rows: single points, then Grad-K-Means and random groups of a middle size."""
-    attributed = found[~found["method"].isin((*BASELINES, PER_POINT))]  # the latter has TracIn's own curve
+    """Return panel name → rows: single points, then Grad-K-Means and random groups of the size nearest to 64."""
+    attributed = found[~found["method"].isin((*BASELINES, PER_POINT))]  # per-point has the same curve as TracIn
     panels = {"single points": attributed[attributed["group_size"] == 1]}
     for grouping in (GRAD_K_MEANS, RANDOM):
         some = attributed[attributed["grouping"] == grouping]

@@ -1,4 +1,4 @@
-"""Tables of accuracy after removal: pruning in the paper's layout beside its numbers, and the retraining score."""
+"""Tables of accuracy after removal: pruning in the paper's layout, next to its numbers, and the retraining score."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from benchmarks.report.rows import KEYS, data_model, grouping_title, merged, of_
 
 
 def pruning_tables(rows: pd.DataFrame) -> Iterator[Table]:
-    """Per setting the paper's pruning table (single points against groups), then every method, grouping and size."""
+    """Yield for each setting the paper's pruning table (single points compared with groups), then a table of every
+    method, grouping and size."""
     for setting, some in rows.groupby("setting", sort=False):
         found = merged(of_sums(some), [*KEYS, "fraction"])
         yield _paper_pruning(str(setting), some, found)
@@ -75,7 +76,8 @@ def _paper_pruning(setting: str, rows: pd.DataFrame, found: pd.DataFrame) -> Tab
 
 
 def retraining_tables(rows: pd.DataFrame) -> Iterator[Table]:
-    """Per setting: accuracy at the largest removal by grouping and size (the paper's figure 1), then every removal."""
+    """Yield for each setting a table of accuracy at the largest removal by grouping and size (the paper's figure 1),
+    then a table of every removal."""
     for setting, some in rows.groupby("setting", sort=False):
         found = merged(of_sums(some), [*KEYS, "fraction"])
         largest = found["fraction"].max()
@@ -104,7 +106,7 @@ def retraining_tables(rows: pd.DataFrame) -> Iterator[Table]:
 
 
 def _by_fraction(name: str, title: str, found: pd.DataFrame, notes: Sequence[str]) -> Table:
-    """Rows: method, grouping, size; columns: shares removed."""
+    """Return a table with a line for each method, grouping and size, and a column for each share removed."""
     fractions = sorted(found.loc[found["method"] != NO_REMOVAL, "fraction"].unique())
     lines = []
     for (method, grouping, size), some in ordered(found).groupby(
@@ -121,7 +123,7 @@ def _by_fraction(name: str, title: str, found: pd.DataFrame, notes: Sequence[str
 
 
 def _cells(found: pd.DataFrame, fractions: Sequence[float]) -> list[str]:
-    """Accuracy at every share removed; a run without removal has the same one everywhere."""
+    """Return the accuracy at every share removed; without removal it is the same in every cell."""
     if not found.empty and (found["method"] == NO_REMOVAL).all():
         return [percent(found["mean"].iloc[0], found["stderr"].iloc[0])] * len(fractions)
     by_fraction = {row.fraction: percent(row.mean, row.stderr) for row in found.itertuples()}

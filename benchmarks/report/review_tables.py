@@ -1,5 +1,6 @@
-"""Tables that answer the paper's reviewers: per-point scores at the price of groups, sum against mean, learning rates,
-grouping seeds.
+"""Tables that answer questions of the paper's reviewers.
+
+They show per-point scores at the cost of groups, sum compared with mean, learning rates, and grouping seeds.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _COMPARED_SIZES = (16, 64, 256)
 
 
 def review_tables(results: Results) -> Iterator[Table]:
-    """All of them that the rows allow."""
+    """Yield all tables that the rows allow."""
     found = measures(results)
     if not found.empty:
         yield from _per_point(found)
-        uneven = found[found["grouping"] != "Random"]  # random groups are all of one size
+        uneven = found[found["grouping"] != "Random"]  # random groups all have the same size
         yield from _pairs(
             uneven[uneven["aggregation"] == "sum"],
             uneven[uneven["aggregation"] == "mean"],
@@ -42,7 +43,10 @@ def review_tables(results: Results) -> Iterator[Table]:
 
 
 def measures(results: Results) -> pd.DataFrame:
-    """One line per setting, method, grouping, size, aggregation and measure; one removal of each experiment."""
+    """Return one line per setting, method, grouping, size, aggregation and measure.
+
+    Experiments that remove points are shown for one share of removed points.
+    """
     parts = []
     for experiment, name, better in (
         ("retraining", "accuracy, top {} removed", "lower"),
@@ -64,7 +68,7 @@ def measures(results: Results) -> pd.DataFrame:
 
 
 def _per_point(found: pd.DataFrame) -> Iterator[Table]:
-    """Scores of single points at the price of groups, beside TracIn of single points and of groups."""
+    """Yield a table of single-point scores at the cost of groups, next to TracIn of single points and of groups."""
     found = found[found["aggregation"] == "sum"]
     settings = found.loc[found["method"] == PER_POINT, "setting"].unique()
     names = list(dict.fromkeys(found["measure"]))
@@ -92,7 +96,7 @@ def _per_point(found: pd.DataFrame) -> Iterator[Table]:
 
 
 def _pairs(one: pd.DataFrame, other: pd.DataFrame, name: str, title: str, variants: str) -> Iterator[Table]:
-    """Two variants in one cell wherever both were run, by group size."""
+    """Yield a table by group size with two variants in one cell, for all cases in which both were run."""
     both = one.merge(other, on=["setting", "method", "grouping", "group_size", "measure"], suffixes=("", "_other"))
     rows = both.assign(stderr=float("nan")).to_dict("records")
     cells = [f"{_shown(row)} / {_shown(row | {'mean': row['mean_other']})}" for row in rows]
@@ -101,7 +105,7 @@ def _pairs(one: pd.DataFrame, other: pd.DataFrame, name: str, title: str, varian
 
 
 def _grouping_seeds(found: pd.DataFrame) -> Iterator[Table]:
-    """How much a result depends on the seed of the grouping."""
+    """Yield a table that shows how much a result depends on the seed of the grouping."""
     several = found[(found["grouping_seeds"] > 1) & (found["aggregation"] == "sum")]
     cells = [_shown(row | {"stderr": row["spread"]}) for row in several.to_dict("records")]
     count = int(several["grouping_seeds"].max()) if len(several) else 0
@@ -111,7 +115,7 @@ def _grouping_seeds(found: pd.DataFrame) -> Iterator[Table]:
 
 
 def _by_size(found: pd.DataFrame, name: str, title: str, note: str) -> Iterator[Table]:
-    """Cells by group size; a line for every setting, measure, method and grouping."""
+    """Yield a table of cells by group size, with a line for every setting, measure, method and grouping."""
     if found.empty:
         return
     sizes = sorted(found["group_size"].unique())

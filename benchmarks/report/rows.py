@@ -1,6 +1,6 @@
 """Rows of one or more result folders as one pandas frame, ready for tables and figures.
 
-A *setting* is a data set with a model at one size, e.g. ``"HELOC / ANN-S"``; stand-in data is part of its name.
+A *setting* is a data set with a model at one size, e.g. ``"HELOC / ANN-S"``. Its name tells if the data is a stand-in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STAND_IN = "stand-in data"
 
 @dataclass(frozen=True)
 class Run:
-    """A result folder: where it is and how it was made."""
+    """A result folder: its path, and the config that says how it was made."""
 
     path: Path
     config: dict[str, Any]
@@ -34,19 +34,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Results:
-    """Everything a report is made from.
+    """The data that a report is made from.
 
     Attributes:
         runs: the folders.
-        rows: one line per row, with the columns `setting`, `folder`, `nearby` (copies of every model that what-if
-            explains) and the seconds of each part added.
+        rows: one line per row, with additional columns: `setting`, `folder`, `nearby` (number of copies of every model
+            that what-if explains) and the seconds of each part.
     """
 
     runs: tuple[Run, ...]
     rows: pd.DataFrame
 
     def of(self, experiment: str) -> pd.DataFrame:
-        """The rows of one experiment, without columns that are empty there."""
+        """Return the rows of one experiment, without the columns that are empty in it."""
         rows = self.rows[self.rows["experiment"] == experiment]
         return rows if rows.empty else rows.dropna(axis=1, how="all")
 
@@ -57,10 +57,10 @@ class Results:
 
 
 def read(folders: Sequence[Path]) -> Results:
-    """The rows of all folders; where two folders hold the same row, the later folder's counts.
+    """Read the rows of all folders; if two folders hold the same row, the row of the later folder counts.
 
     Raises:
-        ValueError: if no folder is given or one has no rows; the message names it.
+        ValueError: no folder is given, or a folder has no rows; the message names the folder.
     """
     if not folders:
         raise ValueError("folders is empty: name at least one result folder, e.g. results/20250101-120000-check.")
@@ -83,14 +83,14 @@ def read(folders: Sequence[Path]) -> Results:
 
 
 def merged(frame: pd.DataFrame, by: Iterable[str], values: str = "values") -> pd.DataFrame:
-    """One line per combination of `by`: mean, standard error, spread over grouping seeds, and mean seconds.
+    """Return one line per combination of `by`: mean, standard error, spread over grouping seeds, and mean seconds.
 
-    Values of the same model seed are averaged over grouping seeds first, so the standard error is over model seeds and
-    does not shrink by drawing more groupings of the same models.
+    Values of the same model seed are first averaged over grouping seeds. So the standard error is over model seeds, and
+    more groupings of the same models do not make it smaller.
 
     Returns:
         The columns of `by` with mean, stderr (nan for a single seed), seeds, grouping_seeds, spread (standard deviation
-        of the means of the grouping seeds), and seconds_* where the rows have them.
+        of the means of the grouping seeds), and seconds_* if the rows have them.
     """
     by = list(by)
     lines = []
@@ -111,7 +111,10 @@ def merged(frame: pd.DataFrame, by: Iterable[str], values: str = "values") -> pd
 
 
 def _seed_means(rows: pd.DataFrame, values: str) -> np.ndarray:
-    """Values of each model seed, averaged over the rows that have it; by place where a row does not name its seeds."""
+    """Return the values of each model seed, averaged over the rows that have it.
+
+    If a row does not name its seeds, the position of a value stands for its seed.
+    """
     named = rows["model_seeds"] if "model_seeds" in rows else [None] * len(rows)
     by_seed: dict[int, list[float]] = {}
     for seeds, found in zip(named, rows[values], strict=True):
@@ -122,7 +125,8 @@ def _seed_means(rows: pd.DataFrame, values: str) -> np.ndarray:
 
 
 def ordered(frame: pd.DataFrame, by: Sequence[str] = ("setting", "method", "grouping", "group_size")) -> pd.DataFrame:
-    """Rows sorted as in the paper: no and random removal first, its methods, then ours; its groupings; sizes."""
+    """Sort rows as in the paper: first no removal and random removal, then the paper's methods, then ours; within a
+    method by grouping in the paper's order, then by size."""
     first = {
         "setting": (),
         "data": DATA_SETS,
@@ -134,25 +138,25 @@ def ordered(frame: pd.DataFrame, by: Sequence[str] = ("setting", "method", "grou
     def rank(column: pd.Series) -> pd.Series:
         if column.name not in first:
             return column
-        names = dict.fromkeys([*first[column.name], *column])  # what is not in the paper comes last, as it came
+        names = dict.fromkeys([*first[column.name], *column])  # names that are not in the paper come last, in order
         return column.map({name: at for at, name in enumerate(names)})
 
     return frame.sort_values([name for name in by if name in frame], key=rank, kind="stable").reset_index(drop=True)
 
 
 def of_protocol(rows: pd.DataFrame, protocol: str = HALVES) -> pd.DataFrame:
-    """The rows of LDS by one protocol; protocols are never mixed."""
+    """Return the rows of LDS for one protocol; protocols are never mixed."""
     return rows[rows["protocol"] == protocol] if "protocol" in rows else rows[:0]
 
 
 def of_sums(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows whose groups add up their members' scores; the mean has a table of its own."""
+    """Return the rows in which a group's score is the sum over its members; another table shows the mean."""
     filled = completed(rows)
     return filled[filled["aggregation"] == "sum"]
 
 
 def completed(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows with the usual value where a baseline leaves grouping, size or aggregation out."""
+    """Return rows in which missing values of grouping, size and aggregation, as in baselines, have the usual value."""
     filled = rows.copy()
     for column, usual in (("aggregation", "sum"), ("grouping", SINGLE_POINTS), ("group_size", 1)):
         filled[column] = rows[column].fillna(usual) if column in rows else usual
@@ -160,14 +164,17 @@ def completed(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_ceiling(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of LDS that know what retraining with other seeds reaches; one seed alone cannot."""
+    """Return the rows of LDS that have a ceiling, which is what retraining with other seeds reaches.
+
+    Rows with one seed have none.
+    """
     if "ceiling" not in rows:
         return rows[:0].assign(ceiling=0.0)
     return rows.dropna(subset="ceiling").astype({"ceiling": float})
 
 
 def mean_interval(intervals: pd.Series) -> tuple[float, float]:
-    """The mean of the intervals of several grouping seeds: as wide as one of them, never narrower."""
+    """Return the mean of the intervals of several grouping seeds; it is as wide as they are on average."""
     pairs = [one for one in intervals if isinstance(one, (list, tuple)) and len(one) == 2]
     if not pairs:
         return np.nan, np.nan
@@ -176,13 +183,13 @@ def mean_interval(intervals: pd.Series) -> tuple[float, float]:
 
 
 def data_model(rows: pd.DataFrame, setting: str) -> tuple[str, str]:
-    """Data set and model of a setting."""
+    """Return the data set and the model of a setting."""
     first = rows[rows["setting"] == setting].iloc[0]
     return str(first["data"]), str(first["model"])
 
 
 def seed_count(found: pd.DataFrame) -> str:
-    """In words, how many seeds are behind `merged` values, by setting where they differ."""
+    """Return words that say how many seeds the `merged` values have, for each setting if the numbers differ."""
     counts = {str(setting): _range(some["seeds"]) for setting, some in found.groupby("setting", sort=False)}
     texts = set(counts.values())
     text = texts.pop() if len(texts) == 1 else "; ".join(f"{setting}: {count}" for setting, count in counts.items())
@@ -196,7 +203,10 @@ def _range(counts: pd.Series) -> str:
 
 
 def lines_by_size(rows: pd.DataFrame, keys: Sequence[str], cell: Callable[[pd.DataFrame], str]) -> list[list[str]]:
-    """A line for each combination of `keys`: their names, then `cell` of the rows of every group size; else a dash."""
+    """Return a line for each combination of `keys`: their names, then `cell` of the rows of every group size.
+
+    A group size without rows gets a dash.
+    """
     sizes, lines = sorted(rows["group_size"].unique()), []
     for names, some in rows.groupby(list(keys), sort=False):
         cells = {size: cell(one) for size, one in some.groupby("group_size")}
@@ -206,24 +216,24 @@ def lines_by_size(rows: pd.DataFrame, keys: Sequence[str], cell: Callable[[pd.Da
 
 
 def methods_by_size(rows: pd.DataFrame) -> list[str]:
-    """Methods with more than one group size: only they have a curve."""
+    """Return the methods with more than one group size, because only these have a curve."""
     counts = rows.groupby("method", sort=False)["group_size"].nunique()
     return [str(name) for name, count in counts.items() if count > 1 and name not in BASELINES]
 
 
 def grouping_title(name: str) -> str:
-    """A grouping's name in tables and legends."""
+    """Return the name of a grouping for tables and legends."""
     return "single points" if name == SINGLE_POINTS else name
 
 
 def slug(name: str) -> str:
-    """A name as part of a file name: ``"HELOC / ANN-S"`` → ``"heloc-ann-s"``."""
+    """Return a name as part of a file name: ``"HELOC / ANN-S"`` → ``"heloc-ann-s"``."""
     letters = "".join(letter if letter.isalnum() else "-" for letter in name.lower())
     return "-".join(part for part in letters.split("-") if part)
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with `seconds` as columns seconds_grouping, …, and their sum, and the recipe's epochs as a column."""
+    """Return a row with separate columns for the parts of `seconds`, their sum, and the epochs of the recipe."""
     flat = {name: value for name, value in row.items() if name not in ("seconds", "recipe")}
     if isinstance(row.get("recipe"), dict):
         flat["epochs"] = row["recipe"].get("epochs")
@@ -234,7 +244,10 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(frame: pd.DataFrame) -> pd.Series:
-    """Names of settings, with training points and epochs where one experiment has several for a data set and model."""
+    """Return the names of settings.
+
+    A name has training points and epochs if one experiment has several of them for the same data set and model.
+    """
     names = frame["data"].astype(str) + " / " + frame["model"].astype(str)
     marked = names
     for column, title in (("train_points", "points"), ("epochs", "epochs")):

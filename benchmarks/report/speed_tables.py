@@ -1,4 +1,4 @@
-"""Tables of the comparison of speed: how many times faster than the original, and what grouping costs beside it."""
+"""Tables of the comparison of speed: how many times faster than the original, and what the grouping costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOTES = {
 
 
 def speed_tables(results: Results) -> Iterator[Table]:
-    """One table for each question, then the time of grouping."""
+    """Yield one table for each question, then a table of the time of grouping."""
     rows = [row for row in results.of("speed").to_dict("records") if row["status"] == "measured"]
     for question, name, title in (
         (ONE_PROPERTY, "speed", "How many times faster than the original: one property, the mean test loss"),

@@ -1,4 +1,4 @@
-"""How figures look: colours safe for colour-blind readers (Okabe and Ito), a marker for each, legends outside."""
+"""Style of figures: colours for colour-blind readers (Okabe and Ito), a marker for each colour, legends outside."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ _SETTINGS: dict[Any, Any] = {
     "lines.linewidth": 1.4,
     "lines.markersize": 5,
     "hatch.linewidth": 0.5,
-    "svg.hashsalt": "ggda",  # the same rows give the same file
-    "svg.fonttype": "none",  # text stays text: a third of the size, can be searched; other fonts are narrower
+    "svg.hashsalt": "ggda",  # so that the same rows give the same file
+    "svg.fonttype": "none",  # text stays text: a third of the size, searchable; other fonts are narrower
 }
-_TITLE_LETTER, _LEGEND_LETTER, _LEGEND_SIGN, _LEGEND_LINE = 0.1, 0.075, 0.62, 0.19  # inches, on the wide side
-_TELEPHONE = 3.9  # inches: at 390 px text has the size it has on the wide side
+_TITLE_LETTER, _LEGEND_LETTER, _LEGEND_SIGN, _LEGEND_LINE = 0.1, 0.075, 0.62, 0.19  # inches, rounded up
+_TELEPHONE = 3.9  # inches: at 390 px text has the same size as in the wide figure
 NARROW = "narrow"
 LOWER, HIGHER = "lower is better", "higher is better"
 Draw = Callable[[Axes, str], None]
@@ -79,12 +79,12 @@ class Picture:
     """A figure on disk.
 
     Attributes:
-        name: file name without its end.
-        title: what it shows.
+        name: file name without its extension.
+        title: what the figure shows.
         caption: how to read it.
         svg: the vector file.
         png: the pixel file.
-        narrow: the same with its panels in one column, for a telephone.
+        narrow: a vector file with the panels in one column, for a phone.
     """
 
     name: str
@@ -97,13 +97,13 @@ class Picture:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Inside, figures are drawn in the report's style; settings of the caller come back after."""
+    """Draw figures in the report's style inside the block; restore the caller's settings afterwards."""
     with matplotlib.rc_context(_SETTINGS):
         yield
 
 
 def grid(panels: Sequence[str], columns: int, draw: Draw, height: float = 2.5, width: float = 3.4) -> Figure:
-    """A figure with one panel per name, in rows of at most `columns`; no panel stays empty."""
+    """Return a figure with one panel per name, in rows of at most `columns`; there are no empty panels."""
     columns = min(columns, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(width * columns + 0.4, height * rows + 0.9), layout="constrained")
@@ -117,9 +117,9 @@ def grid(panels: Sequence[str], columns: int, draw: Draw, height: float = 2.5, w
 
 
 def finish(figure: Figure, title: str, handles: Sequence[Artist]) -> Figure:
-    """Title above, with stand-in data marked in colour by the setting's own name; legend below the panels.
+    """Add a title above the panels and a legend below them.
 
-    Both take the lines and columns that fit the figure's width.
+    The title is red if the setting has stand-in data. Lines and columns are chosen to fit the width of the figure.
     """
     width = figure.get_figwidth()
     lines = textwrap.fill(title, int(width / _TITLE_LETTER))
@@ -135,14 +135,14 @@ def finish(figure: Figure, title: str, handles: Sequence[Artist]) -> Figure:
 def save(
     figure: Figure, folder: Path, name: str, title: str, handles: Sequence[Artist], caption: str
 ) -> Picture:  # fmt: skip
-    """Give the figure its title and legend; write it as SVG and PNG, and as SVG with its panels in one column."""
+    """Add title and legend to a figure; write it as SVG and PNG, and as SVG with its panels in one column."""
     finish(figure, title, handles)
     picture = Picture(
         name, title, caption, folder / f"{name}.svg", folder / f"{name}.png", folder / NARROW / f"{name}.svg"
     )
     picture.narrow.parent.mkdir(parents=True, exist_ok=True)
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # laid out once for both files
+    figure.set_layout_engine("none")  # both files use the same layout
     figure.savefig(picture.svg, metadata={"Date": None})
     figure.savefig(picture.png, dpi=150)
     _in_one_column(figure, title).savefig(picture.narrow, metadata={"Date": None})
@@ -150,7 +150,7 @@ def save(
 
 
 def _in_one_column(figure: Figure, title: str) -> Figure:
-    """The figure with its panels one below the other, as wide as the screen of a telephone."""
+    """Change the figure to one column of panels, as wide as the screen of a phone, and return it."""
     panels = figure.axes
     rows = len({panel.get_position().y0 for panel in panels})
     height = figure.get_figheight() / rows
@@ -167,7 +167,7 @@ def _in_one_column(figure: Figure, title: str) -> Figure:
 
 
 def method_look(method: str, among: Sequence[str]) -> tuple[str, str]:
-    """Colour and marker of a method: the paper's four have their own, others take the next free ones."""
+    """Return colour and marker of a method. Methods in `OF_METHOD` have their own; others take the next free ones."""
     if method in OF_METHOD:
         return OF_METHOD[method]
     others = [name for name in among if name not in OF_METHOD]
@@ -176,12 +176,12 @@ def method_look(method: str, among: Sequence[str]) -> tuple[str, str]:
 
 
 def line(label: str, color: str, marker: str = "", style: Any = "-", size: float | None = None) -> Line2D:
-    """A legend entry."""
+    """Return a legend entry."""
     return Line2D([], [], color=color, marker=marker, linestyle=style, label=label, markersize=size)
 
 
 def log_axis(axis: Axes, unit: str = "") -> None:
-    """The x axis logarithmic, with plain numbers, at least a factor of four wide, labels that do not collide."""
+    """Make the x axis logarithmic and at least a factor of four wide, with plain numbers that do not overlap."""
     axis.set_xscale("log")
     low, high = axis.get_xlim()
     if high / low < 4:
@@ -195,7 +195,7 @@ def log_axis(axis: Axes, unit: str = "") -> None:
 
 
 def size_axis(axis: Axes, sizes: Sequence[float]) -> None:
-    """The x axis for group sizes: logarithmic, a tick for every size."""
+    """Make the x axis logarithmic, with a tick for every group size."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(sizes), [f"{size:g}" for size in sizes])
     axis.xaxis.set_minor_locator(NullLocator())
@@ -204,7 +204,7 @@ def size_axis(axis: Axes, sizes: Sequence[float]) -> None:
 
 
 def share_y(figure: Figure) -> None:
-    """All panels of a figure with the same y axis."""
+    """Give all panels of a figure the same y axis."""
     limits = [axis.get_ylim() for axis in figure.axes]
     for axis in figure.axes:
         axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))

@@ -1,4 +1,4 @@
-"""All tables of a report, in its order; one module per experiment."""
+"""All tables of a report, in the order of the report. Each experiment has its own module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.report.what_if_tables import what_if_tables
 
 
 def all_tables(results: Results) -> Iterator[Table]:
-    """Every table the rows allow."""
+    """Yield every table that the rows allow."""
     yield from check_tables(results)
     yield from speed_tables(results)
     yield from retraining_tables(results.of("retraining"))

@@ -1,4 +1,4 @@
-"""One sentence for each section of the page: what its tables and figures come to."""
+"""One sentence for each section of the page, which sums up its tables and figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING = ""
 
 
 def check(results: Results) -> str:
-    """How far the furthest score is off."""
+    """Say how many comparisons are equal, and how large the largest difference is."""
     rows = results.of("check")
     compared = rows[rows["status"].isin(["equal", "differs"])] if not rows.empty else rows
     if compared.empty:
@@ -29,7 +29,7 @@ def check(results: Results) -> str:
 
 
 def speed(results: Results) -> str:
-    """By toolkit, for one property; and for test points."""
+    """Give the median speed-up for one property by toolkit, and for test points."""
     rows = results.of("speed").to_dict("records")
     cells = pd.DataFrame(headline(rows))
     if cells.empty:
@@ -51,12 +51,12 @@ def speed(results: Results) -> str:
 
 
 def retraining(results: Results) -> str:
-    """What removing the most important points does, against removing random ones."""
+    """Give the accuracy without the most important points, compared with removing random points."""
     return _removal(results, "retraining", "most", "lower")
 
 
 def pruning(results: Results) -> str:
-    """The same for the least important points."""
+    """Give the accuracy without the least important points, compared with removing random points."""
     return _removal(results, "pruning", "least", "higher")
 
 
@@ -81,7 +81,7 @@ def _removal(results: Results, experiment: str, which: str, better: str) -> str:
 
 
 def noisy(results: Results) -> str:
-    """How much better than chance wrong labels are found."""
+    """Say how much better than chance wrong labels are found."""
     rows = results.of("noisy")
     if rows.empty:
         return NOTHING
@@ -96,7 +96,7 @@ def noisy(results: Results) -> str:
 
 
 def lds(results: Results) -> str:
-    """The best method, and what is possible."""
+    """Give the LDS of every method, the best first, and the ceiling."""
     found = fidelity(results)
     if found is None:
         return NOTHING
@@ -106,7 +106,7 @@ def lds(results: Results) -> str:
 
 
 def costs(results: Results) -> str:
-    """What a large group saves over single points."""
+    """Say how much less the largest groups cost than single points."""
     found = cost(results)
     if found.empty:
         return NOTHING
@@ -128,4 +128,4 @@ OF_SECTION: dict[str, Callable[[Results], str]] = {
     "lds": lds,
     "cost": costs,
 }
-"""The first prefix of a section's tables → its sentence; empty without rows."""
+"""First prefix of a section's tables → function that makes its sentence, which is empty without rows."""

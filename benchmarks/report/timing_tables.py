@@ -1,4 +1,7 @@
-"""Tables of `python -m benchmarks speed`, one for each part, from the files it writes; for documents, by --document."""
+"""Tables of `python -m benchmarks speed`, one for each part, made from the files that it writes.
+
+They are written into a document that is given by --document.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ _TITLES = {
 
 
 def timing_tables(folders: Sequence[Path]) -> Iterator[Table]:
-    """The rows of all folders by part; of the same case in two folders the later one counts.
+    """Yield a table of the rows of all folders for each part. If two folders have the same case, the later one counts.
 
     Raises:
-        ValueError: a folder's file is not one that `speed` wrote.
+        ValueError: the file of a folder was not written by `speed`.
     """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     abouts: dict[str, str] = {}

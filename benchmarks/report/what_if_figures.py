@@ -1,4 +1,4 @@
-"""Figures of counterfactuals: predicted against retrained losses, and fidelity against the time it takes."""
+"""Figures of counterfactuals: predicted against retrained losses, and fidelity against time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from benchmarks.report.lds_tables import CEILINGS
 from benchmarks.report.rows import Results, grouping_title, mean_interval, of_protocol, of_sums, ordered, slug
 from benchmarks.report.style import GREY, ORANGE, SERIES, Picture, grid, line, log_axis, save
 
-_BESIDE = INFLUENCE  # the additive method that stands beside what-if
+_BESIDE = INFLUENCE  # the additive method that is shown next to what-if
 _LINES = {"ceiling": ("ceiling: other seeds", ":"), "additive_ceiling": ("best additive score", "--")}
 assert set(_LINES) == {column for column, _ in CEILINGS}
 
 
 def predicted_figures(results: Results, folder: Path) -> Iterator[Picture]:
-    """Per setting: losses predicted by additive influence and by what-if against those of retrained models."""
+    """Draw for each setting the losses predicted by additive influence and by what-if against those of retrained
+    models."""
     for setting, rows in _halves(results):
         if "predicted" not in rows:
             continue
@@ -60,7 +61,7 @@ _SHADES = ("#0072B2", "#56B4E9", "#004466")
 
 
 def fidelity_figures(results: Results, folder: Path) -> Iterator[Picture]:
-    """Per setting and grouping: LDS against CPU seconds, a point for each method, the two ceilings as lines."""
+    """Draw for each setting and grouping LDS against CPU seconds: a point for each method, a line for each ceiling."""
     for setting, rows in _halves(results):
         if "seconds_total" not in rows:
             continue
@@ -113,7 +114,7 @@ def _fidelity(setting: str, panels: dict[str, pd.DataFrame], folder: Path) -> Pi
 
 
 def _look(method: str, methods: list[str]) -> tuple[str, str]:
-    """Colour and marker of a method; no two of a figure are alike."""
+    """Return colour and marker of a method; no two methods of a figure have the same pair."""
     at = methods.index(method)
     return SERIES[at % len(SERIES)][0], _MARKERS[at % len(_MARKERS)]
 
@@ -122,7 +123,7 @@ _MARKERS = "os^DvP*X<>d"
 
 
 def _halves(results: Results) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The rows of LDS with halves of the groups, by setting."""
+    """Yield each setting with its rows of LDS for halves of the groups."""
     rows = of_protocol(results.of("lds"))
     if not rows.empty:
         for setting, some in ordered(of_sums(rows)).groupby("setting", sort=False):

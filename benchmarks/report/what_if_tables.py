@@ -1,4 +1,4 @@
-"""Two tables of counterfactuals: how well predictions follow models that were really retrained, in rank and in size."""
+"""Two tables of counterfactuals: how well predictions agree with really retrained models, in rank and in size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _NONE = "–"
 
 
 def what_if_tables(rows: pd.DataFrame) -> Iterator[Table]:
-    """One line for every protocol and grouping where what-if was asked: all predictors, then levels of what-if."""
+    """Yield two tables: LDS of all predictors, and the levels that what-if predicts.
+
+    They have lines for every protocol and grouping on which what-if was run.
+    """
     if rows.empty or WHAT_IF not in set(rows["method"]):
         return
     ranks, levels, present = [], [], set(rows["method"])
@@ -66,7 +69,7 @@ def what_if_tables(rows: pd.DataFrame) -> Iterator[Table]:
 
 
 def _rank(line: pd.DataFrame, whole: bool) -> str:
-    """The mean LDS of a predictor over grouping seeds; whole, with its interval and the value of each."""
+    """Return the mean LDS of a predictor over grouping seeds; with `whole`, also its interval and the single values."""
     known = line[line["mean"].notna()]
     if known.empty:
         return _NONE

@@ -1,4 +1,4 @@
-"""`python -m benchmarks speed`: every strategy and every toolkit on the same work, as ratios in one process."""
+"""`python -m benchmarks speed`: times every strategy and toolkit on the same work, in one process, and shows ratios."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def run(
     path: Path | None = None,
     ranks: int | None = None,
 ) -> list[Row]:
-    """Measure the parts, print a table that grows as rows come in, and write JSON to `path`.
+    """Measure the parts, print each row of the table as soon as it is measured, and write JSON to `path`.
 
-    With `ranks`, that many processes are measured against one instead. Rows that are done stay on disk if the run is
-    stopped.
+    With `ranks`, this many processes are compared with one process instead. If the run is stopped, the rows measured so
+    far stay on disk.
     """
     torch.set_num_threads(threads)
     found: list[Row] = []
@@ -44,13 +44,13 @@ def run(
 
 
 def header() -> str:
-    """The table's first line."""
+    """Return the first line of the table."""
     left = f"{'part':8} {'model':20} {'case':36} {'size':>5} {'CPU s':>8}"
     return f"{left}  {'ratio':>7} {'unit':9} {'goal':>6}      against"
 
 
 def line(row: Row) -> str:
-    """One row of the table."""
+    """Return the line of one row of the table."""
     bound = "" if row.goal is None else f"{'≥' if row.unit == 'x faster' else '≤'}{row.goal:g}"
     mark = {None: "    ", True: " ok ", False: "MISS"}[row.reached]
     size = "" if row.group_size is None else str(row.group_size)
@@ -69,7 +69,7 @@ def _rows(parts: Iterable[str], quick: bool, ranks: int | None) -> Iterator[Row]
 
 
 def write(rows: list[Row], path: Path, threads: int, quick: bool) -> None:
-    """Write rows as JSON, whole or not at all."""
+    """Write rows as JSON, completely or not at all."""
     about = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "python": sys.version.split()[0],

@@ -1,7 +1,7 @@
-"""ggda_captum next to Captum on the same work: a mean test loss, 100 test points, the last layer, memory.
+"""Compares ggda_captum with Captum on the same work: a mean test loss, 100 test points, the last layer, memory.
 
-Captum is given its best batch size for each mode (64 sample-wise, 16 without, 2,048 for the last layer); a mean
-test loss is Captum's ``aggregate=True`` over the test set, its cheapest way to say it.
+Captum gets its best batch size for each mode (64 sample-wise, 16 in default mode, 2,048 for the last layer). For a mean
+test loss Captum uses ``aggregate=True`` over the test set, which is its cheapest way.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Work:
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
-    """Speed-ups over Captum, and memory by number of groups."""
+    """Yield rows with speed-ups over Captum, and with memory by number of groups."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Captum's remarks on inputs that require no gradient
+        warnings.simplefilter("ignore")  # Captum warns about inputs that require no gradient
         work = Work(2_048 if quick else 10_240)
         yield from _all_layers(work)
         yield from _last_layer(work)
@@ -100,7 +100,7 @@ def _last_layer(work: Work) -> Iterator[Row]:
 
 
 def _memory(work: Work) -> Iterator[Row]:
-    """Peak memory with many groups, as a multiple of that with few."""
+    """Yield rows with the peak memory for many groups, as a multiple of the peak memory for few groups."""
     mean = properties.mean_loss(work.tests, nn.CrossEntropyLoss())
     for what, call in {
         "mean test loss": lambda influence: influence.influence(property=mean),
@@ -109,7 +109,7 @@ def _memory(work: Work) -> Iterator[Row]:
         peaks = {}
         for size in (1024, 4):
             influence = work.tracin(ggda_captum, "sum", 64, groups=work.groups(size))
-            call(influence)  # what stays resident for good is not counted
+            call(influence)  # a first call, so that memory which stays allocated is not counted
             peaks[size] = peak_bytes(lambda call=call, influence=influence: call(influence))  # type: ignore[misc]
         few, many = peaks[1024], peaks[4]
         if few and many:
@@ -120,7 +120,7 @@ def _memory(work: Work) -> Iterator[Row]:
 
 
 def _memory_of_one_batch(work: Work) -> Iterator[Row]:
-    """Peak memory for a few points in one batch, as a multiple of what Captum's default mode needs for them."""
+    """Yield a row with the peak memory for a few points in one batch, compared with that of Captum's default mode."""
     points = 256
     small = Work(points)
     plain = small.tracin(captum.influence, "none", points)

@@ -1,4 +1,4 @@
-"""The core's strategies in multiples of one forward+backward pass, and against per-point toolkits on the same work."""
+"""Times the core's strategies in multiples of one forward+backward pass, and against per-point toolkits."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Pair = tuple[Tensor, Tensor]
 GROUP_SIZES = (1, 4, 16, 64, 256, 1024)
 TESTS = 100
 SLOW_CALLS = 2_000
-"""More backward calls or per-sample gradients than this are not timed: the table says so."""
+"""Strategies that need more backward calls or per-sample gradients than this are not timed."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A model with data of the right shape; `n` points, fewer with ``--quick``."""
+    """A model with made data of the right shape: `n` points, or `quick_n` with ``--quick``."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -60,7 +60,8 @@ SETTINGS = [
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
-    """One property for every strategy, model and group size; many test points; the per-point toolkits."""
+    """Yield all rows: one property for every strategy, model and group size; costs of first calls; predicted costs;
+    many test points; the per-point toolkits; memory."""
     for setting in SETTINGS:
         if quick and setting.name == "ResNet-18":
             continue
@@ -75,25 +76,28 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 
 def training_pass(model: nn.Module, data: IndexedData, batch_size: int) -> None:
-    """One forward+backward pass over the data, as training does it."""
+    """Run one forward+backward pass over the data, as training does."""
     loss, parameters = OutputLoss(LOSS), list(model.parameters())
     for _, batch in data.sequential(batch_size):
         torch.autograd.grad(loss.total(model, batch), parameters)
 
 
 def passes(model: nn.Module, data: DataLike, batch_sizes: tuple[int, ...]) -> dict[str, Callable[[], None]]:
-    """Cases that run one pass at each batch size; the fastest of them is the unit of measurement."""
+    """Return cases that run one pass at each batch size; the fastest of them is the unit of measurement."""
     indexed = IndexedData(data)
     return {f"pass {size}": lambda size=size: training_pass(model, indexed, size) for size in batch_sizes}  # type: ignore[misc]
 
 
 def unit_of(times: dict[str, float]) -> float:
-    """The fastest pass among measured cases."""
+    """Return the seconds of the fastest pass among measured cases."""
     return min(seconds for name, seconds in times.items() if name.startswith("pass "))
 
 
 def one_property(setting: Setting, quick: bool) -> Iterator[Row]:
-    """Mean loss of up to 100 test points, 1 % of the training points: the whole call, checks included."""
+    """Time the whole call, with its checks, for one property: the mean loss of test points.
+
+    There are 1 % as many test points as training points, at least 4 and at most 100.
+    """
     torch.manual_seed(0)
     n = setting.quick_n if quick else setting.n
     model, data = setting.build(), setting.data(n)
@@ -123,7 +127,7 @@ def one_property(setting: Setting, quick: bool) -> Iterator[Row]:
 
 
 def fixed_cost(setting: Setting) -> Iterator[Row]:
-    """What a first call costs before the pass: comparing strategies with autograd; and a second call with the same."""
+    """Time the work before the pass, which is the probe: in a first call, and in a second call with the same model."""
     n = min(setting.quick_n, 1000)
     data, groups = setting.data(n), Groups(np.arange(n) // 4)
     fresh = iter([setting.build() for _ in range(12)])
@@ -144,7 +148,10 @@ def fixed_cost(setting: Setting) -> Iterator[Row]:
 
 
 def small_data(setting: Setting) -> Iterator[Row]:
-    """A whole call on as many rows as HELOC has, where what is done once counts: for a model never seen, and again."""
+    """Time a whole call on as many points as HELOC has, for a new model and again.
+
+    With so few points, the work that is done once per call matters.
+    """
     n = 7_896
     data, groups = setting.data(n), Groups(np.arange(n) // 64)
     goal = properties.mean_loss(take(data, n // 100), LOSS)
@@ -161,7 +168,10 @@ def small_data(setting: Setting) -> Iterator[Row]:
 
 
 class _Encoder(nn.Module):
-    """Attention layers whose weights are used without calling them, so that only strategies without layers serve."""
+    """Attention layers that use weights of modules without calling the modules.
+
+    So only strategies that do not need layers can be used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,9 +190,9 @@ def _normalised() -> nn.Module:
 
 
 def predictions() -> Iterator[Row]:
-    """What `plan.explain` promises against what a call costs, on models that not every strategy can serve."""
+    """Compare the cost that the plan predicts with the measured cost, on models that some strategies cannot handle."""
     torch.manual_seed(0)
-    tokens, features = torch.randint(0, 1000, (512, 32)), torch.randn(8192, 64)  # a pass is longer than a call's start
+    tokens, features = torch.randint(0, 1000, (512, 32)), torch.randn(8192, 64)  # a pass takes longer than call set-up
     for name, model, x in (("Encoder", _Encoder().eval(), tokens), ("weight norm", _normalised(), features)):
         n, y = len(x), torch.randint(0, 2, (len(x),))
         cases: dict[str, Callable[[], Any]] = dict(passes(model, (x, y), (64, 128, 512)))
@@ -195,7 +205,7 @@ def predictions() -> Iterator[Row]:
                 try:
                     promised[f"{strategy} {size}"] = provider.plan(1).passes
                 except ValueError:
-                    continue  # this strategy does not serve the model, and says so
+                    continue  # this strategy cannot handle the model and raises an error
                 v = torch.randn(1, provider.p)
                 cases[f"{strategy} {size}"] = lambda provider=provider, v=v: provider.scores(v)  # type: ignore[misc]
         times = best_times(cases, 3)
@@ -212,7 +222,8 @@ def _call(model: nn.Module, data: DataLike, groups: Groups, goal: Any, strategy:
 
 
 def many_directions(quick: bool) -> Iterator[Row]:
-    """ANN-L, 100 test points: P = I at group size 1 and 64, and any P on the test side (100 dense directions)."""
+    """Time ANN-L with 100 test points: P = I at group sizes 1 and 64, and any P on the test side (100 dense
+    directions)."""
     torch.manual_seed(0)
     n = 10_000 if quick else 20_000
     model, (x, y) = models.ann_l(), models.tabular(n, 784, 10)
@@ -241,7 +252,7 @@ def many_directions(quick: bool) -> Iterator[Row]:
 
 
 def per_point_toolkits(quick: bool) -> Iterator[Row]:
-    """ANN-L, one property at group size 1 against Captum's TracInCP (both modes), dattri's TracIn and vmap(grad)."""
+    """Compare ANN-L, one property, group size 1 with Captum's TracInCP (both modes), dattri's TracIn and vmap(grad)."""
     torch.manual_seed(0)
     n = 2_000 if quick else 5_000
     model, (x, y) = models.ann_l(), models.tabular(n, 784, 10)
@@ -252,7 +263,7 @@ def per_point_toolkits(quick: bool) -> Iterator[Row]:
         "dattri TracIn, no projection": _dattri(model, (x, y), tests),
         "vmap(grad)": _call(model, (x, y), Groups.singletons(n), goal, "persample"),
     }
-    for size in (10, 16, 32, 100):  # the fastest batch size counts for Captum
+    for size in (10, 16, 32, 100):  # for Captum the fastest batch size counts
         cases[f"Captum TracInCP, sample-wise trick, batch {size}"] = _captum(model, (x, y), tests, True, size)
         cases[f"Captum TracInCP, default, batch {size}"] = _captum(model, (x, y), tests, False, size)
     times = best_times(cases, 5, {name: 2 for name in cases if name != "auto"})
@@ -276,7 +287,7 @@ def _captum(model: nn.Module, train: Pair, tests: Pair, trick: bool, batch_size:
 def _dattri(model: nn.Module, train: Pair, tests: Pair) -> Callable[[], Tensor]:
     task = AttributionTask(models.loss_of_one(model), model, model.state_dict())
     tracin = TracInAttributor(task, weight_list=torch.ones(1), normalized_grad=False)
-    tracin.projector_kwargs = None  # dattri always projects unless told so afterwards
+    tracin.projector_kwargs = None  # dattri always projects unless this is set after construction
     train_loader, test_loader = (DataLoader(TensorDataset(*data), batch_size=50) for data in (train, tests))
 
     def run() -> Tensor:
@@ -287,7 +298,7 @@ def _dattri(model: nn.Module, train: Pair, tests: Pair) -> Callable[[], Tensor]:
 
 
 def memory(quick: bool) -> Iterator[Row]:
-    """Largest tensor memory beyond model and data while ANN-L is scored, for k from 10 to 50,000 groups."""
+    """Measure the peak memory beyond model and data while ANN-L is scored, for k from 10 to 50,000 groups."""
     n = 50_000
     model, (x, y) = models.ann_l(), models.tabular(n, 784, 10)
     goal = properties.mean_loss((x[:TESTS], y[:TESTS]), LOSS)

@@ -1,6 +1,7 @@
-"""dattri and ggda_dattri on the same work: LiSSA with its gain split into parts, TracIn, TRAK's cache, peak memory.
+"""Compares dattri and ggda_dattri on the same work: LiSSA, TracIn, TRAK's cache, and peak memory.
 
-dattri runs with training batches of 500, as in its own benchmark; LiSSA's depth is scaled down for both sides.
+The speed-up of LiSSA is split into steps. dattri runs with training batches of 500, as in its own benchmark. LiSSA's
+depth is reduced for both sides.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TESTS, GROUP_SIZE, TRAIN_BATCH = 100, 64, 500
 
 @dataclass(frozen=True)
 class Work:
-    """ANN-L with made data of MNIST's shape, as tasks of dattri's two conventions."""
+    """ANN-L with made data of MNIST's shape, as dattri tasks with a loss per batch and with a loss per example."""
 
     model: nn.Module
     train: TensorDataset
@@ -70,7 +71,7 @@ class Work:
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
-    """LiSSA, TracIn and TRAK on ANN-L; fewer points with `quick`."""
+    """Yield rows of LiSSA, TracIn and TRAK on ANN-L; there are fewer points with `quick`."""
     work = Work.make(1_000 if quick else 5_000)
     for part in (_lissa(work, depth=1 if quick else 3), _tracin(work), _trak(work)):
         yield from (replace(row, goal=None) if quick else row for row in part)  # the goals are set for 5,000 points
@@ -160,7 +161,7 @@ def _row(case: str, size: int, seconds: float, against: float, goal: float | Non
 
 
 def _memory(title: str, memory: dict[str, int | None], sizes: dict[str, int], note: str) -> Iterator[Row]:
-    """Peak memory of the grouped runs as a share of dattri's."""
+    """Yield rows with the peak memory of the grouped runs as a share of dattri's."""
     theirs = memory["dattri"]
     for name, size in sizes.items():
         ours = memory[name]
@@ -172,7 +173,7 @@ def _memory(title: str, memory: dict[str, int | None], sizes: dict[str, int], no
 
 
 def _group_scores(attributor: Any, work: Work) -> None:
-    """What grouping leaves of the training side: scores of all groups along the test vectors of one solve."""
+    """Run the part of the training side that remains with groups: scores of all groups, one vector per test point."""
     checkpoint = attributor._checkpoint(0)
     data, groups = attributor._train_data(work.train_loader())
     provider = checkpoint.groups(data, groups)
@@ -182,7 +183,10 @@ def _group_scores(attributor: Any, work: Work) -> None:
 def _measured(
     cases: dict[str, Callable[[], Any]], memory: dict[str, int | None], once: tuple[str, ...]
 ) -> dict[str, float]:
-    """CPU seconds of every case, and its peak memory: in the same run for the long ones, else in one more."""
+    """Return the CPU seconds of every case, and write its peak memory to `memory`.
+
+    Cases in `once` run once for both; the others run once more for memory.
+    """
 
     def remember(name: str) -> None:
         memory[name] = peak_bytes(cases[name])
@@ -195,7 +199,7 @@ def _measured(
 
 
 class _Clock:
-    """CPU seconds spent inside a function."""
+    """Sums up the CPU seconds spent inside a function."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -1,8 +1,8 @@
-"""What grouping costs and how good it is: Grad-K-Means next to one training pass, and next to scikit-learn.
+"""Cost and quality of grouping: Grad-K-Means, compared with one training pass and with scikit-learn.
 
-Times are those of the clustering alone, after the forward pass that makes the features (its time is in the note).
-With MNIST in the folder that the environment variable GGDA_DATA_DIR names (mnist.npz), the paper's observation is
-checked on real digits: the most important random groups mix helpful and harmful points, clusters of gradients do not.
+Times are for the clustering alone, after the forward pass that makes the features (its time is in the note). If the
+folder in the environment variable GGDA_DATA_DIR has MNIST (mnist.npz), the paper's observation is checked on real
+digits: the most important random groups mix helpful and harmful points, clusters of gradients do not.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from ggda_ext import properties
 from ggda_ext.grouping import GradKMeansGroups, Summary, random_groups
 
 LOSS = nn.CrossEntropyLoss()
-GOALS = {1024: 2.0, 256: 2.0, 64: 2.0, 16: 2.0, 4: 6.0}  # passes for the clustering, by mean group size
+GOALS = {1024: 2.0, 256: 2.0, 64: 2.0, 16: 2.0, 4: 6.0}  # mean group size → passes for the clustering
 INERTIA, SLOW_CLUSTERS = 1.05, 1000  # scikit-learn takes minutes for more clusters
 OBSERVED_SIZE, MOST_IMPORTANT = 64, 20
-ABOUT_HALF, NEARLY_ALL = 0.17, 0.05  # how far the share of positive members may be off; a third to two thirds
+ABOUT_HALF, NEARLY_ALL = 0.17, 0.05  # largest distance of the share of positive members from 0.5, and from 1
 EPOCHS = 5
 Pair = tuple[Tensor, Tensor]
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
-    """Cost by group size, inertia against scikit-learn, signs in the most important groups, cost of the diagnostics."""
+    """Yield all rows: cost by group size, inertia compared with scikit-learn, signs in the most important groups, and
+    cost of the diagnostics."""
     with threadpool_limits(torch.get_num_threads()):
         train, test, source = digits(20_000 if quick else 60_000)
         model, note = fitted(*train), f"{source}, n = {len(train[0]):,}"
@@ -42,7 +43,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 
 def costs(model: nn.Module, data: Pair, note: str, quick: bool) -> Iterator[Row]:
-    """Seconds of the clustering in training passes, and its inertia as a multiple of scikit-learn's."""
+    """Yield rows with the time of the clustering in training passes, and its inertia over that of scikit-learn."""
     builders = {size: GradKMeansGroups(model, LOSS, group_size=size, batch_size=1024, random_state=0) for size in GOALS}
     features = builders[64]
     cases = {**passes(model, data, (512, 1024, 2048)), "features": lambda: features.features(data)}
@@ -68,7 +69,8 @@ def costs(model: nn.Module, data: Pair, note: str, quick: bool) -> Iterator[Row]
 
 
 def signs(model: nn.Module, train: Pair, test: Pair, note: str) -> Iterator[Row]:
-    """Share of positive members in the most important groups, and what capped groups and the diagnostics cost."""
+    """Yield rows with the share of positive members in the most important groups, and with the cost of groups of
+    limited size and of the diagnostics."""
     goal = properties.mean_loss(test, LOSS)
     grad = GradKMeansGroups(model, LOSS, group_size=OBSERVED_SIZE, random_state=0)
     capped = GradKMeansGroups(model, LOSS, group_size=OBSERVED_SIZE, max_size=OBSERVED_SIZE, random_state=0)
@@ -98,7 +100,7 @@ def signs(model: nn.Module, train: Pair, test: Pair, note: str) -> Iterator[Row]
 
 
 def positive_share(summary: Summary) -> float:
-    """Share of members with a positive score in a group, mean over the groups with the highest scores."""
+    """Return the share of members with a positive score, averaged over the groups with the highest scores."""
     assert summary.scores is not None
     assert summary.same_sign is not None
     first = np.argsort(-summary.scores, kind="stable")[:MOST_IMPORTANT]
@@ -106,7 +108,7 @@ def positive_share(summary: Summary) -> float:
 
 
 def digits(n: int) -> tuple[Pair, Pair, str]:
-    """Training and test points of MNIST's shape, flattened, and where they come from."""
+    """Return training and test points of MNIST's shape, flattened, and their source."""
     path = Path(os.environ.get("GGDA_DATA_DIR", "")) / "mnist.npz"
     if path.exists():
         with np.load(path, allow_pickle=False) as found:
@@ -125,7 +127,7 @@ def _flat(images: np.ndarray, labels: np.ndarray) -> Pair:
 
 
 def fitted(x: Tensor, y: Tensor) -> nn.Module:
-    """ANN-L after a few epochs of Adam."""
+    """Return ANN-L after a few epochs of Adam."""
     torch.manual_seed(0)
     model = models.ann_l()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""Peak memory of a call: how far the process grew beyond what it held before, by the kernel's own account (Linux)."""
+"""Peak memory of a call: how much the process grows beyond its size before, as the kernel reports it (Linux)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_bytes(run: Callable[[], Any]) -> int | None:
-    """Growth of the resident set during the call, in bytes; None where the kernel does not tell."""
+    """Return the growth of the resident set during the call, in bytes; None if the kernel does not report it."""
     if not _RESET.exists():
         return None
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    _RESET.write_text("5")  # sets the high-water mark back to what is resident now
+    _RESET.write_text("5")  # resets the peak to the current resident set
     before = _field("VmRSS")
     run()
     return max(0, _field("VmHWM") - before)

@@ -1,7 +1,7 @@
-"""Several ranks with one thread each against one rank alone, in wall-clock time: the same scores, sooner.
+"""Compares several ranks, each with one thread, with one rank alone, in wall-clock time. The scores are the same.
 
 ``python -m benchmarks speed --ranks 2`` starts this module with `torchrun`. One rank alone and all ranks together take
-turns, with barriers around each turn, so that both see the same load of the machine.
+turns, with barriers around each turn, so that both run under the same load of the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ggda_ext.sharing import alone, rank, world_size
 
 GROUP_SIZE = 16
 EFFICIENCY = 0.85
-"""Share of the ideal speed-up that is the goal: 1.7 times faster on two ranks."""
+"""The goal, as a share of the ideal speed-up: on two ranks, 1.7 times faster."""
 SETTINGS: list[tuple[str, Callable[[], nn.Module], Callable[[int], DataLike], int, int]] = [
     ("ResNet-18, width 16", lambda: models.resnet18(16), models.images, 1024, 256),
     ("BERT, small", models.small_bert, models.texts, 1024, 256),
@@ -38,7 +38,7 @@ SETTINGS: list[tuple[str, Callable[[], nn.Module], Callable[[int], DataLike], in
 
 
 def rows(quick: bool = False, ranks: int = 2) -> Iterator[Row]:
-    """Measure with `ranks` processes on this machine."""
+    """Measure with `ranks` processes on this machine, and yield the rows."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ranks.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -63,11 +63,14 @@ def _row(found: dict[str, Any], ranks: int) -> Row:
 
 
 def _measure(name: str, build: Callable[[], nn.Module], data: DataLike, n: int, turns: int) -> dict[str, Any]:
-    """On every rank: the best of several turns of one rank alone and of all together, and whether scores agree."""
+    """Measure the best of several turns, of one rank alone and of all ranks together. Every rank calls this.
+
+    Raise an error if the scores of the ranks differ from each other or from those of one rank alone.
+    """
     torch.manual_seed(0)
     gradients = GroupGradients(build(), nn.CrossEntropyLoss(), data, Groups(torch.arange(n) // GROUP_SIZE))
     direction = torch.randn(1, gradients.p, generator=torch.Generator().manual_seed(1))
-    gradients.plan(direction)  # the look at the model is not what is timed
+    gradients.plan(direction)  # before the turns, because the choice of a strategy is not timed
 
     def one() -> Tensor | None:
         with alone():
@@ -96,7 +99,7 @@ def _measure(name: str, build: Callable[[], nn.Module], data: DataLike, n: int, 
 
 
 def main() -> None:
-    """What `torchrun` starts: measure, and let rank 0 write the results as JSON."""
+    """Entry point for `torchrun`: measure on every rank, and write the results as JSON on rank 0."""
     path, quick = Path(sys.argv[1]), sys.argv[2] == "1"
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""Past memory: ten million points that are never stored, what `save_dir` costs, and estimates against measured time."""
+"""Data larger than memory: ten million points that are never stored, the cost of `save_dir`, and estimated times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTE = "made data of HELOC's shape, generated batch by batch"
 
 
 class MadeStream(IterableDataset):
-    """`n` points that exist only while their batch is used: batch j is drawn from seed j."""
+    """`n` points that exist only while their batch is used. The seed of a batch is the index of its first point."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -44,12 +44,12 @@ class MadeStream(IterableDataset):
 
 
 def stream(n: int) -> DataLoader:
-    """A stream of `n` points in batches."""
+    """Return a stream of `n` points in batches."""
     return DataLoader(MadeStream(n), batch_size=None)
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
-    """Throughput and memory on a stream; what `save_dir` costs; estimates."""
+    """Yield all rows: throughput and memory on a stream, the cost of `save_dir`, and estimates."""
     n = 1_000_000 if quick else 10_000_000
     for name in NETWORKS:
         yield from throughput(name, n)
@@ -59,7 +59,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 
 def scored(name: str, n: int, k: int) -> Callable[[], Tensor]:
-    """One property of a model on a stream of `n` points in `k` groups that no one writes down."""
+    """Return a function that scores one property on a stream of `n` points, in `k` groups given by a rule."""
     torch.manual_seed(0)
     model, groups = NETWORKS[name](), Groups.by_rule(n, k, lambda indices: indices % k)
     goal = properties.mean_loss(next(iter(MadeStream(100))), LOSS)
@@ -67,7 +67,7 @@ def scored(name: str, n: int, k: int) -> Callable[[], Tensor]:
 
 
 def throughput(name: str, n: int) -> Iterator[Row]:
-    """A whole call in multiples of a plain training pass over the same stream."""
+    """Yield rows with the time of a whole call in multiples of a plain training pass over the same stream."""
     cases: dict[str, Callable[[], Any]] = {
         "pass": lambda: training_pass(NETWORKS[name](), IndexedData(stream(n)), BATCH)
     }
@@ -82,19 +82,22 @@ def throughput(name: str, n: int) -> Iterator[Row]:
 
 
 def memory(name: str, n: int) -> Iterator[Row]:
-    """Peak memory of `n` points against half of them, with as many groups; what grows with n would show as near 2."""
+    """Yield rows with the peak memory of `n` points as a multiple of that of half the points, with as many groups.
+
+    Memory that grows with n would give a ratio near 2.
+    """
     for k in (1_000, n // 10):
         peaks = {points: [peak_bytes(scored(name, points, k)) for _ in range(2)] for points in (n // 2, n)}
         if None in peaks[n]:
             return
-        few, many = (min(peak for peak in found if peak is not None) for found in peaks.values())  # allocators vary
+        few, many = (min(peak for peak in found if peak is not None) for found in peaks.values())  # the peak varies
         note = f"{many / 2**20:.1f} MB beyond the model, {4 * k / 2**20:.1f} MB of it the scores of {k:,} groups"
         yield Row("scaling", name, f"peak memory, {n:,} points", n // k, 0.0, f"{n // 2:,} points", many / max(few, 1),
                   "times", 1.2, note)  # fmt: skip
 
 
 def saving(quick: bool) -> Iterator[Row]:
-    """The same scores with and without `save_dir`, in groups that lie all over the data."""
+    """Yield rows that compare a call with and without `save_dir`, for groups whose points are spread over the data."""
     for name, n, method in product(NETWORKS, (100_000, 500_000 if quick else 2_000_000), SAVED):
         torch.manual_seed(0)
         model, data = NETWORKS[name](), models.tabular(n, FEATURES, 2)
@@ -114,7 +117,7 @@ def saving(quick: bool) -> Iterator[Row]:
 
 
 def estimates(quick: bool) -> Iterator[Row]:
-    """Estimated against measured time, whichever is larger over the other."""
+    """Yield rows that compare estimated and measured time: the larger one divided by the smaller one."""
     n = 1_000_000 if quick else 4_000_000
     torch.manual_seed(0)
     cases = {

@@ -1,7 +1,7 @@
-"""Ratios that mean something on a busy machine: one process, the same work, interleaved, best of several.
+"""Ratios of times that are reliable on a busy machine: one process, the same work, cases in turns, best of several.
 
-CPU time is measured, on one thread by default: on a loaded machine threads that wait for each other spin,
-which makes both clocks lie.
+CPU time is measured, on one thread by default. On a busy machine, threads that wait for each other keep spinning, and
+then neither CPU time nor wall-clock time is right.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class Row:
     """One measured case: its time, and how it compares with the case it is measured against.
 
     Attributes:
-        part: which part of the benchmark it belongs to, e.g. ``"core"`` or ``"captum"``.
+        part: part of the benchmark that the row belongs to, e.g. ``"core"`` or ``"captum"``.
         model: name of the model.
         case: what was run, e.g. ``"directional"``.
-        group_size: mean number of points per group; 1 for per-point attribution; None where it has no meaning.
+        group_size: mean number of points per group; 1 for per-point attribution; None if it has no meaning.
         seconds: CPU seconds of the fastest of several runs.
-        against: name of the case it is compared with.
-        ratio: seconds of `against` divided by `seconds` (a speed-up), or the other way round where `unit` says so.
+        against: name of the case that it is compared with.
+        ratio: seconds of `against` divided by `seconds` (a speed-up), or the inverse, depending on `unit`.
         unit: ``"x faster"``, ``"passes"`` (multiples of one forward+backward pass over the same data), ``"times"`` (as
-            much memory or inertia) or ``"off"`` (distance from an expected share); more is better for the first, less
-            for the others.
-        goal: the bound the ratio is meant to reach, None if there is none.
-        note: data used, settings scaled down, and the like.
+            much memory or inertia) or ``"off"`` (distance from an expected share). For the first, more is better; for
+            the others, less is better.
+        goal: the bound that the ratio should reach; None if there is none.
+        note: the data used, reduced settings, and similar facts.
     """
 
     part: str
@@ -48,25 +48,25 @@ class Row:
 
     @property
     def reached(self) -> bool | None:
-        """Whether the goal is reached; None if there is none."""
+        """Whether the goal is reached; None if there is no goal."""
         if self.goal is None:
             return None
         return self.ratio >= self.goal if self.unit == "x faster" else self.ratio <= self.goal
 
     def as_dict(self) -> dict[str, Any]:
-        """The row as plain data, for JSON."""
+        """Return the row as plain data, for JSON."""
         return asdict(self) | {"reached": self.reached}
 
 
 def best_times(
     cases: Mapping[str, Callable[[], Any]], repeats: int = 5, slow: Mapping[str, int] | None = None
 ) -> dict[str, float]:
-    """CPU seconds of the fastest run of every case, the cases taking turns.
+    """Return the CPU seconds of the fastest run of every case; the cases take turns.
 
     Args:
-        cases: name → what to run.
-        repeats: how many turns.
-        slow: name → fewer turns, for cases that take long.
+        cases: name → function to run.
+        repeats: number of turns.
+        slow: name → smaller number of turns, for cases that take long.
     """
     best = dict.fromkeys(cases, float("inf"))
     for turn in range(repeats):
@@ -74,7 +74,7 @@ def best_times(
             if slow is not None and turn >= slow.get(name, repeats):
                 continue
             gc.collect()
-            with redirect_stderr(io.StringIO()):  # the toolkits' progress bars
+            with redirect_stderr(io.StringIO()):  # hides the progress bars of the toolkits
                 start = time.process_time()
                 run()
                 seconds = time.process_time() - start

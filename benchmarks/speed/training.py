@@ -1,4 +1,4 @@
-"""Fifty HELOC models trained at once against the same fifty trained one after the other."""
+"""Compares fifty HELOC models trained at once with the same fifty models trained one after the other."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ TURNS = 5
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
-    """One epoch of all models; the time of an epoch does not depend on how many there are."""
+    """Yield a row for each model, timed on one epoch; the time of an epoch does not depend on the number of epochs."""
     for name, goal in GOALS.items():
         yield at_once(name, goal, MODELS // 5 if quick else MODELS)
 
 
 def at_once(name: str, goal: float, looped: int) -> Row:
-    """Seconds per model of a stack of 50, against those of `looped` models one after the other.
+    """Compare the time of a stack of 50 models with that of a loop, which is timed on `looped` models and scaled up.
 
-    The loop is PyTorch's Adam and OneCycleLR on batches indexed from a tensor, without a DataLoader.
+    The loop uses PyTorch's Adam and OneCycleLR on batches indexed from a tensor, without a DataLoader.
     """
     paper = PAPER[name]
     data, make_model = models.tabular(paper.train, 23, 2), SMALL_MODELS[name]

@@ -1,8 +1,8 @@
-"""ggda_trak next to TRAK on the same work: the whole loop, from the constructor to the scores of 100 targets.
+"""Compares ggda_trak with TRAK on the same work: the whole loop, from the constructor to the scores of 100 targets.
 
-Upstream and drop-in get the same featurize batch size, the same projection dimension and float32 (TRAK's default,
-float16, is 26 times slower on a CPU). Groups are scattered over the data set; `groups.batch_sampler` brings them
-together, as the README advises, and "cut" is the same with plain batches in the order of the data set.
+TRAK and the drop-in get the same featurize batch size, the same projection dimension and float32 (TRAK's default,
+float16, is 26 times slower on a CPU). The points of a group are spread over the data set. `groups.batch_sampler` puts
+them into one batch, as the README advises; "cut" uses plain batches in the order of the data set instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Work:
         return ggda_trak.FactoredProjector(self.model, DIMENSION) if case.startswith("Factored") else None
 
     def run(self, toolkit: Any, *, batches: Any = None, **options: Any) -> int:
-        """The user's loop; returns the bytes of the checkpoint's store."""
+        """Run the loop that a user writes, and return the bytes of the checkpoint's store."""
         plain = (np.arange(low, min(low + self.batch, self.n)) for low in range(0, self.n, self.batch))
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
             traker = toolkit.TRAKer(
@@ -63,14 +63,14 @@ class Work:
             return sum(path.stat().st_size for path in Path(folder, "0").iterdir())
 
     def grouped(self, case: str, size: int) -> int:
-        """The same with groups of one size."""
+        """Run the loop of the drop-in with groups of one size, and return the bytes of the checkpoint's store."""
         groups = models.scattered(self.n, size)
         batches = None if case.endswith("cut") else groups.batch_sampler(self.batch)
         return self.run(ggda_trak, batches=batches, groups=groups, projector=self.projector(case))
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
-    """Speed-ups over TRAK, and memory and store by number of groups."""
+    """Yield rows with speed-ups over TRAK, and with memory and store by group size."""
     n = 2_000 if quick else 5_000
     for batch in (1_000,) if quick else (1_000, 100):
         yield from _times(Work(n, batch), quick)
@@ -93,7 +93,7 @@ def _times(work: Work, quick: bool) -> Iterator[Row]:
 
 
 def _memory(work: Work) -> Iterator[Row]:
-    """Peak memory of the loop above what the process held before, and the bytes of the checkpoint's store."""
+    """Yield rows with the peak memory of the loop, beyond the memory before, and the bytes of the checkpoint store."""
     runs: dict[int, Callable[[], int]] = {1: lambda: work.run(trak)}
     runs |= {size: partial(work.grouped, "official projector", size) for size in (16, 64, 256)}
     base = 0

@@ -1,7 +1,8 @@
-"""Hugging Face models: scores after training in forward+backward passes, and what the tracker adds to a training.
+"""Hugging Face models: cost of scores after training in forward+backward passes, and what a tracker adds to a training.
 
-Random weights of moderate size, as only the work counts. A pass is the forward and backward pass that training makes:
-for LoRA, of its adapters. Half precision is measured against a pass in half precision.
+The models have random weights and a moderate size, because only the amount of work matters. A pass is the forward and
+backward pass of training; for LoRA, the backward pass of its adapters. Half precision is compared with a pass in half
+precision.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ STEPS = (1, 4, 16)
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
-    """Passes after training for each model and precision, then the tracker's overhead."""
+    """Yield rows with the cost after training for each model and precision, then with the overhead of the tracker."""
     n = 16 if quick else 32
     for dtype in (torch.float32,) if quick else (torch.float32, torch.bfloat16):
         for name, build in MODELS.items():
@@ -32,7 +33,10 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 
 def after_training(name: str, build: Callable[[], nn.Module], dtype: torch.dtype, n: int) -> Iterator[Row]:
-    """One property, groups of one point to all, against a pass over the same batches."""
+    """Yield rows that compare the scores of one property with a pass over the same batches.
+
+    The groups are of one point, of a batch, and of all points.
+    """
     torch.manual_seed(0)
     model = build().to(dtype).eval()
     data = data_for(name, n, dtype)
@@ -62,7 +66,7 @@ def after_training(name: str, build: Callable[[], nn.Module], dtype: torch.dtype
 
 
 def while_training(n: int) -> Iterator[Row]:
-    """What a tracker adds to a training, by how often it scores a step."""
+    """Yield rows with the time that a tracker adds to a training, for several values of `every`."""
     from ggda_transformers import GroupTracker
     from transformers import Trainer, TrainingArguments
 
@@ -92,7 +96,7 @@ def while_training(n: int) -> Iterator[Row]:
 
 
 def data_for(name: str, n: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Random examples for a model."""
+    """Return random examples for a model."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, CLASSES, (n,), generator=generator)
     if name == "ViT":
@@ -118,11 +122,11 @@ _SMALL: dict[str, tuple[str, str, dict[str, Any]]] = {
             _LAYERS | {"hidden_size": 256, "intermediate_size": 1024, "image_size": 64, "patch_size": 8,
                        "num_labels": CLASSES}),
 }  # fmt: skip
-"""Name → its classes in `transformers`, and a small size."""
+"""Name → its classes in `transformers`, and the settings of a small model."""
 
 
 def small(name: str) -> nn.Module:
-    """A small model with random weights."""
+    """Return a small model with random weights."""
     import transformers
 
     config, kind, sizes = _SMALL[name]
@@ -130,7 +134,7 @@ def small(name: str) -> nn.Module:
 
 
 def lora() -> nn.Module:
-    """The small GPT-2 with LoRA on its attention and MLP."""
+    """Return the small GPT-2 with LoRA on its attention and MLP."""
     import peft
 
     chosen = peft.LoraConfig(r=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)

@@ -1,4 +1,4 @@
-"""Made rows from eight sources, whose label is whether the first token is a high one; in four sources not always."""
+"""Made rows from eight sources. The label says whether the first token is high, but not always in four sources."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ SIZES = {
 
 
 def made() -> Task:
-    """A tiny BERT from random weights on made rows."""
+    """Return the task: a tiny BERT, trained from random weights on made rows."""
     return Task("made", data, fit, ("", *SIZES), tuple(SCORES), every=2, repeats=3)
 
 
 def data(seed: int) -> tuple[Rows, Rows, Rows]:
-    """Training rows, rows of the property, rows of the test."""
+    """Return training rows, rows for the property, and rows for the test."""
     draw = torch.Generator().manual_seed(1000 + seed)
     rows = [row for source, count in SIZES.items() for row in rows_of(count, source, draw)]
     return rows, rows_of(64, "goal", draw), rows_of(400, "tests", draw)
 
 
 def rows_of(n: int, source: str, draw: torch.Generator) -> Rows:
-    """Rows of one source."""
+    """Return `n` rows of one source."""
     tokens = torch.randint(4, 40, (n, 6), generator=draw)
     labels = (tokens[:, 1 if source == "other question" else 0] >= 22).long()
     if source == "flipped":
@@ -42,7 +42,7 @@ def rows_of(n: int, source: str, draw: torch.Generator) -> Rows:
 
 
 def fit(rows: Rows, seed: int, callbacks: list[Any]) -> Trainer:
-    """A Trainer after training."""
+    """Train a model on the rows and return its Trainer."""
     torch.manual_seed(seed)
     config: Any = BertConfig
     chosen = config(

@@ -1,19 +1,19 @@
 """Rows of QNLI from four sources: two clean, one with flipped labels, one whose sentences are shuffled among its rows.
 
-The model is a small pre-trained BERT that reads question and sentence together. What it says is linear in the means of
-their states, in their product and their difference, as this BERT was pre-trained by comparing means. Its two upper
-layers were fine-tuned before, on other rows of QNLI, all clean: from its pre-trained weights it learns too little from
-a thousand rows for wrong labels to matter. On the four sources its last layer and a new linear layer are trained; what
-lies below is frozen and runs once for all trainings of a seed. Only short rows are taken. All this is for the sake of
+The model is a small pre-trained BERT that reads question and sentence together. Its logits are linear in the means of
+their states, in the product of the means and in their difference, because this BERT was pre-trained by comparing means.
+Its two upper layers go through a first fine-tuning on other, clean rows of QNLI. Without it, BERT learns too little
+from a thousand rows, and wrong labels do not matter. On the four sources only the last layer and a new linear layer are
+trained. The layers below are frozen and run once for all trainings of a seed. Only short rows are used. All this saves
 time.
 
-Head, layers and the fine-tuning before were chosen by the accuracy of trainings on clean rows alone, on seed 99. The
-linear layer is a new one, and rate and sizes are as they are, since seeds 0, 1, 2 and 11 were looked at in part:
-with the linear layer of the fine-tuning before, the training began where the property's gradient is all but noise, and
-the tracker named the shuffled source twice. Seeds 21 to 25 had 96 rows for the property and a tracker on every 6th
-step, which named the flipped source on four of five; 240 rows and every 3rd step were taken after that. On seeds 41 to
-45 the tracker scored the batches of every 3rd step alone, which named it on four of five; that all batches are scored
-was taken after a look at seed 41 and at `made`. Nothing was chosen on seeds 61 to 65.
+Head, layers and the first fine-tuning were chosen by the accuracy of trainings on clean rows only, on seed 99. The
+linear layer is new, and rate and sizes were set, after a partial look at seeds 0, 1, 2 and 11. With the linear layer of
+the first fine-tuning, the training started where the gradient of the property is almost only noise, and the tracker
+named the shuffled source twice. Seeds 21 to 25 had 96 rows for the property and a tracker on every 6th step, which
+named the flipped source on four of five seeds; after that, 240 rows and every 3rd step were chosen. On seeds 41 to 45
+the tracker scored only the batches of every 3rd step and named the flipped source on four of five seeds; after a look
+at seed 41 and at `made`, all batches are scored. Nothing was chosen on seeds 61 to 65.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ from benchmarks.trainer_sources.task import BROKEN, Rows, Task, trained
 
 Pair = tuple[str, str, int]
 SIZES = {"clean a": 250, "clean b": 250, "flipped": 250, "shuffled": 250}
-PROPERTY = 240  # rows of the dev set; the others are tests
+PROPERTY = 240  # rows of the dev set for the property; the other rows are tests
 EPOCHS, BATCH_SIZE, RATE = 2, 16, 5e-4
 BEFORE: dict[str, Any] = {"rows": 2400, "layers": 2, "epochs": 1, "batch size": 32, "rate": 5e-4}
-"""The fine-tuning before."""
-LONGEST = 150  # letters of question and sentence together, about 35 tokens
+"""Settings of the first fine-tuning."""
+LONGEST = 150  # most characters of question and sentence together, about 35 tokens
 
 
 class UpperLayers(nn.Module):
-    """The upper layers of a BERT on the states of its lower ones, and what compares question and sentence."""
+    """The upper layers of a BERT, which take the states of the lower layers, and a linear layer that compares question
+    and sentence."""
 
     def __init__(self, layers: nn.ModuleList, width: int) -> None:
         super().__init__()
         self.layers, self.compare = layers, nn.Linear(4 * width, 2)
 
     def forward(self, states: Tensor, question: Tensor, sentence: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Loss and logits, as a Trainer wants them; `question` and `sentence` are 1 for their tokens `[b, t]`."""
+        """Return loss and logits, as a Trainer needs them; `question` and `sentence` are 1 at their tokens `[b, t]`."""
         seen = (question + sentence)[:, None, None, :].bool()
         for layer in self.layers:
             states = layer(states, seen)
@@ -59,13 +60,13 @@ class UpperLayers(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
     def compared(self, states: Tensor, question: Tensor, sentence: Tensor) -> Tensor:
-        """Logits `[b, 2]` from the upper layers' states."""
+        """Return logits `[b, 2]` from the states of the last layer."""
         u, v = ((states * part[..., None]).sum(1) / part.sum(1, keepdim=True) for part in (question, sentence))
         return self.compare(torch.cat([u, v, u * v, (u - v).abs()], 1))
 
 
 def qnli(folder: Path) -> Task:
-    """QNLI rows and the weights of a small BERT, from a folder of data."""
+    """Return the task, with rows of QNLI and the weights of a small BERT from a data folder."""
     weights = folder / "bert-minilm-l6"
     train, dev = (short_pairs(folder / "qnli.tsv.gz", split) for split in ("train", "dev"))
     first, others = train[: BEFORE["rows"]], train[BEFORE["rows"] :]
@@ -95,7 +96,8 @@ def qnli(folder: Path) -> Task:
 
 
 def spoiled(pairs: Sequence[Pair], source: str, seed: int) -> list[Pair]:
-    """The rows of a source: "flipped", with other labels; "shuffled", with each other's sentences; else as they are."""
+    """Return the rows of a source: with flipped labels if it is "flipped", with shuffled sentences if it is "shuffled",
+    else unchanged."""
     if source == "flipped":
         return [(question, sentence, 1 - label) for question, sentence, label in pairs]
     if source == "shuffled":
@@ -105,7 +107,7 @@ def spoiled(pairs: Sequence[Pair], source: str, seed: int) -> list[Pair]:
 
 
 def tuned(weights: Path, pairs: Sequence[Pair]) -> Any:
-    """The pre-trained BERT after the fine-tuning before."""
+    """Return the pre-trained BERT after the first fine-tuning."""
     torch.manual_seed(0)
     bert: Any = BertModel.from_pretrained(weights).float()
     model = UpperLayers(bert.encoder.layer[-BEFORE["layers"] :], bert.config.hidden_size)
@@ -118,7 +120,7 @@ def tuned(weights: Path, pairs: Sequence[Pair]) -> Any:
 
 
 def states(weights: Path, bert: Any, upper: int) -> Callable[[Sequence[Pair], str], Rows]:
-    """What all but the `upper` layers make of pairs, as rows of a source."""
+    """Return a function that runs all but the last `upper` layers on pairs and returns states as rows of a source."""
     tokenizer: Any = AutoTokenizer.from_pretrained(weights)
     lower = deepcopy(bert).eval()
     lower.encoder.layer = lower.encoder.layer[:-upper]
@@ -144,14 +146,14 @@ def states(weights: Path, bert: Any, upper: int) -> Callable[[Sequence[Pair], st
 
 
 def padded(rows: Rows) -> dict[str, Tensor]:
-    """States of different lengths as a batch."""
+    """Return rows with states of different lengths as one padded batch."""
     parts = {name: [row[name] for row in rows] for name in ("states", "question", "sentence")}
     batch = {name: pad_sequence(values, batch_first=True) for name, values in parts.items()}
     return batch | {"labels": torch.tensor([row["labels"] for row in rows])}
 
 
 def short_pairs(path: Path, split: str) -> list[Pair]:
-    """The short rows of a split, in a random order: question, sentence, label."""
+    """Return the short rows of a split in a random order: question, sentence, label."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         rows = [line.rstrip("\n").split("\t") for line in file]
     found = [

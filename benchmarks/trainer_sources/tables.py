@@ -1,4 +1,4 @@
-"""What the files of a run show, as Markdown."""
+"""Tables of the results of a run, as Markdown."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ WORDS = {
     "tracin": "`attribute_trainer(method=\"tracin\")`", "curvature": "`attribute_trainer`, by default influence",
     "other seeds": "one retraining against two others",
 }  # fmt: skip
-"""How tables call the scores, and the truth."""
+"""Name of a score → its name in tables; "other seeds" compares retrainings with each other."""
 END = "<!-- end -->"
 
 
 def mark(task: str) -> str:
-    """The line of a page after which the table of a task stands, up to `END`."""
+    """Return the line of a page that marks the start of a task's table; the table ends at `END`."""
     return f"<!-- trainer_sources {task}: written by `python -m benchmarks.trainer_sources table` -->"
 
 
 def tables(folder: Path) -> dict[str, str]:
-    """The tables of all tasks that have run, by task."""
+    """Return task → table, for all tasks that have run."""
     makers = {"qnli": _qnli_table, "made": _made_table}
     kept = {name: [json.loads(p.read_text("utf-8")) for p in sorted(folder.glob(f"{name}-*.json"))] for name in makers}
     return {name: table for name, make in makers.items() if (table := make(kept[name]))}
 
 
 def last(scores: dict[str, float]) -> str:
-    """The source that hurts most."""
+    """Return the source that hurts most, which has the lowest score."""
     return min(scores, key=scores.__getitem__)
 
 
 def _qnli_table(found: list[dict[str, Any]]) -> str:
-    """For each seed which source comes last, and what became of the model without the broken ones."""
+    """Return a table with the last source of each seed and the results of models without the broken sources."""
     done = [one for one in found if "flipped" in one.get("without", {})]
     if not done:
         return ""
@@ -60,7 +60,7 @@ def _qnli_table(found: list[dict[str, Any]]) -> str:
 
 
 def _made_table(found: list[dict[str, Any]]) -> str:
-    """How well each method ranks the sources of `made` as leaving each out does."""
+    """Return a table that shows how well each method ranks the sources of `made`, compared with leaving each out."""
     done = [one for one in found if set(one.get("without", {})) >= {"", *MADE_SIZES}]
     if not done:
         return ""
@@ -83,13 +83,13 @@ def _made_table(found: list[dict[str, Any]]) -> str:
 
 
 def _effects(one: dict[str, Any], source: str) -> list[float]:
-    """By how much the property rose without a source, for each training seed."""
+    """Return by how much the property rises without a source, for each training seed."""
     pairs = zip(one["without"][source], one["without"][""], strict=True)
     return [without["goal"][0] - everything["goal"][0] for without, everything in pairs]
 
 
 def write_into(page: Path, found: dict[str, str]) -> None:
-    """Put tables after the page's marks; that of a task that has not run stays."""
+    """Write tables into a page after their marks; the table of a task that has not run is left unchanged."""
     text = page.read_text(encoding="utf-8")
     for task, table in found.items():
         head, begin, rest = text.partition(mark(task))

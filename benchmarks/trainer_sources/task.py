@@ -1,4 +1,4 @@
-"""A task: its rows, its training, and what is measured of a seed."""
+"""A task with its rows and its training, and the measurements for one seed."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ SCORES: dict[str, tuple[Any, dict[str, Any]]] = {
     "tracin": (attribute_trainer, {"method": "tracin"}),
     "curvature": (attribute_trainer, {}),
 }
-"""While training, by gradients alone and as Adam steps; after it, without and with curvature."""
+"""Kind of score → its function and settings. The trackers score during training, by gradients alone or as Adam steps;
+the others score after training, without and with curvature."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Data and training of one kind.
+    """Data and training of a task.
 
     Attributes:
-        name: of the task.
-        data: seed → training rows, rows of the property, rows of the test.
+        name: name of the task.
+        data: seed → training rows, rows for the property, rows for the test.
         fit: ``(rows, seed, callbacks)`` → a Trainer after training.
-        left_out: sources to train without, in turn; "" for a training with all and the seeds of the others.
-        kinds: of scores, see `SCORES`.
-        every: at which steps a tracker takes the property's gradient; it scores all batches.
-        repeats: trainings for each truth.
+        left_out: sources to leave out, one after the other; "" for trainings with all sources and the same seeds.
+        kinds: kinds of scores, see `SCORES`.
+        every: a tracker takes the gradient of the property after this many steps; it scores all batches.
+        repeats: number of trainings for each source that is left out.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Task:
 def trained(
     model: Any, rows: Rows, collator: Any, callbacks: list[Any], seed: int, batch_size: int, **settings: Any
 ) -> Trainer:
-    """A Trainer after training on rows."""
+    """Train a model on rows and return its Trainer."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=batch_size, seed=seed, logging_steps=10, save_strategy="no",
@@ -65,7 +66,7 @@ def trained(
 
 
 def measured(trainer: Trainer, rows: Rows) -> tuple[float, float]:
-    """Mean loss and accuracy on rows."""
+    """Return mean loss and accuracy on rows."""
     model: Any = trainer.model
     model.eval()
     loss, right = 0.0, 0
@@ -80,7 +81,7 @@ def measured(trainer: Trainer, rows: Rows) -> tuple[float, float]:
 
 
 def scored(task: Task, seed: int) -> dict[str, Any]:
-    """Scores of every source by every kind, and what the model reaches with all sources."""
+    """Return scores of every source by every kind, their cost, and loss and accuracy with all sources."""
     rows, goal, tests = task.data(seed)
     trackers, found, seconds = {}, {}, {}
     for kind in task.kinds:
@@ -110,7 +111,7 @@ def scored(task: Task, seed: int) -> dict[str, Any]:
 
 
 def trained_without(task: Task, seed: int, source: str | None) -> list[dict[str, Any]]:
-    """Loss and accuracy of models trained without a source, or with all."""
+    """Return loss and accuracy of models trained without a source, or with all sources if it is None."""
     rows, goal, tests = task.data(seed)
     kept, found = [row for row in rows if row["source"] != source], []
     for repeat in range(task.repeats):
@@ -120,7 +121,7 @@ def trained_without(task: Task, seed: int, source: str | None) -> list[dict[str,
 
 
 def run(task: Task, seed: int, path: Path) -> dict[str, Any]:
-    """One seed, from where the file stands."""
+    """Run one seed. Results that are already in the file are not computed again."""
     known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"seed": seed}
 
     def keep() -> None:
