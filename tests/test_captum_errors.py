@@ -179,6 +179,20 @@ def test_a_property_that_fails_leaves_the_model_alone(name: str) -> None:
     assert all(parameter.requires_grad for parameter in given.model.parameters())
 
 
+@pytest.mark.parametrize("name", ["TracInCP", *CURVED])
+@pytest.mark.parametrize("layers", [["last", "first", "last"], ["first", "middle"]])
+def test_layers_that_hold_a_parameter_twice_are_refused_before_any_work(name: str, layers: list[str]) -> None:
+    given, loads = problem(), []
+    if layers == ["first", "middle"]:
+        given.model.middle.bias = given.model.first.bias
+    said = rf"layers hold \d parameters more than once, first '{layers[0]}"
+    with pytest.raises(ValueError, match=said):
+        ours(name, given, groups=UNEVEN, layers=layers, checkpoints_load_func=lambda *given: loads.append(given))
+    assert loads == []
+    with pytest.raises(ValueError, match=said):
+        score(ours(name, given, layers=layers, reduction="none"), property=properties.margins(given.test))
+
+
 def test_an_unknown_strategy() -> None:
     with pytest.raises(ValueError, match="strategy='fast' is not one of 'auto', 'directional'"):
         ours("TracInCP", problem(), groups=UNEVEN, strategy="fast")

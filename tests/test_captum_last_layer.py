@@ -11,9 +11,11 @@ from captum.influence import NaiveInfluenceFunction, TracInCPFast
 from ggda_captum import last_layer
 from ggda_captum.arguments import points_of
 from torch import Tensor, nn
+from torch.nn.functional import linear, relu_
 from torch.utils.data import TensorDataset
 
 from ggda_ext import Groups, properties
+from tests.captum_cases import CLASSES, LAST_LAYER, UNEVEN, Net, captums, ours, problem, relative_error, score
 
 N, M = 30, 4
 GROUPS = Groups(torch.arange(N) % 7)
@@ -122,6 +124,88 @@ def test_a_model_that_goes_on_after_the_layer_is_asked_as_a_whole() -> None:
     torch.testing.assert_close(scores, GROUPS.sum(theirs, 1), rtol=1e-10, atol=1e-12)
 
 
+class Divided(Net):
+    """Overwrites the output of the last layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        out /= 0.1
+        return out
+
+
+class Positive(Net):
+    """Overwrites the output of the last layer by a function that is not linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return relu_(super().forward(x))
+
+
+class Residual(Net):
+    """Adds its input to the output of the last layer, in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        out += x[:, :3]
+        return out
+
+
+class Tied(Net):
+    """Uses the weight of the last layer before that layer, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(linear(self.first(x).tanh(), self.last.weight.t()).tanh())
+
+
+class HookBefore(Net):
+    """Has a hook that changes the input of the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.register_forward_pre_hook(lambda module, args: (2 * args[0] + 1,))
+
+
+class HookAfter(Net):
+    """Has a hook that changes the output of the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.register_forward_hook(lambda module, args, output: 3 * output.tanh())
+
+
+class Halved(Net):
+    """Runs in another precision than its weights have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("net", [Divided, Positive, Residual, Tied, HookBefore, HookAfter])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_last_layer_that_is_not_the_whole_rest_gives_captums_scores(name: str, net: type[Net]) -> None:
+    given = problem(net=net)
+    options: dict[str, Any] = {"layers": ["last"], "reduction": "sum" if name in LAST_LAYER else "none"}
+    torch.manual_seed(2)  # Arnoldi iterations begin at random
+    theirs = score(captums(name, given, **options), given.test)
+    expected = torch.stack([theirs[:, members].sum(1) for members in UNEVEN], 1)
+    torch.manual_seed(2)
+    influence = ours(name, given, groups=UNEVEN, **options)
+    assert relative_error(score(influence, given.test), expected) < 1e-9
+    goal = properties.mean_loss(given.test, nn.CrossEntropyLoss())
+    of_goal = score(influence, property=goal)
+    if name not in LAST_LAYER:  # these have their own idea of a gradient, which a property does not share
+        assert relative_error(of_goal, expected.mean(0, keepdim=True)) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["TracInCP", "TracInCPFast"])
+def test_a_last_layer_in_another_precision_is_asked_as_a_part_of_the_model(name: str) -> None:
+    given = problem(torch.float32, Halved)
+    options: dict[str, Any] = {"layers": ["last"], "reduction": "sum" if name in LAST_LAYER else "none"}
+    theirs = score(captums(name, given, **options), given.test).float()
+    expected = torch.stack([theirs[:, members].sum(1) for members in UNEVEN], 1)
+    assert relative_error(score(ours(name, given, groups=UNEVEN, **options), given.test), expected) < 0.05
+
+
 def test_examples_that_mix_are_seen_and_refused() -> None:
     _, test = data()
     model = model_of(Counted(mixes=True))
@@ -137,6 +221,15 @@ def test_a_shared_weight_has_no_layer_of_its_own() -> None:
     assert last_layer.owner_of([model[1].bias], model) is model[1]
     assert last_layer.owner_of(list(model.parameters()), model) is None
     assert last_layer.owner_of(list(model[0].parameters()), model[0]) is None
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_a_layer_with_hooks_is_not_run_alone(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    hook = getattr(model[1], f"register_{kind}_hook")(lambda *given: None)
+    assert last_layer.owner_of([model[1].weight], model) is None
+    hook.remove()
+    assert last_layer.owner_of([model[1].weight], model) is model[1]
 
 
 def test_too_many_points_for_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import glob
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from os.path import join
@@ -107,6 +108,19 @@ def check_checkpoints(checkpoints: Any) -> None:
         raise ValueError(
             f"Invalid checkpoints provided for TracIn class: {checkpoints!r} holds no checkpoint; pass a folder with "
             "files in it, a list of paths, or any iterable of what checkpoints_load_func loads."
+        )
+
+
+def check_layers(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> None:
+    """Raise an error if layers, given by name or as modules, hold a parameter twice, which Captum counts twice."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chosen = [modules.get(layer) if isinstance(layer, str) else layer for layer in layers or ()]
+    held = Counter(id(parameter) for module in chosen if module is not None for parameter in module.parameters())
+    names = [name for name, parameter in model.named_parameters() if held[id(parameter)] > 1]
+    if names:
+        raise ValueError(
+            f"layers hold {len(names)} parameters more than once, first {names[0]!r}, and Captum would count them as "
+            "often: name each layer once, without layers inside it or layers that share its parameters."
         )
 
 

@@ -23,6 +23,7 @@ from ggda_captum.arguments import (
     WORDS,
     CheckpointLoader,
     check_checkpoints,
+    check_layers,
     count_points,
     points_of,
     unwrapped_arguments,
@@ -83,6 +84,7 @@ class GroupInfluence(DataInfluence):
         bound.apply_defaults()
         given = bound.arguments
         given |= unwrapped_arguments(given)
+        check_layers(given["model"], given.get("layers"))
         self._drop_in = DropIn(groups, n=count_points(given["train_dataset"]), **options)
         check_checkpoints(given.get("checkpoints"))
         given["checkpoints_load_func"] = load = CheckpointLoader(given["checkpoints_load_func"])
@@ -178,6 +180,7 @@ class GroupInfluence(DataInfluence):
 
     @cached_property
     def _train_data(self) -> IndexedData:
+        check_layers(self.model, self._layers)
         if getattr(self, "sample_wise_grads_per_batch", False):
             warn_of_dropped(self.model, self._layers, self._parameters())
         return IndexedData(self.train_dataloader, "train_dataset")

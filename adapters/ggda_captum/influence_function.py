@@ -38,7 +38,7 @@ class ProjectedInfluence(GroupInfluence):
             if len(tests) < len(projection):
                 return kept.total([(1.0, kept.scores(provider, tests @ projection))]).cpu()
             scores = kept.total([(1.0, kept.scores(provider, projection))])
-            tests = tests.to(scores.device)
+            tests = tests.to(scores)
             made_of = f"projected tests {digest(tests.cpu().numpy())}"
             size = len(tests), scores.shape[1]
             return kept.write(made_of, *size, scores.dtype, lambda low, high: tests[low:high] @ scores).cpu()
@@ -62,9 +62,10 @@ class ProjectedInfluence(GroupInfluence):
 class NaiveInfluenceFunction(ProjectedInfluence, captum.influence.NaiveInfluenceFunction):
     """Captum's `NaiveInfluenceFunction`, with `groups=` and `influence(property=…)`.
 
-    The group path differs from Captum in two ways. With ``k=`` it uses `test_loss_fn`, which Captum ignores in this
-    case. With ``sample_wise_grads_per_batch=True`` it includes parameters outside Linear and Conv2d layers. Like
-    Captum, it leaves out directions of negative curvature.
+    The group path differs from Captum in three ways. With ``k=`` it uses `test_loss_fn`, which Captum ignores in this
+    case. With ``sample_wise_grads_per_batch=True`` it includes parameters outside Linear and Conv2d layers, and it
+    does not take a mean loss without a `reduction` attribute (a lambda) for a sum, as Captum does. Like Captum, it
+    leaves out directions of negative curvature.
     """
 
     R: Tensor
@@ -76,9 +77,10 @@ class NaiveInfluenceFunction(ProjectedInfluence, captum.influence.NaiveInfluence
 class ArnoldiInfluenceFunction(ProjectedInfluence, captums.ArnoldiInfluenceFunction):
     """Captum's `ArnoldiInfluenceFunction`, with `groups=` and `influence(property=…)`.
 
-    Its projection R comes from Arnoldi iterations. The group path differs from Captum in two ways. With ``k=`` it uses
-    `test_loss_fn`, which Captum ignores in this case. With ``sample_wise_grads_per_batch=True`` it includes parameters
-    outside Linear and Conv2d layers.
+    Its projection R comes from Arnoldi iterations. The group path differs from Captum in three ways. With ``k=`` it
+    uses `test_loss_fn`, which Captum ignores in this case. With ``sample_wise_grads_per_batch=True`` it includes
+    parameters outside Linear and Conv2d layers, and it does not take a mean loss without a `reduction` attribute (a
+    lambda) for a sum, as Captum does.
     """
 
     R: list[tuple[Tensor, ...]]

@@ -1,15 +1,16 @@
 """A shortcut for parameters of the last layer: run the model once without gradients, then use the layer in its place.
 
 With a_i the input of the last layer, the gradient of point i is the gradient of the layer alone at (a_i, y_i). So the
-modules before the layer need not be probed, differentiated or run twice. Two conditions must hold: the model's output
-is the layer's own output, and the a_i of an example does not depend on the other examples of its batch. The code here
-checks the first condition in every batch, and the second once for a model and its data.
+modules before the layer need not be probed, differentiated or run twice. Three conditions must hold: the model's output
+is the layer's own output, the a_i of an example does not depend on the other examples of its batch, and it does not
+depend on the chosen parameters. The code here checks the first condition in every batch, and the others once for a
+model and its data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from ggda_ext.attribution import KeptScores, ScoresInMemory
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients.proof.findings import recall, remember
 from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
-from ggda_ext.model import check_deterministic_modules, named_modules, only_thread, training_kernels
+from ggda_ext.model import ParameterSpace, check_deterministic_modules, named_modules, only_thread, training_kernels
 from ggda_ext.properties import property_gradient
 from ggda_ext.sharing import world_size
 
@@ -65,10 +66,11 @@ def asked_of(layer: nn.Linear | None, asked: Asked, model: nn.Module) -> Asked |
         return None
     provider, explained, kept = asked
     check_deterministic_modules(model)
-    about = provider.space, _ANY_LOSS, provider.data, _FOUND_AS
+    space = None if hasattr(provider.loss, "layer") else provider.space  # that loss takes the inputs as constant
+    about = provider.space, _ANY_LOSS, provider.data, (_FOUND_AS, space is None)
     size: Any = recall(*about)
     tests = None
-    with only_thread(model), training_kernels(), torch.no_grad(), LastLayerInputs(model, layer, size) as seeing:
+    with only_thread(model), training_kernels(), torch.no_grad(), LastLayerInputs(model, layer, size, space) as seeing:
         known = features(seeing, provider.data)
         if known is not None and isinstance(explained, PointGradients):
             tests = features(seeing, explained.data)
@@ -112,11 +114,17 @@ def _in_place_of(data: IndexedData, known: Features) -> IndexedData:
 
 
 def owner_of(parameters: Sequence[nn.Parameter], model: nn.Module) -> nn.Linear | None:
-    """The linear layer inside the model that holds all of these parameters; None if there is none."""
+    """The linear layer inside the model that holds all of these parameters; None if there is none, or if it has hooks.
+
+    Hooks may change the layer's input, output or gradients, and those of its input would run twice.
+    """
     chosen = {id(parameter) for parameter in parameters}
     owners = [one for _, one in named_modules(model) if any(id(own) in chosen for own in one._parameters.values())]
     (owner,) = owners if len(owners) == 1 else (None,)
-    return owner if type(owner) is nn.Linear and owner is not model else None
+    if type(owner) is not nn.Linear or owner is model:
+        return None
+    hooks = owner._forward_pre_hooks, owner._forward_hooks, owner._backward_pre_hooks, owner._backward_hooks
+    return None if any(hooks) else owner
 
 
 def features(seeing: LastLayerInputs, data: IndexedData) -> Features | None:
@@ -166,16 +174,20 @@ class LastLayerInputs:
         model: the model.
         layer: its last layer.
         size: examples to run at once, if an earlier call found it and saw that examples do not affect each other.
+        space: the chosen parameters, which the layer's inputs must not depend on; None if such inputs count as
+            constant.
 
     Attributes:
         size: examples to run at once.
-        proven: whether an example is known not to depend on the other examples of its batch.
+        proven: whether an input is known not to depend on the other examples of its batch, nor on the parameters.
     """
 
-    def __init__(self, model: nn.Module, layer: nn.Linear, size: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, layer: nn.Linear, size: int | None = None, space: ParameterSpace | None = None
+    ) -> None:
         self.model, self.layer, self.size, self.proven = model, layer, size or _FIRST, size is not None
-        self._largest = 0
-        self._calls: list[tuple[Any, Any]] = []
+        self.space, self._largest = space, 0
+        self._calls: list[tuple[Any, Any, list[int]]] = []
 
     def __enter__(self) -> LastLayerInputs:
         self._hooks, self._measuring = ExitStack(), ExitStack()
@@ -197,18 +209,32 @@ class LastLayerInputs:
         self.proven = True
 
     def seen(self, batch: Any) -> Features | None:
-        """Input of the layer and target of a batch; None if the model's output is not the layer's output."""
+        """Input of the layer and target of a batch; None if the model is not the layer applied to such inputs.
+
+        It is None if the model's output is not the layer's output, also if one of the layer's tensors was overwritten
+        after the layer ran, or if the layer ran in another precision (autocast in `forward`).
+        """
         self._calls.clear()
-        output, target = model_output(self.model, batch)
+        looking = self.space is not None and not self.proven
+        with self.space.require_gradients(of_chosen=True) if self.space is not None and looking else nullcontext():
+            output, target = model_output(self.model, batch)
         if len(self._calls) != 1 or not isinstance(target, Tensor):
             return None
-        args, given = self._calls[0]
-        whole = len(args) == 1 and given is output and args[0].dim() == 2
-        return (args[0], target) if whole else None
+        args, given, before = self._calls[0]
+        if len(args) != 1 or given is not output or args[0].dim() != 2 or before != versions(*args, given):
+            return None
+        if not args[0].dtype == given.dtype == self.layer.weight.dtype or (looking and args[0].requires_grad):
+            return None
+        return args[0].detach(), target
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._calls.append((args, output))
+        self._calls.append((args, output, versions(*args, output)))
 
     def _measure(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
             self._largest = max(self._largest, output.numel() * output.element_size())
+
+
+def versions(*values: Any) -> list[int]:
+    """How often each tensor was overwritten so far, as far as autograd knows."""
+    return [value._version for value in values if isinstance(value, Tensor) and not value.is_inference()]

@@ -88,8 +88,9 @@ class CheckpointInfluence(GroupInfluence):
 class TracInCP(CheckpointInfluence, captum.influence.TracInCP):
     """Captum's `TracInCP`, with `groups=` and `influence(property=…)`.
 
-    The group path differs from Captum in three ways. With ``sample_wise_grads_per_batch=True`` Captum leaves out
-    parameters outside Linear and Conv2d layers; the group path includes them and warns. With a weighted mean loss, the
-    group path takes the loss of each example alone, while Captum's loss depends on the batch. `test_loss_fn` may have
-    another reduction than `loss_fn`.
+    The group path differs from Captum in four ways. With ``sample_wise_grads_per_batch=True`` Captum leaves out
+    parameters outside Linear and Conv2d layers; the group path includes them and warns. In this mode Captum also takes
+    a mean loss without a `reduction` attribute (a lambda) for a sum, so its scores are divided by batch sizes. With a
+    weighted mean loss, the group path takes the loss of each example alone, while Captum's loss depends on the batch.
+    `test_loss_fn` may have another reduction than `loss_fn`.
     """

@@ -7,7 +7,7 @@ The gradient of point i is d_i a_iᵀ. The gradient of a group is Σ_{i∈G} d_i
 from __future__ import annotations
 
 import inspect
-from contextlib import closing
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from ggda_captum.arguments import WORDS
 from ggda_captum.group_influence import OfProperty
-from ggda_captum.last_layer import Asked
+from ggda_captum.last_layer import Asked, versions
 from ggda_captum.nearest_neighbors import ExactNearestNeighbors
 from ggda_captum.tracincp import CheckpointInfluence
 from ggda_ext import ExampleLoss, PointGradients
@@ -37,7 +37,8 @@ class TracInCPFast(CheckpointInfluence, captum.influence.TracInCPFast):
 
     Like Captum, it leaves out the bias of the last layer and assumes that the model's output is the output of this
     layer. If the model does more after the layer (a softmax), `property` is explained with the true gradients of the
-    training points and of the property instead.
+    training points and of the property instead. Unlike Captum, the group path does not divide scores by batch sizes if
+    a mean loss has no `reduction` attribute (a lambda); Captum takes it for a sum.
     """
 
     final_fc_layer: Any
@@ -70,23 +71,35 @@ class LastLayerLoss(ExampleLoss):
     """The loss as a function of the last layer alone. Anything the model does after this layer counts as the identity.
 
     With f the model's output and z the layer's output, the loss is computed at ``f + (z - stop(z))``. This has the
-    value of f, and the gradient at z is ∂loss/∂f.
+    value of f, and the gradient at z is ∂loss/∂f. As in Captum, the layer's input counts as constant, and z is what the
+    layer itself returns, before hooks and before the model overwrites it.
     """
 
     def __init__(self, loss_fn: Any, layer: nn.Module) -> None:
         self.loss_fn, self.layer = loss_fn, layer
+        self._first = bool(layer._forward_hooks)  # the user's hooks; the core's, which come later, must run before ours
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         """Loss of every example `[b]`."""
-        seen: list[Tensor] = []
-        handle = self.layer.register_forward_hook(lambda module, args, output: seen.append(output))
-        try:
+        seen: list[tuple[Tensor, list[int], Tensor]] = []
+
+        def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+            seen.append((output, versions(output), output.clone()))
+
+        with ExitStack() as hooks:
+            hooks.callback(self.layer.register_forward_pre_hook(_as_constants).remove)
+            hooks.callback(self.layer.register_forward_hook(keep, prepend=self._first).remove)
             output, target = model_output(model, batch)
-        finally:
-            handle.remove()
-        if seen and seen[-1] is not output and seen[-1].shape == output.shape:
-            output = output.detach() + (seen[-1] - seen[-1].detach())
+        if seen:
+            given, before, own = seen[-1]
+            changed = given is not output or versions(given) != before
+            if changed and own.shape == output.shape:
+                output = output.detach() + (own - own.detach())
         return example_losses(self.loss_fn, output, target)
+
+
+def _as_constants(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(value.detach() for value in args)
 
 
 class TracInCPFastRandProj(TracInCPFast, captum.influence.TracInCPFastRandProj):
