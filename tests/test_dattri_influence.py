@@ -251,6 +251,16 @@ def test_datainf_splits_the_chosen_layers():
     close(found, GROUPS.sum(expected, 0))
 
 
+def test_datainf_the_order_of_layer_name_changes_no_score():
+    case = make_case()
+    scores = []
+    for names in (["0.weight", "0.bias", "2.weight", "2.bias"], ["0.weight", "2.weight", "0.bias", "2.bias"]):
+        new = ours("DataInf", case.task(own_target=True), names, groups=GROUPS)
+        new.cache(case.full_loader(6))
+        scores.append(new.attribute(case.train_loader(), case.test_loader()))
+    close(*scores)
+
+
 def test_datainf_uses_the_asked_share_of_the_data():
     case = make_case()
     scores = []

@@ -199,6 +199,37 @@ def test_trak_singletons_and_no_groups():
         close(forced.self_attribute(), own, 1e-6)
 
 
+@pytest.mark.parametrize("groups", [None, np.arange(N), GROUPS], ids=["none", "singletons", "groups"])
+def test_trak_self_attribute_is_of_the_last_cache(groups):
+    case, other = make_case(), make_case()
+    other.train.tensors[0].mul_(-2)
+    new = make_trak(ggda_dattri, case, groups=groups)
+    new.cache(other.train_loader())
+    before = new.self_attribute()
+    new.cache(case.train_loader())
+    fresh = make_trak(ggda_dattri, case, groups=groups)
+    fresh.cache(case.train_loader())
+    close(new.self_attribute(), fresh.self_attribute())
+    assert (new.self_attribute() - before).abs().max() > 0.01 * before.abs().max()
+
+
+@pytest.mark.parametrize(("batch_size", "memory_budget", "most"), [(5, 2**26, 5), (N, 1, 1), (N, 2**26, N)])
+def test_trak_batches_for_the_weights_are_the_loaders_and_fit_the_budget(batch_size, memory_budget, most):
+    case, sizes = make_case(), []
+
+    def probability(parameters: dict[str, Tensor], data: Any) -> Tensor:
+        return case.probability(parameters, data)
+
+    options = {"projector_kwargs": dict(PROJECTIONS["normal"]), "memory_budget": memory_budget}
+    task = case.task(1, unbatched=True)
+    new = ggda_dattri.TRAKAttributor(task, probability, groups=GROUPS, **options)
+    mapped = new.correct_probability_func
+    new.correct_probability_func = lambda parameters, data: (sizes.append(len(data[0])), mapped(parameters, data))[1]
+    new.cache(case.train_loader(batch_size))
+    assert sum(sizes) == N
+    assert max(sizes) == most
+
+
 @pytest.mark.parametrize("fisher", ["batched", "paper"])
 def test_trak_fisher_is_that_of_the_group_sums(fisher):
     case = make_case()

@@ -52,6 +52,25 @@ def test_memory_budget_rows_projected_in_pieces_give_the_same_scores(tmp_path: P
     assert error(found, expected) < 1e-5
 
 
+@pytest.mark.parametrize(("options", "most"), [({"batch_size": 7}, 7), ({"memory_budget": 1}, 1)])
+def test_weights_are_computed_in_batches_of_the_asked_size(options: Any, most: int, tmp_path: Path) -> None:
+    given, sizes = case(TASK), list[int]()
+    handle = given.model.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    traker = TRAKer(given.model, TASK, N, save_dir=tmp_path, groups=uneven_labels(), **given.options, **options)
+    computed = traker.gradient_computer.compute_loss_grad
+
+    def counted(batch: Any) -> Tensor:
+        assert len(batch[0]) <= most
+        return computed(batch)
+
+    traker.gradient_computer.compute_loss_grad = counted
+    featurize(traker, given, given.checkpoints(1)[:1])
+    handle.remove()
+    found = scored(traker, given, given.checkpoints(1))
+    expected = scores(TRAKer, case(TASK), tmp_path / "expected", groups=uneven_labels())
+    assert error(found, expected) < 1e-4
+
+
 def test_whole_groups_from_a_batch_sampler_give_the_same_scores(tmp_path: Path) -> None:
     given, groups = case(TASK), Groups(uneven_labels())
     expected = scores(TRAKer, given, tmp_path / "a", groups=groups)

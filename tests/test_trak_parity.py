@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 import trak
-from trak_cases import N, case, error, scores, summed, uneven_labels
+from trak_cases import N, case, error, scored, scores, summed, take, uneven_labels
+
+from ggda_ext import Groups
 
 TASKS = ("image_classification", "text_classification", "iterative_image_classification")
 WELL_CONDITIONED = 1.0
@@ -58,3 +60,18 @@ def test_additivity_exact_fisher_gives_the_sum_of_trak_scores(task: str, models:
     found = scores(ggda_trak.TRAKer, case(task), tmp_path / "b", models, size=37, **options)
     assert found.shape == expected.shape
     assert error(found, expected) < 1e-5
+
+
+def test_points_in_no_group_do_not_count_in_the_exact_fisher(tmp_path: Path) -> None:
+    labels = np.where(np.arange(N) % 3 == 0, -1, uneven_labels())
+    inside = np.flatnonzero(labels >= 0)
+    groups, given = Groups(labels, rest="drop"), case(TASKS[0])
+    checkpoint = given.checkpoints(1)[0]
+    alone = trak.TRAKer(
+        given.model, TASKS[0], len(inside), save_dir=tmp_path / "a", lambda_reg=WELL_CONDITIONED, **given.options
+    )
+    alone.load_checkpoint(checkpoint, model_id=0)
+    alone.featurize(take(given.train, inside), num_samples=len(inside))
+    expected = summed(scored(alone, given, [checkpoint]), groups.labels[inside])
+    options = {"groups": groups, "fisher": "exact", "lambda_reg": WELL_CONDITIONED}
+    assert error(scores(ggda_trak.TRAKer, case(TASKS[0]), tmp_path / "b", **options), expected) < 1e-5

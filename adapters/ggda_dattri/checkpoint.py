@@ -175,13 +175,11 @@ class Checkpoint:
 
     @property
     def layer_spans(self) -> list[tuple[int, int]]:
-        """The column range `(low, high)` of each module's parameters in dattri's layout."""
+        """The column range `(low, high)` of each module's parameters in the core's layout, where they are adjacent."""
         spans: dict[str, tuple[int, int]] = {}
-        low = 0
-        for name in self.layer_name or self.space.parameters:
-            module, high = name.rpartition(".")[0], low + self.space.parameters[name].numel()
+        for name, (low, high) in zip(self.space.parameters, self.space.spans.values(), strict=True):
+            module = name.rpartition(".")[0]
             spans[module] = (spans.get(module, (low, low))[0], high)
-            low = high
         return list(spans.values())
 
     @cached_property

@@ -149,7 +149,7 @@ class IFAttributorDataInf(_NeedsCache, dattri_if.IFAttributorDataInf):
 
         def solve(rows: Tensor) -> Tensor:
             def correction(ids: Tensor, gradients: Tensor) -> Tensor:
-                gradients, found = checkpoint.to_dattri(gradients), torch.empty_like(rows)
+                found = torch.empty_like(rows)
                 for low, high in checkpoint.layer_spans:
                     part = gradients[:, low:high]
                     shares = rows[:, low:high] @ part.T / (regularization + part.square().sum(1))
@@ -158,7 +158,7 @@ class IFAttributorDataInf(_NeedsCache, dattri_if.IFAttributorDataInf):
 
             return (rows - points.sum_rows(correction, checkpoint.max_rows) / used) / regularization
 
-        return solve
+        return _in_core_layout(checkpoint, solve)
 
 
 class IFAttributorEKFAC(_NeedsCache, dattri_if.IFAttributorEKFAC):

@@ -85,6 +85,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
 
     def cache(self, full_train_dataloader: DataLoader) -> None:
         """Compute and keep the features of the groups, for the full training data."""
+        self._cached = None
         if self._is_dattri:
             if self.groups is not None:
                 self._train_data(full_train_dataloader, "full_train_dataloader")
@@ -165,7 +166,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
     def _features(self, loader: DataLoader, name: str) -> list[_Features]:
         data, groups = self._train_data(loader, name)
         checkpoints = self._checkpoints
-        weights = sum(self._one_minus_probability(index, data) for index in checkpoints) / len(checkpoints)
+        weights = sum(self._one_minus_probability(index, data, groups) for index in checkpoints) / len(checkpoints)
         exact = self.fisher == "exact" or self._is_dattri
         with self._drop_in.keep() as kept:
             return [
@@ -189,15 +190,16 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         }
         return kept.array(provider, index, "features", settings, make)
 
-    def _one_minus_probability(self, index: int, data: IndexedData) -> Any:
-        """The weight Q of every training point `[n]` at one checkpoint."""
+    def _one_minus_probability(self, index: int, data: IndexedData, groups: Groups) -> Any:
+        """The weight Q of every training point `[n]` at one checkpoint; no batch is larger than the loader's."""
         checkpoint = self._checkpoint(index)
+        fitting = checkpoint.groups(data, groups).batch_size
         parameters = {name: value.detach() for name, value in checkpoint.model.named_parameters()}
         device = checkpoint.space.device
         probability = by_outer_names(self.correct_probability_func, self.task.get_model())
 
         def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-            for indices, batch in data.my_share(1024):
+            for indices, batch in data.my_share(min(fitting, data.batch_size or fitting)):
                 yield torch.from_numpy(indices), probability(parameters, to_device(batch, device)).flatten()
 
         with torch.no_grad():

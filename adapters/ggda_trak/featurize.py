@@ -46,7 +46,7 @@ class GroupSums:
         store: the store that the sums are written to; it knows the groups and the kind of Fisher.
         gradients: the gradients of the task's outputs f_i, and their projection.
         model_id: selects the projection matrix.
-        weights: a function that returns Q̄ `[b]` for a batch and its indices.
+        weights: a function that returns Q̄ `[b]` for a batch, its indices, and the number of points to run at once.
 
     Attributes:
         before: mask of the points that were already in the sums of any rank at the start `[n]`.
@@ -58,11 +58,11 @@ class GroupSums:
         store: GroupStore,
         gradients: TaskGradients,
         model_id: int,
-        weights: Callable[[Batch, np.ndarray], Tensor],
+        weights: Callable[[Batch, np.ndarray, int], Tensor],
     ) -> None:
         self.store, self.groups, self.model_id, self.projection = store, store.groups, model_id, gradients.projection
         self.before, self.now = points_before(store), np.zeros(store.groups.n, dtype=bool)
-        self._gradients, self._weights = gradients, weights
+        self._gradients, self._mean_weights = gradients, weights
         self._points = WaitingPoints(self.projection.space.model)
         self._budget = gradients.options.memory_budget // 2  # for rows that wait for their projection
         self._waiting = _Rows(self.projection, len(store.sums), self._budget, len(self.groups))
@@ -150,6 +150,10 @@ class GroupSums:
                 batch, indices = tuple(tensor[inside] for tensor in batch), indices[inside]
             add = self._add_points if self.store.kind == "exact" else self._add_groups
             add(self._gradients.of(batch), batch, self.groups.labels[indices], self._weights(batch, indices))
+
+    def _weights(self, batch: Batch, indices: np.ndarray) -> Tensor:
+        """Q̄ `[b]` of the points of a batch, in pieces of the size that their gradients will be computed in."""
+        return self._mean_weights(batch, indices, self._gradients.of(batch).on(batch).batch_size)
 
     def _add_groups(self, gradients: GroupGradients, batch: Batch, labels: np.ndarray, weights: Tensor) -> None:
         ids, local = np.unique(labels, return_inverse=True)

@@ -156,10 +156,10 @@ class MeanWeights:
         self.model, self.gradient_computer = model, gradient_computer
         self.checkpoints, self.means = checkpoints, means
 
-    def __call__(self, batch: tuple[Tensor, ...], indices: np.ndarray) -> Tensor:
-        """Q̄ `[b]` of the points `indices` in a batch."""
+    def __call__(self, batch: tuple[Tensor, ...], indices: np.ndarray, at_once: int) -> Tensor:
+        """Q̄ `[b]` of the points `indices` in a batch; the model runs on `at_once` of them at a time."""
         if self.means is None:
-            weights = self._at_current_parameters(batch)
+            weights = self._at_current_parameters(batch, at_once)
         else:
             weights = torch.from_numpy(self.means[indices])
             if bool(weights.isnan().any()):
@@ -167,7 +167,7 @@ class MeanWeights:
                 with left_as_it_was(self.model):
                     for checkpoint in self.checkpoints:
                         load_state(self.model, checkpoint)
-                        weights += self._at_current_parameters(batch).cpu() / len(self.checkpoints)
+                        weights += self._at_current_parameters(batch, at_once).cpu() / len(self.checkpoints)
                 self.means[indices] = weights.numpy()
         if not bool(weights.isfinite().all()):
             bad = indices[(~weights.isfinite()).cpu().numpy()]
@@ -177,6 +177,8 @@ class MeanWeights:
             )
         return weights.to(batch[0].device)
 
-    def _at_current_parameters(self, batch: tuple[Tensor, ...]) -> Tensor:
+    def _at_current_parameters(self, batch: tuple[Tensor, ...], at_once: int) -> Tensor:
+        pieces = zip(*(tensor.split(at_once) for tensor in batch), strict=True)
         with torch.no_grad():
-            return self.gradient_computer.compute_loss_grad(batch).detach().reshape(-1).float()
+            found = [self.gradient_computer.compute_loss_grad(piece).detach().reshape(-1) for piece in pieces]
+        return torch.cat(found).float()

@@ -60,8 +60,9 @@ class TRAKer(trak.TRAKer):
         groups: a `Groups` or anything that `Groups` accepts, for `train_set_size` points.
         fisher: ``"batched"`` is made of output gradients summed by group, and is TRAK's for groups of one. ``"paper"``
             is made of loss gradients summed by group. ``"exact"`` is made of single points: its scores are sums of
-            TRAK's scores, but take as long. The first two are approximations: their scores do not add up. See
-            `ggda_ext.curvature.fisher` for the formulas.
+            TRAK's scores, but take as long. The first two are approximations: their scores do not add up. Points in no
+            group (``rest="drop"``) do not count in any Fisher, so the exact scores are then sums of TRAK's scores for
+            the other points alone. See `ggda_ext.curvature.fisher` for the formulas.
         damping: ridge of the Fisher relative to its mean diagonal, on top of TRAK's `lambda_reg`. ``"auto"`` is the
             rule of `ggda_ext.curvature.fisher` for a Fisher of groups, and no ridge for the exact Fisher.
         strategy: how gradients are computed, see `GroupGradients`. A strategy other than ``"auto"`` is used for groups
