@@ -221,6 +221,8 @@ def _divisor(
     moments, step, beta = state.get("exp_avg_sq", 0.0), float(state.get("step", 0)), group["betas"][1]
     if gradient is not None:
         moments, step = beta * moments + (1 - beta) * gradient**2, step + 1
+    if "max_exp_avg_sq" in state:  # amsgrad
+        moments = torch.maximum(moments, state["max_exp_avg_sq"])
     divisor = (moments / (1 - beta**step)).sqrt() + group["eps"]
     # an entry that never had a gradient was not moved, even if it has a gradient without dropout
     return divisor.masked_fill(moments == 0, torch.inf).to(parameter)

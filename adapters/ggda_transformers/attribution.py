@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from ggda_ext.losses.row_reductions import Tokens
 from ggda_ext.methods import EKFAC, Influence, Method
 from ggda_ext.model import ParameterChoice, ParameterSpace
 from ggda_ext.results import Attribution
-from ggda_transformers.adam import AdamTracIn
+from ggda_transformers.adam import AdamTracIn, unwrapped
 from ggda_transformers.checkpoints import TrainerCheckpoint, found_checkpoints
 from ggda_transformers.columns import groups_of
 from ggda_transformers.peft_models import counted_parameters, unmerged
@@ -27,6 +28,7 @@ FEW_PARAMETERS = 2_000_000
 """Up to this number (adapters, heads) the default is to solve with the curvature; above, to factor it, for memory."""
 CURVATURE_ROWS = 1024
 """The largest number of rows that the curvature is computed on. Rows are long: this many hold enough tokens for it."""
+_ADAM = re.compile(r"(Fused|Paged|AnyPrecision|DeepSpeedCPU)?AdamW?(\d+bit)?")  # classes that step as Adam does
 
 
 def attribute_trainer(
@@ -166,17 +168,30 @@ def training_steps(trainer: Any) -> TrainingSteps | None:
     logged = [entry["learning_rate"] for entry in log if "learning_rate" in entry and entry["step"] <= steps]
     if not sum(logged) > 0:
         return None
-    optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    if not optimizer.startswith(("adamw", "sgd")):
+    kind, momentum, weight_decay = _optimizer(trainer)
+    if kind is None:
         return None
     rate = sum(logged) / len(logged)
     batch = (
         trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size
     )
-    return TrainingSteps(
-        rate * steps, "adam" if optimizer.startswith("adamw") else "sgd",
-        weight_decay=trainer.args.weight_decay, batch_size=batch,
-    )  # fmt: skip
+    return TrainingSteps(rate * steps, kind, momentum, weight_decay, batch)
+
+
+def _optimizer(trainer: Any) -> tuple[Literal["sgd", "adam"] | None, float, float]:
+    """The optimizer, its momentum and weight decay: of the Trainer's optimizer, else by its arguments.
+
+    Where groups of parameters differ, the largest group counts. Other optimizers than SGD, Adam and AdamW are None.
+    """
+    if trainer.optimizer is None:
+        name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+        return "adam" if name.startswith("adamw") else "sgd" if name == "sgd" else None, 0.0, trainer.args.weight_decay
+    used = unwrapped(trainer.optimizer)
+    names = [one.__name__ for one in type(used).__mro__]
+    kind: Literal["sgd", "adam"] | None = "sgd" if "SGD" in names else None
+    kind = "adam" if any(map(_ADAM.fullmatch, names)) else kind
+    largest = max(used.param_groups, key=lambda group: sum(value.numel() for value in group["params"]))
+    return kind, float(largest.get("momentum", 0.0)), float(largest.get("weight_decay", 0.0))
 
 
 def _check_moments_fit(trainer: Any) -> None:

@@ -212,10 +212,16 @@ def column_values(dataset: Any, name: str) -> list[Any]:
         else [_of_row(plain[at], first, at) for at in range(len(plain))]
     )
     for key in inner:
-        if not isinstance(values[0], Mapping) or key not in values[0]:
-            have = ", ".join(map(repr, values[0])) if isinstance(values[0], Mapping) else "no columns of its own"
+        other = next((at for at, value in enumerate(values) if not isinstance(value, Mapping | None)), None)
+        if other is not None:
+            raise ValueError(
+                f"groups names the column {name!r}, but {first!r} holds no columns of its own in row {other}."
+            )
+        keys = dict.fromkeys(one for value in values for one in value or ())
+        if key not in keys:
+            have = ", ".join(map(repr, keys)) or "no columns of its own"
             raise ValueError(f"groups names the column {name!r}, but {first!r} holds {have}.")
-        values = [value[key] for value in values]
+        values = [(value or {}).get(key) for value in values]
     return [value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value for value in values]
 
 

@@ -78,15 +78,27 @@ class _NumberedCollator:
         return carrying
 
 
-def number_rows(loader: Any, given: Any) -> tuple[Callable[[], None], bool]:
+@dataclass
+class NumberedLoader:
+    """A Trainer's data loader whose batches carry the numbers of their rows.
+
+    Attributes:
+        undo: a function that undoes the change.
+        compared: whether the Trainer's rows could be compared with the given rows.
+        batch_of: a function that makes a batch of some rows, as the data loader does.
+    """
+
+    undo: Callable[[], None]
+    compared: bool
+    batch_of: Callable[[list[int]], Carried]
+
+
+def number_rows(loader: Any, given: Any) -> NumberedLoader:
     """Make the batches of a Trainer's data loader carry the numbers of their rows.
 
     Args:
         loader: the Trainer's data loader, as accelerate prepared it.
         given: the rows that the groups were made for.
-
-    Returns:
-        A function that undoes the change, and whether the Trainer's rows could be compared with the given rows.
     """
     inner: Any = loader
     while "base_dataloader" in vars(inner):  # remove accelerate's wrapper, which passes as a DataLoader
@@ -104,14 +116,19 @@ def number_rows(loader: Any, given: Any) -> tuple[Callable[[], None], bool]:
             "that the Trainer was given."
         )
     compared = check_same_order(given, dataset)
-    if numbered:
-        return lambda: None, compared
 
     def put(data: Any, collate: Any) -> None:
         vars(inner)["dataset"], vars(inner)["collate_fn"] = data, collate  # a DataLoader forbids setattr here
 
-    put(_NumberedRows(dataset), _NumberedCollator(collator))
-    return lambda: put(dataset, collator), compared
+    if not numbered:
+        put(_NumberedRows(dataset), _NumberedCollator(collator))
+    rows: Any = inner.dataset
+    collate = inner.collate_fn
+    return NumberedLoader(
+        (lambda: None) if numbered else (lambda: put(dataset, collator)),
+        compared,
+        lambda numbers: collate(rows.__getitems__(numbers))[KEY],
+    )
 
 
 def check_same_order(given: Any, own: Any) -> bool:

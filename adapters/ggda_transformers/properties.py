@@ -60,7 +60,7 @@ def property_of(setup: TrainerSetup, property: Any, eval_dataset: Any) -> Proper
 
 
 def _mean(setup: TrainerSetup, dataset: Any, *, higher_is_better: bool, **kind: Any) -> MeanProperty:
-    """The mean over rows of the loss, or of the function of the loss that `kind` selects, see `TrainerSetup.loss`."""
+    """The mean over rows of the loss, or of the loss or function of it that `kind` selects, see `TrainerSetup.loss`."""
     data = setup.rows(dataset, "eval_dataset")
     return MeanProperty(data, setup.loss(**kind), setup.batch_size, higher_is_better=higher_is_better)
 
@@ -93,14 +93,16 @@ def _difference(setup: TrainerSetup, sets: Any) -> Property:
 
 
 class Perplexity(ReadyProperty):
-    """exp of the mean loss of all tokens of a set, ``exp(Σ losses / Σ tokens)``."""
+    """exp of the mean of the model's own losses of all tokens of a set, ``exp(Σ losses / Σ tokens)``."""
 
     components = 1
 
     def __init__(self, setup: TrainerSetup, dataset: Any) -> None:
         self.name, self.higher_is_better = "perplexity", False
-        self._total = _mean(setup, dataset, higher_is_better=False, tokens="sum")
-        self._tokens = _mean(setup, dataset, higher_is_better=False, tokens="sum", of_token=torch.ones_like)
+        self._total, self._tokens = (
+            _mean(setup, dataset, higher_is_better=False, tokens="sum", of_token=of_token, is_models=True)
+            for of_token in (None, torch.ones_like)
+        )
 
     def __call__(self, model: nn.Module) -> Tensor:
         with torch.no_grad():
@@ -117,10 +119,11 @@ class Perplexity(ReadyProperty):
 
 _MAKERS: dict[str, Callable[[TrainerSetup, Any], ReadyProperty]] = {
     "eval_loss": partial(_mean, higher_is_better=False),
-    "accuracy": partial(_mean, higher_is_better=True, of_token=negative_exponential),
+    "accuracy": partial(_mean, higher_is_better=True, of_token=negative_exponential, is_models=True),
     "f1": _f1,
-    "probability": partial(_mean, higher_is_better=True, tokens="sum", of_example=negative_exponential),
+    "probability": partial(_mean, higher_is_better=True, tokens="sum", of_example=negative_exponential, is_models=True),
     "perplexity": Perplexity,
 }
 """``accuracy`` is the mean probability of the right label; for a language model, the mean over all tokens.
-``probability`` is the probability of the whole answer, that is, of all labels of a row together."""
+``probability`` is the probability of the whole answer, that is, of all labels of a row together. Probabilities come
+from the model's own loss: exp(−loss) is none if the Trainer smooths labels or computes another loss."""

@@ -65,6 +65,7 @@ class TrainerSetup:
             batch_size: rows per batch; by default the Trainer's batch size for training.
         """
         check_counts(batch_size=batch_size)
+        batch_size = None if batch_size is None else int(batch_size)  # a DataLoader takes no numbers of NumPy
         for name, function in (("data_collator", data_collator), ("compute_loss_func", compute_loss_func)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} is a {type(function).__name__}: pass a function, or leave it out.")
@@ -97,19 +98,28 @@ class TrainerSetup:
         tokens: Tokens = "mean",
         of_token: Callable[[Tensor], Tensor] | None = None,
         of_example: Callable[[Tensor], Tensor] | None = None,
+        *,
+        is_models: bool = False,
     ) -> TrainerLoss:
-        """The training loss of each row."""
-        key = tokens, of_token, of_example
+        """The training loss of each row, or the model's own loss, which no setting of the Trainer changes."""
+        key = tokens, of_token, of_example, is_models
         if key not in self._losses:
-            smoother = getattr(self.trainer, "label_smoother", None)
-            own = type(self.trainer).compute_loss if self.trainer is not None else Trainer.compute_loss
-            overrides = own is not Trainer.compute_loss and not own.__module__.startswith("trl.")
+            changes = {} if is_models else self._changes()
             self._losses[key] = TrainerLoss(
-                tokens, compute_loss_func=self.compute_loss_func, smoother=smoother,
-                compute_loss=self.trainer.compute_loss if overrides else None, shifts=shifts_labels(self.model),
-                owner=self.trainer, of_token=of_token, of_example=of_example,
-            )  # fmt: skip
+                tokens, shifts=shifts_labels(self.model), of_token=of_token, of_example=of_example, **changes
+            )
         return self._losses[key]
+
+    def _changes(self) -> dict[str, Any]:
+        """What the Trainer makes of the model's own loss, as arguments of `TrainerLoss`."""
+        own = type(self.trainer).compute_loss if self.trainer is not None else Trainer.compute_loss
+        overrides = own is not Trainer.compute_loss and not own.__module__.startswith("trl.")
+        return {
+            "compute_loss_func": self.compute_loss_func,
+            "smoother": getattr(self.trainer, "label_smoother", None),
+            "compute_loss": self.trainer.compute_loss if overrides else None,
+            "owner": self.trainer,
+        }
 
     def prepared(self, dataset: Any) -> Any:
         """The training data with columns that the model takes: `dataset`, or the rows that the Trainer made from it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from ggda_ext.groups import Groups
-from ggda_ext.sharing import add_up
+from ggda_ext.sharing import add_up, of_all, rank, world_size
 from ggda_ext.storage.files import (
     DamagedFile,
     as_text,
@@ -35,6 +36,7 @@ class TrackedSums:
             during training, of all ranks after it; None before the first scored step.
         steps: number of scored steps.
         seconds: time spent on scoring.
+        training_seconds: time that the training took until the last checkpoint, with the time spent on scoring.
         history: the step and the scores `[m, k]` of all ranks at every entry of the log.
         settings: settings that the sums depend on; sums with other settings cannot be resumed.
         number: number of the tracker among the Trainer's trackers, from 0.
@@ -45,6 +47,7 @@ class TrackedSums:
     totals: Tensor | None = None
     steps: int = 0
     seconds: float = 0.0
+    training_seconds: float = 0.0
     history: list[tuple[int, list[list[float]]]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     number: int = 0
@@ -82,13 +85,20 @@ class TrackedSums:
         """The totals of all ranks `[3, m, k]`; all ranks score the same steps."""
         return None if self.totals is None else add_up(self.totals.clone())
 
-    def save(self, args: Any, state: Any) -> None:
-        """Write the sums of all ranks into the folder of the checkpoint that was saved."""
-        totals = self.of_all_ranks()
+    def save(self, args: Any, state: Any, pending: Sequence[list[int]] = ()) -> None:
+        """Write the sums of all ranks into the folder of the checkpoint that was saved.
+
+        Args:
+            args: the Trainer's arguments.
+            state: the Trainer's state.
+            pending: numbers of the rows of each batch of this rank that is not scored yet.
+        """
+        totals, waiting = self.of_all_ranks(), [batch for batches in of_all(pending) for batch in batches]
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
             known = {"groups": self._names, "settings": self.settings, "scored_steps": self.steps,
-                     "seconds": self.seconds, "totals": None if totals is None else totals.tolist()}  # fmt: skip
+                     "seconds": self.seconds, "training_seconds": self.training_seconds, "history": self.history,
+                     "pending": waiting, "totals": None if totals is None else totals.tolist()}  # fmt: skip
             if self.momentum is not None and self.momentum.total is not None:
                 total = self.momentum.total.detach().cpu()
                 array = (total.float() if total.dtype.itemsize < 4 else total).numpy()  # NumPy has no bfloat16
@@ -96,8 +106,12 @@ class TrackedSums:
                 known |= {"momentum": [self.momentum.weight, self.momentum.step]}
             write_sealed_json(folder / f"{self._file}.json", known)
 
-    def resume(self, folder: Path, state: Any) -> None:
-        """Load the sums from the checkpoint that a run resumes from."""
+    def resume(self, folder: Path, state: Any) -> list[list[int]]:
+        """Load the sums from the checkpoint that a run resumes from.
+
+        Returns:
+            Numbers of the rows of each batch that this rank has still to score.
+        """
         path = folder / f"{self._file}.json"
         if not path.is_file():
             raise FileNotFoundError(
@@ -112,6 +126,8 @@ class TrackedSums:
             if before != value:
                 raise ValueError(f"{path} is of {name}={before!r}, not {value!r}. Pass what it was, or start again.")
         self.steps, self.seconds = kept["scored_steps"], kept["seconds"]
+        self.training_seconds = kept["training_seconds"]
+        self.history = [(step, scores) for step, scores in kept["history"]]
         if kept["totals"] is not None:
             totals = torch.tensor(kept["totals"], dtype=torch.float64)
             self.totals = totals if state.is_world_process_zero else torch.zeros_like(totals)
@@ -120,6 +136,7 @@ class TrackedSums:
             if not array.exists() or not is_sealed_array(array, self._made_with):
                 raise DamagedFile(f"{array} is damaged, missing, or of another step: resume from another checkpoint.")
             self.momentum = Momentum(torch.from_numpy(np.array(open_array(array, sealed=True))), *kept["momentum"])
+        return kept["pending"][rank() :: world_size()]  # whichever rank scores a batch, the sums are the same
 
     @property
     def _made_with(self) -> str:

@@ -71,8 +71,8 @@ class GroupTracker(TrainerCallback):
         every: score every n-th step, for ``every=n``.
         batches: the batches that a scored step scores: its ``"own"``, or ``"all"`` since the last scored step. With
             ``"all"`` each row is scored once an epoch, at the price of a pass over the rows, and only the property's
-            gradient is computed less often. Rows that are not scored make scores noisy, so use ``"all"`` if the
-            property has more rows than a batch.
+            gradient is computed less often; batches that are left over at the end are scored in the last step. Rows
+            that are not scored make scores noisy, so use ``"all"`` if the property has more rows than a batch.
         share: the probability to score each of these steps. All ranks score the same steps.
         preconditioner: ``"adam"`` divides the property's gradient as Adam does in the scored step, and takes its mean
             over the steps so far as Adam does. This needs the memory of one more gradient for each property. With
@@ -113,10 +113,13 @@ class GroupTracker(TrainerCallback):
         check_counts(every=every)
         if not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"share={share!r}: pass a number above 0, up to 1.")
-        if batches not in ("own", "all"):
-            raise ValueError(f"batches={batches!r} is not one of 'own', 'all'.")
-        if preconditioner not in (None, "adam"):
-            raise ValueError(f"preconditioner={preconditioner!r} is not one of None, 'adam'.")
+        for name, value, words in (
+            ("batches", batches, ("own", "all")),
+            ("preconditioner", preconditioner, (None, "adam")),
+            ("tokens", tokens, ("mean", "sum")),
+        ):
+            if value not in words:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, words))}.")
         self.every, self.share, self.preconditioner, self.tokens, self.seed = every, share, preconditioner, tokens, seed
         self.batches, self.show = batches, show
         self._property, self._eval_dataset, self._parameters = property, eval_dataset, parameters
@@ -154,17 +157,20 @@ class GroupTracker(TrainerCallback):
             self.sums.momentum = Momentum()
         trackers = [one for one in trainer.callback_handler.callbacks if isinstance(one, GroupTracker)]
         self.sums.number, self.sums.settings = trackers.index(self), self._settings()
-        undo, self._compared = number_rows(kwargs["train_dataloader"], self._rows)
-        self._undo = [undo, take_at_the_step(trainer, self._pending.append)]
+        numbered = number_rows(kwargs["train_dataloader"], self._rows)
+        self._compared = numbered.compared
+        self._undo = [numbered.undo, take_at_the_step(trainer, self._pending.append)]
         if state.global_step:
-            self.sums.resume(Path(resumed or f"{args.output_dir}/checkpoint-{state.global_step}"), state)
-        self._started = perf_counter()
+            pending = self.sums.resume(Path(resumed or f"{args.output_dir}/checkpoint-{state.global_step}"), state)
+            self._pending += map(numbered.batch_of, pending)
+        self._started = perf_counter() - self.sums.training_seconds
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Score the batches of the step, before the step changes the parameters."""
         every, step, gather = self.every, state.global_step, self.batches == "all"
         drawn = self.share == 1 or random.Random(f"{self.seed}-{step}").random() < self.share
         due = drawn and step % every == (every - 1 if gather else 0)
+        due = due or (gather and step + 1 == state.max_steps)
         batches = self._pending.copy()
         if due or not gather:
             self._pending.clear()
@@ -175,9 +181,7 @@ class GroupTracker(TrainerCallback):
                 "the Trainer takes a step, and GroupTracker has seen none of its batches: training_step was replaced "
                 "during the training, or inputs were made anew before it. Leave them as they are, or leave it out."
             )
-        start = perf_counter()
         self._score(batches, kwargs["optimizer"], step)
-        self.sums.seconds += perf_counter() - start
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add the scores so far to the Trainer's log."""
@@ -194,10 +198,17 @@ class GroupTracker(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the sums in the checkpoint's folder, so that a run can resume from it."""
-        self.sums.save(args, state)
+        self.sums.training_seconds = perf_counter() - self._started
+        self.sums.save(args, state, [carried.rows for carried in self._pending])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Undo the changes to Trainer and data loader, print the table and save the picture."""
+        """Score batches that are left over, undo the changes to the Trainer, print the table, save the picture.
+
+        Batches are left over if the training stopped before its last step; they are scored at the parameters it ends
+        with.
+        """
+        if self._pending:
+            self._score(self._pending, kwargs["optimizer"], state.global_step)
         self.training_seconds = perf_counter() - self._started
         self._close()
         self.sums.totals = self.sums.of_all_ranks()
@@ -268,7 +279,7 @@ class GroupTracker(TrainerCallback):
     def _score(self, batches: list[Carried], optimizer: Any, step: int) -> None:
         """Add the scores of a step's batches, at the model's current parameters."""
         assert self._setup is not None
-        model = self._setup.model
+        start, model = perf_counter(), self._setup.model
         with evaluated(model):
             device = next(model.parameters()).device
             sent = [to_device(carried.batch, device) for carried in batches]
@@ -285,6 +296,7 @@ class GroupTracker(TrainerCallback):
                 for carried, batch in zip(batches, sent, strict=True):
                     self.sums.add(provider.on(batch).scores(directions), carried.rows)
         self.sums.steps += 1
+        self.sums.seconds += perf_counter() - start
 
     def _provider_of(self, batch: dict[str, Any]) -> GroupGradients:
         """The provider of gradients, made and planned once with the first batch."""
