@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from os import PathLike
+from math import isfinite
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -42,6 +42,7 @@ from ggda_ext.results import Attribution
 from ggda_ext.results.method import MethodFacts, Setting
 from ggda_ext.results.named_scores import names_of, whether_higher_is_better
 from ggda_ext.tables import check_columns, group_column
+from ggda_ext.words import check_save_dir
 
 if TYPE_CHECKING:
     from ggda_ext.storage.scores import ScoreStore
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 Weight = float | Tensor
 
 
+@torch.inference_mode(False)
 def attribute(
     model: nn.Module,
     loss_fn: Any,
@@ -203,7 +205,7 @@ def _weighted(
             raise ValueError("weights is given without checkpoints or models: pass both, or neither.")
         return None, [1.0]
     listed = listed_checkpoints(checkpoints)
-    factors = [1.0] * len(listed) if weights is None else [float(weight) for weight in _checked_weights(weights)]
+    factors = [1.0] * len(listed) if weights is None else _checked_weights(weights)
     if len(factors) != len(listed):
         raise ValueError(f"weights has {len(factors)} entries for {len(listed)} checkpoints.")
     if not mean:
@@ -213,14 +215,18 @@ def _weighted(
     return listed, [factor / sum(factors) for factor in factors]
 
 
-def _checked_weights(weights: Any) -> Any:
-    """Return the weights; raise an error if they cannot be iterated over, or if an entry is None or text."""
+def _checked_weights(weights: Any) -> list[float]:
+    """Return the weights; raise an error if they cannot be iterated over, or if an entry is not a finite number."""
     if not isinstance(weights, Iterable) or isinstance(weights, str):
         raise TypeError(f"weights is a {type(weights).__name__}: pass a list, one number for each checkpoint.")
+    found: list[float] = []
     for at, weight in enumerate(weights):
         if weight is None or isinstance(weight, str):
             raise TypeError(f"weights[{at}]={weight!r}: pass a number.")
-    return weights
+        found.append(float(weight))
+        if not isfinite(found[-1]):
+            raise ValueError(f"weights[{at}]={found[-1]}: pass a finite number.")
+    return found
 
 
 def property_scores(provider: GroupGradients, property: Property) -> Tensor:
@@ -389,10 +395,7 @@ def keep_scores(save_dir: str | Path | None, tag: str | None = None) -> KeptScor
             error if the folder has another tag.
     """
     if save_dir is not None:
-        if not isinstance(save_dir, str | PathLike):
-            raise TypeError(f"save_dir is a {type(save_dir).__name__}: pass the path of a folder.")
-        if tag is not None and not isinstance(tag, str):
-            raise TypeError(f"tag is a {type(tag).__name__}: pass text, such as the version of the data.")
+        check_save_dir(save_dir, tag)
         from ggda_ext.storage.scores import ScoreStore  # needed only if scores are stored
 
         return ScoreStore(save_dir, tag)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.model import inner_names, left_as_it_was, unwrapped
+from ggda_ext.model import inner_names, left_as_it_was, named_values, unwrapped
 
 State = dict[str, Tensor]
 LoadCheckpoint = Callable[[nn.Module, Any], Any]
@@ -66,12 +65,28 @@ def at_checkpoints(
         yield 0
         return
     with left_as_it_was(model):
-        for number, checkpoint in enumerate(checkpoints):
+        own = {_memory(value) for value in named_values(model).values()} - {0}
+        for number, checkpoint in enumerate([_apart(checkpoint, own) for checkpoint in checkpoints]):
             if load is None:
                 load_state(model, checkpoint, f"checkpoints[{number}]")
             else:
                 load(model, checkpoint)
             yield number
+
+
+def _apart(checkpoint: Any, own: set[int]) -> Any:
+    """Return a checkpoint with copies of tensors in the memory `own`, the model's, which a load would overwrite."""
+    if isinstance(checkpoint, Tensor):
+        return checkpoint.detach().clone() if _memory(checkpoint) in own else checkpoint
+    if not isinstance(checkpoint, Mapping):
+        return checkpoint
+    apart = {key: _apart(value, own) for key, value in checkpoint.items()}
+    return apart if any(apart[key] is not value for key, value in checkpoint.items()) else checkpoint
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor is in, which views share; 0 if it has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def load_state(model: nn.Module, checkpoint: Any, name: str = "the checkpoint") -> None:
@@ -82,21 +97,7 @@ def load_state(model: nn.Module, checkpoint: Any, name: str = "the checkpoint") 
         checkpoint: a state dict, or its path.
         name: the name of the checkpoint in error messages.
     """
-    if isinstance(checkpoint, nn.Module):
-        raise TypeError(_not_a_state(name, checkpoint))
-    if isinstance(checkpoint, int | float) or checkpoint is None:
-        raise TypeError(f"{name} is {checkpoint!r}: pass a state dict or its path, or load_checkpoint= that loads it.")
-    if isinstance(checkpoint, str | PathLike) and not Path(checkpoint).is_file():
-        raise FileNotFoundError(
-            f"{name} is {str(checkpoint)!r}, which is no file: pass the path of a saved state dict."
-        )
-    try:
-        found = state_of(checkpoint)
-    except (UnpicklingError, EOFError) as error:
-        raise ValueError(
-            f"{name} is {str(checkpoint)!r}, which holds no state dict alone: save one with "
-            f"torch.save(model.state_dict(), path). torch.load says: {str(error).splitlines()[0]}"
-        ) from error
+    found = state_of(checkpoint, name)
     try:
         unwrapped(model).load_state_dict(inner_names(found, model))
     except RuntimeError as error:
@@ -112,8 +113,38 @@ def _not_a_state(name: str, found: nn.Module) -> str:
     )
 
 
-def state_of(checkpoint: Any) -> Mapping[str, Any]:
-    """Return a state dict: the checkpoint itself if it is one, else the content of the file with this path."""
-    if isinstance(checkpoint, Mapping):
-        return checkpoint
-    return torch.load(checkpoint, map_location="cpu", weights_only=True)
+def state_of(checkpoint: Any, name: str = "the checkpoint") -> Mapping[str, Any]:
+    """Return a state dict: the checkpoint itself if it is one, else the content of the file with this path.
+
+    Args:
+        checkpoint: a state dict, or its path.
+        name: the name of the checkpoint in error messages.
+    """
+    if isinstance(checkpoint, nn.Module):
+        raise TypeError(_not_a_state(name, checkpoint))
+    if not isinstance(checkpoint, str | PathLike | Mapping) and not hasattr(checkpoint, "read"):
+        what = repr(checkpoint) if isinstance(checkpoint, int | float | None) else f"a {type(checkpoint).__name__}"
+        raise TypeError(f"{name} is {what}: pass a state dict or its path, or load_checkpoint= that loads it.")
+    found = checkpoint if isinstance(checkpoint, Mapping) else _content(checkpoint, name)
+    odd = next((key for key in found if not isinstance(key, str)), None)
+    if odd is not None:
+        raise ValueError(f"{name} has a key {odd!r}, which names no parameter: pass a state dict, model.state_dict().")
+    return found
+
+
+def _content(path: Any, name: str) -> Mapping[str, Any]:
+    """Return the state dict in a file; `name` is the name of the checkpoint in error messages."""
+    if isinstance(path, str | PathLike) and not Path(path).is_file():
+        raise FileNotFoundError(f"{name} is {str(path)!r}, which is no file: pass the path of a saved state dict.")
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(found, Mapping):
+            raise TypeError(f"it holds a {type(found).__name__}")
+        return found
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # if the file is of another kind, torch.load raises errors of almost any kind
+        raise ValueError(
+            f"{name} is {str(path)!r}, which holds no state dict alone: save one with torch.save(model.state_dict(), "
+            f"path). {type(error).__name__}: {next(iter(str(error).splitlines()), 'it ends too early')}"
+        ) from error

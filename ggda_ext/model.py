@@ -164,7 +164,8 @@ def training_kernels() -> Iterator[None]:
     turned off here. Models of `torch.compile` run uncompiled, because our hooks would cause a new compilation for every
     batch. The memory of a batch is kept for the next batch. On Linux, for example, the C library itself decides how
     much freed memory to keep, from the largest block that was freed; so one large block is freed here. Otherwise every
-    batch would get fresh pages from the system, which costs a tenth of a pass or more.
+    batch would get fresh pages from the system, which costs a tenth of a pass or more. Autocast keeps rounded copies of
+    the parameters until the user's context ends; they are dropped before and after, because checkpoints are loaded.
     """
     global _fast_path_users, _fast_path, _uncompiled
     with _fast_path_lock:
@@ -176,10 +177,12 @@ def training_kernels() -> Iterator[None]:
                 _uncompiled = torch.compiler.set_stance("force_eager")
                 _uncompiled.__enter__()
         _fast_path_users += 1
+    torch.clear_autocast_cache()
     try:
         with torch.inference_mode(False):
             yield
     finally:
+        torch.clear_autocast_cache()
         with _fast_path_lock:
             _fast_path_users -= 1
             if _fast_path_users == 0:
@@ -193,9 +196,18 @@ _AS_IT_IS = nullcontext()
 
 
 def full_precision(values: Tensor) -> AbstractContextManager[Any]:
-    """Context that turns autocast off for our own arithmetic with `values`, because autocast would round them."""
+    """Context that turns autocast off for our own arithmetic with `values`, because autocast would round them.
+
+    Backward passes run in it too, as PyTorch recommends: they compute in the dtypes that the forward pass chose.
+    """
     kind = values.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in `full_precision`."""
+    with full_precision(a):
+        return a @ b
 
 
 def all_finite(values: Tensor) -> bool:
@@ -442,16 +454,15 @@ class ParameterSpace:
         self.parameters = _chosen(self.model, chosen)
         self._every = list(named_values(self.model, "_parameters").values())
         self._written = [*self._every, *named_values(self.model, "_buffers").values()]
-        self.spans: dict[int, tuple[int, int]] = {}
-        end = 0
-        for parameter in self.parameters.values():
-            self.spans[id(parameter)] = (end, end + parameter.numel())
-            end += parameter.numel()
-        self.size = end
+        self.spans = _spans(self.parameters.values())
+        self.size = sum(parameter.numel() for parameter in self.parameters.values())
         first = next(iter(self.parameters.values()))
         self.dtype, self.device = first.dtype, first.device
         self.changing: list[str] | None = None
         """Names of buffers and parameters that `forward` changes; None until they are known. They are restored."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, spans=_spans(state["parameters"].values()))  # a copy has other parameters
 
     def __len__(self) -> int:
         return self.size
@@ -490,9 +501,10 @@ class ParameterSpace:
         by = [*also, *self.parameters.values()]
         if not value.requires_grad:  # the loss of a batch whose targets are all ignored
             return [None] * len(by)
-        found = torch.autograd.grad(
-            value, by, retain_graph=keep_graph or differentiable, create_graph=differentiable, allow_unused=True
-        )
+        with full_precision(value):
+            found = torch.autograd.grad(
+                value, by, retain_graph=keep_graph or differentiable, create_graph=differentiable, allow_unused=True
+            )
         return [part.to_dense() if part is not None and part.is_sparse else part for part in found]  # embeddings
 
     @contextmanager
@@ -523,6 +535,15 @@ class ParameterSpace:
             )
 
 
+def _spans(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[int, int]]:
+    """The first and the last column (exclusive) of every parameter in a flat row, by the parameter's id."""
+    spans, end = dict[int, tuple[int, int]](), 0
+    for parameter in parameters:
+        spans[id(parameter)] = (end, end + parameter.numel())
+        end += parameter.numel()
+    return spans
+
+
 def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter]:
     parameters = _unchecked_choice(model, chosen)
     for name, value in parameters.items():
@@ -543,7 +564,15 @@ def _chosen(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter
 def _unchecked_choice(model: nn.Module, chosen: ParameterChoice) -> dict[str, nn.Parameter]:
     named = dict(model.named_parameters())
     if chosen is not None:
-        wanted = {id(value) for item in _as_list(chosen) for value in _members(model, item)}
+        own = {id(value) for value in model.parameters()}
+        listed = [(item, _members(model, item)) for item in _as_list(chosen)]
+        for at, (item, members) in enumerate(listed):
+            if any(id(value) not in own for value in members):
+                what = "parameter" if isinstance(item, nn.Parameter) else type(item).__name__
+                raise ValueError(
+                    f"parameters[{at}] is a {what} that is not of the model: pass those of the model, or their names."
+                )
+        wanted = {id(value) for _, members in listed for value in members}
         parameters = {name: value for name, value in named.items() if id(value) in wanted}
         if not parameters:
             raise ValueError("parameters= chooses no parameter of the model.")

@@ -148,9 +148,22 @@ def tensor_of(array: Any, name: str) -> Tensor:
         return array
     if is_table(array):
         return torch.as_tensor(_numbers_of(array, name).copy())  # pandas may return read-only arrays
-    if array.dtype.kind in "OSUmM":
+    if array.dtype.kind in "OSUmMV":
         raise TypeError(f"{name} is not made of numbers: it holds {array.dtype}. Encode it first.")
-    return torch.as_tensor(array if array.flags.writeable else array.copy())  # a tensor is always writable
+    _check_gaps(int(np.ma.count_masked(array)), name, "pass .filled(np.nan)")
+    native = np.ma.getdata(array).astype(array.dtype.newbyteorder("="), copy=False)
+    # a tensor is always writable, and has no negative strides
+    usable = native.flags.writeable and all(step >= 0 and step % native.itemsize == 0 for step in native.strides)
+    return torch.as_tensor(native if usable else native.copy())
+
+
+def _check_gaps(missing: int, where: str, otherwise: str) -> None:
+    """Raise an error if numbers are missing; `otherwise` says what to pass to a model that takes NaN."""
+    if missing:
+        raise ValueError(
+            f"{where} has {missing} missing value{'s' * (missing > 1)}: fill or drop them; if the model takes NaN, "
+            f"{otherwise}."
+        )
 
 
 def _numbers_of(table: Any, name: str) -> np.ndarray:
@@ -161,12 +174,7 @@ def _numbers_of(table: Any, name: str) -> np.ndarray:
     for where, part in parts:
         if getattr(part.dtype, "kind", "O") not in "fiub":
             raise TypeError(f"{where} is not made of numbers but of {part.dtype}: encode it, or leave it out.")
-        missing = int(part.isna().sum())
-        if missing:
-            raise ValueError(
-                f"{where} has {missing} missing value{'s' * (missing > 1)}: fill or drop them; if the model takes NaN, "
-                "pass .to_numpy()."
-            )
+        _check_gaps(int(part.isna().sum()), where, "pass .to_numpy()")
     found = np.asarray(table.to_numpy())
     if found.dtype.kind in "fiub":
         return found
@@ -177,7 +185,9 @@ def _numbers_of(table: Any, name: str) -> np.ndarray:
 def holds_doubles(parts: Sequence[Any]) -> bool:
     """Whether some parts of the data are NumPy arrays or tables of float64, which the user may not have chosen."""
     return any(
-        part.dtype == np.float64 if isinstance(part, np.ndarray) else is_table(part) and _table_holds_doubles(part)
+        part.dtype.newbyteorder("=") == np.float64
+        if isinstance(part, np.ndarray)
+        else is_table(part) and _table_holds_doubles(part)
         for part in parts
     )
 

@@ -2,7 +2,7 @@
 
 The keywords are listed in `WORDS`. An entry point that cannot use one of them declares this with `without`. A user who
 passes the keyword then gets an error that says why, and what to do instead. A keyword that `without` does not name
-gives Python's own error. `check_counts`, `check_not_negative` and `whole_bytes` check numbers.
+gives Python's own error. The functions below check numbers, and `check_save_dir` the place of a folder.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
 from numbers import Integral, Real
+from os import PathLike
 from typing import Any, TypeVar
 
 WORDS = ("parameters", "strategy", "batch_size", "memory_budget", "save_dir", "tag", "show_progress")
@@ -70,6 +71,21 @@ def check_counts(**counts: Any) -> None:
             raise TypeError(f"{name}={value!r}: pass a whole number, or leave it out.")
         if value < 1:
             raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
+
+
+def check_whole(**numbers: Any) -> None:
+    """Raise an error if a value is not a whole number."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name}={value!r}: pass a whole number.")
+
+
+def check_save_dir(save_dir: Any, tag: Any) -> None:
+    """Raise an error if `save_dir` is not a path, or `tag` is neither text nor None."""
+    if not isinstance(save_dir, str | PathLike):
+        raise TypeError(f"save_dir is a {type(save_dir).__name__}: pass the path of a folder.")
+    if tag is not None and not isinstance(tag, str):
+        raise TypeError(f"tag is a {type(tag).__name__}: pass text, such as the version of the data.")
 
 
 def whole_bytes(memory_budget: Any) -> int:

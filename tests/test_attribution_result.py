@@ -19,7 +19,7 @@ from cases import descend
 from torch import Tensor, nn
 
 from ggda_ext import Attribution, Groups, MethodFacts, WhatIf, attribute, properties
-from ggda_ext.counterfactual.leave_group_out import leave_group_out
+from ggda_ext.counterfactual.leave_group_out import LeaveGroupOut, leave_group_out
 from ggda_ext.results.sentences import answers
 from ggda_ext.training import Recipe
 
@@ -268,6 +268,14 @@ def test_copies_keep_names(again: Any) -> None:
     assert_same(found, result)
 
 
+def test_a_deep_copy_shares_no_numbers() -> None:
+    result = small(low=torch.zeros(2, 4), high=torch.ones(2, 4), member_scores=torch.ones(2, 5))
+    found = copy.deepcopy(result)
+    for name in ("scores", "low", "high", "member_scores"):
+        getattr(found, name).fill_(7)
+        assert not (getattr(result, name) == 7).any(), name
+
+
 def test_torch_load_reads_it_as_safely_as_a_tensor() -> None:
     file = io.BytesIO()
     torch.save({"scores": small()}, file)
@@ -330,6 +338,54 @@ def test_a_selection_and_an_empty_one_can_be_saved(tmp_path: Path) -> None:
         assert_same(Attribution.load(part.save(tmp_path / "part")), part)
 
 
+AS_USERS_HAVE_IT: dict[str, dict[str, Any]] = {
+    "ends that are whole numbers": {"low": [[0, -3, 0, 1]] * 2, "high": np.ones((2, 4), int)},
+    "members that are whole numbers": {"member_scores": np.ones((2, 5), int)},
+    "properties by number": {"properties": [0, 1]},
+    "directions of NumPy": {"higher_is_better": np.array([False, True])},
+    "directions of torch": {"higher_is_better": torch.tensor([False, True])},
+    "directions as 0 and 1": {"higher_is_better": [0, 1]},
+    "settings of NumPy": {"method": MethodFacts(
+        "influence", settings={"damping": np.float32(0.01), "steps": np.int64(3), "at": torch.tensor(2.0), "on": (1,)},
+        passes=np.float32(2.0), seconds=np.int64(3),
+    )},
+    "one note": {"notes": "careful"},
+    "one warning": {"warnings": {"web": "large"}},
+    "notes that are no texts": {"notes": [3], "warnings": {"web": [ValueError("large")]}, "interval": 0.95},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", AS_USERS_HAVE_IT)
+def test_what_can_be_made_can_be_saved_and_pickled(kind: str, tmp_path: Path) -> None:
+    result = small(**AS_USERS_HAVE_IT[kind])
+    for found in (Attribution.load(result.save(tmp_path / "result")), pickle.loads(pickle.dumps(result))):
+        assert_same(found, result)
+        assert str(found) == str(result)
+
+
+def test_one_text_is_one_note() -> None:
+    assert small(notes="careful").notes == ("careful",)
+
+
+def test_a_number_of_numpy_for_damping_is_a_setting_like_any_other(tmp_path: Path) -> None:
+    data = tensors(patients(30))
+    goal = properties.mean_loss(data, LOSS)
+    result = attribute(
+        network(), LOSS, data, np.arange(30) % 3, goal, method="influence", damping=np.float32(0.5),
+        save_dir=tmp_path / "scores",
+    )  # fmt: skip
+    found = Attribution.load(result.save(tmp_path / "result"))
+    assert_same(found, result)
+    assert "damping 0.5" in str(found)
+
+
+def test_scores_of_half_precision_become_arrays_and_frames() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        result = small(scores=torch.ones(2, 4, dtype=dtype), member_scores=torch.ones(2, 5, dtype=dtype))
+        assert np.asarray(result).tolist() == np.array(result, dtype=float).tolist() == result.tolist()
+        assert np.array(result, copy=True).tolist() == result.to_frame()["score"].to_numpy().reshape(2, 4).tolist()
+
+
 def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path: Path) -> None:
     path = small().save(tmp_path / "result")
     content = path.read_bytes()
@@ -367,6 +423,25 @@ def test_captum_dattri_and_trak_in_either_shape_have_one_sign() -> None:
     square = torch.randn(3, 3)
     assert torch.equal(Attribution.of(square, groups, test_axis=0), square)
     assert torch.equal(Attribution.of(square, groups, test_axis=1, positive="rises"), square.T)
+
+
+def test_what_is_said_about_leave_group_out_stays_with_it() -> None:
+    groups = Groups(["a", "b"])
+    measured = LeaveGroupOut(torch.tensor([[1.0, -1.0]]), torch.zeros(1), np.arange(2), groups)
+    alone = Attribution.of(measured, groups)
+    found = Attribution.of(
+        measured, groups, "loss", np.False_, positive="rises", test_axis=0, notes="careful", warnings={"a": "small"},
+        method="mine", member_scores=[[1.0, -1.0]],
+    )  # fmt: skip
+    assert torch.equal(found.scores, alone.scores)
+    assert found.notes == (*alone.notes, "careful")
+    assert (found.warnings, found.higher_is_better) == ({"a": ("small",)}, (False,))
+    assert found.method == MethodFacts("mine")
+    assert found.member_scores is not None
+    for wrong in ({"positive": "falls"}, {"test_axis": 1}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ValueError, match=f"{name}={value!r}: .* leave {name} out"):
+            Attribution.of(measured, groups, **wrong)
 
 
 def test_leave_group_out_and_what_if_become_one(tmp_path) -> None:
@@ -462,6 +537,29 @@ def test_per_member_divides_by_size() -> None:
     assert found.scores[:, -1].tolist() == [0.5, 0.0]
     assert found.high is not None
     assert found.high[0].tolist() == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_per_member_is_not_the_change_without_the_group() -> None:
+    found = small(method=MethodFacts("influence", "property", {"damping": 0.1})).per_member
+    assert "influence with damping 0.1; scores rank groups" in str(found)
+    assert "share of one member" in str(found)
+    assert "changes in the property" not in str(found)
+    verified = found.verify(lambda subsets: [float(len(subset)) for subset in subsets], top=1)
+    assert not verified.in_unit
+    assert small().per_member.method is None
+
+
+def test_a_mask_selects_the_groups_where_it_is_true() -> None:
+    result = Attribution(torch.tensor([[1.0, -2.0]]), Groups(["a", "b"]))
+    for mask in (result.scores[0] < 0, np.array([False, True]), [False, True], (False, True)):
+        assert result.some(mask).names == ("b",)
+        assert result.groups.some(mask).names == ("b",)
+    assert result.some(torch.tensor([1, 0])).names == ("b", "a")
+    assert len(result.some(result.scores[0] > 9).names) == 0
+    for mask in (result.scores > 0, [True, False, True]):
+        for part in (result, result.groups):
+            with pytest.raises(ValueError, match=r"ids is a mask of shape \[.*\]: pass one of \[2\]"):
+                part.some(mask)
 
 
 def test_a_new_process_reads_what_torch_saved(tmp_path: Path) -> None:

@@ -26,6 +26,35 @@ def test_the_shift_is_that_of_random_halves():
     assert ClassCounts.of(Groups.of(groups), labels).shift()[0] == pytest.approx(np.std(shares, 0).max(), rel=0.35)
 
 
+@pytest.mark.parametrize("only_class", [False, True])
+def test_points_in_no_group_stay_when_groups_go(only_class):
+    draw = np.random.default_rng(0)
+    labels = draw.integers(0, 3, 600)
+    outside = draw.random(600) < 0.5
+    outside |= (labels != 0) & only_class
+    groups = Groups(np.where(outside, -1, labels * 4 + draw.integers(0, 4, 600)), rest="drop")
+    moved = []
+    for _ in range(2000):
+        stays = outside | (draw.random(len(groups)) < 0.5)[groups.labels]
+        moved.append(np.bincount(labels[stays], minlength=3) / stays.sum() - np.bincount(labels) / 600)
+    table = ClassCounts.of(groups, labels)
+    assert table.shift()[0] == pytest.approx(np.sqrt(np.square(moved).mean(0)).max(), rel=0.2)
+    shares = [max((labels[members] == c).sum() / (labels == c).sum() for c in range(3)) for members in groups]
+    np.testing.assert_allclose(table.largest_share(), shares)
+
+
+def test_tiny_groups_are_not_large_because_other_points_are_in_no_group():
+    torch.manual_seed(0)
+    x = torch.randn(2000, 4)
+    y = (x[:, 0] > 0).long()
+    loss, model = nn.CrossEntropyLoss(), nn.Linear(4, 2)
+    members = {"p": np.flatnonzero(y == 1)[:50], "q": np.flatnonzero(y == 0)[:50]}
+    groups = Groups(members, 2000, rest="drop")
+    assert groups.summary(targets=y).untrustworthy == {}
+    found = attribute(model, loss, (x, y), groups, properties.mean_loss((x, y), loss))
+    assert dict(found.warnings) == {}
+
+
 def test_random_groups_add_up_and_classes_do_not():
     draw = np.random.default_rng(0)
     labels = draw.integers(0, 2, 4000)

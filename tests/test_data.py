@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from ggda_ext import GroupGradients
 from ggda_ext.data import IndexedData, batch_length, take, to_device
@@ -98,6 +107,35 @@ def test_the_loaders_own_collate_function_and_order_are_kept():
     assert values(batch for _, batch in own_batches.sequential(9)) == [([8.0, 10.0, 0.0], [4, 5, 0])]
 
 
+class FromBehind(BatchSampler):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+class Evens(SequentialSampler):
+    def __iter__(self):
+        return iter(range(0, 7, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        ({"batch_sampler": FromBehind(SequentialSampler(range(7)), 3, False)}, [6, 3, 4, 5, 0, 1, 2]),
+        ({"batch_sampler": BatchSampler(SequentialSampler(range(7)), 3, True)}, [0, 1, 2, 3, 4, 5]),
+        ({"batch_sampler": BatchSampler(SequentialSampler(range(7)), 3, False)}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"sampler": Evens(range(7)), "batch_size": 3}, [0, 2, 4, 6]),
+        ({"sampler": SequentialSampler(range(5)), "batch_size": 3}, [0, 1, 2, 3, 4]),
+    ],
+    ids=["batches from behind", "a last batch dropped", "in order", "a subclass", "of fewer points"],
+)
+def test_examples_are_those_the_loader_gives_in_its_order(options, order):
+    loader = DataLoader(TensorDataset(X, Y), **options)
+    assert torch.cat([y for _, y in loader]).tolist() == order
+    data = IndexedData(loader)
+    assert data.n == len(order)
+    assert torch.cat([batch[1] for _, batch in data.sequential(2)]).tolist() == order
+
+
 @pytest.mark.parametrize("data", [Stream(), DataLoader(Stream(), batch_size=3)], ids=["raw", "loader"])
 def test_streams_are_read_in_order_but_not_by_index(data):
     stream = IndexedData(data, "the training data")
@@ -157,8 +195,11 @@ def test_batches_of_any_structure():
         batch_length("text")
 
 
-def test_a_loader_that_drops_its_last_batch_is_named_where_groups_do_not_fit():
-    loader = DataLoader(TensorDataset(X, Y), batch_size=3, drop_last=True)
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 3, "drop_last": True}, {"batch_sampler": BatchSampler(SequentialSampler(X), 3, True)}]
+)
+def test_a_loader_that_drops_its_last_batch_is_named_where_groups_do_not_fit(options):
+    loader = DataLoader(TensorDataset(X, Y), **options)
     left = len(X) - len(X) % 3
     with pytest.raises(
         ValueError, match=f"has {left}: .*drop_last=True, which leaves out {len(X) - left} points: pass"

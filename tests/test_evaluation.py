@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -78,6 +80,20 @@ def test_removal_curves_keep_the_right_points(groups: Groups) -> None:
     assert worst.values[0, 0] == 45 - groups[2].sum()
     by_mean = pruning_score([-1.8, 3.0, -2.0], groups, sums, [0.3], aggregation="mean")  # group 2 has four members
     assert by_mean.values[0, 0] == 45 - groups[0].sum()
+
+
+def test_a_removal_curve_says_what_was_removed_and_trains_no_subset_twice(groups: Groups) -> None:
+    asked: list[int] = []
+
+    def sizes(subsets: list[np.ndarray]) -> list[int]:
+        asked.extend(map(len, subsets))
+        return asked  # one number for each subset: one seed
+
+    curve = retraining_score([0.1, 3.0, -2.0], groups, sizes, [0.29, 0.01, 0.3, 0.04])
+    assert asked == [7, 10]
+    np.testing.assert_allclose(curve.fractions, [0.3, 0, 0.3, 0])
+    np.testing.assert_array_equal(curve.values, [[7], [10], [7], [10]])
+    np.testing.assert_array_equal(curve.mean, [7, 10, 7, 10])
 
 
 def test_detection_of_noise_by_its_two_areas() -> None:
@@ -163,6 +179,66 @@ def test_good_scores_lower_the_accuracy_more_and_predict_retraining() -> None:
     assert own([np.arange(50)]).tolist() == [[80.0]]
 
 
+def retrainer(outputs: nn.Module, loss: nn.Module, targets: torch.Tensor, tested: torch.Tensor, measure="accuracy"):  # type: ignore[no-untyped-def]
+    x = torch.linspace(-1, 1, 40)[:, None]
+    recipe = Recipe(epochs=10, learning_rate=0.1, batch_size=8)
+    return Retrainer(lambda: copy.deepcopy(outputs), loss, (x, targets), (x, tested), recipe, measure=measure)
+
+
+@pytest.mark.parametrize(
+    "form", ["two logits", "a column of labels", "one logit", "a logit without a column", "pixels"]
+)
+def test_accuracy_of_retrained_models_holds_for_every_form_of_classes(form) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    y = (torch.arange(40) >= 20).long()
+    one = y.double().float()
+    outputs, loss, targets, tested = {
+        "two logits": (nn.Linear(1, 2), nn.CrossEntropyLoss(), y, y),
+        "a column of labels": (nn.Linear(1, 2), nn.CrossEntropyLoss(), y, y[:, None]),
+        "one logit": (nn.Linear(1, 1), nn.BCEWithLogitsLoss(), one[:, None], one[:, None]),
+        "a logit without a column": (
+            nn.Sequential(nn.Linear(1, 1), nn.Flatten(0)), nn.BCEWithLogitsLoss(), one, one
+        ),
+        "pixels": (
+            nn.Sequential(nn.Linear(1, 6), nn.Unflatten(1, (2, 3))), nn.CrossEntropyLoss(),
+            y[:, None].repeat(1, 3), y[:, None].repeat(1, 3),
+        ),
+    }[form]  # fmt: skip
+    assert retrainer(outputs, loss, targets, tested)([np.arange(40)])[0, 0] >= 0.9
+
+
+def test_the_loss_of_retrained_models_is_a_mean_for_every_reduction() -> None:
+    y = (torch.arange(40) >= 20).long()
+
+    def total(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target, reduction="sum")
+
+    for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum"), total):
+        model = nn.Linear(1, 2)
+        nn.init.zeros_(model.weight).requires_grad_(False)
+        nn.init.zeros_(model.bias)  # as many points of both classes, so that it stays at 0 or near
+        found = retrainer(model, loss, y, y, "loss")
+        kept = (np.arange(40) for _ in range(1))
+        assert found(kept)[0, 0] == pytest.approx(np.log(2), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "loss", "targets", "measure", "message"),
+    [
+        (nn.Linear(1, 1), nn.MSELoss(), torch.rand(40, 1), "accuracy", "measure='accuracy' cannot .* no class of the"),
+        (nn.Linear(1, 3), nn.BCEWithLogitsLoss(), torch.ones(40, 3), "accuracy", r"targets of shape \[40, 3\] for 40"),
+        (
+            nn.Linear(1, 2), nn.CrossEntropyLoss(torch.ones(2)), torch.ones(40).long(), "loss",
+            r"measure='loss' cannot .* pass another measure, e.g. a function measure\(outputs",
+        ),
+    ],
+)  # fmt: skip
+def test_a_measure_that_cannot_be_taken_is_named_before_training(outputs, loss, targets, measure, message, monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("ggda_ext.evaluation.retrainer.train_many", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(ValueError, match=message):
+        retrainer(outputs, loss, targets, targets, measure)([np.arange(40)])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -173,6 +249,10 @@ def test_good_scores_lower_the_accuracy_more_and_predict_retraining() -> None:
         ),
         (lambda: removal_order([1.0, 2.0], [0, 1], 1.5), "fraction=1.5"),
         (lambda: aggregated([1.0, 2.0], [0, 1], "median"), "aggregation='median'"),
+        (
+            lambda: retraining_score([1.0, 2.0], Groups([0, -1, 1, 1], rest="drop"), len, [0.5, 1.0]),
+            "fractions holds 1.0, and the groups hold 3 of 4 training points: pass at most 0.75",
+        ),
         (lambda: noisy_label_detection([1.0, 2.0], [0, 1], [True]), "one entry for each of 2 points"),
         (lambda: noisy_label_detection([1.0, 2.0], [0, 1], [False, False]), "marks 0 of 2 points"),
         (lambda: random_subsets([0, 0], 3), "keeps 0 of them"),
@@ -206,6 +286,16 @@ def test_the_additive_ceiling_is_high_for_sums_and_low_for_products():
     assert found.columns[0] > 0.95
     assert found.columns[1] < 0.5
     assert found.interval[0] <= found.value <= found.interval[1]
+
+
+def test_the_additive_ceiling_leaves_out_points_that_all_models_treat_alike():
+    draw = np.random.default_rng(0)
+    kept = random_subsets(np.arange(8), 60, seed=1)
+    sums = kept @ draw.normal(size=(8, 2))
+    alone, beside = additive_ceiling(kept, sums), additive_ceiling(kept, np.insert(sums, 1, 3.0, axis=1))
+    assert beside.value == pytest.approx(alone.value)
+    assert beside.interval == pytest.approx(alone.interval)
+    assert np.isnan(beside.columns).tolist() == [False, True, False]
 
 
 def test_the_additive_ceiling_names_bad_input():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -129,6 +130,33 @@ def test_by_column_groups_dates_by_period(of: type) -> None:
     groups = by_column(of(days), freq="M")
     assert groups.names == ("2023-01", "2024-05", "2024-06")
     assert groups.labels.tolist() == [1, 0, 1, 2]
+
+
+def test_weeks_go_from_monday_to_sunday() -> None:
+    days = pd.Series(pd.date_range("2024-01-01", periods=8))
+    groups = by_column(days, freq="W")
+    assert groups.labels.tolist() == [0] * 7 + [1]
+    assert groups.names == ("2024-01-01", "2024-01-08")
+    before_the_epoch = by_column(np.array(["1969-12-28", "NaT", "1969-12-29"], "datetime64[D]"), freq="W", rest="drop")
+    assert before_the_epoch.names == ("1969-12-22", "1969-12-29")
+    assert before_the_epoch.labels.tolist() == [0, -1, 1]
+
+
+def test_dates_with_a_time_zone_keep_the_time_that_the_clock_showed() -> None:
+    there = pd.Series(pd.to_datetime(["2024-01-01 00:30", None, "2024-07-31 23:30"]).tz_localize("Europe/Berlin"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        groups = by_column(there, freq="M", rest="drop")
+    assert groups.names == ("2024-01", "2024-07")
+    assert groups.labels.tolist() == [0, -1, 1]
+    edges = [pd.Timestamp("2024-01-01", tz="Europe/Berlin"), pd.Timestamp("2024-06-30 22:00", tz="UTC")]
+    for some in (edges, [edge.to_pydatetime() for edge in edges], np.array(edges, object)):
+        binned = by_column(there, bins=[*some, pd.Timestamp("2024-08-01", tz="Europe/Berlin")], rest="drop")
+        assert binned.names == ("[2024-01-01, 2024-07-01)", "[2024-07-01, 2024-08-01]")
+        assert binned.labels.tolist() == [0, -1, 1]
+    assert by_column(there, bins=["2024-01-01", "2024-02-01"], rest="drop").labels.tolist() == [0, -1, -1]
+    offsets = [datetime.datetime.fromisoformat(text) for text in ("2024-01-01T00:30+01:00", "2024-07-31T23:30+02:00")]
+    assert by_column(offsets, freq="D").names == ("2024-01-01", "2024-07-31")
 
 
 def test_from_clusters_takes_any_clusterer_and_leaves_it_unfitted() -> None:
@@ -540,8 +568,10 @@ def test_whitening_as_many_dimensions_as_points_is_warned_about() -> None:
 
 
 def test_features_that_are_not_numbers_are_refused(data: tuple) -> None:
-    with pytest.raises(TypeError, match="encode them as numbers"):
+    with pytest.raises(TypeError, match=r"column 'source' of data is not made of numbers .* encode it"):
         KMeansGroups(group_size=2).fit(pd.DataFrame({"source": ["a", "b", "a"]}))
+    with pytest.raises(TypeError, match="encode them as numbers"):
+        KMeansGroups(group_size=2).fit(np.array([["a"], ["b"], ["a"]], dtype=object))
     with pytest.raises(TypeError, match=r"dict with keys \['x'\]"):
         KMeansGroups(group_size=2).fit({"x": data[0]})
 
@@ -567,6 +597,15 @@ def test_a_model_in_train_mode_is_refused(data: tuple, layer: nn.Module) -> None
     with pytest.raises(ValueError, match=rf"{type(layer).__name__} '0'.*model\.eval\(\)"):
         ReprKMeansGroups(model, group_size=4).fit(data)
     assert len(ReprKMeansGroups(model.eval(), group_size=4).fit_groups(data)) == 30
+
+
+def test_tables_of_several_kinds_of_numbers_are_clustered_as_the_array_of_them() -> None:
+    points = blobs().astype(np.float64)
+    flag = np.arange(len(points)) % 2
+    expected = KMeansGroups(n_groups=4, random_state=0).fit_groups(np.column_stack([points, flag]))
+    for dtype in ("bool", "Int64"):
+        table = pd.DataFrame(points).assign(flag=pd.Series(flag, dtype=dtype))
+        assert KMeansGroups(n_groups=4, random_state=0).fit_groups(table) == expected
 
 
 def test_labels_of_the_wrong_length_are_refused(model: nn.Module, data: tuple) -> None:

@@ -51,6 +51,12 @@ def test_periods_and_intervals_are_named_as_they_are_printed():
     assert groups.labels.tolist() == [2, 0, 1]
 
 
+def test_categories_of_dates_have_the_names_of_the_dates():
+    days = pd.Series(pd.to_datetime(["2024-01-01", "2024-02-01"]))
+    for column in (days.astype("datetime64[ns]"), days.astype("datetime64[s]"), days - days[0]):
+        assert Groups(column.astype("category")).names == Groups(column).names
+
+
 @pytest.mark.parametrize("form", SAME)
 def test_every_form_of_the_same_groups_is_the_same_partition(form):
     groups = Groups(SAME[form])
@@ -81,6 +87,9 @@ def test_names_are_the_users_own_labels():
         [0.0, np.nan, 1.0],
         pd.Series(["a", None, "b"]),
         pd.Series([0, pd.NA, 1], dtype="Int64"),
+        pd.Series([0, -1, 1], dtype=object),
+        np.array([0, -2.0, 1], dtype=object),
+        ["a", -1, "b"],
     ],
 )
 def test_rest_says_what_becomes_of_points_in_no_group(labels):
@@ -94,6 +103,14 @@ def test_rest_says_what_becomes_of_points_in_no_group(labels):
     assert own.labels.tolist() == [0, 2, 1]
     assert own.names is not None
     assert own.names[-1] == "rest"
+
+
+def test_no_two_groups_are_called_rest():
+    with pytest.raises(ValueError, match=r"a group is called 'rest'.*rename it, or pass names= .* 3 groups"):
+        Groups(["rest", "a", None], rest="group")
+    assert Groups(["rest", "a", None], rest="group", names=["a", "rest", "none"]).labels.tolist() == [1, 0, 2]
+    assert Groups(["rest", "a", None], rest="drop").names == ("a", "rest")
+    assert Groups(["rest", "a"], rest="group").names == ("a", "rest")
 
 
 def test_rest_of_index_lists_is_what_they_do_not_name():
@@ -116,6 +133,9 @@ def test_rest_of_index_lists_is_what_they_do_not_name():
         ([-1, -1], None, "2 of 2 points are in no group"),
         (np.zeros((2, 2), int), None, r"one-dimensional, not of shape \(2, 2\)"),
         ([0.5, 1.0], None, "fractional numbers: bin them"),
+        ([0.0, np.inf], None, "groups holds inf at point 1: .* NaN or None for a point in no group"),
+        ([0.0, -np.inf], None, "groups holds -inf at point 1"),
+        ([1e30, 0.0], None, "groups holds 1e.30 at point 0"),
         ([[0.5], [1.0]], None, "must hold whole numbers"),
     ],
 )
@@ -147,6 +167,13 @@ def test_immutable():
     for array in (groups.labels, groups.sizes, groups.order, groups[0]):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
+
+
+def test_the_array_of_the_caller_stays_as_it_was():
+    labels = np.array([0, 1, 0], np.int32)
+    groups = Groups.with_labels(labels, 2)
+    labels[0] = 1
+    assert groups.labels.tolist() == [0, 1, 0]
 
 
 def test_singletons():
@@ -190,6 +217,22 @@ def test_sum_adds_up_members(labels):
     expected = torch.stack([values[:, members.tolist()].sum(1) for members in groups], 1)
     assert torch.equal(groups.sum(values), expected)
     assert torch.equal(groups.sum(values.T, 0), expected.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bfloat16])
+def test_sum_has_the_type_of_a_sum(dtype):
+    values = torch.ones(300, dtype=dtype)
+    found = Groups(np.zeros(300, int)).sum(values)
+    assert found.dtype == values.sum().dtype
+    assert torch.equal(found[0], values.sum())
+
+
+def test_sum_takes_arrays_and_lists():
+    groups = Groups([0, 1, 0])
+    fixed = np.arange(6.0).reshape(2, 3)
+    fixed.flags.writeable = False
+    assert groups.sum(fixed).tolist() == [[2.0, 1.0], [8.0, 4.0]]
+    assert groups.sum([True, True, True]).tolist() == [2, 1]
 
 
 def test_batch_sampler_feeds_a_data_loader():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from contextlib import redirect_stderr
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,18 @@ def test_arrays_that_may_not_be_written_to_are_taken_in_silence() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attribute(network(), LOSS, (x, y), np.arange(N) % 3, properties.mean_loss((x, y), LOSS), method="tracin")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_arrays_of_any_strides_and_byte_order_are_their_numbers(dtype: str) -> None:
+    x, y = table()[FEATURES].to_numpy().astype(dtype), table()["y"].to_numpy()
+    packed = np.zeros(x.shape, [("flag", "i1"), ("value", dtype)])
+    packed["value"] = x
+    score = partial(attribute, network(), LOSS, groups=np.arange(N) % 3, method="tracin")
+    expected = score(data=(x, y), property=properties.mean_loss((x, y), LOSS)).scores
+    for same in (x[::-1].copy()[::-1], x.astype(x.dtype.newbyteorder(">")), packed["value"], np.ma.masked_array(x)):
+        other = same, y.astype(">i8")
+        torch.testing.assert_close(score(data=other, property=properties.mean_loss(other, LOSS)).scores, expected)
 
 
 def test_float64_arrays_go_through_every_door() -> None:

@@ -87,6 +87,33 @@ def test_with_a_fold_for_every_point_the_error_is_that_of_a_mean():
     torch.testing.assert_close(error.reshape(()), (each @ along).std() / TESTS**0.5)
 
 
+def test_parts_on_the_same_points_vary_together_and_parts_on_others_by_themselves():
+    model = network()
+    parameters = dict(model.named_parameters())
+    loss, other = properties.mean_loss(TEST, CE), properties.mean_loss(points(3, 2), CE)
+
+    def error(explained):
+        return spread(jackknifed(explained, model, parameters)[1])
+
+    halves = properties.weighted_sum([loss, properties.mean_loss(TEST, CE)], [0.5, 0.5])
+    torch.testing.assert_close(error(halves), error(loss))
+    assert float(error(properties.weighted_sum([loss, loss], [1.0, -1.0])).abs().max()) < 1e-12
+    torch.testing.assert_close(error(properties.stack(loss, other)), torch.cat([error(loss), error(other)]))
+    both = error(properties.weighted_sum([loss, other], [1.0, -2.0]))
+    torch.testing.assert_close(both, (error(loss).square() + 4 * error(other).square()).sqrt())
+
+
+def test_errors_of_a_fold_name_the_points_of_the_user():
+    model, data = network(), points(N, 0)
+    spoilt = TEST[0].clone()
+    spoilt[17] = float("nan")
+    with pytest.raises(ValueError, match="nan at test point 17"):
+        attribute(model, CE, data, GROUPS, properties.mean_loss((spoilt, TEST[1]), CE), intervals=True)
+    rare = properties.demographic_parity_gap(TEST, ["a"] * (TESTS - 1) + ["b"])
+    with pytest.raises(ValueError, match="interval over test points leaves them out, sensitive group 'b' has no test"):
+        attribute(model, CE, data, GROUPS, rare, intervals=True)
+
+
 @pytest.mark.parametrize("method", ["tracin", "influence", "ekfac", "fisher"])
 @pytest.mark.parametrize("name", ["mean", "gap", "two"])
 def test_intervals_change_no_score_and_hold_it(method, name):

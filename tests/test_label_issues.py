@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from cases import point_rows
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from ggda_ext import find_label_issues
+from ggda_ext import Groups, find_label_issues
 from ggda_ext.training import Recipe, initial_model, train_one
 
 LOSS = nn.CrossEntropyLoss()
@@ -124,6 +125,22 @@ def test_the_group_with_wrong_labels_comes_first():
     assert list(frame.columns) == ["suspicion", "loss", "self_influence", "group"]
     assert frame.group.tolist()[0] == groups[issues.indices[0]]
     assert "south   100" in str(issues)
+
+
+def test_a_column_of_groups_is_matched_by_its_index():
+    x, y = points(20)
+    frame, column = pd.DataFrame(x.numpy()), pd.Series(["p"] * 12 + ["q"] * 8)
+    data, model = (frame, pd.Series(y.numpy())), initial_model(MODELS["linear layers"], 0)
+    issues = find_label_issues(model, LOSS, data, groups=column.sample(frac=1, random_state=0))
+    assert issues.groups == Groups(column)
+    with pytest.raises(ValueError, match="groups has another index"):
+        find_label_issues(model, LOSS, data, groups=column.rename(lambda index: index + 1))
+
+
+def test_a_memory_budget_may_be_written_as_a_float():
+    model, data, clean = initial_model(MODELS["linear layers"], 0), points(20), points(7, seed=1)
+    whole, written = (find_label_issues(model, LOSS, data, validation=clean, memory_budget=b) for b in (10**9, 1e9))
+    np.testing.assert_array_equal(written.influence, whole.influence)
 
 
 def test_agreement_is_spearmans_and_the_overlap_of_the_top_tenths():

@@ -295,6 +295,19 @@ def test_more_models_are_averaged_like_checkpoints_and_all_stay_as_they_were():
         assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+def test_checkpoints_in_the_memory_of_the_model_are_not_overwritten():
+    (x, y), goal, model, other = data(), properties.mean_loss(data(1), CE), network(1), network(2)
+    tracin = partial(attribute, model, CE, (x, y), GROUPS, goal, method="tracin")
+    apart = [{name: value.clone() for name, value in one.state_dict().items()} for one in (model, other)]
+    expected = tracin(checkpoints=apart).scores
+    torch.testing.assert_close(tracin(checkpoints=[apart[1], model.state_dict()]).scores, expected)
+    nested = [{"model": apart[1]}, {"model": model.state_dict()}]
+    found = tracin(checkpoints=nested, load_checkpoint=lambda own, state: own.load_state_dict(state["model"])).scores
+    torch.testing.assert_close(found, expected)
+    twice = tracin(checkpoints=[*apart, apart[0]]).scores
+    torch.testing.assert_close(tracin(models=[other, model]).scores, twice)
+
+
 @pytest.mark.parametrize("name", ["influence", "ekfac", "fisher"])
 def test_a_folder_keeps_the_solve_and_its_facts(tmp_path, name, monkeypatch):
     (x, y), model, goal = data(), network(), properties.mean_loss(data(1), CE)
@@ -333,6 +346,15 @@ def test_negative_curvature_is_refused_with_a_given_damping_and_told_otherwise()
     told = attribute(model, CE, (x, y), GROUPS, goal, method=Influence("hessian", recipe=TrainingSteps(1e9), steps=100))
     assert any("damping was raised" in note for note in told.notes)
     assert told.method.settings["damping"] > -lowest
+
+
+def test_a_solve_that_ends_above_its_tolerance_says_so():
+    model, (x, y) = network(), data()
+    goal = properties.mean_loss(data(1), CE)
+    whole, cut = (attribute(model, CE, (x, y), GROUPS, goal, method=Influence(steps=steps)) for steps in (50, 1))
+    assert not whole.notes
+    assert whole.method.settings["residual"] <= 1e-3 < cut.method.settings["residual"]
+    assert any("above tolerance=0.001" in note and "more steps" in note for note in cut.notes)
 
 
 def test_damping_of_a_recipe():

@@ -45,8 +45,8 @@ RECIPE = Recipe(1, 0.1, 32)
 def leave(**changes: Any) -> Any:
     """A call of `leave_group_out` without mistakes, but for `changes`."""
     return leave_group_out(
-        **{"make_model": lambda: MODEL, "loss_fn": LOSS, "data": (X, Y), "groups": TABLE["clinic"], "property": (X, Y),
-           "recipe": RECIPE} | changes
+        **{"make_model": lambda: copy.deepcopy(MODEL), "loss_fn": LOSS, "data": (X, Y), "groups": TABLE["clinic"],
+           "property": (X, Y), "recipe": RECIPE} | changes
     )  # fmt: skip
 
 
@@ -132,6 +132,13 @@ MISTAKES: dict[str, Mistake] = {
         lambda: ask(data=DataLoader(TensorDataset(X, Y), shuffle=True)), ValueError, "shuffle=False"
     ),
     "tensors of float64": (lambda: ask(data=(X.double(), Y)), TypeError, r"float64.* pass x.float\(\)"),
+    "a model of float64": (
+        lambda: ask(model=copy.deepcopy(MODEL).double()), TypeError, r"x.double\(\) for x, or model.float\(\)"
+    ),
+    "masked numbers": (
+        lambda: ask(data=(np.ma.masked_less(X.numpy(), -2), Y)), ValueError, r"missing values?: .*\.filled\(np.nan\)"
+    ),
+    "fields for numbers": (lambda: ask(data=(X.numpy().view("f4,f4"), Y)), TypeError, "not made of numbers: it holds"),
     # model and loss
     "a path for a model": (lambda: ask(model="net.pt"), TypeError, "model is a str: pass the trained torch.nn.Module"),
     "a model in train mode": (

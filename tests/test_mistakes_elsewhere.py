@@ -14,7 +14,17 @@ from sklearn.cluster import KMeans
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ggda_ext import Attribution, GradientStore, Groups, WhatIf, estimate, evaluation, grouping, properties
+from ggda_ext import (
+    Attribution,
+    GradientStore,
+    GroupGradients,
+    Groups,
+    WhatIf,
+    estimate,
+    evaluation,
+    grouping,
+    properties,
+)
 from ggda_ext.evaluation import Retrainer
 from ggda_ext.training import Recipe, initial_model, train_many, train_one
 from tests.test_mistakes import LOSS, MODEL, RECIPE, RESULT, TABLE, Mistake, N, X, Y, ask, leave
@@ -30,6 +40,10 @@ def what_if() -> WhatIf:
 
 def retrainer(measure: Any = "loss") -> Retrainer:
     return Retrainer(lambda: nn.Linear(4, 3), LOSS, (X, Y), (X, Y), RECIPE, measure=measure)
+
+
+def stored(**options: Any) -> GradientStore:
+    return GradientStore(GroupGradients(MODEL, LOSS, (X, Y), GROUPS), **{"save_dir": "folder", **options})
 
 
 def shift(model: nn.Module) -> torch.Tensor:
@@ -64,6 +78,10 @@ MISTAKES: dict[str, Mistake] = {
     "a weight left out": (
         lambda: ask(checkpoints=[STATE] * 2, weights=[1.0, None]), TypeError, r"weights\[1\]=None: pass a number"
     ),
+    "a weight that is no number": (
+        lambda: ask(checkpoints=[STATE] * 2, weights=iter([1.0, float("nan")]), method="tracin"), ValueError,
+        r"weights\[1\]=nan: pass a finite number"
+    ),
     "a loader of no checkpoints": (
         lambda: ask(load_checkpoint=lambda model, checkpoint: None), TypeError, "load_checkpoint is given without"
     ),
@@ -71,6 +89,12 @@ MISTAKES: dict[str, Mistake] = {
         lambda: ask(checkpoints=[STATE], load_checkpoint="load"), TypeError, r"a str: pass a function load_checkpoint\("
     ),
     "something else for a checkpoint": (lambda: ask(checkpoints=[__file__]), ValueError, "holds no state dict alone"),
+    "a name beside a checkpoint": (
+        lambda: ask(checkpoints=[("epoch 1", STATE)]), TypeError, r"checkpoints\[0\] is a tuple: pass a state dict"
+    ),
+    "checkpoints in a list of lists": (lambda: ask(checkpoints=[STATE, [STATE]]), TypeError, r"\[1\] is a list: pass"),
+    "a tensor for a checkpoint": (lambda: ask(checkpoints=[X]), TypeError, r"checkpoints\[0\] is a Tensor: pass a"),
+    "parameters by number": (lambda: ask(checkpoints=[{0: X}]), ValueError, r"\[0\] has a key 0, .* pass a state dict"),
     "a folder for a checkpoint": (lambda: ask(checkpoints=["."]), FileNotFoundError, "'.', which is no file"),
     "a list of targets": (lambda: ask(data=(X, Y.tolist())), TypeError, r"holds a list: .* torch.tensor\(numbers\)"),
     "a table of counts": (
@@ -135,6 +159,9 @@ MISTAKES: dict[str, Mistake] = {
     "how many to verify, in words": (lambda: RESULT.verify(retrainer(), top="all"), TypeError, "top='all': pass a"),
     "one row for all": (lambda: RESULT.to_html("page.html", rows=5), TypeError, "rows is a int: pass one entry"),
     "scores to draw members of": (lambda: RESULT.plot.members(torch.ones(2)), TypeError, "pass its name or number"),
+    "a direction of one's own": (
+        lambda: RESULT.replace(higher_is_better=["lower"]), TypeError, "higher_is_better='lower': pass True, False or"
+    ),
     "no scores": (lambda: Attribution.of(None, GROUPS), TypeError, "scores is a NoneType: pass a tensor"),
     "scores that are complex": (
         lambda: Attribution.of(torch.ones(1, 3) * 1j, GROUPS), TypeError, "complex64: pass real numbers"
@@ -160,6 +187,15 @@ MISTAKES: dict[str, Mistake] = {
     "the name of a group beyond the last": (lambda: GROUPS.name(9), IndexError, "group id 9 is out of range: there"),
     "a model to estimate": (lambda: estimate(MODEL), TypeError, r"provider is a Sequential: pass GroupGradients\("),
     "a model to store": (lambda: GradientStore(MODEL, "folder"), TypeError, "provider is a Sequential: pass GroupGrad"),
+    "a folder of gradients by number": (lambda: stored(save_dir=3), TypeError, "save_dir is a int: pass the path of a"),
+    "gradients in no folder": (lambda: stored(save_dir=None), TypeError, "save_dir is a NoneType: pass the path of a"),
+    "a tag of gradients by number": (lambda: stored(tag=3), TypeError, "tag is a int: pass text"),
+    "a projection in words": (lambda: stored(projection_dim="4"), TypeError, "projection_dim='4': pass a whole number"),
+    "a projection to a fraction": (lambda: stored(projection_dim=4.0), TypeError, "projection_dim=4.0: pass a whole"),
+    "a projection to nothing": (lambda: stored(projection_dim=0), ValueError, "projection_dim=0: pass a positive num"),
+    "a seed of gradients in words": (lambda: stored(seed="4"), TypeError, "seed='4': pass a whole number"),
+    "a folder of trainings by number": (lambda: leave(save_dir=3), TypeError, "save_dir is a int: pass the path of a"),
+    "a tag of trainings by number": (lambda: leave(save_dir="x", tag=3), TypeError, "tag is a int: pass text"),
 }  # fmt: skip
 
 

@@ -93,6 +93,8 @@ class Odd(nn.Module):
             loss = F.cross_entropy(outputs @ outputs.T, torch.arange(len(x)))
         elif self.kind == "contrastive, by hand":
             loss = -(outputs @ outputs.T).log_softmax(1).diagonal().mean()
+        elif self.kind == "contrastive, added":
+            loss = F.cross_entropy(outputs, labels) + F.cross_entropy(0 * outputs @ outputs.T, torch.arange(len(x)))
         elif self.kind == "added to":
             loss = F.cross_entropy(outputs, labels) + 0.1 * outputs.square().mean()
         else:
@@ -109,6 +111,14 @@ def test_a_loss_that_a_batch_does_not_tell_is_computed_alone(kind, by_rows):
     alone = torch.stack([model(data["x"][i : i + 1], data["labels"][i : i + 1])["loss"] for i in range(6)])
     assert relative_error(losses, alone.detach()) <= 1e-12
     assert loss._by_rows[model] == by_rows
+
+
+def test_a_comparison_that_is_added_to_a_loss_of_each_example_is_refused():
+    """Alone, only the other term is left: the scores would be those of another loss."""
+    torch.manual_seed(0)
+    data = {"x": 0.1 * torch.randn(6, 3, dtype=torch.float64), "labels": torch.arange(6) % 2}
+    with pytest.raises(ValueError, match="compares the examples of a batch"):
+        OwnLoss().each(Odd("contrastive, added"), data)
 
 
 def test_only_losses_of_rows_are_touched():

@@ -237,9 +237,28 @@ def test_scores_that_are_no_numbers_do_not_stop_the_page(tmp_path):
     assert "unknown" in page_of(found, tmp_path).text
 
 
+def test_scores_of_half_precision_are_drawn(tmp_path):
+    found = result(3)
+    half = found.replace(
+        **{name: getattr(found, name).bfloat16() for name in ("scores", "low", "high", "member_scores")}
+    )
+    assert "Does one point carry a group?" in page_of(half, tmp_path).text
+
+
 def test_groups_by_date_have_a_line_over_time(tmp_path):
     assert "Over time" in page_of(result(3, names=["2024-01", "2024-02", "2024-03"]), tmp_path).text
     assert "Over time" not in page_of(result(3, names=["web", "books", "forum"]), tmp_path).text
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["90210", "10001", "60601"], ["1001", "1002", "1003"], ["0001", "0002", "0003"],
+        ["20240301", "20240401", "20240501"], ["1900", "1950", "2000"],
+    ],
+)  # fmt: skip
+def test_digits_alone_are_not_taken_for_dates(names, tmp_path):
+    assert "Over time" not in page_of(result(3, names=names), tmp_path).text
 
 
 def test_method_cost_and_versions_are_told(tmp_path):

@@ -8,11 +8,14 @@ import sys
 from itertools import pairwise
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
+from ggda_ext import Groups
 from ggda_ext.counterfactual.interactions import Interactions
 from ggda_ext.evaluation import RemovalCurve
+from ggda_ext.results import Attribution
 from tests.result_cases import result
 
 pytest.importorskip("matplotlib")
@@ -166,6 +169,9 @@ def test_a_heat_map_has_a_number_for_every_group_and_property():
         ["2024", "2022", "2023"],
         ["2024Q4", "2022Q3", "2024Q1"],
         ["2024-02-26/2024-03-03", "2023-12-25/2023-12-31", "2024-01-01/2024-01-07"],
+        ["20240301", "20240101", "20240201"],
+        ["2024-01-01T14", "2024-01-01 12:30", "2024-01-01T13:00:00.5+01:00"],
+        [datetime.date(1066, 10, 14), datetime.date(800, 12, 25), datetime.date(911, 1, 1)],
         ["2024-03-01T12:00:00", "2024-01-01T00:00:00", "2024-02-01T00:00:00"],
     ],
 )
@@ -181,6 +187,14 @@ def test_names_that_are_no_dates_are_refused_by_name():
         result(2, names=["2024-01", "books"]).plot.timeline()
     with pytest.raises(ValueError, match="dates has 3 entries for 2 groups"):
         result(2).plot.timeline(dates=[1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "name", ["90210", "1001", "0001", "3000", "20241301", "202403", "2024-3", "2024-03-01x", "2024-W05", "NaT", pd.NaT]
+)
+def test_numbers_in_the_form_of_text_are_no_dates_unless_they_could_be(name):
+    with pytest.raises(ValueError, match=r"which is no date.* from 1500 to 2200.* 2024, 2024-03"):
+        result(2).plot.timeline(dates=["2024-01", name])
 
 
 def test_every_curve_of_a_removal_is_drawn():
@@ -214,6 +228,15 @@ def test_a_removal_curve_removes_what_hurts_first_what_helps_first_and_at_random
     asked.clear()
     result(2, scores=[2.0, -1.0], directions=[True]).plot.removal_curve(retrain, fractions=(0.5,))
     assert asked[0][0] == set(range(6, 12))  # of an accuracy: the first group hurts
+
+
+def test_a_removal_curve_ends_where_nothing_is_left_to_remove():
+    found = Attribution(torch.tensor([[0.5, -0.25, -0.1]]), Groups([0] * 80 + [1] * 10 + [2] * 10), ["loss"], [False])
+    ax = found.harmful().plot.removal_curve(lambda subsets: [len(kept) for kept in subsets])
+    np.testing.assert_allclose(ax.lines[0].get_xdata(), [0, 5, 10, 20])
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), [100, 95, 90, 80])
+    with pytest.raises(TypeError, match=r"fractions=0.3: pass a list"):
+        found.plot.removal_curve(len, fractions=0.3)
 
 
 def test_a_removal_curve_takes_what_was_measured_before():

@@ -252,8 +252,9 @@ def test_frozen_parameters_and_inference_mode_do_not_matter(name: str) -> None:
     model.requires_grad_(False)
     assert torch.equal(gradient(ready, model), expected)
     with torch.inference_mode():
-        again = gradient(ready, model)
+        again, value = gradient(ready, model), ready(model)
     assert torch.equal(again, expected)
+    torch.testing.assert_close(value, ready(model).detach())
     assert not expected.requires_grad
     assert not any(q.requires_grad for q in model.parameters())
 

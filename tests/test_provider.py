@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -151,6 +153,63 @@ def test_modules_are_those_of_torch_in_its_order(model):
 def test_bad_directions_are_named(shape, value, message):
     with pytest.raises(ValueError, match=message):
         provider().scores(torch.full(shape, value))
+
+
+MLP = make_case("mlp")
+OTHER = make_case("mlp").model
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "message"),
+    [
+        (lambda found: found.scores([[1.0] * 73]), TypeError, r"directions is a list: pass a tensor \[m, p\]"),
+        (
+            lambda found: found.scores(properties.mean_loss(MLP.data, LOSS)),
+            TypeError,
+            "directions is a MeanProperty: .* or use attribute",
+        ),
+        (lambda found: found.scores(None), TypeError, "directions is None: pass a tensor"),
+        (lambda found: found.scores(3), TypeError, r"directions=3: pass the directions themselves, a tensor \[m, 73\]"),
+        (lambda found: found.plan(-3), ValueError, "directions=-3: pass how many"),
+        (lambda found: found.blocks(0), ValueError, "max_rows=0: pass a positive number"),
+        (lambda found: found.blocks(weights=[[1.0] * 23]), TypeError, r"weights is a list: pass a tensor \[w, 23\]"),
+        (lambda found: found.blocks(weights=np.ones(23)), ValueError, r"weights has shape \[23\]: pass \[w, 23\]"),
+    ],
+)
+def test_what_a_provider_cannot_answer_is_named(ask, error, message):
+    with pytest.raises(error, match=message):
+        ask(provider())
+
+
+@pytest.mark.parametrize("kind", ["parameter", "Linear"])
+def test_parameters_of_another_model_are_named(kind):
+    other = OTHER[0] if kind == "Linear" else OTHER[0].bias
+    with pytest.raises(ValueError, match=rf"parameters\[1\] is a {kind} that is not of the model"):
+        GroupGradients(MLP.model, LOSS, MLP.data, LABELS, parameters=[MLP.model[0].weight, other])
+
+
+def test_arrays_are_directions_and_weights():
+    found = provider()
+    v, w = torch.randn(2, found.p, dtype=torch.float64), torch.rand(2, len(LABELS), dtype=torch.float64)
+    torch.testing.assert_close(found.scores(v.numpy()), found.scores(v))
+    assert found.plan(v.numpy()) == found.plan(v)
+    for (_, rows), (_, expected) in zip(found.blocks(weights=w.numpy()), found.blocks(weights=w), strict=True):
+        torch.testing.assert_close(rows, expected)
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda found: pickle.loads(pickle.dumps(found))])
+def test_a_copy_gives_the_same_scores(copied, used):
+    found = provider()
+    v = direction(found.p)
+    if used:
+        found.scores(v)
+    other = copied(found)
+    torch.testing.assert_close(other.scores(v), found.scores(v))
+    if copied is not copy.copy:
+        with torch.no_grad():
+            next(found.model.parameters()).zero_()
+        assert relative_error(other.scores(v), found.scores(v)) > 1e-3
 
 
 def test_an_unknown_layer_asked_for_by_name_is_named():
@@ -362,6 +421,22 @@ def test_a_stream_is_scored_without_being_indexed():
         GroupGradients(case.model, LOSS, Stream())
 
 
+@pytest.mark.parametrize("strategy", ["auto", "directional", "forward"])
+def test_points_of_a_stream_in_no_group_are_left_out(strategy):
+    case = make_case("mlp")
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return zip(case.x, case.y, strict=True)
+
+    labels = np.array(LABELS)
+    labels[[0, 7, *range(10, 15)]] = -1  # a whole batch, too
+    groups = Groups(labels, rest="drop")
+    found = GroupGradients(case.model, LOSS, DataLoader(Stream(), batch_size=5), groups, strategy=strategy)
+    v = torch.randn(1, found.p, dtype=torch.float64)
+    assert relative_error(found.scores(v), groups.sum(v @ case.gradients().T)) <= 1e-12
+
+
 def test_rows_in_flight_are_bounded_by_the_budget():
     row = 73 * 8
     for strategy in ("segmented", "backward", "persample"):
@@ -394,6 +469,22 @@ def test_checkpoints_may_be_files(tmp_path):
         assert torch.equal(
             attribute(case.model, LOSS, case.data, LABELS, goal, checkpoints=given, method="tracin"), now
         )
+
+
+NO_STATES = {"text": b"epoch 3\n", "nothing": b"", "bytes": bytes(range(256)), "an archive": b"PK\x03\x04"}
+
+
+@pytest.mark.parametrize("kind", [*NO_STATES, "list", "tensor"])
+def test_a_file_that_holds_no_state_dict_is_named(kind, tmp_path):
+    path = tmp_path / "one.pt"
+    if kind in NO_STATES:
+        path.write_bytes(NO_STATES[kind])
+    else:
+        torch.save([1, 2] if kind == "list" else torch.ones(3), path)
+    case = make_case("mlp")
+    goal = properties.mean_loss(case.data, LOSS)
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is '.*one.pt', which holds .*torch.save\(model.state_dict"):
+        attribute(case.model, LOSS, case.data, LABELS, goal, checkpoints=[path])
 
 
 def test_point_gradients_are_built_from_a_loss_and_data_as_users_have_them():

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import random
+from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,6 +86,53 @@ def test_any_property_of_the_model_one_number_or_several(data: tuple[Tensor, Ten
     assert float(one.per_seed[1, 0]) == pytest.approx(float(rise), abs=1e-12)
 
 
+def test_data_for_the_property_may_be_a_list(data: tuple[Tensor, Tensor]) -> None:
+    train, test, groups = halves(data)
+    found = leave_group_out(make_model, LOSS, train, groups, list(test), RECIPE, seeds=[0])  # type: ignore[arg-type]
+    assert found.attribution().properties == ("mean_loss",)
+    assert torch.equal(
+        found.per_seed, leave_group_out(make_model, LOSS, train, groups, test, RECIPE, seeds=[0]).per_seed
+    )
+
+
+FIRST_DAY = date(2020, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "expected"),
+    [
+        (None, [2, 0], [2, 0]),
+        (None, 2, [2]),
+        (None, torch.tensor([2, 0]), [2, 0]),
+        (None, [torch.tensor(2)], [2]),
+        (("a", "b", "c", "ab"), ["c", "a"], [2, 0]),
+        (("a", "b", "c", "ab"), "ab", [3]),
+        (("a", "b", "c", "ab"), [2, 0], [2, 0]),
+        ((1, 2, 3, 4), [2, 4], [1, 3]),
+        ((1, 2, 3, 4), np.array([2, 4]), [1, 3]),
+        ((1, 2, 3, 4), 4, [3]),
+        ((2019, 2020, 2021, 2022), [2020], [1]),
+        ((0.5, 1.5, 2.5, 3.5), [1.5], [1]),
+        ((0, 1, 2, "rest"), ["rest", 1], [3, 1]),
+        (tuple(FIRST_DAY + timedelta(j) for j in range(4)), [FIRST_DAY + timedelta(1)], [1]),
+        (tuple(FIRST_DAY + timedelta(j) for j in range(4)), FIRST_DAY, [0]),
+        ((("a", 0), ("a", 1), ("b", 0), ("b", 1)), [("a", 1), ("b", 1)], [1, 3]),
+        ((("a", 0), ("a", 1), ("b", 0), ("b", 1)), ("a", 1), [1]),
+    ],
+)
+def test_groups_are_left_out_by_name_or_by_id_if_no_name_is_a_number(
+    names: Any, asked: Any, expected: list[int]
+) -> None:
+    groups = Groups(np.arange(N) % K, names=names)
+    x = torch.ones(N, 5, dtype=torch.float64)
+    found = leave_group_out(
+        make_model, LOSS, (x, torch.zeros(N).long()), groups, lambda model: torch.ones(()), Recipe(1, 0.1, N),
+        seeds=[0], group_ids=asked,
+    )  # fmt: skip
+    assert found.group_ids.tolist() == expected
+    assert found.attribution().names == tuple(groups.name(j) for j in expected)
+
+
 def test_ranks_agree_with_first_order_scores_of_a_trained_model() -> None:
     torch.manual_seed(1)
     x = torch.randn(200, 3, dtype=torch.float64)
@@ -127,6 +179,40 @@ def test_a_folder_of_another_run_is_refused(data: tuple[Tensor, Tensor], tmp_pat
         leave_group_out(make_model, LOSS, train, groups, test, RECIPE, seeds=[1], group_ids=[0], save_dir=tmp_path)
 
 
+def test_a_folder_of_other_random_numbers_or_under_autocast_is_refused(
+    data: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    train, test, groups = halves(data)
+
+    def run(seed: int) -> Tensor:
+        draw = random.Random(seed)
+
+        def some(model: nn.Module) -> Tensor:
+            at = random.Random(draw.random()).sample(range(40), 5)
+            return LOSS(model(test[0][at]), test[1][at])
+
+        return leave_group_out(
+            make_model, LOSS, train, groups, some, RECIPE, seeds=[0], group_ids=[0], save_dir=tmp_path
+        ).scores
+
+    run(0)
+    with pytest.raises(StoreMismatch, match="made with property"):
+        run(1)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(StoreMismatch, match="made with autocast = None"):
+        run(0)
+
+
+def test_a_recipe_of_numpys_numbers_finds_its_folder(data: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    train, test, groups = halves(data)
+    found = [
+        leave_group_out(
+            make_model, LOSS, train, groups, test, Recipe(1, rate, 16), seeds=[0], group_ids=[0], save_dir=tmp_path
+        ).scores
+        for rate in (np.float32(0.125), 0.125)
+    ]
+    assert torch.equal(*found)
+
+
 def test_bad_input(data: tuple[Tensor, Tensor]) -> None:
     train, test, groups = halves(data)
 
@@ -137,6 +223,14 @@ def test_bad_input(data: tuple[Tensor, Tensor]) -> None:
         run(seeds=[])
     with pytest.raises(ValueError, match="group_ids holds 9: pass ids from 0 to 3"):
         run(group_ids=[9])
+    for strange in ([1.7], [1.0], [True], np.array([True]), 1.5):
+        with pytest.raises(TypeError, match=r"group_ids holds .*: pass names of groups, or whole numbers"):
+            run(group_ids=strange)
+    for named, asked in (([1, 2, 3, 4], 0), ([2019, 2020, 2021, 2022], 1), (None, FIRST_DAY), (None, "a")):
+        with pytest.raises(KeyError, match=r"there is no group .*; the first ones are"):
+            run(groups=Groups(groups, names=named), group_ids=[asked])
+    with pytest.raises(ValueError, match=r"make_model .* makes a new model at every call"):
+        leave_group_out(partial(copy.copy, make_model()), LOSS, train, groups, test, RECIPE)
     with pytest.raises(ValueError, match="nothing is left to train on"):
         run(groups=np.zeros(N, int))
     with pytest.raises(ValueError, match=r"property returned shape \[40, 2\]"):

@@ -358,6 +358,29 @@ def test_a_damaged_block_of_scores_is_redone(case: Case, tmp_path: Path, damage:
         assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize("damage", [truncated, Path.unlink])
+@pytest.mark.parametrize("checkpoints", [1, 2])
+def test_a_question_in_the_place_of_a_lost_one_gets_its_own_scores(
+    case: Case, tmp_path: Path, checkpoints: int, damage: Callable[[Path], Any]
+) -> None:
+    states = [{name: value * (at + 1) for name, value in case.model.state_dict().items()} for at in range(checkpoints)]
+
+    def ask(low: int, folder: str = "one") -> torch.Tensor:
+        return attribute(
+            case.model, LOSS, case.data, labels(case), properties.mean_loss((case.x[low:], case.y[low:]), LOSS),
+            checkpoints=states, save_dir=tmp_path / folder, batch_size=2, method="tracin",
+        ).scores.clone()  # fmt: skip
+
+    first, second = ask(3), ask(9)
+    for path in (tmp_path / "one").glob("*-scores-000+*.npy"):
+        damage(path)
+    before = files(tmp_path / "one")
+    assert torch.equal(ask(9), second)
+    assert files(tmp_path / "one") == before  # found, not made again in the place of the first
+    assert torch.equal(ask(0), ask(0, "other"))
+    assert torch.equal(ask(3), first)
+
+
 def test_scores_are_memory_maps_that_outlive_the_call(case: Case, tmp_path: Path) -> None:
     found = stored(case, tmp_path)
     copied = found.clone()
@@ -438,13 +461,61 @@ def test_a_tag_needs_a_folder(case: Case) -> None:
         attribute(case.model, LOSS, case.data, labels(case), asked(case, "property"), tag="a")
 
 
-def test_bfloat16_scores_come_back_as_such(case: Case, tmp_path: Path) -> None:
-    model = case.model.bfloat16()
-    data = (case.x.bfloat16(), case.y)
-    found = attribute(
-        model, LOSS, data, labels(case), properties.mean_loss(data, LOSS), save_dir=tmp_path, method="tracin"
-    )
-    assert found.dtype == torch.bfloat16
+def wide_case(dtype: torch.dtype) -> tuple[nn.Module, Any, np.ndarray]:
+    """Model, data and groups of half precision, with scores beyond 65,504, the largest float16."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(600, size, generator=draw).mul(5).to(dtype) for size in (50, 1))
+    model = nn.Linear(50, 1)
+    nn.init.zeros_(model.weight)
+    return model.to(dtype), (x, y), np.arange(600) // 60
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_scores_of_half_precision_are_float32_in_a_folder_too(tmp_path: Path, dtype: torch.dtype) -> None:
+    model, data, groups = wide_case(dtype)
+    goal = properties.mean_loss((data[0][:9], data[1][:9]), nn.MSELoss())
+    given = (model, nn.MSELoss(), data, groups, goal)
+    plain = attribute(*given, method="tracin")
+    for budget in (100, 2**20):
+        found = attribute(*given, method="tracin", save_dir=tmp_path / str(budget), memory_budget=budget)
+        assert found.dtype == plain.dtype == torch.float32
+        assert found.scores.abs().max() > torch.finfo(torch.float16).max
+        assert relative_error(found, plain) < 1e-2
+    for budget in (100, 2**20):
+        for dim in (None, 40):
+            provider = GroupGradients(model, nn.MSELoss(), data, groups, memory_budget=budget)
+            stored = GradientStore(provider, tmp_path / f"gradients {budget} {dim}", dim).scores(goal)
+            assert stored.dtype == torch.float32
+            assert stored.isfinite().all()
+            assert dim is not None or relative_error(stored, plain) < 1e-2
+
+
+def test_scores_under_autocast_are_other_scores(case: Case, tmp_path: Path) -> None:
+    model, data = case.model.float(), (case.x.float(), case.y)
+    goal = properties.point_losses((data[0][:6], data[1][:6]), LOSS)
+    given = (model, LOSS, data, labels(case), goal)
+
+    def ask() -> torch.Tensor:
+        return attribute(*given, save_dir=tmp_path, method="tracin").scores.clone()
+
+    first = ask()
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(StoreMismatch, match=r"made with autocast = None, now it is 'torch\.bfloat16'"),
+    ):
+        ask()
+    assert torch.equal(ask(), first)
+
+
+def test_numbers_may_be_numpys(case: Case, tmp_path: Path) -> None:
+    given = (case.model, LOSS, case.data, labels(case), asked(case, "property"))
+    found = attribute(*given, save_dir=tmp_path / "a", batch_size=np.int64(2), method="tracin").scores.clone()
+    assert torch.equal(attribute(*given, save_dir=tmp_path / "a", batch_size=2, method="tracin"), found)
+    provider = GroupGradients(case.model, LOSS, case.data, labels(case))
+    for number in (np.int64, int):
+        assert GradientStore(provider, tmp_path / "b", number(4), seed=number(1)).dim == 4
+    with pytest.raises(StoreMismatch, match="seed = 1, now it is 2"):
+        GradientStore(provider, tmp_path / "b", np.int64(4), seed=np.int64(2))
 
 
 # gradients
@@ -510,6 +581,42 @@ def test_scores_of_stored_gradients_larger_than_the_budget_are_memory_maps(case:
     assert relative_error(found, attribute(case.model, LOSS, case.data, labels(case), goal, method="tracin")) < 1e-12
     assert len(list(tmp_path.glob("scores-*.npy"))) == 1
     assert torch.equal(gradients.scores(goal), found)
+
+
+@pytest.mark.parametrize("budget", [100, 2**20])
+def test_stored_gradients_of_another_are_not_read(case: Case, tmp_path: Path, budget: int) -> None:
+    folder, goal = tmp_path / "store", asked(case, "points")
+
+    def provider(groups: np.ndarray) -> GroupGradients:
+        return GroupGradients(case.model, LOSS, case.data, groups, batch_size=2, memory_budget=budget)
+
+    first = GradientStore(provider(labels(case)), folder)
+    found = first.scores(goal).clone()
+    shutil.rmtree(folder)
+    with pytest.raises(StoreMismatch, match="no longer holds the gradients of this store"):
+        first.scores(goal)
+    shutil.rmtree(folder, ignore_errors=True)
+    GradientStore(provider(labels(case)[::-1].copy()), folder)
+    with pytest.raises(StoreMismatch, match=r"no longer holds the gradients of this store|was made with groups"):
+        first.scores(goal)
+    shutil.rmtree(folder)
+    GradientStore(provider(labels(case)), folder)
+    assert torch.equal(first.scores(goal), found)
+
+
+@pytest.mark.parametrize("budget", [100, 2**20])
+def test_stored_gradients_are_found_from_another_folder_and_under_autocast(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    provider = GroupGradients(case.model, LOSS, case.data, labels(case), memory_budget=budget)
+    store, directions = GradientStore(provider, "store"), torch.randn(3, provider.p, dtype=torch.float64)
+    found = store.scores(directions).clone()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(store.scores(directions), found)
+    assert not os.listdir()
 
 
 def test_every_array_says_what_it_was_made_with(case: Case, tmp_path: Path) -> None:

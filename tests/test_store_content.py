@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import collections
+import ctypes
+import datetime
+import decimal
 import enum
 import functools
 import os
+import random
 import re
 import subprocess
 import sys
@@ -90,6 +94,24 @@ def taken_from(module: ModuleType) -> Any:
     return lambda: getattr(module, "factor")  # noqa: B009  # on purpose by its text
 
 
+class OwnDate(datetime.date):
+    """A date with room for attributes."""
+
+
+class OwnDecimal(decimal.Decimal):
+    """A decimal number with a slot."""
+
+    __slots__ = ("unit",)
+
+
+class OwnError(Exception):
+    """An error of the user's own."""
+
+
+def with_dates(value: float) -> Any:
+    return pd.DataFrame({"at": pd.to_datetime(["2020", f"202{value:.0f}"]).tz_localize("Europe/Berlin")})
+
+
 CHANGED: dict[str, Change] = {
     "the factory of a dict": factory,
     "the value of a member": member,
@@ -107,6 +129,19 @@ CHANGED: dict[str, Change] = {
     "a sparse tensor by rows": lambda value: torch.eye(2).mul(value).to_sparse_csr(),
     "names of fields": lambda value: np.zeros(2, [(f"x{value}", "f4"), ("y", "f4")]),
     "a pattern": lambda value: re.compile(str(value)),
+    "Python's random numbers": lambda value: random.Random(int(value)),
+    "NumPy's random numbers": lambda value: np.random.default_rng(int(value)),
+    "NumPy's older random numbers": lambda value: np.random.RandomState(int(value)),
+    "a date of the user's class": lambda value: OwnDate(2000 + int(value), 1, 1),
+    "an attribute of such a date": lambda value: with_scale(value, OwnDate(2000, 1, 1)),
+    "a decimal number of the user's class": OwnDecimal,
+    "a number of C": ctypes.c_double,
+    "an error": OwnError,
+    "a point in time": lambda value: pd.Timestamp(f"200{value:.0f}", tz="Europe/Berlin"),
+    "a time span": pd.Timedelta,
+    "a year": lambda value: pd.Period(f"200{value:.0f}", "Y"),
+    "no time": lambda value: (value, pd.NaT),
+    "dates with a time zone": with_dates,
 }
 
 
@@ -131,6 +166,12 @@ def test_functions_known_by_name_alone_are_refused_unless_they_are_of_a_library(
     assert Content().text(using(np.exp), "loss") != Content().text(using(np.log), "loss")
     with pytest.raises(UnknownContent, match="no function of NumPy's own"):
         Content().text(using(np.frompyfunc(lambda x: x, 1, 1)), "loss")
+
+
+def test_an_object_of_which_a_part_cannot_be_read_is_refused() -> None:
+    held = ctypes.pointer(ctypes.c_int(1))
+    with pytest.raises(UnknownContent, match=r"held is a .*c_int, whose content cannot be told"):
+        Content().text(using(held), "loss")
 
 
 @pytest.mark.parametrize("name", ["this", "user_losses"])

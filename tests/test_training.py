@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from ggda_ext.training import Recipe, TrainedModels, initial_model, train_many, train_one
 from ggda_ext.training.denormals import flushes_denormals
 from ggda_ext.training.many_models import layout_of
+from ggda_ext.training.recipe import checked_subset
 from ggda_ext.training.stacked import StackedLayers
 from ggda_ext.training.vmapped import MappedModel
 
@@ -37,6 +40,80 @@ class Normed(nn.Module):
         return self.scale * self.last(nn.functional.gelu(self.norm(self.first(x))))
 
 
+class Scaled(nn.Module):
+    """A model that is another function in training than in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x) * (2 if self.training else 1)
+
+
+class ReadsValues(Scaled):
+    """A model that reads values, in eval mode only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x) * (1 if self.training else float(self.last.bias.sum()))
+
+
+class Unused(Scaled):
+    """A model with a parameter that it does not use: Adam leaves it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(2))
+
+
+def reused_activation() -> nn.Module:
+    tanh = nn.Tanh()
+    return nn.Sequential(nn.Linear(6, 8), tanh, nn.Linear(8, 8), tanh, nn.Linear(8, CLASSES))
+
+
+def reused_layer() -> nn.Module:
+    middle = nn.Linear(8, 8)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), middle, nn.Tanh(), middle, nn.Linear(8, CLASSES))
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, CLASSES)
+    )
+    model[4].weight = model[2].weight
+    return model
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def hooked(where: str) -> Callable[[], nn.Module]:
+    """Models with a hook that changes what they compute."""
+
+    def made() -> nn.Module:
+        model = small()
+        if where == "forward":
+            model[0].register_forward_hook(lambda module, given, output: 3 * output)
+        elif where == "before":
+            model[2].register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+        elif where == "backward":
+            model[2].register_full_backward_hook(lambda module, inward, outward: (4 * inward[0],))
+        elif where == "gradient":
+            model[0].weight.register_hook(lambda gradient: gradient * (torch.arange(6) < 3))
+        else:
+            model[2].forward = lambda x: nn.Linear.forward(model[2], 2 * x)  # type: ignore[method-assign]
+        return model
+
+    return made
+
+
+def weight_normed() -> nn.Module:
+    model = small()
+    nn.utils.weight_norm(model[0])
+    return model
+
+
 def convolution() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, CLASSES))
 
@@ -55,9 +132,21 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], type | None]] = {
         ),
         StackedLayers,
     ),
+    "reused activation": (reused_activation, StackedLayers),
     "two linear": (lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, CLASSES)), StackedLayers),
     "normed": (Normed, MappedModel),
     "convolution": (convolution, MappedModel),
+    "training mode": (Scaled, MappedModel),
+    "reused layer": (reused_layer, None),
+    "tied": (tied, None),
+    "forward hook": (hooked("forward"), MappedModel),
+    "hook before": (hooked("before"), MappedModel),
+    "backward hook": (hooked("backward"), None),
+    "gradient hook": (hooked("gradient"), None),
+    "own forward": (hooked("own forward"), MappedModel),
+    "weight norm": (weight_normed, MappedModel),
+    "values read": (ReadsValues, None),
+    "unused": (Unused, None),
     "batch norm": (lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES)), None),
     "dropout": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.3), nn.Linear(5, CLASSES)), None),
     "large": (lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Flatten(), nn.Linear(6, 20_000)), None),
@@ -91,7 +180,7 @@ def largest_difference(
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [(name, "onecycle") for name in ("logistic", "mlp", "no bias", "two linear", "normed", "convolution", "dropout")]
+    [(name, "onecycle") for name in MODELS if name not in ("batch norm", "large")]
     + [("mlp", "linear"), ("mlp", "constant")],
 )
 def test_many_at_once_are_the_models_trained_one_by_one(name: str, schedule: Any) -> None:
@@ -125,6 +214,13 @@ def test_other_losses_too(loss_fn: Any, floats: bool) -> None:
     assert type(layout_of(of("mlp"), loss_fn, data)) is MappedModel
     many = train_many(of("mlp"), loss_fn, data, recipe, seeds=SEEDS, subsets=SUBSETS)
     assert largest_difference(many, of("mlp"), loss_fn, data, recipe) < 1e-12
+
+
+def test_labels_may_be_bytes() -> None:
+    (x, y), recipe = points(), Recipe(2, 0.02, 16)
+    assert type(layout_of(of("mlp"), LOSS, (x, y.byte()))) is StackedLayers
+    many = train_many(of("mlp"), LOSS, (x, y.byte()), recipe, seeds=SEEDS, subsets=SUBSETS)
+    assert largest_difference(many, of("mlp"), LOSS, (x, y.byte()), recipe) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["batch norm", "large"])
@@ -190,6 +286,34 @@ def test_the_global_random_state_stays_as_it_was() -> None:
         assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["mlp", "normed", "batch norm"])
+def test_no_grad_around_the_call_changes_nothing(name: str, around: Callable[[], Any]) -> None:
+    recipe = Recipe(2, 0.02, 30)
+    expected = train_many(of(name), LOSS, points(), recipe, seeds=[3]).outputs(points()[0])
+    with around():
+        data = points()
+        many = train_many(of(name), LOSS, data, recipe, seeds=[3]).outputs(data[0])
+        alone = train_one(initial_model(of(name), 3), LOSS, data, recipe, seed=3).model(data[0])
+    assert torch.equal(many, expected)
+    torch.testing.assert_close(alone, expected[0])
+
+
+@pytest.mark.parametrize("at_once", [None, 1])
+@pytest.mark.parametrize("name", ["mlp", "batch norm"])
+def test_a_model_that_is_handed_out_twice_is_refused(name: str, at_once: int | None) -> None:
+    data, recipe, base = points(), Recipe(1, 0.1, 30), of(name)()
+    one_layer = base[0]
+    before = copy.deepcopy(base.state_dict())
+    for shared in (lambda: base, lambda: nn.Sequential(one_layer, nn.Linear(one_layer.out_features, CLASSES).double())):
+        with pytest.raises(ValueError, match=r"make_model .* makes a new model at every call"):
+            train_many(shared, LOSS, data, recipe, seeds=[0], at_once=at_once)
+    assert all(torch.equal(value, before[key]) for key, value in base.state_dict().items())
+    train_many(lambda: copy.deepcopy(base), LOSS, data, recipe, seeds=[0], at_once=at_once)
+    one_layer.requires_grad_(False)  # features that are not trained may be shared
+    train_many(shared, LOSS, data, recipe, seeds=[0], at_once=at_once)
+
+
 def test_models_are_a_sequence() -> None:
     data, recipe = points(), Recipe(1, 0.1, 30)
     many = train_many(of("mlp"), LOSS, data, recipe, seeds=range(3))
@@ -197,6 +321,21 @@ def test_models_are_a_sequence() -> None:
     torch.testing.assert_close(many.model(2)(data[0]), many.outputs(data[0])[2])
     with pytest.raises(IndexError, match="model 3 is out of range"):
         many.state(3)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pd.Series([7, 3, 5], index=[10, 11, 12]),
+        pd.Series(np.isin(np.arange(N), [3, 5, 7]), index=np.arange(N) + 1),
+        pd.Index([7, 3, 5]),
+        np.array([7, 3, 5], np.uint16),
+        (7, 3, 5),
+    ],
+    ids=["column", "mask", "index", "short", "tuple"],
+)
+def test_a_subset_may_be_a_column_of_a_table(given: Any) -> None:
+    assert sorted(checked_subset(given, N).tolist()) == [3, 5, 7]
 
 
 def test_bad_input() -> None:
@@ -215,12 +354,17 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             run(subset)
-    with pytest.raises(TypeError, match="whole numbers or a mask"):
-        run([0.5])
+    for strange in ([0.5], ["a"], {3, 4}):
+        with pytest.raises(TypeError, match="whole numbers or a mask"):
+            run(strange)
     with pytest.raises(TypeError, match=r"pair of tensors \(x, y\)"):
         run(None, x)
     with pytest.raises(ValueError, match="90 inputs and 89 targets"):
         run(None, (x, y[1:]))
+    with torch.inference_mode():
+        fixed = of("logistic")()
+        with pytest.raises(ValueError, match=r"'weight' was made in torch\.inference_mode and cannot be trained"):
+            train_one(fixed, LOSS, (x, y), recipe, seed=0)
     with pytest.raises(ValueError, match="checkpoint_epochs holds 2"):
         train_one(of("logistic")(), LOSS, (x, y), recipe, seed=0, checkpoint_epochs=[2])
     with pytest.raises(ValueError, match="subsets has 1 entries, seeds 2"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import gradient_rows, relative_error
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 from unusual_cases import GROUPS, WIDTH, N, data, mlp
 from unusual_checks import BATCH_SIZES, CE, DENSE, refusal_by_name
 
@@ -101,6 +101,31 @@ def test_batches_that_join_examples_are_named():
     )
     with pytest.raises(ValueError, match=r"a batch whose first tensor has \d+ rows of \d+ examples .a collate_fn"):
         GroupGradients(mlp(), CE, joined, GROUPS).scores(torch.ones(1, 58))
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_a_batch_may_hold_a_tensor_that_all_examples_share(batch_size):
+    """With three parts and three examples the parts are still parts, and not one for each example."""
+
+    class Shared(nn.Module):
+        def __init__(self, body):
+            super().__init__()
+            self.body = body
+
+        def forward(self, x, turn):
+            return self.body(x @ turn)
+
+    (x, y), body = data("features", 0), mlp().double()
+    turn = torch.eye(WIDTH, dtype=torch.float64)
+    loader = DataLoader(
+        TensorDataset(x, y),
+        batch_size=batch_size,
+        collate_fn=lambda items: (*default_collate(items)[:1], turn, *default_collate(items)[1:]),
+    )
+    shared = GroupGradients(Shared(body), CE, loader, GROUPS)
+    v = torch.randn(1, shared.p, dtype=torch.float64)
+    found = shared.scores(v)
+    assert relative_error(found, GroupGradients(body, CE, (x, y), GROUPS).scores(v)) <= 1e-10
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -13,9 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from unusual_cases import CASES, GROUPS, WIDTH, Encoder, LaterOnly, data, make, mlp, point_gradients
 from unusual_checks import BATCH_SIZES, CE, DENSE, state_of
 
-from ggda_ext import GroupGradients, Groups, PointGradients, attribute, properties
+from ggda_ext import GroupGradients, Groups, PointGradients, attribute, find_label_issues, properties
 from ggda_ext.data import IndexedData
+from ggda_ext.grouping import features
 from ggda_ext.losses import BatchLoss, OutputLoss
+from ggda_ext.methods import Influence
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(performance drop|target size|jit).*")
 
@@ -176,6 +179,90 @@ def test_autocast_is_the_models_and_not_ours(where, strategy):
     assert relative_error(found, expected) <= 0.05
 
 
+class InFull(nn.Module):
+    """A model that is not rounded by an autocast around it."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.body(x)
+
+
+def both(function):
+    """What a function returns, and what it returns inside autocast."""
+    outside = function()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return outside, function()
+
+
+@pytest.mark.parametrize("method", ["influence", "hessian", "fisher", "ekfac", "tracin"])
+def test_autocast_does_not_round_what_is_not_the_models(method):
+    torch.manual_seed(0)
+    model, (x, y) = InFull(mlp()), data("features", 0)
+    goal, chosen = properties.mean_loss((x[:7].float(), y[:7]), CE), Influence("hessian", damping=5.0)
+    expected, found = both(
+        lambda: (
+            attribute(model, CE, (x.float(), y), GROUPS, goal, method=chosen if method == "hessian" else method).scores
+        )
+    )
+    assert relative_error(found, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("strategy", DENSE)
+def test_autocast_does_not_round_rows_norms_and_weights(strategy):
+    torch.manual_seed(0)
+    model, (x, y) = InFull(mlp()), data("features", 0)
+    weights = torch.rand(2, len(x))
+
+    def answers():
+        provider = GroupGradients(model, CE, (x.float(), y), GROUPS, strategy=strategy)
+        if provider.plan(1).strategy in ("directional", "forward"):
+            return (provider.scores(torch.ones(1, provider.p)),)
+        return (
+            provider.rows(),
+            provider.squared_norms(),
+            torch.cat([rows for _, rows in provider.blocks(None, weights)]),
+        )
+
+    for expected, found in zip(*both(answers), strict=True):
+        assert relative_error(found, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["demographic_parity_gap", "soft_calibration_error", "mean_loss"])
+def test_autocast_does_not_round_properties(name):
+    torch.manual_seed(0)
+    model, (x, y) = InFull(mlp()), data("features", 0)
+    batch = x.float(), y
+    goal = {
+        "demographic_parity_gap": lambda: properties.demographic_parity_gap(batch, torch.arange(len(x)) % 2),
+        "soft_calibration_error": lambda: properties.soft_calibration_error(batch, temperature=0.1),
+        "mean_loss": lambda: properties.mean_loss(batch, CE),
+    }[name]()
+    parameters = dict(model.named_parameters())
+    expected, found = both(lambda: (goal(model).detach(), properties.property_gradient(goal, model, parameters)))
+    for one, other in zip(expected, found, strict=True):
+        assert relative_error(other, one) <= 1e-5
+
+
+def test_checkpoints_inside_autocast_are_the_checkpoints():
+    """Autocast keeps rounded copies of parameters, which a loaded checkpoint must not leave in use."""
+    torch.manual_seed(0)
+    model, other, (x, y) = mlp(), mlp(), data("features", 0)
+    batch, before = (x.float(), y), model(x.float()).detach()
+    goal = properties.mean_loss(batch, CE)
+    states = [copy.deepcopy(each.state_dict()) for each in (model, other)]
+    expected, found = both(
+        lambda: attribute(model, CE, batch, GROUPS, goal, method="tracin", checkpoints=states).scores
+    )
+    assert relative_error(found, expected) <= 0.02
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        attribute(model, CE, batch, GROUPS, goal, method="tracin", checkpoints=states)
+        assert relative_error(model(x.float()).detach().float(), before) <= 0.02
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("strategy", ["auto", *DENSE])
 def test_half_precision_models_go_to_the_fast_strategy(dtype, strategy):
@@ -244,14 +331,35 @@ def test_a_layer_that_a_stream_reaches_later_is_answered_or_named():
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_inference_mode_around_the_call_changes_nothing():
+IN_INFERENCE_MODE = {
+    **{
+        method: lambda model, batch, method=method: attribute(
+            model, CE, batch, GROUPS, properties.mean_loss(batch, CE), method=method
+        ).scores
+        for method in ("influence", "tracin", "ekfac", "fisher")
+    },
+    "label issues": lambda model, batch: find_label_issues(
+        model, CE, batch, validation=tuple(part[:5] for part in batch)
+    ).influence,
+    "gradients of grouping": lambda model, batch: features.gradients(model, CE, batch),
+    "rows": lambda model, batch: GroupGradients(model, CE, batch, GROUPS).rows(),
+    "squared norms": lambda model, batch: GroupGradients(
+        model, CE, batch, GROUPS, strategy="backward"
+    ).squared_norms(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ask", IN_INFERENCE_MODE.values(), ids=IN_INFERENCE_MODE)
+def test_inference_mode_around_the_call_changes_nothing(ask):
     torch.manual_seed(0)
     model, (x, y) = mlp().double(), data("features", 0)
-    expected = attribute(model, CE, (x, y), GROUPS, properties.mean_loss((x, y), CE), method="tracin")
+    expected = ask(model, (x, y))
     with torch.inference_mode():
-        again = (x.clone(), y.clone())
-        found = attribute(model, CE, again, GROUPS, properties.mean_loss(again, CE), method="tracin")
-    assert relative_error(found, expected) <= 1e-12
+        for batch in ((x, y), (x.clone(), y.clone())):
+            found = ask(model, batch)
+            assert not (isinstance(found, torch.Tensor) and found.is_inference())
+            assert relative_error(torch.as_tensor(found), torch.as_tensor(expected)) <= 1e-12
+        assert torch.is_inference_mode_enabled()
 
 
 class Scalar(nn.Module):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from what_if_cases import DECAY, LOSS, NAMES, SOURCES, N, fitted, kept_rows, make_other, network, points
 
 from ggda_ext import Groups, properties
-from ggda_ext.counterfactual import WhatIf
+from ggda_ext.counterfactual import WhatIf, linearized
 from ggda_ext.counterfactual.features import Linearizer
 from ggda_ext.counterfactual.newton import Subsets
 from ggda_ext.data import IndexedData
@@ -52,6 +52,35 @@ def test_linear_models_are_retrained_exactly(name):
     assert (answer.outputs(data) - truth(data[0])).abs().max() < 1e-6
     measure = properties.mean_loss(data, loss_fn)
     assert abs(float(answer.value(measure)) - float(measure(truth))) < 1e-6
+
+
+@pytest.mark.parametrize("decay", [DECAY, 0.0])
+def test_a_linear_model_of_more_parameters_than_directions_is_refitted_along_all_of_them(decay):
+    """As if all were asked for, to the optimum of the kept points; where they do not fit, nothing is called exact."""
+    data = points()
+    torch.manual_seed(0)
+    model, measure = fitted(nn.Linear(5, 3).double(), F.cross_entropy, data), properties.mean_loss(data, LOSS)
+    options = {"weight_decay": decay, "rank": 4}
+    found, expected = (
+        WhatIf(model, LOSS, data, SOURCES, **options, directions=directions) for directions in ("auto", "all")
+    )
+    outputs = (one.without(["web", "news"]).outputs(data) for one in (found, expected))
+    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
+    assert found.linearized[0].exact
+    assert not found.note(measure)
+    assert "refits are exact" in found.explain()
+    for narrow in ({"directions": "eigen"}, {"memory_budget": 10_000}):
+        part = WhatIf(model, LOSS, data, SOURCES, **options, **narrow)
+        assert len(part.linearized[0].directions.rows) < 18
+        assert "Not calibrated" in part.note(measure)
+        assert "are not exact" in part.explain()
+        assert part.linearized[0].ridge > 1e3 * found.linearized[0].ridge
+
+
+def test_a_linear_model_of_too_many_parameters_is_not_called_exact(monkeypatch):
+    monkeypatch.setattr(linearized, "MOST_PARAMETERS", 17)
+    what_if = WhatIf(nn.Linear(5, 3).double(), LOSS, points(), SOURCES, weight_decay=DECAY, rank=4)
+    assert not what_if.linearized[0].exact
 
 
 def test_weights_of_groups_and_points_are_those_of_a_weighted_training():

@@ -93,6 +93,99 @@ def test_answers_say_that_they_are_not_calibrated_until_they_are():
     assert "Not calibrated" not in repr(exact.leave_group_out(measure))
 
 
+def resting() -> tuple[tuple[Tensor, Tensor], Groups, nn.Module]:
+    """Two groups, and a third of the points in none."""
+    labels = np.array(["a", "b", None] * (N // 3), dtype=object)
+    return points(), Groups(labels, rest="drop"), fitted(nn.Linear(5, 3).double(), LOSS, points())
+
+
+@pytest.mark.parametrize("atoms", [None, 10])
+def test_shapley_values_share_out_what_the_points_in_no_group_leave(atoms):
+    """These points are in every training set, so without all groups their model is left, not one of zeros."""
+    data, groups, model = resting()
+    what_if, measure = WhatIf(model, LOSS, data, groups, weight_decay=DECAY), properties.mean_loss(data, LOSS)
+    found = what_if.shapley(measure, samples=4, atoms=atoms)
+    assert found.scores.sum() == pytest.approx(float(what_if.without(["a", "b"]).change(measure)), rel=1e-6)
+
+
+def test_one_group_beside_points_in_no_group_can_be_left_out_of_every_question():
+    data, _, model = resting()
+    groups, measure = Groups(np.where(np.arange(N) < 40, 0, -1), rest="drop"), properties.mean_loss(data, LOSS)
+    what_if = WhatIf(model, LOSS, data, groups, weight_decay=DECAY)
+    change = float(what_if.without(0).change(measure))
+    assert float(what_if.leave_group_out(measure).scores[0]) == pytest.approx(change, rel=1e-6)
+    assert what_if.shapley(measure, samples=2).scores[0] == pytest.approx(change, rel=1e-6)
+    assert what_if.shapley(measure, samples=2, kind="banzhaf").scores[0] == pytest.approx(change, rel=1e-6)
+    found = what_if.search(measure, remove=1)
+    assert found.values[1] - found.values[0] == pytest.approx(change, rel=1e-6)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_groups_without_weight_count_for_nothing_in_every_question(ignored):
+    """By their points' weights, or by targets that the mean loss ignores."""
+    (x, y), light = points(), torch.arange(N) % 3 == 0
+    targets = y.masked_fill(light, -100) if ignored else y
+    weights = None if ignored else (~light).double()
+    data, measure = (x, targets), properties.mean_loss((x, y), LOSS)
+    what_if = WhatIf(network(), LOSS, data, np.arange(N) % 3, ridge=0.01, point_weights=weights)
+    plain = WhatIf(
+        network(), LOSS, (x[~light], y[~light]), (np.arange(N) % 3)[~light.numpy()] - 1, ridge=0.01
+    )  # fmt: skip
+    for atoms in (None, 5):
+        assert what_if.shapley(measure, samples=3, atoms=atoms).scores[0] == pytest.approx(0, abs=1e-9)
+    fair, expected = (one.shapley(measure, samples=40).scores for one in (what_if, plain))
+    assert fair[1:].sum() == pytest.approx(expected.sum(), rel=1e-6)
+    found = what_if.search(measure, remove=2, goal="max")
+    assert 0 in found.removed
+    assert what_if.to_retrain(measure, 4, fraction=0.34).tolist() == [[False, False, True], [False, True, False]]
+    with pytest.raises(ValueError, match="without 1 and 2 nothing is left to train on"):
+        what_if.interactions(measure)
+    assert what_if.interactions(measure, [0, 1]).matrix[0, 1] == pytest.approx(0, abs=1e-9)
+
+
+def test_what_is_predicted_to_first_order_is_said_and_asked_of_the_model_once():
+    (x, y), _, model = resting()
+    what_if, calls = WhatIf(model, LOSS, (x, y), SOURCES, weight_decay=DECAY), []
+
+    def own(model: nn.Module) -> Tensor:
+        calls.append(model)
+        return nn.functional.cross_entropy(model(x), y)
+
+    answer = what_if.without("web")
+    assert "first order" not in repr(answer)
+    answer.value(own)
+    many = len(calls)
+    found = what_if.search(own, remove=2, goal="min"), what_if.interactions(own), what_if.leave_group_out(own)
+    assert len(calls) == many
+    assert all(
+        "first order" in text and "properties.of_outputs" in text for text in (*map(repr, found), what_if.note(own))
+    )
+    assert "to first order: own" in repr(answer)
+    assert not what_if.note(properties.mean_loss((x, y), LOSS))
+
+
+def test_inference_mode_around_the_questions_changes_nothing():
+    def huber(z: Tensor, y: Tensor) -> Tensor:  # differentiated by autograd
+        return nn.functional.huber_loss(z, nn.functional.one_hot(y, 3).to(z), delta=3.0)
+
+    def size(model: nn.Module) -> Tensor:
+        return sum(value.square().sum() for value in model.parameters())  # type: ignore[return-value]
+
+    data, model = points(), network()
+
+    def answers() -> list[Tensor]:
+        what_if = WhatIf(model, huber, data, SOURCES, ridge=0.01, most_points=80)
+        measure = properties.mean_loss(data, huber)
+        values = what_if.without("web").value(measure), what_if.without(["web", "news"]).value(size)
+        return [*values, torch.from_numpy(what_if.shapley(measure, samples=2, atoms=20).scores)]
+
+    expected = answers()
+    with torch.inference_mode():
+        found = answers()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("average", ["macro", "binary"])
 def test_accuracy_and_f1_are_asked_of_counterfactual_predictions(average):
     data, sources, model = redundant()

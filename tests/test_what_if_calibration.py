@@ -54,6 +54,19 @@ def test_verify_finds_the_slope_and_nothing_left_out_stays_as_it_is():
         what_if.verify(retrain, measure, 3)
 
 
+def test_subsets_to_choose_from_are_found_by_name():
+    """As in a table of subsets; and each keeps a group or leaves it out."""
+    pandas = pytest.importorskip("pandas")
+    what_if = WhatIf(network(), LOSS, points(), ["a", "b", "c"] * (N // 3), rank=10)
+    measure = properties.mean_loss(points(), LOSS)
+    table = pandas.DataFrame({"c": [1, 1], "b": [0, 1], "a": [0, 0]})
+    assert what_if.to_retrain(measure, 2, among=table).tolist() == [[False, False, True], [False, True, True]]
+    with pytest.raises(ValueError, match="among holds weights other than 0 and 1"):
+        what_if.to_retrain(measure, 2, among=[[0.5, 1, 1]])
+    with pytest.raises(ValueError, match=r"among has shape \[2\]"):
+        what_if.to_retrain(measure, 2, among=[1, 0])
+
+
 def line(predicted: np.ndarray, removed: np.ndarray, real: np.ndarray) -> calibration.Line:
     return calibration._likeliest({1.0: predicted}, removed, real)[1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,6 +14,7 @@ from what_if_cases import DECAY, LOSS, SOURCES, N, network, points
 from ggda_ext import Groups, properties
 from ggda_ext.counterfactual import WhatIf, directions, features, linearized
 from ggda_ext.gradients import GroupGradients
+from ggda_ext.model import ParameterSpace
 
 
 def test_directions_hold_what_learned_groups_have_taught():
@@ -82,6 +84,26 @@ def test_a_thousand_groups_are_no_trouble():
     assert refit._curvature.shape[0] == 1_001
     refit._curvature = refit._curvature.sum(0, keepdim=True)
     torch.testing.assert_close(what_if.subsets(kept, measure), apart, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_model_is_linear_in_its_parameters_or_not_in_every_precision(dtype):
+    """A random step is far larger than the parameters, so a ReLU is nearly linear along it; Tanh is odd."""
+    torch.manual_seed(0)
+    batch = (torch.randn(16, 60).to(dtype), torch.zeros(16).long())
+    last = [(), (nn.ReLU(),), (nn.Tanh(),), (nn.Linear(8, 8),)]
+    found = [
+        features.is_linear(ParameterSpace(nn.Sequential(nn.Linear(60, 8), *more).to(dtype)), batch) for more in last
+    ]
+    assert found == [True, False, False, False]
+
+
+def test_fewer_subsets_are_refitted_at_once_where_their_curvature_is_large():
+    """A refit along r directions holds a few matrices [r, r] for every subset, within the memory budget."""
+    refit = WhatIf(network(), LOSS, points(), SOURCES, directions="all").linearized[0].refit
+    roomy, refit.r = refit._at_once(), 4_000
+    assert roomy == 64
+    assert refit._at_once() * refit.r**2 * 8 <= refit.most_bytes
 
 
 def test_gradients_of_outputs_are_formed_where_points_use_each_parameter_often(monkeypatch):

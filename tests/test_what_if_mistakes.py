@@ -95,6 +95,12 @@ BAD_QUESTIONS: dict[str, tuple[Callable[[WhatIf, Any, Any], Any], str]] = {
     "no values": (lambda w, m, e: w.verify(lambda s: None, m, 4), r"shape \[\]"),
     "values that are not finite": (lambda w, m, e: w.verify(lambda s: np.full(4, np.nan), m, 4), "NaN or infinite"),
     "half a retraining": (lambda w, m, e: w.verify(len, m, np.full((4, 4), 0.5)), "other than 0 and 1"),
+    "a pair of a group and itself": (
+        lambda w, m, e: w.interactions(m, ["web", "web", "news"]),
+        "names holds 'web' twice",
+    ),
+    "bytes": (lambda w, m, e: w.without(b"web"), "no group b'web'"),
+    "few retrainings, by NumPy": (lambda w, m, e: w.verify(len, m, np.int64(3)), "subsets=.*3.*at least 4"),
     "few retrainings": (lambda w, m, e: w.verify(len, m, 3), "subsets=3: pass a whole number, at least 4"),
 }
 
@@ -164,6 +170,47 @@ def test_groups_whose_points_weigh_nothing_leave_nothing():
     what_if = WhatIf(network(), LOSS, points(), SOURCES, point_weights=own, rank=10)
     with pytest.raises(ValueError, match="leave nothing to train on"):
         what_if.only("web")
+
+
+def test_a_model_that_has_changed_since_the_set_up_is_named():
+    """What is known already is still answered; what needs the model again would be of another model."""
+    (x, y), model = points(), nn.Sequential(network(), nn.Dropout(0.5)).eval()
+    what_if = WhatIf(model, LOSS, (x, y), SOURCES, rank=10)
+    known, new = properties.mean_loss((x, y), LOSS), properties.mean_loss((x[:50], y[:50]), LOSS)
+    answer = what_if.without("web")
+    before = answer.value(known)
+
+    def size(model: nn.Module) -> Tensor:
+        return model[0][0].weight.square().sum()  # type: ignore[index]
+
+    def check(message: str) -> None:
+        assert torch.equal(answer.value(known), before)
+        for ask in (lambda: answer.value(new), lambda: answer.value(size), what_if.explain):
+            with pytest.raises(ValueError, match=message):
+                ask()
+
+    model.train()
+    check("between train and eval mode since WhatIf was set up")
+    model.eval()
+    with torch.no_grad():
+        model[0][0].weight[0, 0] += 0.1
+    check("other parameters or buffers than when WhatIf was set up.*make a new WhatIf")
+    with torch.no_grad():
+        model[0][0].weight[0, 0] -= 0.1
+
+
+def test_point_weights_of_a_table_are_its_values():
+    """Whatever their index; in the order of the training data, if it has one."""
+    pandas = pytest.importorskip("pandas")
+    (x, y), own = points(), np.linspace(0.5, 2, 120)
+    expected = WhatIf(network(), LOSS, (x, y), SOURCES, rank=10, point_weights=own).linearized[0].point_weights
+    index = np.arange(120)[::-1] + 7
+    weights = pandas.Series(own, index=index)
+    found = WhatIf(network(), LOSS, (x, y), SOURCES, rank=10, point_weights=weights).linearized[0].point_weights
+    assert torch.equal(found, expected)
+    table = (pandas.DataFrame(x.numpy(), index=index), pandas.Series(y.numpy(), index=index))
+    what_if = WhatIf(network(), LOSS, table, SOURCES, rank=10, point_weights=weights.sort_index())
+    assert torch.equal(what_if.linearized[0].point_weights, expected)
 
 
 def test_a_singular_small_problem_is_named():

@@ -10,6 +10,7 @@ from torch import Tensor
 from ggda_ext.counterfactual.property_values import of_outputs_only
 from ggda_ext.data import DataLike
 from ggda_ext.properties import Property
+from ggda_ext.results.named_scores import default_name
 
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.what_if import WhatIf
@@ -25,11 +26,13 @@ class Counterfactual:
     def __init__(self, what_if: WhatIf, weights: Tensor) -> None:
         self.what_if, self.weights = what_if, weights
         self._solved: dict[tuple[float, ...], list[list[Tensor]]] = {}
+        self._to_first_order: list[str] = []
         _ = self._coefficients  # solves at once, so that a refit without an optimum raises its error here
 
     def __repr__(self) -> str:
         changed = {n: float(w) for n, w in zip(self.what_if.names, self.weights, strict=True) if w != 1}
-        return f"Counterfactual(weights {changed}, others 1)"
+        told = f", predicted to first order: {', '.join(self._to_first_order)}" if self._to_first_order else ""
+        return f"Counterfactual(weights {changed}, others 1{told})"
 
     @property
     def _coefficients(self) -> list[list[Tensor]]:
@@ -46,7 +49,10 @@ class Counterfactual:
     def _predicted(self, property: Property) -> Tensor:
         """Predicted value of a property before calibration `[1]` or `[1, m]`."""
         models = zip(self.what_if.models, self._coefficients, strict=True)
-        return torch.stack([one.values(property, solved) for one, solved in models]).mean(0)
+        found = torch.stack([one.values(property, solved) for one, solved in models]).mean(0)
+        if self.is_linearised(property) and (name := default_name(property)) not in self._to_first_order:
+            self._to_first_order.append(name)
+        return found
 
     def change(self, property: Property) -> Tensor:
         """Predict how much a property rises compared with the model as it is."""

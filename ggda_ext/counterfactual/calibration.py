@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -171,13 +172,11 @@ def verified(
     """See `WhatIf.verify`."""
     if not callable(retrain):
         raise TypeError(f"retrain is a {type(retrain).__name__}: pass a function of index arrays, e.g. a Retrainer.")
-    if isinstance(subsets, int):
+    if isinstance(subsets, Integral):
         check_count("subsets", subsets, FEWEST)
-        subsets = chosen_subsets(what_if, property, subsets, fraction, seed)
-    weights = what_if.checked_weights(subsets)
+        subsets = chosen_subsets(what_if, property, int(subsets), fraction, seed)
+    weights = _zeros_and_ones(what_if, subsets, "subsets")
     kept = weights.numpy().astype(bool)
-    if not bool((weights == torch.from_numpy(kept)).all()):
-        raise ValueError("subsets holds weights other than 0 and 1: a retraining keeps a group or leaves it out.")
     if len(kept) < FEWEST:
         raise ValueError(
             f"there are {len(kept)} subsets of {kept.shape[1]} groups to retrain, and verify needs {FEWEST}: pass more "
@@ -206,7 +205,8 @@ def chosen_subsets(
     check_count("count", count)
     if among is None:
         among = random_subsets(what_if.groups, DRAWN * count, fraction=fraction, seed=seed)
-    candidates = np.unique(np.asarray(among, dtype=bool), axis=0)
+        among = among[what_if.masses(among) > 0]
+    candidates = np.unique(_zeros_and_ones(what_if, among, "among").numpy().astype(bool), axis=0)
     if len(candidates) <= count:
         return candidates
     values = one_number(what_if.subsets(candidates, property))
@@ -217,6 +217,14 @@ def chosen_subsets(
         away[taken] = np.inf
         taken.append(int(np.argmin(away)))
     return candidates[np.sort(taken)]
+
+
+def _zeros_and_ones(what_if: WhatIf, given: Any, name: str) -> Tensor:
+    """Return subsets `[s, k]` as weights of groups; raise an error if some are neither 0 nor 1."""
+    weights = what_if.checked_weights(given, name)
+    if not bool(((weights == 0) | (weights == 1)).all()):
+        raise ValueError(f"{name} holds weights other than 0 and 1: a retraining keeps a group or leaves it out.")
+    return weights
 
 
 def _retrained(retrain: Retrain, groups: Groups, kept: np.ndarray) -> np.ndarray:
@@ -246,7 +254,7 @@ def _path(what_if: WhatIf, property: Property, weights: Tensor) -> tuple[ByRidge
     values, base = _predicted(what_if, property, weights)
     path = {1.0: values - base}
     chosen = set(what_if.calibrations) - {what_if.identity(property)}  # properties that need the present ridge
-    if not chosen and any(model.ridge and not model.is_linear for model in what_if.linearized):
+    if not chosen and any(model.ridge and not model.exact for model in what_if.linearized):
         for factor in RIDGES[RIDGES != 1].tolist():
             with suppress(SingularRefit):  # the ridge is too small
                 path[factor] = _predicted(what_if, property, weights, factor)[0] - base

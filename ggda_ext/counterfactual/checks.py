@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.checkpoints import Checkpoints, listed_checkpoints, load_state
+from ggda_ext.data import IndexedData
 from ggda_ext.groups.naming import no_group
 from ggda_ext.groups.partition import Groups
 from ggda_ext.model import only_thread
-from ggda_ext.tables import is_table
+from ggda_ext.tables import aligned, is_table, tensor_of
 
 Names = Hashable | Iterable[Hashable]
 
@@ -59,10 +60,17 @@ def checked_models(model: nn.Module, models: Any, checkpoints: Checkpoints | Non
     return found
 
 
-def checked_point_weights(weights: Any, n: int) -> Tensor:
-    """Return the weights of training points `[n]`, 1 if none are given; raise an error if they cannot be weights."""
+def checked_point_weights(weights: Any, data: IndexedData) -> Tensor:
+    """Return the weights of training points `[n]`, 1 if none are given; raise an error if they cannot be weights.
+
+    The rows of a pandas column are put in the order of the training data, if that has an index too.
+    """
+    n = data.n or 0
+    given = np.ones(n) if weights is None else aligned(weights, data.index, "point_weights", data.name)
+    if is_table(given):
+        given = tensor_of(given, "point_weights")
     try:
-        found = torch.ones(n, dtype=torch.float64) if weights is None else torch.as_tensor(weights).double()
+        found = torch.as_tensor(given if isinstance(given, Tensor) else np.array(given)).double()
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"point_weights holds what is no number: pass one for each of {n} points.") from None
     remedy = f"pass one finite number, 0 or more, for each of {n} points"
@@ -81,7 +89,7 @@ def ids_of(names: Names, known: Sequence[Hashable]) -> list[int]:
     if isinstance(names, Mapping):
         raise TypeError("names is a dict: pass names of groups, or give groups other weights by with_weights.")
     places = {name: j for j, name in enumerate(known)}
-    listed = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
+    listed = list(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else [names]
     if isinstance(names, tuple) and names in places:
         listed = [names]
     if not listed:
@@ -106,26 +114,30 @@ def weights_by_name(weights: Any, known: Sequence[Hashable]) -> np.ndarray:
     return found
 
 
-def checked_kept(kept: Any, groups: Groups, masses: np.ndarray, others: float) -> Tensor:
+def checked_kept(
+    kept: Any, groups: Groups, masses: Callable[[np.ndarray], np.ndarray], argument: str = "kept"
+) -> Tensor:
     """Return weights of groups `[s, k]` as a tensor; raise an error if a row leaves nothing to train on.
 
     Args:
         kept: booleans or weights `[s, k]`. The columns of a pandas table are found by name, in any order.
         groups: the groups.
-        masses: total weight of the points of each group `[k]`.
-        others: total weight of the points in no group, which always stay.
+        masses: returns the total weight of the points that every row leaves in the training set `[s]`.
+        argument: the name of `kept` in errors.
     """
-    given = kept.detach().cpu().numpy() if isinstance(kept, Tensor) else _in_order(kept, groups.all_names)
+    given = kept.detach().cpu().numpy() if isinstance(kept, Tensor) else _in_order(kept, groups.all_names, argument)
     try:
         found = np.asarray(given, dtype=float)
     except (TypeError, ValueError):
-        raise TypeError(f"kept holds what is no number: pass booleans or weights [subsets, {len(groups)}].") from None
+        raise TypeError(
+            f"{argument} holds what is no number: pass booleans or weights [subsets, {len(groups)}]."
+        ) from None
     k = len(groups)
     if found.ndim != 2 or found.shape[1] != k or not len(found):
-        raise ValueError(f"kept has shape {list(found.shape)}: pass [subsets, {k}], a column per group.")
+        raise ValueError(f"{argument} has shape {list(found.shape)}: pass [subsets, {k}], a column per group.")
     if not (np.isfinite(found) & (found >= 0)).all():
-        raise ValueError("kept holds negative, NaN or infinite numbers: a weight is 0 or more.")
-    empty = np.flatnonzero(found @ masses + others <= 0)
+        raise ValueError(f"{argument} holds negative, NaN or infinite numbers: a weight is 0 or more.")
+    empty = np.flatnonzero(masses(found) <= 0)
     if len(empty):
         raise ValueError(
             f"{len(empty)} of {len(found)} choices of groups leave nothing to train on, first number "
@@ -134,15 +146,15 @@ def checked_kept(kept: Any, groups: Groups, masses: np.ndarray, others: float) -
     return torch.from_numpy(np.ascontiguousarray(found))
 
 
-def _in_order(kept: Any, known: Sequence[Hashable]) -> Any:
+def _in_order(kept: Any, known: Sequence[Hashable], argument: str) -> Any:
     """Return a table with its columns in the order of the groups; return data without column names unchanged."""
     if not is_table(kept) or not hasattr(kept, "columns") or list(kept.columns) == list(range(len(known))):
         return kept
     for name in kept.columns:
         if name not in known:
-            raise ValueError(f"kept has a column {name!r}: {no_group(name, known)}")
+            raise ValueError(f"{argument} has a column {name!r}: {no_group(name, known)}")
     if len(kept.columns) != len(known) or kept.columns.has_duplicates:
-        raise ValueError(f"kept has {len(kept.columns)} columns: pass one for each of the {len(known)} groups.")
+        raise ValueError(f"{argument} has {len(kept.columns)} columns: pass one for each of the {len(known)} groups.")
     return kept[list(known)]
 
 

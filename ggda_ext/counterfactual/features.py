@@ -201,6 +201,27 @@ def output_of(model: nn.Module, batch: Any) -> Tensor:
     return model_output(model, batch)[0]
 
 
+@torch.no_grad()
+def is_linear(space: ParameterSpace, batch: Any) -> bool:
+    """Whether outputs are linear in the parameters; checked by moving all parameters along a random line.
+
+    It is moved by -1, 0 and 2 steps: an odd function might look linear at -1, 0 and 1, and a ReLU at 0, 1 and 2.
+    """
+    generator, values = torch.Generator().manual_seed(0), space.parameters
+    steps = {name: torch.randn(value.shape, generator=generator).to(value) for name, value in values.items()}
+    back, here, forth = (
+        at_least_single(
+            called_with(
+                space.model, {name: value + times * steps[name] for name, value in values.items()}, batch,
+                function=output_of,
+            )
+        )
+        for times in (-1, 0, 2)
+    )  # fmt: skip
+    size = 0.3 * rounding(space.dtype, here.dtype) * (1 + here.abs().max() + forth.abs().max())
+    return bool((forth + 2 * back - 3 * here).abs().max() <= size)
+
+
 def check_forward_mode(linearizer: Linearizer, data: IndexedData) -> None:
     """Compare forward-mode products of a few examples with a backward pass; raise an error if they differ."""
     space, batch = linearizer.space, to_device(data.first(4), linearizer.space.device)

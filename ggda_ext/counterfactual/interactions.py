@@ -87,13 +87,17 @@ class Interactions:
 def found_interactions(what_if: WhatIf, property: Property, ids: list[int] | None) -> Interactions:
     """Return the interactions of all pairs of groups, or of the groups in `ids`, from one refit for each pair."""
     chosen = list(range(len(what_if.groups))) if ids is None else ids
-    if len(set(chosen)) < 2:
+    twice = [j for at, j in enumerate(chosen) if j in chosen[:at]]
+    if twice:
+        raise ValueError(f"names holds {what_if.names[twice[0]]!r} twice: name every group once.")
+    if len(chosen) < 2:
         raise ValueError("interactions need at least two groups.")
     pairs = list(combinations(range(len(chosen)), 2))
-    left_out = [(), *((j,) for j in chosen), *((chosen[a], chosen[b]) for a, b in pairs)]
+    left_out = [[], *([j] for j in chosen), *([chosen[a], chosen[b]] for a, b in pairs)]
+    what_if.check_rest(left_out)
     kept = np.ones((len(left_out), len(what_if.groups)))
     for row, gone in zip(kept, left_out, strict=True):
-        row[list(gone)] = 0
+        row[gone] = 0
     values = one_number(what_if.subsets(kept, property))
     changes = values[1:] - values[0]
     alone, joint = changes[: len(chosen)], changes[len(chosen) :]

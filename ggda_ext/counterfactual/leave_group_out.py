@@ -8,9 +8,10 @@ gradient, so it may be the accuracy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +34,7 @@ from ggda_ext.training.batch_order import by_falling_steps
 from ggda_ext.training.loop import LossFn, MakeModel
 from ggda_ext.training.many_models import layout_of, models_at_once
 from ggda_ext.training.recipe import check_seeds, checked_data
-from ggda_ext.words import check_counts, without
+from ggda_ext.words import check_counts, check_save_dir, without
 
 Pair = tuple[Tensor, Tensor]
 PARTS, SMALLEST_STACK = 8, 32
@@ -146,7 +147,7 @@ def leave_group_out(
     recipe: Recipe,
     *,
     seeds: Sequence[int] = range(5),
-    group_ids: Sequence[int | str] | None = None,
+    group_ids: Sequence[Hashable] | Hashable | None = None,
     at_once: int | None = None,
     save_dir: str | Path | None = None,
     tag: str | None = None,
@@ -165,7 +166,7 @@ def leave_group_out(
             vector `[m]`.
         recipe: how the models are trained.
         seeds: seeds of the initial weights and batch orders; every group is left out once for each seed.
-        group_ids: ids or names of the groups to leave out; by default all groups.
+        group_ids: names of the groups to leave out, or their ids if no name is a number; by default all groups.
         at_once: number of models trained at once, and saved at once; chosen by size if left out.
         save_dir: folder for finished trainings. If a run was stopped, call it again with the same arguments to go on
             from there. A call with another model, loss, property, data set, recipe or other groups raises an error.
@@ -175,6 +176,8 @@ def leave_group_out(
     """
     if tag is not None and save_dir is None:
         raise ValueError(f"tag={tag!r} is given without save_dir: pass the folder it is for, or leave it out.")
+    if save_dir is not None:
+        check_save_dir(save_dir, tag)
     x, y = checked_data(data)
     groups = Groups.of(groups, len(x))
     ids = np.arange(len(groups)) if group_ids is None else _checked_ids(group_ids, groups)
@@ -214,7 +217,7 @@ def leave_group_out(
             "tag": tag,
             "data": fingerprint.of_state({"x": x, "y": y}),
             "groups": digest(groups.labels.astype(np.int64), ids),
-            "property": fingerprint.of_value(property, "property", tag),
+            "property": fingerprint.of_value(measure.property, "property", tag),
             "loss": fingerprint.of_value(loss_fn, "loss_fn", tag),
             "recipe": asdict(recipe),
             "seeds": [int(seed) for seed in seeds],
@@ -222,14 +225,14 @@ def leave_group_out(
             "parameters": [name for name, value in first.named_parameters() if value.requires_grad],  # that are trained
             "values of the parameters": fingerprint.of_parameters(first),
             "models at once": [len(chunk) for chunk in chunks],
-        } | fingerprint.of_versions()
+        } | fingerprint.of_surroundings(x.device)
 
     jobs = [job(*numbered) for numbered in enumerate(chunks)]
     values = _finished(save_dir, made_with, jobs, show_progress)[torch.from_numpy(np.argsort(order))]
     values = values.view(len(seeds), len(ids) + 1, m).transpose(1, 2)
     full, rises = values[:, :, 0], values[:, :, 1:] - values[:, :, :1]
     found = (rises, full) if measure.is_vector else (rises[:, 0], full[:, 0])
-    return LeaveGroupOut(*found, ids, groups, property)
+    return LeaveGroupOut(*found, ids, groups, measure.property)
 
 
 def _finished(
@@ -256,7 +259,10 @@ class Measure:
         self.is_vector = False
         if not callable(property) and not isinstance(property, tuple | list):
             raise TypeError(f"property is a {type(property).__name__}: pass test data (x, y), or a callable g(model).")
-        check_property(property) if callable(property) else checked_data(property)
+        if callable(property):
+            check_property(property)
+        else:
+            self.property = checked_data(property)
 
     def __call__(self, models: TrainedModels) -> Tensor:
         """Return the values `[models, m]` of the property."""
@@ -279,11 +285,24 @@ class Measure:
         return value.reshape(-1)
 
 
-def _checked_ids(group_ids: Sequence[int | str], groups: Groups) -> np.ndarray:
-    ids = np.asarray([groups.id_of(one) if isinstance(one, str) else one for one in group_ids], np.int64)
-    k = len(groups)
+def _checked_ids(group_ids: Any, groups: Groups) -> np.ndarray:
+    """Return ids of groups given by name, or by id; a number is a name if any name of the groups is a number."""
+    names, k = groups.names or (), len(groups)
+    given: Any = np.atleast_1d(group_ids) if isinstance(group_ids, Tensor | np.ndarray) else group_ids
+    alone = not isinstance(given, Iterable) or isinstance(given, str) or (isinstance(given, tuple) and given in names)
+    listed: list[Any] = [one.item() if isinstance(one, Tensor) else one for one in ([given] if alone else given)]
+    by_name = any(isinstance(name, Real | np.bool_) for name in names)
+    found = []
+    for one in listed:
+        if by_name or not isinstance(one, Real | np.bool_):
+            found.append(groups.id_of(one))
+        elif isinstance(one, Integral) and not isinstance(one, bool):
+            found.append(int(one))
+        else:
+            raise TypeError(f"group_ids holds {one!r}: pass names of groups, or whole numbers from 0 to {k - 1}.")
+    ids = np.array(found, np.int64)
     if len(np.unique(ids)) < len(ids):
-        raise ValueError(f"group_ids holds a group twice, {list(group_ids)!r}: pass every group once.")
+        raise ValueError(f"group_ids holds a group twice, {listed!r}: pass every group once.")
     outside = ids[(ids < 0) | (ids >= k)]
     if len(ids) == 0 or len(outside):
         raise ValueError(

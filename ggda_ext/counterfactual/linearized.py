@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.counterfactual.directions import find_directions, pulled_back, slopes
+from ggda_ext.counterfactual.directions import Kind, find_directions, pulled_back, slopes
 from ggda_ext.counterfactual.features import (
     Features,
     Linearizer,
@@ -30,13 +30,13 @@ from ggda_ext.counterfactual.features import (
     at_least_single,
     check_finite,
     check_forward_mode,
-    rounding,
+    is_linear,
 )
 from ggda_ext.counterfactual.known_losses import convex_loss
 from ggda_ext.counterfactual.newton import Penalty
 from ggda_ext.counterfactual.refit import Refit
 from ggda_ext.counterfactual.settings import Settings
-from ggda_ext.counterfactual.trust import kept_share, moved_outputs, trusted_ridge
+from ggda_ext.counterfactual.trust import kept_share, trusted_ridge
 from ggda_ext.curvature.damping import ADAM as STATED_ADAM
 from ggda_ext.curvature.damping import of_recipe
 from ggda_ext.data import IndexedData, to_device
@@ -45,7 +45,7 @@ from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ignored_targets, model_output
 from ggda_ext.model import check_deterministic_modules, only_thread
 from ggda_ext.properties import Property, property_gradient
-from ggda_ext.sharing import in_shares
+from ggda_ext.sharing import checksum, in_shares
 
 RIDGE = 0.1
 """The ridge without a recipe, in units of the curvature at which eigenvectors are cut off."""
@@ -60,8 +60,13 @@ SETTLED = 10.0
 """The ridge with which a model settles, in units of its own ridge; for Adam this is the damping of influence functions.
 With 1, settling would continue a training that stopped early. Chosen on HELOC with ANN-S and on MNIST with 4,000
 points, one grouping each."""
+MOST_PARAMETERS = 1_000
+"""Up to how many parameters ``directions="auto"`` takes all parameters of a linear model. With 1,000, a refit takes
+about a second on one core; with 2,000, four to ten."""
 _RELATIVE_RIDGE = 2e-5  # the ridge if no eigenvectors are cut off, in units of the largest curvature
 _BOUNDING = 1e-6  # the same for linear models; it only bounds what the data leaves unbounded (separable classes)
+_LOOKED_AT = 16  # points that are looked at to see whether outputs are linear in the parameters
+_MATRICES = 4  # matrices [p, p] that a refit along all p parameters holds: the directions, curvature and its factors
 
 
 class LinearizedModel:
@@ -73,6 +78,10 @@ class LinearizedModel:
         settings: directions, ridge and limits.
         point_weights: weight of every training point in the loss `[n]`.
         explained: the model whose outputs are changed, if it is not the model that is linearised.
+
+    Attributes:
+        is_linear: whether outputs are linear in the parameters.
+        exact: whether refits are trainings to the optimum: outputs are linear, and the directions span all parameters.
     """
 
     def __init__(
@@ -80,8 +89,10 @@ class LinearizedModel:
     ) -> None:
         self.provider, self.space, self.settings = provider, provider.space, settings
         self._explained = explained
-        for model in (provider.model, *([] if explained is None else [explained])):
+        self._live = [provider.model, *([] if explained is None else [explained])]
+        for model in self._live:
             check_deterministic_modules(model)
+        self._states = [_state_of(model) for model in self._live]
         facts = provider.plan(None).facts
         self._batch_size = batch_size = facts.batch_size
         outputs, targets = self._outputs_of(provider.model, provider.data)
@@ -93,8 +104,10 @@ class LinearizedModel:
             self.point_weights = self.point_weights.masked_fill(ignored, 0)  # the mean loss leaves these points out
         losses = loss.value(loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None])[:, 0]
         check_finite(torch.where(self.point_weights > 0, losses, 0.0), "losses", provider.data.name)
+        sample = provider.data.first(_LOOKED_AT)
+        self.is_linear = is_linear(self.space, to_device(sample, self.space.device))
         self.directions = find_directions(
-            settings.directions, settings.rank, provider, loss, outputs, self.point_weights / self.point_weights.sum(),
+            self._kind(outputs), settings.rank, provider, loss, outputs, self.point_weights / self.point_weights.sum(),
             settings.seed,
         )  # fmt: skip
         self._linearizer = Linearizer(
@@ -115,14 +128,14 @@ class LinearizedModel:
         self.training = self._linearizer.features(looked_at)
         at = torch.from_numpy(self.chosen).to(outputs.device)
         self.training_loss = loss.take(at)
-        self.is_linear = self._linear()
+        self.exact = self.is_linear and len(self.directions.rows) == self.space.size
         self.settled = self.directions.rows.new_zeros(len(self.directions.rows), dtype=torch.float64)
         self.zero: Tensor | None = None
         self._start: Tensor | None = None
-        if self.is_linear and explained is not None:  # a linear model has the same features at all parameters
+        if self.exact and explained is not None:  # a linear model has the same features at all parameters
             outputs, _ = self._outputs_of(explained, provider.data)
             self.training = replace(self.training, outputs=outputs[at])
-        elif settings.start is not None and not self.is_linear:
+        elif settings.start is not None and not self.exact:
             start = copy.deepcopy(settings.start).to(self.space.device).eval()
             self.zero = self._zero_from(start)
             self._start, _ = self._outputs_of(start, looked_at)
@@ -130,9 +143,31 @@ class LinearizedModel:
         self.refit = self._refit(provider.groups)
         self.metric = torch.eye(self.refit.r, dtype=torch.float64, device=self.space.device)
         self.ridge, self._ridge_from = self._default_ridge() if settings.ridge is None else (settings.ridge, "given")
-        if settings.settle and not self.is_linear and self.ridge:
+        if settings.settle and not self.exact and self.ridge:
             here = Penalty(SETTLED * self.ridge * self.metric, settings.decay, self._zero_from(provider.model))
             self.settled = self.refit.settle(here)
+
+    def _kind(self, outputs: Tensor) -> Kind:
+        """The directions asked for; ``"all"`` if a linear model leaves the choice open and is small enough for it."""
+        points, p = min(len(outputs), self.settings.most_points), self.space.size
+        room = max(points * outputs[0].numel() * outputs.element_size(), 8 * _MATRICES * p) * p
+        small = p <= MOST_PARAMETERS and room <= self.settings.memory_budget
+        return "all" if self.settings.directions == "auto" and self.is_linear and small else self.settings.directions
+
+    def check_unchanged(self) -> None:
+        """Raise an error if a model is no longer what it was at the set-up: an answer would mix the two."""
+        for model, (mode, values) in zip(self._live, self._states, strict=True):
+            now, others = _state_of(model)
+            if others != values:
+                raise ValueError(
+                    "the model has other parameters or buffers than when WhatIf was set up (was it trained on?), and "
+                    "answers would mix both: make a new WhatIf, or pass it a copy.deepcopy of the model."
+                )
+            if now != mode:
+                raise ValueError(
+                    "modules of the model were switched between train and eval mode since WhatIf was set up, and "
+                    "answers may mix both: switch the model back, or make a new WhatIf."
+                )
 
     def _refit(self, groups: Groups) -> Refit:
         """Return the small problem (see `Refit`) for groups of the training points."""
@@ -147,7 +182,7 @@ class LinearizedModel:
             parts, loss, tangents = [part[at] for part in parts], loss.take(at), tangents[at]
         budget = self.settings.memory_budget // 2
         problem = Refit(parts[0], tangents, loss, starts, parts[1], budget, self._missing(groups))
-        if self.is_linear and not self.settings.decay:
+        if self.exact and not self.settings.decay:
             problem.radius = self.training_loss.radius
         return problem
 
@@ -159,6 +194,7 @@ class LinearizedModel:
         """
         if len(self.chosen) == groups.n or self._start is not None:
             return None
+        self.check_unchanged()
         over = self.point_weights.double()
         over = over.index_add(0, torch.from_numpy(self.chosen).to(over.device), -self._chosen_weights.double())
         labels, k = groups.labels_of(np.arange(groups.n)), len(groups)
@@ -195,12 +231,15 @@ class LinearizedModel:
         values = [found[name].detach().to(rows) for name in self.space.parameters]
         return -(rows.double() @ self.space.flatten(values, rows.new_zeros(self.space.size)).double())
 
+    @torch.inference_mode(False)
     def regrouped(self, groups: Groups) -> Refit:
         """Return the small problem for other groups of the same points, with the same features."""
         return self._refit(groups)
 
+    @torch.inference_mode(False)
     def features(self, data: IndexedData) -> Features:
         """Return the outputs and tangents of any data."""
+        self.check_unchanged()
         with only_thread(self.provider.model):
             data.suit(self.provider.model)
             found = self._linearizer.features(data)
@@ -219,6 +258,7 @@ class LinearizedModel:
         check_finite(joined, "outputs", data.name)
         return joined, None if targets[0] is None else torch.cat([target for target in targets if target is not None])
 
+    @torch.inference_mode(False)
     def linearised(self, property: Property) -> tuple[Tensor, Tensor]:
         """Return values `[m]` of a property at the model's parameters, and its slopes `[m, r]` along the directions."""
         model = self.provider.model
@@ -229,23 +269,11 @@ class LinearizedModel:
             gradient = property_gradient(property, model, self.space.parameters)
         return value, (gradient @ self.directions.rows.T).double()
 
-    def _linear(self) -> bool:
-        """Whether outputs are linear in the parameters, which makes refits exact; checked by moving the parameters."""
-        generator = torch.Generator().manual_seed(0)
-        d = torch.randn(len(self.directions.rows), generator=generator, dtype=torch.float64).to(self.space.device)
-        at = torch.arange(min(16, len(self.chosen)), device=self.space.device)
-        output, moves = self.training.outputs[at], self.training.tangents[at]
-        with torch.no_grad():
-            real = moved_outputs(self, at, d)
-        change = (moves @ d.to(moves)).view(output.shape)
-        size = 0.3 * rounding(self.space.dtype, real.dtype)
-        return bool((real - output - change).abs().max() <= size * (1 + change.abs().max() + output.abs().max()))
-
     def _default_ridge(self) -> tuple[float, str]:
         """Return the ridge and where it comes from; set the metric in which the ridge is measured."""
-        if self.is_linear and self.settings.decay:
+        if self.exact and self.settings.decay:
             return 0.0, "refits are exact"
-        if self.settings.recipe is not None and not self.is_linear:
+        if self.settings.recipe is not None and not self.exact:
             source, own = of_recipe(
                 self.provider, self.provider.data, self.provider.groups.n, self.settings.recipe
             )  # fmt: skip
@@ -262,7 +290,7 @@ class LinearizedModel:
             return self._trusted(RIDGE * self.directions.cut, "the smallest curvature among the eigenvectors")
         total = self.refit._curvature.double().sum(0) / self.refit.masses.sum()
         largest = float(torch.linalg.eigvalsh(total)[-1])
-        if self.is_linear:
+        if self.exact:
             return _BOUNDING * largest, "the largest curvature"
         return self._trusted(_RELATIVE_RIDGE * largest, "the largest curvature")
 
@@ -275,9 +303,13 @@ class LinearizedModel:
         """Describe in words what was chosen, and why."""
         points = len(self.chosen)
         of = "all" if points == self.provider.groups.n else f"{points:,} of {self.provider.groups.n:,}"
-        kind = "linear in its parameters: refits are exact" if self.is_linear else "linearised around its parameters"
-        if self.is_linear and points < self.provider.groups.n:
+        kind = "linear in its parameters: refits are exact" if self.exact else "linearised around its parameters"
+        if self.exact and points < self.provider.groups.n:
             kind += " for these points"
+        if self.is_linear and not self.exact:
+            kind = (
+                f"linear, but refits along a part of its {self.space.size:,} parameters (see directions) are not exact"
+            )
         told = (
             f"{self.directions.why}; {of} training points; the model is {kind}; weight decay "
             f"{self.settings.decay:.3g}, ridge {self.ridge:.3g} (from: {self._ridge_from})"
@@ -285,13 +317,21 @@ class LinearizedModel:
         if self._start is not None:
             at = "" if self._explained is None else "; features of a checkpoint"
             return f"{told}, towards where the training started{at}"
-        if self.is_linear or len(self.provider.groups) < 2:
+        if self.exact or len(self.provider.groups) < 2:
             return told
         if bool(self.settled.any()):
             change = (self.outputs - self.training.outputs).double().square().mean().sqrt()
             told += f"; settled, by which its outputs change by {float(change):.2g}"
+        self.check_unchanged()
         share = kept_share(self, self.ridge)
         return f"{told}; without half of the groups {share:.0%} of the predicted fall of the kept loss come true"
+
+
+def _state_of(model: nn.Module) -> tuple[list[bool], tuple[str, str]]:
+    """Which modules of a model are in train mode, and checksums of its parameters and buffers."""
+    with only_thread(model):  # another thread may have put other tensors in place of the parameters
+        modes = [module.training for module in model.modules()]
+        return modes, (checksum(model.parameters()), checksum(model.buffers()))
 
 
 class _Chosen(IndexedData):

@@ -56,7 +56,7 @@ def value_of(property: Property, outputs_of: OutputsOf) -> Tensor:
 class Explained:
     """A model and its copies nearby: refits all of them, and averages properties over them.
 
-    It computes the outputs and tangents of every data set once, and keeps them.
+    It computes the outputs and tangents of every data set, and the slopes of every property, once, and keeps them.
 
     Args:
         own: the model itself, linearised.
@@ -68,6 +68,7 @@ class Explained:
     def __init__(self, own: LinearizedModel) -> None:
         self.models = [own]
         self._features: dict[Any, tuple[IndexedData, list[Features]]] = {}
+        self._slopes: dict[tuple[int, int], tuple[Property, Tensor, Tensor]] = {}
 
     def solve(self, weights: Tensor, factor: float = 1.0) -> list[Tensor]:
         """Return coefficients d `[s, r]` of every model for group weights `[s, k]`; `factor` multiplies the ridges."""
@@ -98,10 +99,14 @@ class Explained:
         return moved[:, 0] if moved.shape[1] == 1 else moved
 
     def _linearised(self, j: int, property: Property) -> tuple[Tensor, Tensor]:
-        why = "its slope along the refit's directions is zero"
+        key, why = (j, id(property)), "its slope along the refit's directions is zero"
+        if key in self._slopes:
+            return self._slopes[key][1:]
+        self.models[j].check_unchanged()  # here, because its error is not one of the property
         try:
             value, slopes = self.models[j].linearised(property)
             if bool(slopes.any()):
+                self._slopes[key] = (property, value, slopes)
                 return value, slopes
         except ValueError as error:
             why = str(error)

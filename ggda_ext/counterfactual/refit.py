@@ -100,6 +100,7 @@ class Refit:
         self._begin()
         return found
 
+    @torch.inference_mode(False)
     def solve(self, weights: Tensor, penalty: Penalty) -> Tensor:
         """Return the answers d `[s, r]` for weights of groups `[s, k]`; exactly zero if all points weigh the same."""
         weights = weights.to(self.flat.device, torch.float64)
@@ -119,7 +120,8 @@ class Refit:
         return found
 
     def _at_once(self) -> int:
-        return int(max(1, min(64, self.most_bytes // (4 * self.n * self.c * self.flat.element_size()))))
+        each = max(4 * self.n * self.c * self.flat.element_size(), 3 * 8 * self.r**2)  # columns; curvature and factors
+        return int(max(1, min(64, self.most_bytes // each)))
 
     def _solved(self, weights: Tensor, penalty: Penalty, first: Tensor) -> Tensor:
         """Return the optima `[s, r]`, found from a first guess `[1, r]`."""

@@ -101,8 +101,8 @@ def _check(what_if: WhatIf, remove: int | None, budget: int | None, exchanges: i
         raise ValueError("pass remove, a number of groups, or budget, a number of training points.")
     if remove is not None:
         check_count("remove", remove)
-        if remove >= k:
-            raise ValueError(f"remove={remove} of {k} groups: leave out at least one and keep at least one.")
+        if remove > k or (remove == k and not what_if.masses(np.zeros((1, k)))[0] > 0):
+            raise ValueError(f"remove={remove} of {k} groups: leave out at least one and keep something to train on.")
     if budget is not None:
         check_count("budget", budget)
         if budget < least:
@@ -128,9 +128,9 @@ class _Choices:
         return self.sign * one_number(self.what_if.subsets(self.kept(choices), self.property))
 
     def fits(self, gone: list[int]) -> bool:
-        """Whether at least one group stays, and the removed points fit the budget."""
-        sizes = self.what_if.groups.sizes
-        return len(gone) < len(sizes) and (self.budget is None or int(sizes[gone].sum()) <= self.budget)
+        """Whether something to train on stays, and the removed points fit the budget."""
+        in_budget = self.budget is None or int(self.what_if.groups.sizes[gone].sum()) <= self.budget
+        return in_budget and bool(self.what_if.masses(self.kept([gone]))[0] > 0)
 
     def more(self, gone: list[int]) -> list[int]:
         """Return the ids of the groups that are not removed yet."""

@@ -1,8 +1,8 @@
 """Shapley and Banzhaf values of groups from many refits, with standard errors.
 
 The score of group G is the mean of v(S) − v(S ∪ G) over random sets S of other groups: how much a property rises, on
-average, if the group is missing. For a loss, it is positive for groups that help. A model that saw nothing is taken to
-give outputs of zero.
+average, if the group is missing. For a loss, it is positive for groups that help. Points in no group are in every
+training set. A model that saw nothing, or only points without weight, is taken to give outputs of zero.
 
 Plain Shapley values of groups can be gamed: a source that is split into two with the same content gets more in total.
 With `atoms`, groups are cut into pieces of about that many points. All pieces count alike, and the value of a group is
@@ -93,7 +93,7 @@ def found_semivalues(
         )
     groups = what_if.groups
     if len(groups) < 2:
-        raise ValueError("there is one group: nothing is left without it.")
+        what_if.check_rest([[0]])
     pieces, owner = (groups, np.arange(len(groups))) if atoms is None else _cut(groups, atoms)
     draw = np.random.default_rng(seed)
     k = len(pieces)
@@ -124,11 +124,12 @@ def found_semivalues(
 def _values(what_if: WhatIf, property: Property, pieces: Groups, sets: np.ndarray) -> np.ndarray:
     """Return the property `[s]` for sets of pieces `[s, k]`, the mean over models.
 
-    The empty set gets the property of outputs of zero.
+    Sets that leave nothing to train on get the property of outputs of zero.
     """
-    found = np.empty(len(sets))
-    filled = np.flatnonzero(sets.any(1))
-    found[~sets.any(1)] = _of_nothing(what_if, property)
+    found = np.full(len(sets), np.nan)
+    filled = np.flatnonzero(what_if.masses(sets, pieces) > 0)
+    if len(filled) < len(sets):
+        found[:] = _of_nothing(what_if, property)
     total = np.zeros(len(filled))
     for one in what_if.models:
         whole = pieces is what_if.groups

@@ -42,7 +42,7 @@ def trusted_ridge(model: LinearizedModel, ridge: float) -> float:
 def kept_share(model: LinearizedModel, ridge: float) -> float:
     """Share of the promised fall of the loss that comes true: the median over refits on random halves of the groups.
 
-    NaN for one group; −∞ if a refit has no optimum.
+    NaN for one group, and if no half has any weight; −∞ if a refit has no optimum.
     """
     groups = model.provider.groups
     if len(groups) < 2:
@@ -51,6 +51,10 @@ def kept_share(model: LinearizedModel, ridge: float) -> float:
     first = np.unique(groups.labels[groups.labels >= 0], return_index=True)[1]
     halves = halves[:, np.argsort(np.argsort(first))]  # so the halves do not depend on the order of the groups
     weights = torch.from_numpy(np.unique(halves, axis=0).astype(float))
+    masses = model.refit.masses.cpu()
+    weights = weights[weights @ masses[:-1] + masses[-1] > 0]
+    if not len(weights):
+        return float("nan")
     try:
         answers = model.refit.solve(weights, model.penalty(ridge))
     except SingularRefit:  # nothing bounds the refit

@@ -40,13 +40,13 @@ from ggda_ext.counterfactual.directions import Kind
 from ggda_ext.counterfactual.leave_group_out import LeaveGroupOut
 from ggda_ext.counterfactual.linearized import LinearizedModel
 from ggda_ext.counterfactual.nearby import copies_nearby
-from ggda_ext.counterfactual.property_values import Explained, identity_of
+from ggda_ext.counterfactual.property_values import Explained, identity_of, of_outputs_only
 from ggda_ext.counterfactual.settings import Settings
 from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.evaluation import Retrain
 from ggda_ext.gradients import GroupGradients
-from ggda_ext.groups.partition import GroupsLike
+from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.model import only_thread
 from ggda_ext.properties import MeanProperty, Property
 from ggda_ext.words import whole_bytes, without
@@ -57,6 +57,12 @@ if TYPE_CHECKING:
     from ggda_ext.counterfactual.semivalues import Semivalues
 
 NOT_CALIBRATED = "Not calibrated: the order of predictions can be trusted before their size; see WhatIf.verify."
+
+
+TO_FIRST_ORDER = (
+    "The property is predicted to first order only, because it is not known to be a function of outputs: if it is one, "
+    "pass properties.of_outputs."
+)
 
 
 class WhatIf:
@@ -92,14 +98,17 @@ class WhatIf:
             early in the training, or one from each of several trainings with other seeds.
         directions: ``"all"`` parameters, the leading ``"eigen"`` vectors of the Gauss-Newton matrix, what the
             ``"groups"`` teach, or ``"both"`` of the last two; ``"auto"`` takes all parameters if there are at most
-            `rank` of them, else both.
+            `rank` of them (1,000 for a model that is linear in its parameters, if `memory_budget` has room for their
+            features), else both.
         rank: number of directions: half of it for eigenvectors (all of it for ``"eigen"``), and in addition at most
             `rank` directions of the groups.
         ridge: keeps refits near the model, where the linearisation holds. With a recipe, the default follows from the
             number of training steps (for Adam in its own metric). Without a recipe, it is a tenth of the curvature at
             which eigenvectors are cut off, raised until the model itself follows (`counterfactual.trust`). Models that
-            are linear in their parameters get next to no ridge. `verify` may choose another.
-        point_weights: weight of every training point in the training loss `[n]`; 1 if left out.
+            are linear in their parameters get next to no ridge along all parameters, where refits are exact. `verify`
+            may choose another.
+        point_weights: weight of every training point in the training loss `[n]`, e.g. a column of a table; 1 if left
+            out.
         parameters: names of parameters or modules that may move; all that require a gradient if left out.
         most_points: number of training points that a refit looks at. If there are more, this many are drawn, the same
             share of every group. The groups' gradients still are those of all points, which takes one more pass. Pass
@@ -116,6 +125,7 @@ class WhatIf:
         strategy="outputs are pushed along directions, and there is one way to do it; leave it out",
         keeping="a set-up takes some passes and is not kept; save its answers, or keep the object",
     )
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,
@@ -151,7 +161,7 @@ class WhatIf:
         inside = IndexedData(data, "the training data")
         if inside.n is None:
             raise TypeError("the training data is a stream without a length: pass a map-style data set to what-if.")
-        weights = checked_point_weights(point_weights, inside.n)
+        weights = checked_point_weights(point_weights, inside)
 
         def linearized(one: nn.Module, parameters: Any, settings: Settings) -> LinearizedModel:
             explained = model if start is not None and checkpoints is not None else None
@@ -169,13 +179,12 @@ class WhatIf:
             if own != same:
                 raise ValueError(f"models[{j}] gives outputs {own} for a point, the model {same}: pass models alike.")
         self.models = [Explained(one) for one in first]
-        if not first[0].is_linear:  # refits of a linear model are exact
+        if not first[0].exact:
             copies = copies_nearby([one.provider for one in first], nearby, seed)
             for of, (one, names) in zip(cycle(self.models), copies, strict=False):
                 of.models.append(linearized(one, names, replace(settings, settle=True)))
-        counted = first[0].point_weights.cpu().numpy()
-        masses = np.bincount(self.groups.labels + 1, counted, len(self.groups) + 1)
-        self._mass_of_others, self._mass_of_group = float(masses[0]), masses[1:]
+        self._point_weights = first[0].point_weights.cpu().numpy()
+        self._masses = self._masses_of(self.groups)
         self.calibrations: dict[Any, tuple[Property, Calibration]] = {}
 
     def __repr__(self) -> str:
@@ -234,8 +243,7 @@ class WhatIf:
         The result has one "seed" for every model that is explained here.
         """
         k = len(self.groups)
-        if k == 1:
-            raise ValueError("there is one group: nothing is left without it.")
+        self.check_rest([[j] for j in range(k)])
         weights = self.checked_weights(1 - np.eye(k))
         full = self.values(property, self.checked_weights(np.ones((1, k))))[:, 0]
         rises = self.values(property, weights) - full[:, None]
@@ -379,9 +387,12 @@ class WhatIf:
     def note(self, property: Property) -> str:
         """A warning about the predicted values of this property; empty if nothing limits them.
 
-        It says that they are not calibrated, unless they are exact, and that refits look at a part of the points.
+        It says that they are not calibrated, unless they are exact, that refits look at a part of the points, and that
+        the property is predicted to first order.
         """
-        exact, found = all(model.is_linear for model in self.linearized), list[str]()
+        exact, found = all(model.exact for model in self.linearized), list[str]()
+        if not of_outputs_only(property):
+            found.append(TO_FIRST_ORDER)
         if not exact and self.calibration_of(property) is None:
             found.append(NOT_CALIBRATED)
         if (looked_at := len(self.linearized[0].chosen)) < self.groups.n:
@@ -399,6 +410,29 @@ class WhatIf:
         """Return the ids of groups given by name."""
         return ids_of(names, self.names)
 
-    def checked_weights(self, weights: Any) -> Tensor:
+    def checked_weights(self, weights: Any, argument: str = "kept") -> Tensor:
         """Return weights of groups `[s, k]` as a tensor; raise an error if a row leaves nothing to train on."""
-        return checked_kept(weights, self.groups, self._mass_of_group, self._mass_of_others)
+        return checked_kept(weights, self.groups, self.masses, argument)
+
+    def masses(self, weights: np.ndarray, groups: Groups | None = None) -> np.ndarray:
+        """Total weight of the training points that weights of groups `[s, k]` leave, with the points in no group `[s]`.
+
+        Args:
+            weights: weights of the groups.
+            groups: other groups of the same points, e.g. pieces of them.
+        """
+        found = self._masses if groups is None else self._masses_of(groups)
+        return weights @ found[1:] + found[0]
+
+    def _masses_of(self, groups: Groups) -> np.ndarray:
+        """Total weight of the points in no group, and of each group `[1 + k]`."""
+        return np.bincount(groups.labels + 1, self._point_weights, len(groups) + 1)
+
+    def check_rest(self, choices: Sequence[list[int]]) -> None:
+        """Raise an error that names the groups if one of some choices of groups to remove leaves nothing."""
+        kept = np.ones((len(choices), len(self.groups)))
+        for row, gone in zip(kept, choices, strict=True):
+            row[gone] = 0
+        for at in np.flatnonzero(self.masses(kept) <= 0)[:1]:
+            named = " and ".join(repr(self.names[j]) for j in choices[at])
+            raise ValueError(f"without {named} nothing is left to train on: there are no other points of any weight.")

@@ -37,7 +37,7 @@ from ggda_ext.curvature.sampled import PASSES_OF_ROWS, SampledCurvature
 from ggda_ext.data import IndexedData, SomePoints
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import Groups
-from ggda_ext.model import sums_on
+from ggda_ext.model import product, sums_on
 
 if TYPE_CHECKING:
     from ggda_ext.training import Recipe
@@ -202,14 +202,20 @@ class Damped:
         """Return the mean damping of a parameter, for this λ."""
         return chosen * self.mean
 
-    def notes(self, found: Solution) -> tuple[str, ...]:
-        """Return a note if a solve had to raise the damping."""
-        if found.damping <= self.least:
-            return ()
-        return (
-            f"The {self.curvature.kind} curvature has the eigenvalue {found.lowest * self.mean:.3g}: damping was "
-            f"raised from {self.reported(self.least):.3g} to {self.reported(found.damping):.3g}.",
-        )
+    def notes(self, found: Solution, tolerance: float) -> tuple[str, ...]:
+        """Return notes if a solve had to raise the damping, or ended with a residual above the tolerance."""
+        notes: list[str] = []
+        if found.damping > self.least:
+            notes.append(
+                f"The {self.curvature.kind} curvature has the eigenvalue {found.lowest * self.mean:.3g}: damping was "
+                f"raised from {self.reported(self.least):.3g} to {self.reported(found.damping):.3g}."
+            )
+        if not found.residual <= tolerance:
+            notes.append(
+                f"A solve with the curvature ended with a residual above tolerance={tolerance:g}, which "
+                "method.settings has: pass a method with more steps, as Influence(steps=…), or a larger damping."
+            )
+        return tuple(notes)
 
 
 def damped(curvature: SampledCurvature, damping: float | None, recipe: Training | None) -> Damped:
@@ -304,7 +310,7 @@ class _Space:
         outside = products.clone()
         for _ in range(2):  # once leaves rounding errors, twice is enough
             for block in self.blocks:
-                outside -= (outside @ block.T) @ block
+                outside -= product(product(outside, block.T), block)
         self.outside = outside
         self.newest = _orthonormal(outside, float(products.norm(dim=1).max()))
 
@@ -318,12 +324,12 @@ class _Space:
         """Return the vectors `[m, p]` with coordinates `[d, m]` in the basis."""
         rows, at = torch.zeros_like(self.vectors), 0
         for block in self.blocks:
-            rows += inside[at : at + len(block)].T.to(block) @ block
+            rows += product(inside[at : at + len(block)].T.to(block), block)
             at += len(block)
         return rows
 
     def _inner(self, a: Tensor, b: Tensor) -> Tensor:
-        return (a @ b.T).to(self.matrix)
+        return product(a, b.T).to(self.matrix)
 
 
 def _orthonormal(rows: Tensor, size: float) -> Tensor:
@@ -332,6 +338,6 @@ def _orthonormal(rows: Tensor, size: float) -> Tensor:
     for _ in range(2):  # the second round removes rounding errors of the first
         values, turn = torch.linalg.eigh(found.double() @ found.double().T)
         kept = values > least
-        found = (turn[:, kept] / values[kept].sqrt()).T.to(rows) @ found
+        found = product((turn[:, kept] / values[kept].sqrt()).T.to(rows), found)
         least = 0.25
     return found

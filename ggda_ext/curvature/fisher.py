@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ggda_ext.model import product
 from ggda_ext.sharing import add_up, my_share
 
 FisherKind = Literal["exact", "batched", "paper"]
@@ -65,7 +66,7 @@ class EmpiricalFisher:
             rows = rows.float()
         if rows.dtype != self.matrix.dtype and not self.rows:
             self.matrix = self.matrix.to(rows.dtype)
-        self.matrix += (rows.T @ rows).to(self.matrix.dtype)
+        self.matrix += product(rows.T, rows).to(self.matrix.dtype)
         self.rows += len(rows)
         return self
 

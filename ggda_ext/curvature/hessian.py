@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ggda_ext.data import IndexedData, batch_length, to_device
-from ggda_ext.model import ParameterSpace, sums_on
+from ggda_ext.model import ParameterSpace, full_precision, sums_on
 from ggda_ext.sharing import adding_up, checksum
 
 BatchLossFn = Callable[[nn.Module, Any], Tensor]
@@ -145,7 +145,8 @@ class GaussNewton(Hessian):
         with self.space.require_gradients(of_chosen=True), sdpa_kernel(SDPBackend.MATH):
             outputs, leaf, slope = self._linearized(to_device(batch, self.space.device))
             weights = torch.zeros_like(outputs, requires_grad=True)
-            first = torch.autograd.grad(outputs, parameters, weights, create_graph=True, allow_unused=True)
+            with full_precision(outputs):
+                first = torch.autograd.grad(outputs, parameters, weights, create_graph=True, allow_unused=True)
             used = [(g, p) for g, p in zip(first, parameters, strict=True) if g is not None]
             for rows in _chunks_of_vectors(vectors):
                 if slope is None or not used:
@@ -224,11 +225,12 @@ def _products_with_vectors(
     of: list[Tensor], by: Sequence[Tensor], vectors: list[Tensor], *, keep: bool
 ) -> list[Tensor | None]:
     """Return ∂⟨of, vectors⟩/∂by for c vectors `[c, *shape]`; None means zero. `keep` says whether to keep the graph."""
-    if len(vectors[0]) == 1:
-        single = [vector[0] for vector in vectors]
-        found = torch.autograd.grad(of, by, single, retain_graph=keep, allow_unused=True)
-        return [None if part is None else part[None] for part in found]
-    return list(torch.autograd.grad(of, by, vectors, retain_graph=keep, allow_unused=True, is_grads_batched=True))
+    with full_precision(vectors[0]):
+        if len(vectors[0]) == 1:
+            single = [vector[0] for vector in vectors]
+            found = torch.autograd.grad(of, by, single, retain_graph=keep, allow_unused=True)
+            return [None if part is None else part[None] for part in found]
+        return list(torch.autograd.grad(of, by, vectors, retain_graph=keep, allow_unused=True, is_grads_batched=True))
 
 
 def direct_solve(matrix: Tensor, vectors: Tensor, regularization: float = 0.0) -> Tensor:

@@ -26,6 +26,7 @@ from ggda_ext.gradients import GroupGradients
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
 from ggda_ext.losses.model_loss import OwnLoss
+from ggda_ext.model import product
 from ggda_ext.sharing import adding_up
 
 CurvatureKind = Literal["auto", "gauss-newton", "hessian", "fisher"]
@@ -112,7 +113,7 @@ class SampledCurvature:
         """Return the products of the curvature on this data with vectors `[m, p]`."""
         if self._keeps and data is self.sample:
             rows = self._gradients
-            return ((vectors.to(rows) @ rows.T) @ rows / self.points).to(vectors)
+            return (product(product(vectors.to(rows), rows.T), rows) / self.points).to(vectors)
         if self.kind == "fisher":
             return _fisher_product(self.provider, data, vectors)
         cast = vectors.to(self.provider.space.dtype)

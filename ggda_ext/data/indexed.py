@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from ggda_ext.data.loaders import GivenBatches, loader_order, own_loader
+from ggda_ext.data.loaders import GivenBatches, drops_last, loader_order, own_loader
 from ggda_ext.sharing import my_share, share_of_stream
 from ggda_ext.tables import Array, columns_of, holds_doubles, index_of, is_table, tensor_of, tensors_of, why_no_data
 
@@ -98,8 +98,9 @@ class IndexedData:
         if self.is_stream:
             return
         self._order = loader_order(loader, self.name)
-        if loader.drop_last and self._order is not None and isinstance(loader.sampler, Sized):
-            self.dropped = len(loader.sampler) - len(self._order)
+        sampler = getattr(loader.batch_sampler, "sampler", None)
+        if drops_last(loader) and self._order is not None and isinstance(sampler, Sized):
+            self.dropped = len(sampler) - len(self._order)
         by_example = isinstance(self._source, list | tuple)  # a DataLoader reads its entries as examples
         if by_example or loader.collate_fn is not default_collate:
             return
@@ -370,7 +371,10 @@ def take(batch: Any, count: int) -> Any:
 
 def pick(batch: Any, positions: Sequence[int]) -> Any:
     """Return some examples of a batch, as a batch."""
-    return _picked(batch, list(positions), batch_length(batch))
+    chosen, size = list(positions), batch_length(batch)
+    if isinstance(batch, tuple | list):  # its parts, and not an entry for each example
+        return _rebuilt(batch, lambda value: _picked(value, chosen, size))
+    return _picked(batch, chosen, size)
 
 
 def _picked(batch: Any, positions: list[int], size: int) -> Any:

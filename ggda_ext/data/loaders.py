@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     RandomSampler,
@@ -29,7 +30,7 @@ def loader_order(loader: DataLoader, name: str) -> np.ndarray | None:
             "data set itself, or a DataLoader that batches single examples."
         )
     sampler = getattr(loader.batch_sampler, "sampler", None)
-    if isinstance(sampler, SequentialSampler) and not loader.drop_last:
+    if _in_order(loader):
         return None
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise ValueError(
@@ -48,6 +49,19 @@ def loader_order(loader: DataLoader, name: str) -> np.ndarray | None:
             f"({type(sampler or loader.batch_sampler).__name__}): pass one with a fixed order."
         )
     return np.asarray(order)
+
+
+def drops_last(loader: DataLoader) -> bool:
+    """Whether a loader leaves out a last batch that would be smaller; its batch sampler knows, if it was given one."""
+    return bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
+
+
+def _in_order(loader: DataLoader) -> bool:
+    """Whether a loader is known to give the examples 0, 1, 2, … of its data set; a subclass may have another order."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if type(loader.batch_sampler) is not BatchSampler or type(sampler) is not SequentialSampler:
+        return False
+    return sampler.data_source is loader.dataset and not drops_last(loader)
 
 
 def own_loader(source: Dataset, loader: DataLoader | None, **batching: Any) -> DataLoader:

@@ -110,15 +110,17 @@ def additive_ceiling(kept: Any, values: Any, *, train: float = 0.8, splits: int 
             f"train={train} of {len(real)} subsets: at least 3 must be fitted to and 3 left to compare with."
         )
     draw = np.random.default_rng(seed)
-    found = []
-    for _ in range(splits):
+    found, tested = np.empty((splits, real.shape[1])), np.empty((splits, len(real) - size, real.shape[1]))
+    for split in range(splits):
         order = draw.permutation(len(real))
         fitted, rest = order[:size], order[size:]
         predicted = _ridge_prediction(chosen[fitted], real[fitted], chosen[rest])
-        found.append(_columnwise(predicted[None], real[rest][None], "spearman")[0])
-    columns = np.nanmean(found, axis=0)
-    low, high = (float(value) for value in np.nanpercentile(np.nanmean(found, axis=1), [2.5, 97.5]))
-    return Correlation(float(columns.mean()), (low, high), columns)
+        tested[split] = real[rest]
+        found[split] = _columnwise(predicted[None], real[rest][None], "spearman")[0]
+    known = np.isfinite(found).sum(0)
+    columns = np.divide(np.nansum(found, 0), known, out=np.full(len(known), np.nan), where=known > 0)
+    low, high = (float(value) for value in np.nanpercentile(_mean(found, tested), [2.5, 97.5]))
+    return Correlation(float(_mean(columns[None], real[None])[0]), (low, high), columns)
 
 
 def _ridge_prediction(x: np.ndarray, y: np.ndarray, new: np.ndarray) -> np.ndarray:

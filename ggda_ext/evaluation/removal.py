@@ -10,7 +10,7 @@ import numpy as np
 
 from ggda_ext.evaluation.importance import Aggregation, aggregated, removal_order
 from ggda_ext.groups.partition import Groups, GroupsLike
-from ggda_ext.results.verifying import Retrain, standard_error
+from ggda_ext.results.verifying import Retrain, retrained, standard_error
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class RemovalCurve:
     """Values of models retrained without part of the data.
 
     Attributes:
-        fractions: removed fractions of the training points `[f]`.
+        fractions: fractions of the training points that were really removed, in whole points `[f]`.
         values: one value per fraction and seed `[f, s]`, test accuracy unless `retrain` measures something else.
     """
 
@@ -51,7 +51,8 @@ def retraining_score(
         importance: importance of every group `[k]`.
         groups: a `Groups` or anything it accepts.
         retrain: a `Retrainer`, or any function with the same arguments and result.
-        fractions: shares of the training points to remove.
+        fractions: shares of the training points to remove. Points in no group stay, so that a share above that of the
+            points in groups raises an error.
         aggregation: rank groups by their importance (``"sum"``), or by their importance divided by their size
             (``"mean"``).
         seed: random seed of the choice among the members of the last group.
@@ -75,14 +76,27 @@ def pruning_score(
     return _curve(importance, groups, retrain, fractions, aggregation, seed, largest_first=False)
 
 
+def listed_fractions(fractions: Any) -> list[float]:
+    """Return the fractions as a list; raise an error for a single number."""
+    if not isinstance(fractions, Iterable):
+        raise TypeError(f"fractions={fractions!r}: pass a list of them, e.g. [0.1, 0.2].")
+    return list(fractions)
+
+
 def _curve(
     importance: Any, groups: GroupsLike, retrain: Retrain, fractions: Sequence[float], aggregation: Aggregation,
     seed: int, *, largest_first: bool,
 ) -> RemovalCurve:  # fmt: skip
-    if not isinstance(fractions, Iterable):
-        raise TypeError(f"fractions={fractions!r}: pass a list of them, e.g. [0.1, 0.2].")
-    groups = Groups.of(groups)
+    fractions, groups = listed_fractions(fractions), Groups.of(groups)
     values = aggregated(importance, groups, aggregation)
     removed = [removal_order(values, groups, f, largest_first=largest_first, seed=seed) for f in fractions]
-    kept = [np.setdiff1d(np.arange(groups.n), gone, assume_unique=True) for gone in removed]
-    return RemovalCurve(np.asarray(fractions, float), np.asarray(retrain(kept), float))
+    for fraction, gone in zip(fractions, removed, strict=True):
+        if len(gone) < round(fraction * groups.n):
+            raise ValueError(
+                f"fractions holds {fraction}, and the groups hold {len(gone):,} of {groups.n:,} training points: pass "
+                f"at most {len(gone) / groups.n}, because points in no group are not removed."
+            )
+    counts = np.array([len(gone) for gone in removed])
+    kept = {len(gone): np.setdiff1d(np.arange(groups.n), gone, assume_unique=True) for gone in removed}
+    found = retrained(retrain, list(kept.values()))  # once for all fractions that remove the same number of points
+    return RemovalCurve(counts / groups.n, found[[list(kept).index(count) for count in counts]])

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ggda_ext.losses import example_losses
+from ggda_ext.properties.class_outputs import class_labels, class_logits
 from ggda_ext.sharing import in_shares
-from ggda_ext.training import Recipe, train_many
+from ggda_ext.training import Recipe, TrainedModels, initial_model, train_many
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Retrainer:
         test: inputs and targets of the test points.
         recipe: how to train.
         seeds: seeds of initial weights and batches; every subset is trained once for each seed.
-        measure: ``"accuracy"``, ``"loss"``, or a function of outputs `[n, …]` and targets `[n]`.
+        measure: ``"accuracy"`` (as in `properties.accuracy`), ``"loss"`` (the mean of the test points' losses, for any
+            reduction of `loss_fn`), or a function of outputs `[n, …]` and targets `[n]`.
         show_progress: whether to show a progress bar.
     """
 
@@ -46,6 +49,8 @@ class Retrainer:
         """Train models on every subset and return their values `[subsets, seeds]`; ranks share the trainings."""
         if not isinstance(subsets, Iterable):
             raise TypeError(f"subsets={subsets!r}: pass a list of arrays of training indices.")
+        subsets = list(subsets)
+        self._check_measure()
         jobs = [(subset, seed) for subset in subsets for seed in self.seeds]
 
         def values(some: list[int]) -> Tensor:
@@ -58,8 +63,26 @@ class Retrainer:
 
         return in_shares(len(jobs), values).numpy().reshape(len(subsets), len(self.seeds))
 
+    def _check_measure(self) -> None:
+        """Raise an error before anything is trained if accuracy or loss cannot be taken of the test points."""
+        if callable(self.measure):
+            return
+        untrained = TrainedModels(self.make_model, [initial_model(self.make_model, 0).state_dict()])
+        try:
+            self._value(untrained.outputs(self.test[0])[0])
+        except ValueError as error:
+            raise ValueError(
+                f"measure={self.measure!r} cannot be taken of test: {error} Or pass another measure, e.g. a function "
+                "measure(outputs, targets)."
+            ) from error
+
     def _value(self, outputs: Tensor) -> Any:
         targets = self.test[1]
-        if self.measure == "accuracy":
-            return (outputs.argmax(1) == targets).double().mean()
-        return self.loss_fn(outputs, targets).mean() if self.measure == "loss" else self.measure(outputs, targets)
+        if callable(self.measure):
+            return self.measure(outputs, targets)
+        if self.measure == "loss":
+            return example_losses(self.loss_fn, outputs, targets).mean()
+        if outputs.dim() > 2 and targets.shape == outputs[:, 0].shape:  # [n, C, …], e.g. a class for every pixel
+            outputs, targets = outputs.movedim(1, -1).flatten(0, -2), targets.flatten()
+        logits = class_logits(outputs)
+        return (logits.argmax(1) == class_labels(targets, logits)).double().mean()

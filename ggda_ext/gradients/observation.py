@@ -285,11 +285,12 @@ class Observation:
         """Run the backward pass, and a second one if `run.order` is set; record parameters that have a gradient."""
         calls, order, leaves, others = run.calls, run.order, run.leaves, [*self._unseen, *self._watched]
         again = order is not None
-        found = torch.autograd.grad(losses.sum(), [*leaves, *others], allow_unused=True, retain_graph=again)
-        if order is not None:
-            weights = order.weights(run.size, losses)
-            torch.autograd.grad((losses * weights).sum(), leaves, allow_unused=True)
-            calls.misplaced = order.misplaced
+        with full_precision(losses):
+            found = torch.autograd.grad(losses.sum(), [*leaves, *others], allow_unused=True, retain_graph=again)
+            if order is not None:
+                weights = order.weights(run.size, losses)
+                torch.autograd.grad((losses * weights).sum(), leaves, allow_unused=True)
+                calls.misplaced = order.misplaced
         for at, d in enumerate(found[len(leaves) :]):
             if d is not None and bool(_dense(d).any()):
                 (calls.touched if at < len(self._unseen) else calls.strayed).append(others[at])

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.data import IndexedData, to_device
+from ggda_ext.data import IndexedData, pick, to_device
 from ggda_ext.gradients.errors import NonFinite
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
@@ -363,11 +363,6 @@ class Request:
         low, high = self.within
         fits = self.data.is_fit_for(self.space.device)
         for indices, batch in self._bar(self._in_order(), high - low):
-            if indices[-1] >= self.groups.n:
-                raise ValueError(
-                    f"groups was built for {self.groups.n} training points, but {self.data.name} gives more: "
-                    "build it with one label per point."
-                )
             at = range(int(indices[0]), int(indices[-1]) + 1) if self._complete else indices
             yield at, batch if fits else to_device(batch, self.space.device)
 
@@ -384,7 +379,7 @@ class Request:
         return self._points == self.groups.n
 
     def _in_order(self) -> Iterator[tuple[np.ndarray, Any]]:
-        if self._complete and self.data.is_stream:
+        if self.data.is_stream:
             yield from share_of_stream(self._counted())
             return
         if self._complete:
@@ -395,11 +390,20 @@ class Request:
         yield from zip(runs, self.data.batches(runs), strict=True)
 
     def _counted(self) -> Iterator[tuple[np.ndarray, Any]]:
-        """Yield the batches of a stream; raise an error if it has fewer points than the groups."""
+        """Yield the points of a stream that are in a group; raise an error if it has fewer or more than the groups."""
         seen = 0
         for indices, batch in self.data.sequential(self.batch_size):
             seen += len(indices)
-            yield indices, batch
+            if seen > self.groups.n:
+                raise ValueError(
+                    f"groups was built for {self.groups.n} training points, but {self.data.name} gives more: "
+                    "build it with one label per point."
+                )
+            inside = None if self._complete else np.flatnonzero(self.groups.labels_of(indices) >= 0)
+            if inside is None or len(inside) == len(indices):
+                yield indices, batch
+            elif len(inside):
+                yield indices[inside], pick(batch, inside.tolist())
         if seen < self.groups.n:
             raise ValueError(
                 f"groups was built for {self.groups.n} training points, but {self.data.name} gives only "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ggda_ext.data import DataLike, IndexedData
-from ggda_ext.groups.partition import GroupsLike
+from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.losses import ExampleLoss, as_example_loss
 from ggda_ext.model import ParameterChoice
 
@@ -68,8 +68,8 @@ class PointGradients:
         from ggda_ext.gradients.provider import GroupGradients  # imports this module
 
         provider = GroupGradients(
-            model, self.loss, self.data, groups, parameters=parameters, batch_size=batch_size,
-            memory_budget=memory_budget, show_progress=False,
+            model, self.loss, self.data, Groups.singletons(self.n) if groups is None else groups,
+            parameters=parameters, batch_size=batch_size, memory_budget=memory_budget, show_progress=False,
         )  # fmt: skip
         provider._at_most = self.batch_size or at_most
         return provider

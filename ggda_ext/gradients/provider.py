@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ from ggda_ext.model import (
     unwrapped,
 )
 from ggda_ext.sharing import add_up, adding_up, anywhere, checksum, in_order, my_share, together, world_size
-from ggda_ext.tables import aligned
+from ggda_ext.tables import aligned, tensor_of
 from ggda_ext.words import check_counts, whole_bytes
 
 
@@ -99,7 +100,7 @@ class GroupGradients:
         self.data = data if isinstance(data, IndexedData) else IndexedData(data, "the training data")
         self.data.suit(self.model)
         if groups is None and self.data.n is None:
-            raise TypeError("the training data is a stream without a length: pass groups with one label per point.")
+            raise TypeError(f"{self.data.name} is a stream without a length: pass groups with one label per point.")
         self.groups = self._groups_of(groups)
         with only_thread(model):  # another thread may have frozen some of the parameters
             self.space = ParameterSpace(model, parameters)
@@ -143,8 +144,9 @@ class GroupGradients:
                 "points: pass one with drop_last=False, or the data set itself."
             ) from error
 
-    def plan(self, directions: int | Directions | None = 1) -> Plan:
+    def plan(self, directions: int | Directions | np.ndarray | None = 1) -> Plan:
         """Return the plan for a number of directions, for given directions or test points, or (None) for rows."""
+        directions = directions if directions is None else _checked_kind(directions)
         with only_thread(self.model):
             facts, points = self._facts, isinstance(directions, PointGradients)
             if isinstance(directions, PointGradients) and "ghost" not in facts.refused and not facts.uncovered:
@@ -176,15 +178,19 @@ class GroupGradients:
             self._last_tests = points, provider
         return provider
 
-    def scores(self, directions: Directions) -> Tensor:
+    def scores(self, directions: Directions | np.ndarray) -> Tensor:
         """Return the inner products of directions with every group's summed gradient.
 
         Args:
-            directions: a tensor `[m, p]`, or the `PointGradients` of m test points.
+            directions: a tensor or array `[m, p]`, or the `PointGradients` of m test points.
 
         Returns:
             Scores `[m, k]`, on the model's device, in the model's dtype (float32 for a model of half precision).
         """
+        given = _checked_kind(directions)
+        if isinstance(given, int):
+            raise TypeError(f"directions={given}: pass the directions themselves, a tensor [m, {self.p}].")
+        directions = given
         with only_thread(self.model):
             check_deterministic_modules(self.model)
             with together(partial(self._same, directions)), training_kernels():
@@ -234,7 +240,7 @@ class GroupGradients:
     def blocks(
         self,
         max_rows: int | None = None,
-        weights: Tensor | None = None,
+        weights: Tensor | np.ndarray | None = None,
         through: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the group-summed gradients as `(group ids [b], rows [b, p])`; each rank yields its own groups.
@@ -250,6 +256,13 @@ class GroupGradients:
             through: a linear map of the last dimension, such as a projection. Its results are yielded in place of the
                 rows. Only the results are checked for numbers that are not finite, because they are much shorter.
         """
+        check_counts(max_rows=max_rows)
+        if isinstance(weights, np.ndarray):
+            weights = tensor_of(weights, "weights")
+        if weights is not None and not isinstance(weights, Tensor):
+            raise TypeError(
+                f"weights is a {type(weights).__name__}: pass a tensor [w, {self.groups.n}], a row for each weighting."
+            )
         if weights is not None and (weights.dim() != 2 or weights.shape[1] != self.groups.n):
             raise ValueError(
                 f"weights has shape {list(weights.shape)}: pass [w, {self.groups.n}], a row for each weighting."
@@ -299,6 +312,7 @@ class GroupGradients:
                 except Unproven as error:
                     self._give_up(plan, error)
 
+    @torch.inference_mode(False)
     def rows(self) -> Tensor:
         """Return all group-summed gradients at once `[k, p]`; use it only if they fit into memory."""
         with only_thread(self.model):
@@ -325,6 +339,7 @@ class GroupGradients:
                 total = part if total is None else total.add_(part)
         return add_up(total)
 
+    @torch.inference_mode(False)
     def squared_norms(self) -> Tensor:
         """Return the squared norm of every group's summed gradient `[k]`.
 
@@ -336,7 +351,7 @@ class GroupGradients:
             with together(self._same):
                 result = self._factored_norms()
                 if result is None:
-                    result = torch.zeros(len(self.groups), dtype=self._score_dtype, device=self.space.device)
+                    result = torch.zeros(len(self.groups), dtype=self.score_dtype, device=self.space.device)
                     for ids, rows in self.small_blocks():
                         result[ids.to(result.device)] = rows.to(result).square().sum(1)
             return self._summed(result[None])[0]
@@ -370,12 +385,13 @@ class GroupGradients:
 
     def _summed(self, part: Tensor | None) -> Tensor:
         """Add up scores `[m, k]` over the ranks; check them afterwards, so that all ranks raise the same error."""
-        scores = add_up(part).to(self.space.device, self._score_dtype)
+        scores = add_up(part).to(self.space.device, self.score_dtype)
         check_finite(scores, self.groups)
         return scores
 
     @property
-    def _score_dtype(self) -> torch.dtype:
+    def score_dtype(self) -> torch.dtype:
+        """Dtype of scores: that of the parameters, or float32 for half precision, which sums would overflow."""
         return torch.promote_types(self.space.dtype, torch.float32)
 
     def _same(self, directions: Directions | None = None) -> dict[str, Any]:
@@ -448,6 +464,23 @@ def _count(directions: int | Directions | None) -> int:
     if isinstance(directions, PointGradients):
         return directions.n
     return len(directions) if isinstance(directions, Tensor) else directions or 0
+
+
+def _checked_kind(directions: Any) -> int | Directions:
+    """Return directions, with an array as a tensor, or their number; raise an error for anything else."""
+    if isinstance(directions, np.ndarray):
+        return tensor_of(directions, "directions")
+    if isinstance(directions, Tensor | PointGradients):
+        return directions
+    if isinstance(directions, Integral) and not isinstance(directions, bool):
+        if directions < 0:
+            raise ValueError(f"directions={directions}: pass how many there are, from 0 on.")
+        return int(directions)
+    what = "None" if directions is None else f"a {type(directions).__name__}"
+    raise TypeError(
+        f"directions is {what}: pass a tensor [m, p], e.g. property_gradient(property, model, parameters), or "
+        "PointGradients(loss_fn, test_data); or use attribute, which takes a property."
+    )
 
 
 def check_provider(provider: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import tzinfo
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,8 @@ def by_column(
         n: number of training points, to check the column against.
         bins: for numbers and dates, the number of bins with about equal counts, or the edges of the bins (each bin
             holds its lower edge, the last bin also its upper edge). Values outside the edges are in no group.
-        freq: for dates, one group per ``"Y"`` (year), ``"M"`` (month), ``"W"`` (week) or ``"D"`` (day).
+        freq: for dates, one group per ``"Y"`` (year), ``"M"`` (month), ``"W"`` (week from Monday to Sunday) or ``"D"``
+            (day). Dates with a time zone count by the local time there.
         rest: what to do with points in no group (missing values, values outside the edges), as in `Groups`.
 
     >>> by_column([1.5, 20.0, 3.0, 70.0], bins=[0, 10, 100]).names
@@ -80,17 +82,14 @@ def by_column(
         raise ValueError("bins and freq both say how to bin the column: pass one of them.")
     if isinstance(column, str):
         raise TypeError(f"column={column!r} is a name: pass the column itself, df[{column!r}].")
-    values = np.asarray(column.to_numpy() if hasattr(column, "to_numpy") else column)
-    if isinstance(column, Tensor):
-        values = column.detach().cpu().numpy()
-    if values.dtype.kind == "O":
-        values = _objects_as_numbers(values)
+    given = _array_of(column)
+    values = _as_numbers(given)
     if freq is not None:
         labels, names = _by_period(values, freq)
     else:
         if values.ndim != 1 or values.dtype.kind not in "fiubM":
             raise TypeError(f"bins= needs one number or date per point, not {values.dtype} {list(values.shape)}.")
-        labels, names = _by_bin(values, bins)
+        labels, names = _by_bin(values, bins, _zone_of(given))
     present = np.unique(labels[labels >= 0])
     renumbered = np.where(labels >= 0, np.searchsorted(present, labels), -1)
     groups_names = [names[j] for j in present] + (["rest"] if rest == "group" and (labels < 0).any() else [])
@@ -149,11 +148,28 @@ def generator(random_state: RandomState) -> np.random.Generator:
     return np.random.default_rng(random_state)
 
 
-def _objects_as_numbers(values: np.ndarray) -> np.ndarray:
-    """Turn a column of Python objects (dates, or numbers with None) into an array that NumPy can compare."""
+def _array_of(column: Any) -> np.ndarray:
+    if isinstance(column, Tensor):
+        return column.detach().cpu().numpy()
+    return np.asarray(column.to_numpy() if hasattr(column, "to_numpy") else column)
+
+
+def _zone_of(values: np.ndarray) -> tzinfo | None:
+    """Return the time zone of the first date that has one; None if there is none."""
+    objects = values.flat if values.dtype.kind == "O" else ()
+    return next((value.tzinfo for value in objects if getattr(value, "tzinfo", None)), None)
+
+
+def _as_numbers(values: np.ndarray, zone: tzinfo | None = None) -> np.ndarray:
+    """Turn Python objects (dates, or numbers with None) into an array that NumPy can compare; others stay.
+
+    Dates with a time zone become local times: of `zone` if given, else of their own.
+    """
+    if values.dtype.kind != "O":
+        return values
     present = [value for value in values.tolist() if value is not None and value == value]
     if present and all(hasattr(value, "isoformat") for value in present):
-        dates = [value.isoformat() if value is not None and value == value else "NaT" for value in values.tolist()]
+        dates = [_local(value, zone) if value is not None and value == value else "NaT" for value in values.tolist()]
         return np.array(dates, "datetime64[us]")
     try:
         return np.array([np.nan if value is None else value for value in values.tolist()], np.float64)
@@ -161,18 +177,27 @@ def _objects_as_numbers(values: np.ndarray) -> np.ndarray:
         raise TypeError(f"bins= and freq= need numbers or dates: {error}.") from error
 
 
+def _local(date: Any, zone: tzinfo | None) -> str:
+    """Return a date as text without a time zone; a date that has one in the local time of `zone`, or of its own."""
+    if getattr(date, "tzinfo", None):
+        date = (date if zone is None else date.astimezone(zone)).replace(tzinfo=None)
+    return date.isoformat()
+
+
 def _by_period(values: np.ndarray, freq: str) -> tuple[np.ndarray, list[str]]:
     if freq not in ("Y", "M", "W", "D"):
         raise ValueError(f"freq={freq!r} is not one of 'Y', 'M', 'W', 'D'.")
     if values.dtype.kind != "M":
         raise TypeError(f"freq= needs a column of dates, not {values.dtype}: convert it with pandas.to_datetime.")
-    periods = values.astype(f"datetime64[{freq}]")
+    periods = values.astype("datetime64[D]" if freq == "W" else f"datetime64[{freq}]")
+    if freq == "W":  # the weeks of NumPy start on Thursdays, as 1970-01-01 was one
+        periods = (periods + 3).astype("datetime64[W]").astype("datetime64[D]") - 3
     found = np.unique(periods[~np.isnat(periods)])
     labels = np.where(np.isnat(periods), -1, np.searchsorted(found, periods))
     return labels, [str(period) for period in found]
 
 
-def _by_bin(values: np.ndarray, bins: Any) -> tuple[np.ndarray, list[str]]:
+def _by_bin(values: np.ndarray, bins: Any, zone: tzinfo | None) -> tuple[np.ndarray, list[str]]:
     missing = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values.astype(np.float64))
     if missing.all():
         return np.full(len(values), -1), []
@@ -183,7 +208,8 @@ def _by_bin(values: np.ndarray, bins: Any) -> tuple[np.ndarray, list[str]]:
         starts = ordered[len(ordered) * np.arange(bins) // bins]
         edges = np.append(np.unique(starts), ordered[-1])  # equal values stay together, so there may be fewer bins
     else:
-        edges = np.asarray(bins, values.dtype if values.dtype.kind == "M" else None)
+        edges = _as_numbers(_array_of(bins), zone)
+        edges = edges.astype(values.dtype) if values.dtype.kind == "M" else edges
         if edges.ndim != 1 or len(edges) < 2 or not (edges[1:] > edges[:-1]).all():
             raise ValueError(f"bins={bins!r}: pass at least two edges in ascending order.")
     labels = np.searchsorted(edges, values, side="right") - 1

@@ -22,8 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ggda_ext.data import DataLike, IndexedData, batch_length, to_device
 from ggda_ext.losses import OutputLoss, as_example_loss
-from ggda_ext.model import check_deterministic_modules, inner_name, unwrapped
+from ggda_ext.model import check_deterministic_modules, full_precision, inner_name, product, unwrapped
 from ggda_ext.sharing import in_order
+from ggda_ext.tables import is_table, tensor_of
 
 Run = Callable[[Any], Tensor]
 """A function that runs the model on a batch and returns the losses `[b]`."""
@@ -33,7 +34,9 @@ LayerChoice = str | nn.Module | None
 
 def input_features(data: Any, batch_size: int = 1024) -> np.ndarray:
     """Return raw features, flattened `[n, d]`, of an array, a DataFrame, or the first input of a data set or loader."""
-    if hasattr(data, "to_numpy"):
+    if is_table(data):
+        data = tensor_of(data, "data")
+    elif hasattr(data, "to_numpy"):
         data = data.to_numpy()
     if isinstance(data, np.ndarray | Tensor):
         rows = _on_cpu(data).numpy() if isinstance(data, Tensor) else data
@@ -115,9 +118,10 @@ def gradients(
             start = _only(leaves, module)
             if not total.requires_grad:
                 raise ValueError(f"the loss does not depend on what {type(module).__name__} returns: pass layer=.")
-            (slope,) = torch.autograd.grad(total, start)
+            with full_precision(total):
+                (slope,) = torch.autograd.grad(total, start)
         summed = _per_example(slope, batch).sum(1)
-        return (_wide(summed) @ rotations[module]).to(summed.dtype) if rotated else summed
+        return product(_wide(summed), rotations[module]).to(summed.dtype) if rotated else summed
 
     return _features(model, loss_fn, data, layer, batch_size, rows_of)
 
@@ -157,6 +161,7 @@ def last_linear(model: nn.Module, run: Callable[[], Any]) -> nn.Linear:
     return ran[-1]
 
 
+@torch.inference_mode(False)
 def _features(
     model: nn.Module,
     loss_fn: Any,

@@ -17,6 +17,8 @@ from scipy.spatial import cKDTree
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 
+from ggda_ext.model import full_precision
+
 TREE_DIMENSIONS = 15  # above this, a k-d tree visits most leaves; scikit-learn uses the same limit
 MANY_CLUSTERS = 500  # up to this, scikit-learn's Lloyd iteration is faster than building and searching a tree
 RELOCATION_ROUNDS = 5
@@ -203,7 +205,9 @@ def _nearest(centres: np.ndarray, points: np.ndarray, count: int) -> tuple[np.nd
     rows = torch.from_numpy(centres)
     half_squares = 0.5 * (rows * rows).sum(1)
     parts = torch.from_numpy(points).split(max(1, _PRODUCTS // len(rows)))
-    closest = [torch.addmm(half_squares, part, rows.T, alpha=-1).topk(count, largest=False).indices for part in parts]
+    with full_precision(rows):
+        halves = (torch.addmm(half_squares, part, rows.T, alpha=-1) for part in parts)
+        closest = [half.topk(count, largest=False).indices for half in halves]
     nearest = torch.cat(closest).numpy()
     squares = [_squared_norms(points - centres[nearest[:, place]]) for place in range(count)]
     return np.sqrt(np.stack(squares, 1)), nearest

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from numbers import Real
 from typing import Any, Literal, NoReturn, TypeGuard
 
 import numpy as np
@@ -71,6 +72,11 @@ def check_labels(
         )
     k = int(labels.max()) + 1
     if len(left_out) and rest == "group":
+        if names is None and "rest" in (known or ()):
+            raise ValueError(
+                "rest='group' makes a group called 'rest', and a group is called 'rest' already: rename it, or pass "
+                f"names= with a name for each of {k + 1} groups."
+            )
         labels[left_out] = k
         known = (*(known or range(k)), "rest")
         k += 1
@@ -172,6 +178,12 @@ def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | No
         )
     if array.dtype.kind == "f":
         absent = np.isnan(array)
+        beyond = np.flatnonzero(np.abs(array) >= 2.0**63)
+        if len(beyond):
+            raise ValueError(
+                f"groups holds {array[beyond[0]]} at point {beyond[0]}: pass a whole number for each point, or NaN or "
+                "None for a point in no group."
+            )
         if not np.array_equal(array[~absent], np.round(array[~absent])):
             raise TypeError("groups holds fractional numbers: bin them first, e.g. grouping.by_column(values, bins=4).")
         array = np.where(absent, LEFT_OUT, array).astype(np.int64)
@@ -180,9 +192,14 @@ def labels_of_values(values: Any) -> tuple[np.ndarray, tuple[Hashable, ...] | No
     if array.dtype.kind == "b":
         labels, names = _labels_of_integers(array.astype(np.int8))
         return labels, tuple(bool(name) for name in names or (False, True)[: int(labels.max()) + 1])
+    return _labels_of_objects(_listed(array))
+
+
+def _listed(array: np.ndarray) -> list[Any]:
+    """Return an array as a list of Python objects; dates and lengths of time stay what they are."""
     if array.dtype.kind in "mM":
         array = array.astype(f"{array.dtype.kind}8[us]")  # from nanoseconds, tolist() would give plain integers
-    return _labels_of_objects(array.tolist())
+    return array.tolist()
 
 
 def _refuse_what_is_no_list(values: Any) -> None:
@@ -197,7 +214,7 @@ def _refuse_what_is_no_list(values: Any) -> None:
         )
 
 
-def _labels_of_integers(array: np.ndarray) -> tuple[np.ndarray, tuple[Hashable, ...] | None]:
+def _labels_of_integers(array: np.ndarray) -> tuple[np.ndarray, tuple[int, ...] | None]:
     absent = array < 0
     inside = array[~absent] if absent.any() else array
     if len(inside) == 0:
@@ -219,7 +236,7 @@ def _labels_of_integers(array: np.ndarray) -> tuple[np.ndarray, tuple[Hashable, 
 def _labels_of_categories(codes: Any, categories: Any) -> tuple[np.ndarray, tuple[Hashable, ...]]:
     """Return labels in the order of the categories; categories without points are left out."""
     labels, used = _labels_of_integers(np.asarray(codes))
-    every = _as_numpy(categories).tolist()
+    every = _listed(_as_numpy(categories))
     return labels, _named([every[at] for at in used or range(int(labels.max(initial=-1)) + 1)])
 
 
@@ -229,13 +246,18 @@ def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, .
         labels = np.fromiter((seen.setdefault(value, len(seen)) for value in values), np.int64, len(values))
     except TypeError as error:
         raise TypeError(f"groups holds labels that cannot be compared: {error}.") from error
-    absent = {value for value in seen if value is None or str(value) in ("NaT", "<NA>") or value != value}
+    absent = {value for value in seen if _is_absent(value)}
     names = [value for value in seen if value not in absent]
     with suppress(TypeError):  # labels of mixed types keep the order in which they appear
         names.sort()  # type: ignore[call-arg]
     new_id = np.full(len(seen) + 1, LEFT_OUT, np.int64)
     new_id[[seen[name] for name in names]] = np.arange(len(names))
     return new_id[labels], _named(names)
+
+
+def _is_absent(value: Any) -> bool:
+    """Whether a label marks a point in no group: a missing value, or a negative number."""
+    return value is None or str(value) in ("NaT", "<NA>") or value != value or (isinstance(value, Real) and value < 0)
 
 
 def _named(labels: Iterable[Any]) -> tuple[Hashable, ...]:

@@ -63,6 +63,16 @@ def names_at(ids: Any, names: Sequence[Hashable]) -> np.ndarray:
     return found
 
 
+def listed_ids(ids: Any, k: int) -> list[int]:
+    """Return ids of groups as a list; a mask `[k]` of True and False stands for the ids where it is True."""
+    array = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
+    if array.dtype.kind != "b":
+        return [int(j) for j in ids]
+    if array.shape != (k,):
+        raise ValueError(f"ids is a mask of shape {list(array.shape)}: pass one of [{k}], an entry for each group.")
+    return np.flatnonzero(array).tolist()
+
+
 def spread_over(scores: Any, labels: np.ndarray, sizes: np.ndarray, how: Share, left_out: float) -> Tensor:
     """Turn scores `[…, k]` of groups into scores `[…, n]` of points; see `Groups.spread`."""
     if how not in ("share", "copy"):

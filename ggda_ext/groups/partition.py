@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from ggda_ext.groups.labels import Rest, Rule, check_labels, read_labels, refuse_empty, sizes_by_rule
-from ggda_ext.groups.naming import Share, id_of, labels_of_some, names_at, spread_over
+from ggda_ext.groups.naming import Share, id_of, labels_of_some, listed_ids, names_at, spread_over
 from ggda_ext.words import without
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class Groups:
 
     Args:
         groups: one label per training point (NumPy, torch, pandas, list; numbers or strings), or a list of index lists,
-            or a dict ``{name: indices}``. Negative numbers, NaN and None mark points in no group, in the way that
-            scikit-learn's clusterers use -1.
+            or a dict ``{name: indices}``. Among labels, negative numbers, NaN and None mark points in no group, in the
+            way that scikit-learn's clusterers use -1; a category of a pandas categorical is always a group.
         n: number of training points. It is checked against the labels. With index lists it is needed only if the last
             points are in no group.
         names: names of the groups, in the order of their ids. By default the sorted user labels, the categories of a
@@ -130,7 +130,7 @@ class Groups:
         if names is not None and len(names) != k:
             raise ValueError(f"names has {len(names)} entries for {k} groups.")
         groups = cls.__new__(cls)
-        groups._set(labels, k, None if names is None else tuple(names))
+        groups._set(np.array(labels), k, None if names is None else tuple(names))
         return groups
 
     @classmethod
@@ -226,9 +226,12 @@ class Groups:
         """
         return names_at(ids, self.all_names)
 
-    def some(self, ids: Sequence[int]) -> Groups:
-        """Return some of the groups, in the order of `ids`. The points of all other groups are left out."""
-        ids = [self._within(j) for j in ids]
+    def some(self, ids: Sequence[int] | np.ndarray | Tensor) -> Groups:
+        """Return some of the groups, in the order of `ids`, or those where a mask `[k]` is True.
+
+        The points of all other groups are left out.
+        """
+        ids = [self._within(j) for j in listed_ids(ids, len(self))]
         return Groups.with_labels(labels_of_some(self.labels, ids, len(self)), len(ids), [self.name(j) for j in ids])
 
     def spread(self, scores: Any, *, how: Share = "share", left_out: float = float("nan")) -> Tensor:
@@ -341,17 +344,19 @@ class Groups:
             options={name: value for name, value in options.items() if value is not None},
         )  # fmt: skip
 
-    def sum(self, values: Tensor, dim: int = -1) -> Tensor:
-        """Add up per-point values `[…, n, …]` by group `[…, k, …]`."""
+    def sum(self, values: Any, dim: int = -1) -> Tensor:
+        """Add up per-point values `[…, n, …]` by group `[…, k, …]`; as in PyTorch, sums of whole numbers are int64."""
+        values = values if isinstance(values, Tensor) else torch.tensor(np.asarray(values))
         if values.shape[dim] != self.n:
             raise ValueError(f"values has {values.shape[dim]} entries along dim {dim}; groups has {self.n} points.")
         inside = torch.from_numpy(self.order.astype(np.int64)).to(values.device)
         labels = torch.from_numpy(np.repeat(np.arange(len(self)), self.sizes)).to(values.device)
         shape = list(values.shape)
         shape[dim] = len(self)
-        wide = torch.float64 if values.is_floating_point() and values.device.type != "mps" else values.dtype
+        kind = values.dtype if values.is_floating_point() or values.is_complex() else torch.int64
+        wide = torch.float64 if values.is_floating_point() and values.device.type != "mps" else kind
         sums = torch.zeros(shape, dtype=wide, device=values.device)
-        return sums.index_add_(dim, labels, values.index_select(dim, inside).to(wide)).to(values.dtype)
+        return sums.index_add_(dim, labels, values.index_select(dim, inside).to(wide)).to(kind)
 
     def batches(
         self, batch_size: int, most_groups: int | None = None, within: tuple[int, int] | None = None

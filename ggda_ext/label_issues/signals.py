@@ -28,6 +28,7 @@ RankBy = Literal["auto", "loss", "self_influence", "influence", "loss and influe
 
 
 @without(keeping="its signals take a few passes and are not kept; save issues.loss, .self_influence and .influence")
+@torch.inference_mode(False)
 def find_label_issues(
     model: nn.Module,
     loss_fn: Any,
@@ -83,20 +84,21 @@ def find_label_issues(
         "parameters": parameters, "strategy": strategy, "batch_size": batch_size, "memory_budget": memory_budget,
         "show_progress": show_progress,
     }  # fmt: skip
-    points = GroupGradients(model, loss_fn, data, **options)
-    found_groups = None if groups is None else Groups.of(groups, points.groups.n)
+    grouped = GroupGradients(model, loss_fn, data, groups, **options)
     with only_thread(model):
+        points = grouped.on(grouped.data, Groups.singletons(grouped.groups.n))
         loss, norms = finite_losses(points, batch_size), points.squared_norms()
         influence, clean_loss = None, None
         if validation is not None:
             clean = points.on(IndexedData(validation, "validation"))
             check_columns(clean.data.columns, "validation", points.data.columns)
-            influence = _influence(points, clean, norms, memory_budget).cpu().numpy()
+            influence = _influence(points, clean, norms, points.memory_budget).cpu().numpy()
             clean_loss = float(finite_losses(clean, batch_size).mean())
     ranked_by, why = _choice(rank_by, float(loss.mean()), clean_loss)
     return LabelIssues.ranked(
-        loss.cpu().numpy(), norms.cpu().numpy(), influence, ranked_by=ranked_by, why=why, groups=found_groups
-    )
+        loss.cpu().numpy(), norms.cpu().numpy(), influence, ranked_by=ranked_by, why=why,
+        groups=None if groups is None else grouped.groups,
+    )  # fmt: skip
 
 
 def _choice(rank_by: RankBy, loss: float, clean_loss: float | None) -> tuple[RankedBy, str]:

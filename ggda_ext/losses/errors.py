@@ -48,11 +48,11 @@ def of_model(error: Exception, model: nn.Module, batch: Any) -> Exception:
     if "dtype" in str(error) or "should be the same" in str(error):
         own = next((str(p.dtype) for p in model.parameters()), "another type")
         dtypes = ", ".join(str(tensor.dtype) for tensor in tensors_in(batch))
-        fix = (
-            "pass x.float() for x, or model.double()"
-            if "float64" in dtypes
-            else "pass inputs first, then the target; x.float() for x, or df.astype('float32')"
-        )
+        fix = "pass inputs first, then the target; x.float() for x, or df.astype('float32')"
+        if "float64" in dtypes:
+            fix = "pass x.float() for x, or model.double()"
+        elif own == "torch.float64":
+            fix = "pass inputs first, then the target; x.double() for x, or model.float()"
         return TypeError(
             f"the data holds tensors of {dtypes}, and the parameters of the model are {own}: {fix}. {said}."
         )

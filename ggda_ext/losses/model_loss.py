@@ -110,13 +110,14 @@ class OwnLoss(ExampleLoss):
             except (_NotByRows, RuntimeError, ValueError, TypeError):
                 rows = counted = None  # if the model also fails below, on one example, it raises its own error
             alone = torch.stack([self.value(model, pick(few, [at])).reshape(()) for at in positions])
-            if len(alone) > 1 and bool((alone - alone[0]).abs().max() <= 1e-6 * (1e-3 + alone[0].abs())):
+            if rows is not None:
+                asked = (counted > 0 if counted is not None else torch.ones_like(rows) > 0) & alone.isfinite()
+                allowed = 1e-2 if rows.dtype in (torch.float16, torch.bfloat16) else 1e-3
+                if bool(((rows - alone).abs() <= allowed * (1e-3 + alone.abs()))[asked].all()):
+                    return True
+            if len(alone) > 1 and bool(alone.isfinite().all()):
                 _refuse_comparisons(alone, self.value(model, few))
-        if rows is None:
-            return False
-        asked = (counted > 0 if counted is not None else torch.ones_like(rows) > 0) & alone.isfinite()
-        allowed = 1e-2 if rows.dtype in (torch.float16, torch.bfloat16) else 1e-3
-        return bool(((rows - alone).abs() <= allowed * (1e-3 + alone.abs()))[asked].all())
+        return False
 
 
 class _NotByRows(ValueError):
@@ -127,13 +128,20 @@ class _NotByRows(ValueError):
 
 
 def _refuse_comparisons(alone: Tensor, together: Tensor) -> None:
-    """Raise an error if examples with equal losses alone `[b]` have a joint loss that is neither their mean nor sum."""
-    off = torch.minimum((together - alone[0]).abs(), (together - alone.sum()).abs())
-    if bool(off > 1e-2 * (1e-3 + together.abs())):
+    """Raise an error if the joint loss of examples is neither their sum nor a mean of their losses alone `[b]`.
+
+    A mean may weigh examples, and each of several heads may do so in its own way. So only a joint loss that is further
+    outside the range of the losses alone than this range is wide counts as a comparison.
+    """
+    low, high = alone.min(), alone.max()
+    rounding = 1e-2 * (1e-3 + together.abs())
+    outside = torch.maximum(together - high, low - together) > high - low + rounding
+    if bool(outside & ((together - alone.sum()).abs() > rounding)):
+        own = f"{float(low) + 0.0:.6g}" + (f" to {float(high):.6g}" if bool(high - low > rounding) else "")
         raise ValueError(
             "the loss compares the examples of a batch with each other (contrastive learning?): "
-            f"{len(alone)} of them have a loss of {float(together):.6g} together and {float(alone[0]) + 0.0:.6g} for "
-            "each alone, so none has a loss of its own: take one that compares an example with a fixed set of others."
+            f"{len(alone)} of them have a loss of {float(together):.6g} together and {own} for each alone, so none has "
+            "a loss of its own: take one that compares an example with a fixed set of others."
         )
 
 

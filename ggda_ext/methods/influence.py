@@ -79,7 +79,7 @@ class Influence(Method):
             rows.to(directions.dtype),
             self._settings(curvature, problem, found, error),
             passes,
-            (*((curvature.note,) if curvature.note else ()), *problem.notes(found)),
+            (*((curvature.note,) if curvature.note else ()), *problem.notes(found, self.tolerance)),
         )
 
     def _settings(

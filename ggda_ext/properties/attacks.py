@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.losses import LABEL_KEYS, ExampleLoss
+from ggda_ext.model import full_precision
 
 Attack = Callable[[nn.Module, ExampleLoss, Any], Any]
 """``attack(model, loss, batch)`` returns the attacked batch, without a graph."""
@@ -50,7 +51,9 @@ def pgd(eps: float, step: float, steps: int, clamp: tuple[float, float] | None =
         moved = clean.detach()
         for _ in range(steps):
             moved.requires_grad_()
-            (slope,) = torch.autograd.grad(loss.total(model, with_input(moved)), moved)
+            total = loss.total(model, with_input(moved))
+            with full_precision(total):
+                (slope,) = torch.autograd.grad(total, moved)
             moved = (moved.detach() + step * slope.sign()).clamp(clean - eps, clean + eps)
             if clamp is not None:
                 moved = moved.clamp(*clamp)
@@ -72,7 +75,7 @@ class AttackedLoss(ExampleLoss):
         self.loss, self.attack = loss, attack
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             attacked = self.attack(model, self.loss, batch)
         return self.loss.each(model, attacked)
 

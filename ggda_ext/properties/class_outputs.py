@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ggda_ext.model import product
 from ggda_ext.properties.classes import OutputsFn
 
 
@@ -79,7 +80,11 @@ class Rates:
                 f"sensitive has {len(missing)} missing values, first at {missing[0]}: leave these points "
                 "out of the test data, or give them a group."
             )
-        names, ids = np.unique(values, return_inverse=True)
+        try:
+            names, ids = np.unique(values, return_inverse=True)
+        except TypeError:
+            kinds = sorted({type(value).__name__ for value in values.tolist()})
+            raise TypeError(f"sensitive mixes values of types {', '.join(kinds)}: pass one type, e.g. text.") from None
         if len(names) < 2:
             raise ValueError(f"sensitive holds {len(names)} group(s) {names.tolist()}: a gap needs at least 2.")
         self.names, self.ids = names.tolist(), torch.from_numpy(ids)
@@ -111,8 +116,8 @@ class Rates:
         if not bool(sizes.all()):
             name = self.names[int(sizes.argmin())]
             raise ValueError(
-                f"sensitive group {name!r} has no {kind} test point, so its rate is undefined: "
+                f"sensitive group {name!r} has no {kind}, so its rate is undefined: "
                 "add some, or merge or leave out the group."
             )
-        means = chosen @ members.to(chosen) / sizes
+        means = product(chosen, members.to(chosen)) / sizes
         return means.amax() - means.amin()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.losses import model_output
+from ggda_ext.model import full_precision
 from ggda_ext.properties.property import (
     DataProperty,
     Parameters,
@@ -60,9 +62,10 @@ class OutputsProperty(DataProperty):
         outputs.requires_grad_()
         value = checked_value(self.fn(outputs, targets))
         m = len(value)
-        slopes = [
-            torch.autograd.grad(value[j], outputs, retain_graph=j + 1 < m, allow_unused=True)[0] for j in range(m)
-        ]
+        with full_precision(value):
+            slopes = [
+                torch.autograd.grad(value[j], outputs, retain_graph=j + 1 < m, allow_unused=True)[0] for j in range(m)
+            ]
         if any(slope is None for slope in slopes):
             raise ValueError("property does not depend on the outputs: compute it from fn's first argument.")
         found = Rows(m, parameters, sums=True)
@@ -168,8 +171,11 @@ def weighted_sum(
 
     Whether higher is better is known if all parts with their weights agree. A negative weight reverses a part.
     """
+    weights = [float(weight) for weight in weights]
     if len(properties) != len(weights):
         raise ValueError(f"weights has {len(weights)} entries for {len(properties)} properties.")
+    if not all(map(math.isfinite, weights)):
+        raise ValueError(f"weights={weights}: pass finite numbers.")
 
     def join(parts: list[Tensor]) -> Tensor:
         shapes = [list(part.shape) for part in parts]

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ggda_ext.data import DataLike
+from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss, cannot_take
+from ggda_ext.model import product
 from ggda_ext.properties.attacks import Attack, AttackedLoss
 from ggda_ext.properties.class_outputs import Rates, class_labels, class_logits, class_probabilities, on_probabilities
 from ggda_ext.properties.classes import LinearProperty, OutputsFn, OutputsProperty, weighted_sum
 from ggda_ext.properties.property import MeanProperty, PointProperty
+from ggda_ext.tables import aligned
 
 LossFn = Callable[..., Tensor] | ExampleLoss | None
 Average = Literal["macro", "binary"]
@@ -163,9 +165,9 @@ def demographic_parity_gap(
     """
 
     def gap(probabilities: Tensor, labels: Tensor, rates: Rates) -> Tensor:
-        return rates.gap(probabilities[:, _checked_class(positive, probabilities)], "point")
+        return rates.gap(probabilities[:, _checked_class(positive, probabilities)], "test point")
 
-    return _of_rates(data, gap, batch_size, "demographic_parity_gap", Rates(sensitive))
+    return _of_rates(data, gap, batch_size, "demographic_parity_gap", sensitive)
 
 
 def equalized_odds_gap(
@@ -191,10 +193,12 @@ def equalized_odds_gap(
     def gap(probabilities: Tensor, labels: Tensor, rates: Rates) -> Tensor:
         chosen = probabilities[:, _checked_class(positive, probabilities)]
         true, false = labels == positive, labels != positive
-        gaps = torch.stack([rates.gap(chosen, "positive", true), rates.gap(chosen, "negative", false)])
+        gaps = torch.stack(
+            [rates.gap(chosen, "positive test point", true), rates.gap(chosen, "negative test point", false)]
+        )
         return gaps.amax() if agg == "worst_case" else gaps.mean()
 
-    return _of_rates(data, gap, batch_size, "equalized_odds_gap", Rates(sensitive))
+    return _of_rates(data, gap, batch_size, "equalized_odds_gap", sensitive)
 
 
 def soft_calibration_error(
@@ -213,7 +217,8 @@ def soft_calibration_error(
         confidence, predicted = probabilities.max(1)
         centres = (torch.arange(bins, device=labels.device).to(confidence) + 0.5) / bins
         weights = (-(confidence[:, None] - centres).square() / temperature).softmax(1)
-        return ((predicted == labels).to(confidence) - confidence).matmul(weights).abs().sum() / len(labels)
+        correct = (predicted == labels).to(confidence)
+        return product((correct - confidence).to(weights), weights).abs().sum() / len(labels)
 
     return _of_probabilities(data, error, batch_size, "soft_calibration_error", False)
 
@@ -245,17 +250,22 @@ def _of_probabilities(
 
 
 def _of_rates(
-    data: DataLike, gap: Callable[[Tensor, Tensor, Rates], Tensor], batch_size: int | None, name: str, rates: Rates
+    data: DataLike, gap: Callable[[Tensor, Tensor, Rates], Tensor], batch_size: int | None, name: str, sensitive: Any
 ) -> OutputsProperty:
-    """Return the property ``gap(probabilities [N, C], labels [N], rates)`` of sensitive groups; lower is better."""
+    """Return the property ``gap(probabilities [N, C], labels [N], rates)`` of sensitive groups; lower is better.
+
+    Rows of a pandas column `sensitive` are matched with those of a test table by their index.
+    """
 
     def between(groups: Rates) -> OutputsFn:
-        return lambda probabilities, labels: gap(probabilities, labels, groups)
+        return on_probabilities(lambda probabilities, labels: gap(probabilities, labels, groups))
 
-    found = _of_probabilities(data, between(rates), batch_size, name, False)
-    found.fn_of_points = lambda points: on_probabilities(between(rates.of_points(points)))
-    if found.data.n is not None:
-        rates.check_length(found.data.n)
+    inside = data if isinstance(data, IndexedData) else IndexedData(data, "data")
+    rates = Rates(aligned(sensitive, inside.index, "sensitive", "the test data"))
+    if inside.n is not None:
+        rates.check_length(inside.n)
+    found = OutputsProperty(data, between(rates), batch_size, name=name, higher_is_better=False, components=1)
+    found.fn_of_points = lambda points: between(rates.of_points(points))
     return found
 
 

@@ -20,11 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import DataLike, IndexedData, to_device
+from ggda_ext.data import DataLike, IndexedData, SomePoints, to_device
 from ggda_ext.gradients.proof.findings import left_as_it_was_by_runs
+from ggda_ext.gradients.proof.mixing import check_reduction
+from ggda_ext.gradients.proof.truth import tolerance
 from ggda_ext.losses import ExampleLoss, cannot_take
 from ggda_ext.model import (
     all_finite,
+    full_precision,
     left_as_it_was,
     may_change,
     sums_on,
@@ -141,7 +144,8 @@ class Rows:
         """Add ``cotangentᵀ · ∂value/∂θ`` to row j; `keep` says whether to keep the graph for another call."""
         if not value.requires_grad:  # this batch does not use the parameters; another one may
             return
-        grads = torch.autograd.grad(value, self.tensors, cotangent, retain_graph=keep, allow_unused=True)
+        with full_precision(value):
+            grads = torch.autograd.grad(value, self.tensors, cotangent, retain_graph=keep, allow_unused=True)
         self.used += any(grad is not None for grad in grads)
         for piece, grad in zip(torch.split(self.rows[j], self.sizes), grads, strict=True):
             if grad is not None:
@@ -183,13 +187,13 @@ def checked_value(value: Any) -> Tensor:
     return finite_values(value.reshape(-1), "component")
 
 
-def finite_values(values: Tensor, of: str, first: int = 0) -> Tensor:
-    """Return `values [m]`; raise an error if one is not finite. Errors call value j of them "`of` `first + j`"."""
+def finite_values(values: Tensor, of: str, places: Sequence[int] | np.ndarray | None = None) -> Tensor:
+    """Return `values [m]`; raise an error if one is not finite. Errors call value j of them "`of` `places[j]`"."""
     if not all_finite(values):
         j = int(torch.nonzero(~values.isfinite())[0])
         raise ValueError(
-            f"property is not finite: {values[j].item()} at {of} {first + j}. Check the model's outputs "
-            "and the test data there."
+            f"property is not finite: {values[j].item()} at {of} {j if places is None else places[j]}. Check the "
+            "model's outputs and the test data there."
         )
     return values
 
@@ -296,6 +300,10 @@ class DataProperty(ReadyProperty):
     def _at_once(self) -> int:
         return self.batch_size or BATCH_SIZE
 
+    def _places(self, indices: np.ndarray) -> np.ndarray:
+        """Return the positions of test points in the data that the user passed."""
+        return self.data.positions[indices] if isinstance(self.data, SomePoints) else indices
+
 
 class LossProperty(DataProperty):
     """A property computed from the numbers that `loss.each` returns, one for every test point."""
@@ -312,6 +320,18 @@ class LossProperty(DataProperty):
     ) -> None:
         super().__init__(data, batch_size, source, name, higher_is_better)
         self.loss = loss
+        self._sums_up = False
+
+    def _each(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the number of every test point `[b]`; raise an error if the loss of a batch is made otherwise."""
+        values = self.loss.each(model, batch)
+        if not self._sums_up and len(values) > 1:
+            with torch.no_grad():
+                whole = self.loss.reduced(model, batch)
+            if whole is not None:
+                check_reduction(float(whole), values.detach().cpu().double(), tolerance(values.dtype))
+            self._sums_up = True
+        return values
 
 
 class PointProperty(LossProperty):
@@ -326,7 +346,7 @@ class PointProperty(LossProperty):
         return self.data.n
 
     def __call__(self, model: nn.Module) -> Tensor:
-        return torch.cat([self.loss.each(model, batch) for _, batch in self._batches(model)])
+        return torch.cat([self._each(model, batch) for _, batch in self._batches(model)])
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
         """Return a row for each point `[N, p]`; batches have one point, as a row needs a backward of all its batch."""
@@ -335,7 +355,7 @@ class PointProperty(LossProperty):
         found = Rows(n, parameters)
         with found.adding_up():
             for indices, batch in self._batches(model, mine=True, batch_size=1):
-                values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
+                values = finite_values(self._each(model, batch), "test point", self._places(indices))
                 for j in range(len(indices)):
                     found.add(int(indices[j]), values[j], keep=j + 1 < len(indices))
         return found.result()
@@ -353,7 +373,7 @@ class MeanProperty(LossProperty):
     components = 1
 
     def __call__(self, model: nn.Module) -> Tensor:
-        losses = [self.loss.each(model, batch) for _, batch in self._batches(model)]
+        losses = [self._each(model, batch) for _, batch in self._batches(model)]
         return torch.cat(losses).mean()
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
@@ -361,7 +381,7 @@ class MeanProperty(LossProperty):
         found, n = Rows(1, parameters, sums=True), torch.tensor(0)
         with found.adding_up(n):
             for indices, batch in self._batches(model, mine=True):
-                values = finite_values(self.loss.each(model, batch), "test point", int(indices[0]))
+                values = finite_values(self._each(model, batch), "test point", self._places(indices))
                 found.add(0, values.sum())
                 n += len(indices)
         return found.result() / int(n)

@@ -5,18 +5,22 @@ Let g_(−j) be the property without fold j of J folds, and s_(−j) its scores.
     var = (J − 1) / J · Σ_j (s_(−j) − s̄)²
 
 Scores are linear in the gradient. Therefore only gradients are computed: ∇g and the J changes ∇g_(−j) − ∇g.
+
+A property made of several parts may be measured on several data sets. Parts on one data set lose the same fold
+together; data sets are independent samples, so their variances add up.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import SomePoints
+from ggda_ext.data import IndexedData, SomePoints
 from ggda_ext.properties.classes import LinearProperty, OutputsProperty
 from ggda_ext.properties.property import MeanProperty, NamedProperty, Parameters, Property, property_gradient
 
@@ -26,31 +30,64 @@ FOLDS = 10
 def jackknifed(
     property: Property, model: nn.Module, parameters: Parameters, folds: int = FOLDS, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of a property `[m, p]`, and its changes without each fold `[folds, m, p]`.
+    """Return the gradient of a property `[m, p]`, and its changes without each fold `[folds, m, p]`, for `spread`.
 
     Args:
         property: a property of a whole test set, such as those in `ggda_ext.properties`; not of single test points.
         model: the model.
         parameters: the parameters that the gradients are taken for.
-        folds: number of folds of the test points; if there are fewer points, the number of points.
+        folds: number of folds of the points of each data set; if it has fewer points, the number of points.
         seed: seed of the split into folds.
     """
+    whole, changes = _without_folds(property, model, parameters, folds, seed)
+    first, *others = changes.values()
+    if not others:
+        return whole, first
+    total = sum(map(len, changes.values()))
+
+    def scaled(block: Tensor) -> Tensor:  # `spread` of all blocks is then the root of their summed variances
+        return (block - block.mean(0)) * ((len(block) - 1) / len(block) * total / (total - 1)) ** 0.5
+
+    return whole, torch.cat([scaled(block) for block in changes.values()])
+
+
+def _without_folds(
+    property: Property, model: nn.Module, parameters: Parameters, folds: int, seed: int
+) -> tuple[Tensor, dict[Hashable, Tensor]]:
+    """Return the gradient of a property `[m, p]`, and for each of its data sets the changes `[folds, m, p]`."""
     if isinstance(property, NamedProperty):
-        return jackknifed(property.property, model, parameters, folds, seed)
+        return _without_folds(property.property, model, parameters, folds, seed)
     if isinstance(property, LinearProperty):
-        parts = [jackknifed(part, model, parameters, folds, seed + at) for at, part in enumerate(property.properties)]
-        folds = min(len(changes) for _, changes in parts)
-        changes = [property.join([change[j] for _, change in parts]) for j in range(folds)]
-        return property.join([whole for whole, _ in parts]), torch.stack(changes)
+        parts = [_without_folds(part, model, parameters, folds, seed) for part in property.properties]
+        counts = {data: len(block) for _, changes in parts for data, block in changes.items()}
+        joined = {
+            data: torch.stack(
+                [
+                    property.join([found[data][j] if data in found else torch.zeros_like(of) for of, found in parts])
+                    for j in range(count)
+                ]
+            )
+            for data, count in counts.items()
+        }
+        return property.join([whole for whole, _ in parts]), joined
     if isinstance(property, MeanProperty):
-        return _of_mean(property, model, parameters, _folds(property.data.n, folds, seed))
+        whole, found = _of_mean(property, model, parameters, _folds(property.data.n, folds, seed))
+        return whole, {_identity(property.data): found}
     if isinstance(property, OutputsProperty):
-        return _of_outputs(property, model, parameters, _folds(property.data.n, folds, seed))
+        whole, found = _of_outputs(property, model, parameters, _folds(property.data.n, folds, seed))
+        return whole, {_identity(property.data): found}
     raise TypeError(
         f"property is a {type(property).__name__}, whose test points cannot be drawn again, so there is no interval "
         "over them: pass a property of a test set, such as properties.mean_loss or properties.of_outputs, or leave out "
         "intervals."
     )
+
+
+def _identity(data: IndexedData) -> Hashable:
+    """A key that is equal for data sets that were made of the same tensors."""
+    if type(data) is not IndexedData or data.anchors is None:
+        return id(data)
+    return tuple(map(id, data.anchors))
 
 
 def _folds(n: int | None, folds: int, seed: int) -> list[np.ndarray]:
@@ -89,7 +126,13 @@ def _of_outputs(
         rest = np.sort(np.setdiff1d(everyone, fold))
         without = property.of_points(rest)
         without.data = SomePoints(property.data, rest)
-        changes.append(property_gradient(without, model, parameters) - whole)
+        try:
+            changes.append(property_gradient(without, model, parameters) - whole)
+        except ValueError as error:
+            raise ValueError(
+                f"without {len(fold)} of {len(everyone)} test points, as an interval over test points leaves them out, "
+                f"{error} Pass more test points of this kind, or leave out intervals."
+            ) from error
     return whole, torch.stack(changes)
 
 

@@ -10,6 +10,7 @@ An `Attribution` is a tensor. Operations of PyTorch and NumPy on it return plain
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ggda_ext.groups.naming import listed_ids
 from ggda_ext.groups.partition import Groups, GroupsLike
 from ggda_ext.properties.property import HigherIsBetter
 from ggda_ext.results import ranking, saving, table
@@ -94,11 +96,15 @@ class Attribution(NamedScores):
 
     @property
     def per_member(self) -> Attribution:
-        """The scores divided by the size of each group, to compare groups by their mean effect per member."""
+        """The scores divided by the size of each group, to compare groups by their mean effect per member.
+
+        Such a score is not the change without the group, so `method.unit` is ``"rank"``, and `verify` compares signs.
+        """
         sizes = torch.from_numpy(np.array(self.sizes)).to(self.scores)
-        note = "Scores are divided by the size of the group."
+        note = "Scores are divided by the size of the group: each is the share of one member."
+        method = None if self.method is None else dataclasses.replace(self.method, unit="rank")
         divided = self._each("scores", "low", "high", by=lambda values: values / sizes)
-        return self.replace(notes=(*self.notes, note), member_scores=None, **divided)
+        return self.replace(notes=(*self.notes, note), method=method, member_scores=None, **divided)
 
     def effects(self, property: str | int = 0) -> tuple[str, ...]:
         """Return the effect of every group: ``helps``, ``hurts``; ``rises``, ``falls`` if the direction is not known.
@@ -134,9 +140,12 @@ class Attribution(NamedScores):
         """Return the groups whose removal is predicted to make the property worse, most helpful first; as `harmful`."""
         return self.some(ranking.with_effect(self, "helps", by, sure))
 
-    def some(self, ids: Sequence[int]) -> Attribution:
-        """Return some of the groups by id (column), in the order of `ids`, with everything that is known about them."""
-        ids = [int(j) for j in ids]
+    def some(self, ids: Sequence[int] | np.ndarray | Tensor) -> Attribution:
+        """Return some of the groups by id (column), in the order of `ids`, with everything that is known about them.
+
+        A mask `[k]`, such as ``result.scores[0] > 0``, selects the groups where it is True.
+        """
+        ids = listed_ids(ids, len(self.groups))
         if ids:
             self.groups.names_of(ids)  # raises an error for ids that no group has
         if len(set(ids)) < len(ids):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ggda_ext.groups.partition import Groups
 from ggda_ext.properties.property import HigherIsBetter
 from ggda_ext.results.method import MethodFacts
-from ggda_ext.results.named_scores import names_of, whether_higher_is_better
+from ggda_ext.results.named_scores import as_texts, names_of, whether_higher_is_better
 
 if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution
@@ -33,8 +33,14 @@ def converted(
         raise ValueError(f"positive={positive!r} is not one of 'rises', 'falls'.")
     own = getattr(scores, "attribution", None)
     if callable(own) and hasattr(scores, "per_seed"):  # leave-group-out has its own interval, sign and shape
-        return own(groups, property, higher_is_better)
-    _check_kinds(scores, higher_is_better)
+        if positive == "falls" or test_axis not in ("auto", 0):
+            name, value = ("positive", positive) if positive == "falls" else ("test_axis", test_axis)
+            raise ValueError(f"{name}={value!r}: leave_group_out knows its sign and shape, so leave {name} out.")
+        measured = own(groups, property, higher_is_better)
+        facts = {} if method is None else {"method": _facts(method)}
+        notes = (*measured.notes, *as_texts(details.get("notes", ())))
+        return measured.replace(**{**details, **facts, "notes": notes})
+    _check_kinds(scores)
     numbers = torch.as_tensor(scores)
     if numbers.is_complex():
         raise TypeError(f"scores holds {numbers.dtype}: pass real numbers.")
@@ -49,15 +55,17 @@ def converted(
     m = len(found)
     return cls(
         found, groups, names_of(property, m), whether_higher_is_better(property, m, higher_is_better),
-        method=MethodFacts(method) if isinstance(method, str) else method, **details,
+        method=_facts(method), **details,
     )  # fmt: skip
 
 
-def _check_kinds(scores: Any, higher_is_better: Any) -> None:
+def _facts(method: MethodFacts | str | None) -> MethodFacts | None:
+    return MethodFacts(method) if isinstance(method, str) else method
+
+
+def _check_kinds(scores: Any) -> None:
     """Raise an error for scores that are not an array of numbers. The message says what to pass instead."""
     kind = type(scores).__name__
-    if isinstance(higher_is_better, str):
-        raise TypeError(f"higher_is_better={higher_is_better!r}: pass True, False or None, or a list of these.")
     if isinstance(scores, tuple):
         raise TypeError(
             "scores is a tuple: pass the scores of all groups, influence(…) without k=; groups.names_of(ids) names "

@@ -26,7 +26,7 @@ def members_of(result: Attribution, member_scores: Any = None) -> np.ndarray:
             "the result does not hold the scores of the training points: pass member_scores=, e.g. those of "
             "attribute(…, groups=None, …), where every point is a group of its own."
         )
-    array = np.asarray(found.detach().cpu() if hasattr(found, "detach") else found, dtype=float)
+    array = np.asarray(found.detach().cpu().double() if hasattr(found, "detach") else found, dtype=float)
     array = array[None] if array.ndim == 1 else array
     shape = (len(result.properties), result.groups.n)
     if array.shape != shape:

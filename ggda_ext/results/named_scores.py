@@ -6,7 +6,8 @@ Operations of PyTorch and NumPy on it return plain tensors and arrays; copies an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -64,7 +65,7 @@ class NamedScores(Tensor):
         interval: str = "",
         method: MethodFacts | None = None,
         warnings: Mapping[Hashable, Sequence[str]] | None = None,
-        notes: Sequence[str] = (),
+        notes: str | Sequence[str] = (),
         member_scores: Any = None,
     ) -> Self:
         groups = Groups.of(groups)
@@ -74,7 +75,7 @@ class NamedScores(Tensor):
         new = plain.as_subclass(cls)
         new.groups, new.properties, new.higher_is_better = groups, names, directions
         new.low, new.high = (_shaped(end, name, plain.shape) for end, name in ((low, "low"), (high, "high")))
-        new.interval, new.method, new.notes = interval, _checked_method(method), tuple(notes)
+        new.interval, new.method, new.notes = str(interval or ""), _checked_method(method), as_texts(notes)
         new.warnings = MappingProxyType(_checked_warnings(warnings or {}, groups))
         new.member_scores = _shaped(member_scores, "member_scores", (len(plain), groups.n))
         return new
@@ -118,7 +119,8 @@ class NamedScores(Tensor):
         return self.groups.sizes
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.scores.numpy(), dtype=dtype, copy=copy) if copy else np.asarray(self.scores, dtype=dtype)
+        plain = self.scores.float() if self.dtype == torch.bfloat16 else self.scores  # NumPy does not know bfloat16
+        return np.array(plain.numpy(), dtype=dtype, copy=copy) if copy else np.asarray(plain, dtype=dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         from ggda_ext.results.saving import encoded, rebuilt
@@ -127,7 +129,7 @@ class NamedScores(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) not in memo:
-            memo[id(self)] = self.replace(scores=self.scores.clone())
+            memo[id(self)] = self.replace(**self._each("scores", "low", "high", "member_scores", by=torch.clone))
         return memo[id(self)]
 
 
@@ -138,6 +140,25 @@ def _plain(values: Any) -> Tensor:
         return found.detach().as_subclass(Tensor)
 
 
+def _real(values: Any) -> Tensor:
+    """Return numbers as a plain tensor of floats without a graph, on the same memory if they are floats."""
+    plain = _plain(values)
+    return plain if plain.is_floating_point() else plain.float()
+
+
+def as_texts(found: str | Iterable[Any]) -> tuple[str, ...]:
+    """Return one text or several as a tuple of texts."""
+    return (found,) if isinstance(found, str) else tuple(map(str, found))
+
+
+def _direction(value: Any) -> HigherIsBetter:
+    """Return whether higher is better as True, False or None; numbers of NumPy and PyTorch may be given."""
+    found = value.item() if getattr(value, "ndim", None) == 0 else value
+    if found is not None and (not isinstance(found, int) or found not in (0, 1)):
+        raise TypeError(f"higher_is_better={found!r}: pass True, False or None, or a list of these.")
+    return None if found is None else bool(found)
+
+
 def _checked(
     scores: Any,
     groups: Groups,
@@ -145,16 +166,15 @@ def _checked(
     higher_is_better: Sequence[HigherIsBetter] | None,
 ) -> tuple[Tensor, tuple[str, ...], tuple[HigherIsBetter, ...]]:
     """Check the arguments; return scores `[m, k]` as a plain tensor, and a name and a direction for each property."""
-    plain = _plain(scores)
-    plain = plain if plain.is_floating_point() else plain.float()
+    plain = _real(scores)
     if plain.dim() != 2 or plain.shape[1] != len(groups):
         raise ValueError(
             f"scores has shape {list(plain.shape)} for {len(groups)} groups: pass [m, {len(groups)}], or use "
             "Attribution.of, which takes other shapes."
         )
     m = len(plain)
-    names = tuple(f"property {j}" for j in range(m)) if properties is None else tuple(properties)
-    directions = (None,) * m if higher_is_better is None else tuple(higher_is_better)
+    names = tuple(f"property {j}" for j in range(m)) if properties is None else tuple(map(str, properties))
+    directions = (None,) * m if higher_is_better is None else tuple(map(_direction, higher_is_better))
     for name, found in (("properties", names), ("higher_is_better", directions)):
         if len(found) != m:
             raise ValueError(f"{name} has {len(found)} entries for scores of {m} properties.")
@@ -165,7 +185,7 @@ def _checked(
 
 
 def _checked_method(method: Any) -> MethodFacts | None:
-    """Return `method`; raise an error unless it is None or a `MethodFacts` with a known unit."""
+    """Return `method` with plain numbers and texts; raise an error unless it is None or has a known unit."""
     if not isinstance(method, MethodFacts | None):
         raise TypeError(
             f"method is a {type(method).__name__}: pass MethodFacts(name, unit), or use Attribution.of, which takes "
@@ -173,14 +193,24 @@ def _checked_method(method: Any) -> MethodFacts | None:
         )
     if method is not None and method.unit not in get_args(Unit):
         raise ValueError(f"unit={method.unit!r} of the method is not one of {', '.join(map(repr, get_args(Unit)))}.")
-    return method
+    if method is None:
+        return None
+    settings = {str(name): _as_setting(value) for name, value in method.settings.items()}
+    passes, seconds = (_as_setting(cost) for cost in (method.passes, method.seconds))
+    return replace(method, settings=settings, passes=passes, seconds=seconds)
+
+
+def _as_setting(value: Any) -> Any:
+    """Return a number of NumPy or PyTorch as a Python number, and what is neither a number nor text as text."""
+    found = value.item() if getattr(value, "ndim", None) == 0 else value
+    return found if found is None or isinstance(found, str | int | float) else str(found)
 
 
 def _shaped(values: Any, name: str, shape: Sequence[int]) -> Tensor | None:
-    """Return values as a plain tensor, or None for None; raise an error if they do not have this shape."""
+    """Return values as a plain tensor of floats, or None for None; raise an error if they have another shape."""
     if values is None:
         return None
-    found = _plain(values)
+    found = _real(values)
     if found.shape != torch.Size(shape):
         raise ValueError(f"{name} has shape {list(found.shape)}: pass {list(shape)}.")
     return found
@@ -188,7 +218,7 @@ def _shaped(values: Any, name: str, shape: Sequence[int]) -> Tensor | None:
 
 def _checked_warnings(warnings: Mapping[Hashable, Sequence[str]], groups: Groups) -> dict[Hashable, tuple[str, ...]]:
     """Return group name → tuple of warnings; raise an error for a name that no group has."""
-    found = {name: (text,) if isinstance(text, str) else tuple(text) for name, text in warnings.items()}
+    found = {name: as_texts(texts) for name, texts in warnings.items()}
     names = set(groups.all_names) if found else set()
     for name in found:
         if name not in names:
@@ -225,13 +255,13 @@ def whether_higher_is_better(
     property: Any, m: int, given: HigherIsBetter | Sequence[HigherIsBetter] = None
 ) -> list[HigherIsBetter]:
     """Return whether higher is better, for each of the m components of a property; `given` overrides the property."""
-    if given is not None and not isinstance(given, bool):
+    if isinstance(given, Iterable) and np.ndim(given) > 0:  # type: ignore[arg-type]
         found = list(given)
         if len(found) != m:
             raise ValueError(f"higher_is_better has {len(found)} entries for scores of {m} properties.")
         return found
     if given is not None:
-        return [given] * m
+        return [_direction(given)] * m
     parts = _parts(property, m)
     if parts is not None:
         return [one for part, count in parts for one in whether_higher_is_better(part, count)]

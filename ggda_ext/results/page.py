@@ -204,9 +204,11 @@ def _drawn(draw: Any) -> str:
 
 
 def _dated(result: Attribution) -> bool:
-    """Whether the group names are dates, and there are at least three groups."""
+    """Whether the group names are dates and no digits alone, such as zip codes, and there are at least three groups."""
     names = result.names
     if len(names) < 3 or not any(isinstance(name, str) or hasattr(name, "year") for name in names[:1]):
+        return False
+    if any(isinstance(name, str) and name.isdigit() for name in names):
         return False
     try:
         return as_times(names, len(names)).dtype.kind == "M"

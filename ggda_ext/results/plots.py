@@ -204,7 +204,7 @@ class Plots:
                 trains models on every subset of the training points; or curves that were computed before,
                 ``{name: evaluation.RemovalCurve}``.
             property: the property whose scores decide the order of removal.
-            fractions: shares of the training points to remove.
+            fractions: shares of the training points to remove; a share above that of the points in groups is cut to it.
             label: label of the values; by default the name of the property.
             seed: seed of the random order, and of the choice among the members of the last group.
             ax: matplotlib axes to draw into; a new figure by default.
@@ -228,6 +228,7 @@ class Plots:
         self, j: int, values: np.ndarray, retrain: Any, fractions: Sequence[float], seed: int
     ) -> dict[str, Any]:
         from ggda_ext.evaluation import pruning_score, retraining_score  # late: evaluation builds on results
+        from ggda_ext.evaluation.removal import listed_fractions
 
         if not callable(retrain):
             raise TypeError(
@@ -238,6 +239,8 @@ class Plots:
         importance = -values if direction else values  # the sign of a loss: positive helps
         names = ("hurts most first", "helps most first") if direction is not None else ("lowest first", "highest first")
         random = np.random.default_rng(seed).permutation(len(groups)).astype(float)
+        most = groups.sizes.sum() / groups.n  # points in no group are not removed
+        fractions = list(dict.fromkeys(min(fraction, most) for fraction in listed_fractions(fractions)))
         return {
             names[0]: pruning_score(importance, groups, retrain, fractions, seed=seed),
             names[1]: retraining_score(importance, groups, retrain, fractions, seed=seed),

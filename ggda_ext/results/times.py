@@ -8,6 +8,13 @@ from typing import Any
 
 import numpy as np
 
+_DATE = re.compile(
+    r"\d{4}(-?Q(?P<quarter>[1-4])|\d{4}|"
+    r"-\d\d(-\d\d(T\d\d(:\d\d(:\d\d)?)?(?P<ignored>(\.\d+)?(Z|[+-]\d\d:?\d\d)?))?)?)?",
+    re.ASCII,
+)
+"""Texts that are dates: 2024Q1, 20240301, 2024, 2024-03, 2024-03-01, 2024-03-01T12:00:00.5+01:00."""
+
 
 def as_times(names: Sequence[Any], count: int, argument: str = "") -> np.ndarray:
     """Return times `[k]` as datetime64, or as numbers if all names are numbers.
@@ -25,24 +32,30 @@ def as_times(names: Sequence[Any], count: int, argument: str = "") -> np.ndarray
     for name in names:
         try:
             found.append(np.datetime64(_iso(name)).astype("datetime64[s]"))
+            if np.isnat(found[-1]):
+                raise ValueError(name)
         except (ValueError, TypeError):
             raise ValueError(
-                f"{argument or 'the name of a group'} holds {name!r}, which is no date: group by date, e.g. "
-                "grouping.by_column(dates, freq='M'), or pass dates= with one for each group."
+                f"{argument or 'the name of a group'} holds {name!r}, which is no date, nor text for one from 1500 to "
+                "2200 such as 2024, 2024-03 or 2024-03-01: group by date, e.g. grouping.by_column(dates, freq='M'), or "
+                "pass dates= with one for each group."
             ) from None
     return np.array(found)
 
 
 def _iso(name: Any) -> Any:
-    """Return a text that NumPy reads as a date, or a datetime64."""
+    """Return a text that NumPy reads as a date, or a datetime64; raise an error for text that need not be a date."""
     start = getattr(name, "start_time", name)  # a pandas Period has a start_time
-    start = start.isoformat() if hasattr(start, "isoformat") else start
     if isinstance(start, np.datetime64):
         return start
+    if hasattr(start, "isoformat"):
+        return start.isoformat()[:19]
     text = str(start).strip().partition("/")[0].replace(" ", "T")  # a week is written 2024-01-01/2024-01-07
-    quarter = re.fullmatch(r"(\d{4})-?Q([1-4])", text)
-    if quarter:
-        return f"{quarter[1]}-{3 * int(quarter[2]) - 2:02d}"
-    if not text[:4].isdigit():
+    date = _DATE.fullmatch(text)
+    if date is None or not 1500 <= int(text[:4]) <= 2200:
         raise ValueError(text)
-    return text[:19] if len(text) > 19 else text
+    if date["quarter"]:
+        return f"{text[:4]}-{3 * int(date['quarter']) - 2:02d}"
+    if len(text) == 8 and text.isdigit():
+        return f"{text[:4]}-{text[4:6]}-{text[6:]}"
+    return text.removesuffix(date["ignored"] or "")

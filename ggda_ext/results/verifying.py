@@ -77,6 +77,22 @@ def standard_error(values: np.ndarray) -> np.ndarray:
     return values.std(-1, ddof=1) / np.sqrt(count) if count > 1 else np.full(values.shape[:-1], np.nan)
 
 
+def retrained(retrain: Retrain, subsets: Sequence[np.ndarray]) -> np.ndarray:
+    """Retrain on every subset and return the values `[subsets, seeds]`; values `[subsets]` count as one seed."""
+    returned = retrain(subsets)
+    try:
+        values = np.asarray(returned, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"retrain returned a {type(returned).__name__} that is not made of numbers: {error}.") from None
+    values = values[:, None] if values.ndim == 1 else values
+    if values.ndim != 2 or len(values) != len(subsets):
+        raise ValueError(
+            f"retrain returned shape {list(values.shape)} for {len(subsets)} subsets: return one value per subset and "
+            "seed, [subsets, seeds]."
+        )
+    return values
+
+
 def verified(result: Attribution, retrain: Retrain, top: int, by: str | int | None) -> Verified:
     """Retrain and compare; see `Attribution.verify`."""
     if not callable(retrain):
@@ -101,17 +117,7 @@ def verified(result: Attribution, retrain: Retrain, top: int, by: str | int | No
     empty = next((j for j, kept in zip(ids, subsets[1:], strict=True) if not len(kept)), None)
     if empty is not None:
         raise ValueError(f"group {result.groups.name(empty)!r} holds all training points: nothing is left to train on.")
-    returned = retrain(subsets)
-    try:
-        values = np.asarray(returned, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"retrain returned a {type(returned).__name__} that is not made of numbers: {error}.") from None
-    values = values[:, None] if values.ndim == 1 else values
-    if values.ndim != 2 or len(values) != len(subsets):
-        raise ValueError(
-            f"retrain returned shape {list(values.shape)} for {len(subsets)} subsets: return one value per subset and "
-            "seed, [subsets, seeds]."
-        )
+    values = retrained(retrain, subsets)
     unit = result.method is not None and result.method.unit == "property"
     predicted = result.scores[row].cpu().double().numpy()[ids]
     names = tuple(result.groups.name(j) for j in ids)

@@ -32,11 +32,9 @@ def library_of(value: types.FunctionType | type) -> str | None:
     `functools.wraps`. A class that was defined by `exec` claims to be built in, but only classes written in C are.
     """
     if isinstance(value, type):
-        return (
-            None
-            if value.__module__ == "builtins" and value.__flags__ & _MADE_BY_PYTHON
-            else version_of(value.__module__)
-        )
+        module = value.__module__
+        claims = module == "builtins" and value.__flags__ & _MADE_BY_PYTHON
+        return None if claims or not isinstance(module, str) else version_of(module)
     name = value.__globals__.get("__name__")
     return None if name is None else version_of(name)
 

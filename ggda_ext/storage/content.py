@@ -12,6 +12,7 @@ import enum
 import functools
 import io
 import logging
+import struct
 import types
 import weakref
 from collections import defaultdict, deque
@@ -33,6 +34,7 @@ from ggda_ext.storage.hashing import bytes_of, hash_of_bytes, joined
 
 PLAIN: frozenset[type] = frozenset({bool, int, float, complex, str, type(None), type(Ellipsis), type(NotImplemented)})
 _NAMED = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, np.dtype, PurePath, range, slice)
+_POINTER_BYTES = struct.calcsize("P")
 _UNTOLD = (types.GeneratorType, types.CoroutineType, types.FrameType, io.IOBase)
 
 
@@ -242,7 +244,14 @@ def _object(content: Content, value: Any) -> bytes:
     kind = type(value)
     if not hasattr(value, "__dict__") and not _slots(kind):
         return _reduced(content, value)
-    return joined("object", content.token(kind), content.attributes(value, counters_of(kind)))
+    hidden = [_reduced(content, value)] if _has_more_than_attributes(kind) else []
+    return joined("object", content.token(kind), content.attributes(value, counters_of(kind)), *hidden)
+
+
+def _has_more_than_attributes(kind: type) -> bool:
+    """Whether a base class written in C adds fields to an object, by the size of the object; as pickle finds it out."""
+    pointers = len(_slots(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + pointers * _POINTER_BYTES
 
 
 def _reduced(content: Content, value: Any) -> bytes:
@@ -316,9 +325,11 @@ _rule_of: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()
 def _new_rule(kind: type) -> Rule:
     if getattr(kind, "__fingerprint__", None) is not None:
         rule: Rule = _own
+    elif kind.__name__ == "cython_function_or_method":  # every Cython has a type of its own
+        rule = callables.built_in
     else:
-        of_pandas = kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "to_numpy")
-        other = _table if of_pandas else _object
+        of_pandas = str(kind.__module__).partition(".")[0] == "pandas" and hasattr(kind, "to_numpy")
+        other = _table if of_pandas and (hasattr(kind, "dtype") or hasattr(kind, "columns")) else _object
         rule = next((how for kinds, how in _RULES if issubclass(kind, kinds)), other)
     _rule_of[kind] = rule
     return rule

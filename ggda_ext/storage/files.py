@@ -37,8 +37,15 @@ _USUAL = re.compile(
 _UNREADABLE = (ValueError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError, EOFError)  # bad headers
 
 
-as_text = json.JSONEncoder(sort_keys=True).encode
-"""Return a JSON value as text; the order of entries in objects makes no difference."""
+def plain_number(value: Any) -> Any:
+    """The plain number of one of NumPy or PyTorch, for JSON."""
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} is no JSON value")
+
+
+as_text = json.JSONEncoder(sort_keys=True, default=plain_number).encode
+"""Return a JSON value as text, also with numbers of NumPy; the order of entries in objects makes no difference."""
 
 
 class DamagedFile(ValueError):
@@ -306,17 +313,21 @@ def _reserve(handle: int, size: int) -> None:
             raise
 
 
-def open_array(path: str | Path, mode: Any = "c", *, sealed: bool = False) -> np.ndarray:
+def open_array(path: str | Path, mode: Any = "c", *, sealed: bool = False, made_with: str | None = None) -> np.ndarray:
     """Open a `.npy` file as a memory map; raise an error if it holds pickled objects or is a link.
 
     Args:
         path: the file.
         mode: mode of the memory map; by default copy on write.
         sealed: whether `write_sealed_array` wrote the file; the checksum of the array is not verified here.
+        made_with: what a sealed array has to be made with; otherwise it raises `DamagedFile`.
     """
     flags = os.O_RDONLY if mode in ("c", "r") else os.O_RDWR
     with os.fdopen(open_plain(path, flags), "rb" if flags == os.O_RDONLY else "r+b") as file:
-        shape, fortran, dtype, start = _read_header(path, file, len(_end(path, file)) + _END_BYTES if sealed else 0)
+        end = _end(path, file) if sealed else b""
+        if made_with is not None and end != made_with.encode():
+            raise DamagedFile(f"{path} was made with something else.")
+        shape, fortran, dtype, start = _read_header(path, file, len(end) + _END_BYTES if sealed else 0)
         return _mapped(path, file, mode, start, shape, dtype, "F" if fortran else "C")
 
 

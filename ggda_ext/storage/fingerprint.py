@@ -51,12 +51,19 @@ def of_training(provider: GroupGradients, tag: str | None) -> dict[str, Any]:
         "strategy": provider.strategy,
         "batch_size": provider._batch_size,
         "memory_budget": provider.memory_budget,
-        **of_versions(),
+        **of_surroundings(provider.space.device),
     }
 
 
+def of_surroundings(device: torch.device) -> dict[str, str]:
+    """What numbers may depend on beside the arguments: versions of libraries, and the dtype of autocast if it is on."""
+    if not torch.is_autocast_enabled(device.type):
+        return _versions()
+    return {**_versions(), "autocast": str(torch.get_autocast_dtype(device.type))}
+
+
 @functools.cache
-def of_versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """The versions of the libraries that numbers may depend on."""
     from ggda_ext import __version__  # the package imports this module
 

@@ -28,6 +28,7 @@ from ggda_ext.storage.files import (
     as_text,
     is_sealed_array,
     open_array,
+    plain_number,
     read_made_with,
     write_sealed_array,
 )
@@ -60,7 +61,7 @@ class Arrays:
     """
 
     def __init__(self, folder: Path, part: str, made_with: str, before_writing: Callable[[], bool]) -> None:
-        self.folder, self._part, self._made_with, self._before_writing = folder, part, made_with, before_writing
+        self.folder, self._part, self.made_with, self._before_writing = folder, part, made_with, before_writing
         self._checked: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -68,7 +69,7 @@ class Arrays:
         if name in self._checked:
             return True
         try:
-            intact = is_sealed_array(self._path(name), self._made_with)
+            intact = is_sealed_array(self._path(name), self.made_with)
         except FileNotFoundError:
             return False
         if intact:
@@ -103,7 +104,7 @@ class Arrays:
         if dtype.kind not in "biufc":
             raise TypeError(f"{name!r} has dtype {dtype}: only plain numbers are stored.")
         with clear_errors(self.folder, name, self._how_many):
-            write_sealed_array(path, self._made_with, shape, dtype, parts, sync=self._before_writing())
+            write_sealed_array(path, self.made_with, shape, dtype, parts, sync=self._before_writing())
         self._checked.add(name)
 
     def _how_many(self) -> str:
@@ -207,9 +208,12 @@ class Store(Arrays):
         return sync
 
 
-def read_array(folder: Path, name: str, part: str = "") -> np.ndarray:
-    """Return a finished array of a store, or of one of its parts, as a memory map; the checksum is not verified."""
-    return open_array(_path(folder, name, part), sealed=True)
+def read_array(folder: Path, name: str, part: str = "", made_with: str | None = None) -> np.ndarray:
+    """Return a finished array of a store, or of one of its parts, as a memory map; the checksum is not verified.
+
+    With the `Arrays.made_with` that it was found with, an array that took its place since then raises `DamagedFile`.
+    """
+    return open_array(_path(folder, name, part), sealed=True, made_with=made_with)
 
 
 def _path(folder: Path, name: str, part: str) -> str:
@@ -265,7 +269,7 @@ def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str | Non
     """A text that says how a store's fingerprint differs from the given one, and what to do; None if they agree."""
     if stored == given:
         return None
-    given = json.loads(json.dumps(given))  # as it is read from JSON: a tuple becomes a list
+    given = json.loads(json.dumps(given, default=plain_number))  # as it is read from JSON: a tuple becomes a list
     for name in (*given, *(name for name in stored if name not in given)):
         before, now = stored.get(name), given.get(name)
         if not _same(before, now):

@@ -9,6 +9,7 @@ at most √(2 / projection_dim) · |∇g| |Σ∇ℓ_i|. Without a projection the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,12 @@ from ggda_ext.attribution import property_directions
 from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
 from ggda_ext.gradients.provider import check_provider
 from ggda_ext.gradients.sketch import count_sketch, draw_sketch
+from ggda_ext.model import product
 from ggda_ext.properties import Property
-from ggda_ext.sharing import alone, together
+from ggda_ext.sharing import alone, once, together
 from ggda_ext.storage import fingerprint
-from ggda_ext.storage.folder import Store, digest, read_array
+from ggda_ext.storage.files import DamagedFile
+from ggda_ext.storage.folder import Store, StoreMismatch, digest, read_array
 from ggda_ext.storage.jobs import (
     Job,
     Range,
@@ -35,7 +38,7 @@ from ggda_ext.storage.jobs import (
     points_per_block,
     whole_groups,
 )
-from ggda_ext.words import without
+from ggda_ext.words import check_counts, check_save_dir, check_whole, without
 
 
 class GradientStore:
@@ -78,20 +81,21 @@ class GradientStore:
         tag: str | None = None,
     ) -> None:
         check_provider(provider)
-        if projection_dim is not None and projection_dim < 1:
-            raise ValueError(f"projection_dim={projection_dim}: pass at least 1, or None for whole gradients.")
-        self.provider, self.folder = provider, Path(save_dir)
-        self.projection_dim = None if projection_dim is None or projection_dim >= provider.p else projection_dim
+        check_save_dir(save_dir, tag)
+        check_counts(projection_dim=projection_dim)
+        check_whole(seed=seed)
+        self.provider, self.folder = provider, Path(save_dir).absolute()
+        self.projection_dim = None if projection_dim is None or projection_dim >= provider.p else int(projection_dim)
         if self.projection_dim is not None:
-            drawn = draw_sketch(provider.p, self.projection_dim, torch.Generator().manual_seed(seed))
+            drawn = draw_sketch(provider.p, self.projection_dim, torch.Generator().manual_seed(int(seed)))
             self._places, self._signs = (values.to(provider.space.device) for values in drawn)
         self._parameters = fingerprint.of_parameters(provider.model)
         self._made_with = {
             "projection_dim": self.projection_dim,
-            "seed": None if self.projection_dim is None else seed,
+            "seed": None if self.projection_dim is None else int(seed),
         }
         self._tag = tag
-        with opened(self.folder, self._fingerprint) as store:
+        with opened(self.folder, lambda: self._fingerprint) as store:
             while True:
                 try:
                     self._finish(store, provider.plan(None))
@@ -103,13 +107,14 @@ class GradientStore:
         """Make the missing gradients by the plan's strategy; the store has one part per strategy."""
         provider = self.provider
         points = points_per_block(provider, plan.facts.batch_size)
-        row = self.dim * provider.space.dtype.itemsize
+        row = self.dim * provider.score_dtype.itemsize
         self._ranges = group_ranges(provider.groups, points, max(1, provider.memory_budget // row))
         self._part = plan.strategy
         with together():
             part = None if store is None else store.part(self._part, {"blocks": digest(np.array(self._ranges))})
+        self._told = once(lambda: "" if part is None else part.made_with)
         title = f"{plan.strategy} group gradients"
-        finish(part, self._jobs(plan.strategy), provider.space.dtype, title, provider.show_progress)
+        finish(part, self._jobs(plan.strategy), provider.score_dtype, title, provider.show_progress)
 
     @property
     def dim(self) -> int:
@@ -117,9 +122,19 @@ class GradientStore:
         return self.projection_dim or self.provider.p
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the kept gradients as pairs `(group ids [b], rows [b, dim])`; the rows are memory maps."""
+        """Yield the kept gradients as pairs `(group ids [b], rows [b, dim])`; the rows are memory maps.
+
+        Raises:
+            StoreMismatch: the folder was deleted, or it now holds something else.
+        """
         for j, (low, high) in enumerate(self._ranges):
-            yield torch.arange(low, high), torch.from_numpy(read_array(self.folder, _name(j), self._part))
+            try:
+                rows = read_array(self.folder, _name(j), self._part, self._told)
+            except (DamagedFile, FileNotFoundError) as error:
+                raise StoreMismatch(
+                    f"save_dir={str(self.folder)!r} no longer holds the gradients of this store: make it again."
+                ) from error
+            yield torch.arange(low, high), torch.from_numpy(rows)
 
     def scores(self, asked: Property | Directions) -> Tensor:
         """Scores of a property, of directions `[m, p]` or of test points, without a pass over the training data.
@@ -154,14 +169,14 @@ class GradientStore:
                 self._write_scores(some, scores)
                 yield scores.numpy()
 
-        with opened(self.folder, self._fingerprint) as store, together():
+        with opened(self.folder, lambda: self._fingerprint) as store, together():
             if store is not None and name not in store:
                 store.save_parts(name, (len(rows), k), rows.numpy().dtype, parts())
         return torch.from_numpy(read_array(self.folder, name))
 
     def _write_scores(self, rows: Tensor, scores: Tensor) -> None:
         for ids, block in self.blocks():
-            scores[:, ids] = rows @ block.to(rows.dtype).T
+            scores[:, ids] = product(rows, block.to(rows.dtype).T)
 
     def _projected_tests(self, asked: Property | Directions) -> Tensor:
         """The directions of the question `[m, dim]`, projected like the stored gradients."""
@@ -169,21 +184,24 @@ class GradientStore:
         if isinstance(directions, Tensor):
             if directions.dim() != 2 or directions.shape[1] != self.provider.p:
                 raise ValueError(f"directions has shape {list(directions.shape)}: pass [m, {self.provider.p}].")
-            return self._project(directions.detach().to(self.provider.space.device, self.provider.space.dtype))
-        rows = torch.empty(directions.n, self.dim, dtype=self.provider.space.dtype, device=self.provider.space.device)
+            return self._project(directions.detach().to(self.provider.space.device))
+        rows = self._empty(directions.n)
         for ids, block in self.provider.tests(directions).blocks():
             rows[ids.to(rows.device)] = self._project(block)
         return rows
 
+    def _empty(self, count: int) -> Tensor:
+        return torch.empty(count, self.dim, dtype=self.provider.score_dtype, device=self.provider.space.device)
+
     def _project(self, rows: Tensor) -> Tensor:
+        rows = rows.to(self.provider.score_dtype)
         if self.projection_dim is None:
             return rows
         return count_sketch(rows, self._places, self._signs, self.projection_dim)
 
     def _jobs(self, strategy: str) -> list[Job]:
         def rows(of: Range) -> Tensor:
-            space = self.provider.space
-            found = torch.empty(of[1] - of[0], self.dim, dtype=space.dtype, device=space.device)
+            found = self._empty(of[1] - of[0])
             with whole_groups(self.provider, of):
                 for ids, block in part_of(self.provider, of, strategy).blocks():
                     found[ids.to(found.device)] = self._project(block)
@@ -199,7 +217,9 @@ class GradientStore:
             for j, of in enumerate(self._ranges)
         ]
 
+    @cached_property
     def _fingerprint(self) -> dict[str, object]:
+        """Everything that the gradients depend on, as it was when they were made or found."""
         made_of = fingerprint.of_training(self.provider, self._tag) | fingerprint.of_checkpoint(self.provider)
         return made_of | self._made_with
 

@@ -113,7 +113,7 @@ def finish(
     Args:
         store: the store or a part of it on rank 0, None on the other ranks.
         jobs: all jobs, the same on every rank.
-        dtype: dtype of the arrays; bfloat16 is saved as float32, because NumPy does not know it.
+        dtype: dtype of the arrays; NumPy has to know it.
         title: the title of the progress bar.
         show_progress: whether to show the progress bar; None shows it after `PATIENCE` seconds.
 
@@ -126,7 +126,7 @@ def finish(
     done = total - sum(job.points for job in todo)
     rounds = ((range(sum(job.points for job in now)), now) for now in _rounds(todo))
     for _, now in with_progress(rounds, total, title, show_progress, done):
-        made = _made(now, torch.float32 if dtype == torch.bfloat16 else dtype)
+        made = _made(now, dtype)
         with together():
             if store is not None:
                 for job, values in zip(now, made, strict=True):

@@ -25,6 +25,7 @@ class ScoreBlocks:
     Attributes:
         folder: the folder of the store.
         name: the name of the question, which is a part of the store.
+        made_with: a hash of everything that the scores depend on.
         tests: where each block of test points or components begins and ends.
         groups: where each block of groups begins and ends.
         dtype: dtype of the scores.
@@ -33,6 +34,7 @@ class ScoreBlocks:
 
     folder: Path
     name: str
+    made_with: str
     tests: list[Range]
     groups: list[Range]
     dtype: torch.dtype
@@ -52,20 +54,19 @@ class ScoreBlocks:
 
     def whole(self) -> Tensor:
         """The scores, if they are a single block."""
-        found = torch.from_numpy(self._block(0, 0)) if self.made is None else self.made
-        return found.to(self.dtype)
+        return torch.from_numpy(self._block(0, 0)) if self.made is None else self.made
 
     def _block(self, tests: int, groups: int) -> np.ndarray:
         return read_array(self.folder, block_name(tests, groups), self.name)
 
     @property
-    def names(self) -> list[str]:
-        """The name of the question in the store, as a list of one."""
-        return [self.name]
+    def made_of(self) -> list[str]:
+        """The name of the question in the store, and the hash of everything that its scores depend on."""
+        return [self.name, self.made_with]
 
     def rows(self, low: int, high: int) -> Tensor:
         """The scores of the test points or components `low` … `high - 1`, `[high - low, k]`."""
-        found = torch.empty(high - low, self.k, dtype=torch.float32 if self.dtype == torch.bfloat16 else self.dtype)
+        found = torch.empty(high - low, self.k, dtype=self.dtype)
         for i, (top, bottom) in enumerate(self.tests):
             if top >= high or bottom <= low:
                 continue
@@ -95,9 +96,9 @@ class StackedBlocks:
         return self.parts[0].dtype
 
     @property
-    def names(self) -> list[str]:
-        """The names of the parts' questions in the store."""
-        return [name for part in self.parts for name in part.names]
+    def made_of(self) -> list[str]:
+        """The names of the parts' questions in the store, each with its hash."""
+        return [text for part in self.parts for text in part.made_of]
 
     def rows(self, low: int, high: int) -> Tensor:
         """The scores of the test points `low` … `high - 1`, `[high - low, k]`."""

@@ -25,6 +25,7 @@ from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.sharing import once, together
 from ggda_ext.storage import fingerprint
 from ggda_ext.storage.data_content import is_sampled
+from ggda_ext.storage.files import as_text, plain_number
 from ggda_ext.storage.folder import Arrays, Store, difference, read_array
 from ggda_ext.storage.hashing import joined
 from ggda_ext.storage.jobs import (
@@ -109,17 +110,17 @@ class ScoreStore:
         asked = asked | {"strategy": plan.strategy, "blocks": joined(tests, groups).hex()[:16]}
         part: Arrays | None = None
 
-        def ask() -> str:
+        def ask() -> tuple[str, str]:
             nonlocal part
             assert self._store is not None
             name = _question(self._store, within, asked)
             part = self._store.part(name, asked)
-            return name
+            return name, joined(part.made_with).hex()
 
-        question = once(ask)
+        question, made_with = once(ask)
         jobs = _jobs(provider, directions, plan, tests, groups)
-        made = finish(part, jobs, provider.space.dtype, f"{plan.strategy} group scores", provider.show_progress)
-        return ScoreBlocks(self.folder, question, tests, groups, provider.space.dtype, made)
+        made = finish(part, jobs, provider.score_dtype, f"{plan.strategy} group scores", provider.show_progress)
+        return ScoreBlocks(self.folder, question, made_with, tests, groups, provider.score_dtype, made)
 
     def array(
         self, provider: GroupGradients, checkpoint: int, name: str, settings: dict[str, Any], make: Callable[[], Tensor]
@@ -188,14 +189,14 @@ class ScoreStore:
         if len(listed) == 1 and listed[0][0] == 1.0 and isinstance(first, ScoreBlocks) and first.is_one_block:
             return first.whole()
         made_of = [
-            (fingerprint.sums_of(weight[None]) if isinstance(weight, Tensor) else weight, blocks.names)
+            (fingerprint.sums_of(weight[None]) if isinstance(weight, Tensor) else weight, blocks.made_of)
             for weight, blocks in listed
         ]
 
         def rows(low: int, high: int) -> Tensor:
             return sum_scores((weight, blocks.rows(low, high)) for weight, blocks in listed)
 
-        return self.write(json.dumps(made_of), first.m, first.k, first.dtype, rows)
+        return self.write(as_text(made_of), first.m, first.k, first.dtype, rows)
 
     def write(self, made_of: str, m: int, k: int, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:
         """Write a matrix `[m, k]`, a few rows ``rows(low, high)`` at a time, and return it as a memory map on the CPU.
@@ -211,9 +212,8 @@ class ScoreStore:
 
         with together():
             if self._store is not None and name not in self._store:
-                like = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy()
-                self._store.save_parts(name, (m, k), like.dtype, parts())
-        return torch.from_numpy(read_array(self.folder, name)).to(dtype)
+                self._store.save_parts(name, (m, k), torch.empty(0, dtype=dtype).numpy().dtype, parts())
+        return torch.from_numpy(read_array(self.folder, name))
 
 
 def _sampled(store: Store) -> tuple[str, ...]:
@@ -226,21 +226,27 @@ def _sampled(store: Store) -> tuple[str, ...]:
 
 
 def _question(store: Store, within: str, asked: dict[str, Any]) -> str:
-    """The name of a question in the store, or a new name if the question was not asked before."""
-    names = (f"{within}-scores-{number:03d}" for number in count())
-    return next(name for name in names if name not in store.parts or difference(store.parts[name], asked) is None)
+    """The name of a question in the store, or a free name if the question was not asked before.
+
+    A name becomes free if all blocks of its question are lost. What is made of blocks therefore depends on
+    `ScoreBlocks.made_of`, not on the name alone.
+    """
+    for name, made_with in store.parts.items():
+        if name.startswith(f"{within}-scores-") and difference(made_with, asked) is None:
+            return name
+    return next(name for number in count() if (name := f"{within}-scores-{number:03d}") not in store.parts)
 
 
 def _packed(done: Preconditioned, rows: Tensor) -> Tensor:
     """Pack preconditioned directions as bytes, and after them their settings, passes and notes as JSON text."""
-    told = bytearray(json.dumps([dict(done.settings), done.passes, done.notes]).encode())
+    told = json.dumps([dict(done.settings), done.passes, done.notes], default=plain_number)  # in their order
     numbers = done.directions.to(rows).contiguous().view(-1).view(torch.uint8)
-    return torch.cat([numbers, torch.frombuffer(told, dtype=torch.uint8).to(numbers.device)])
+    return torch.cat([numbers, torch.frombuffer(bytearray(told.encode()), dtype=torch.uint8).to(numbers.device)])
 
 
 def _grid(provider: GroupGradients, directions: Directions, plan: Plan) -> tuple[list[Range], list[Range]]:
     """Blocks of test points or components, and blocks of groups; they limit memory and the work lost by a kill."""
-    batch_size, itemsize = plan.facts.batch_size, provider.space.dtype.itemsize
+    batch_size, itemsize = plan.facts.batch_size, provider.score_dtype.itemsize
     points = points_per_block(provider, batch_size)
     if isinstance(directions, Tensor):
         m = most = len(directions)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
@@ -39,6 +40,8 @@ class Trained:
     rates: tuple[float, ...] = ()
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def train_one(
     model: nn.Module,
     loss_fn: LossFn,
@@ -65,6 +68,12 @@ def train_one(
     x, y = checked_data(data)
     points = checked_subset(subset, len(x))
     wanted = _checked_epochs(checkpoint_epochs, recipe.epochs)
+    for name, parameter in model.named_parameters():
+        if not is_lazy(parameter) and parameter.is_inference():
+            raise ValueError(
+                f"parameter {name!r} was made in torch.inference_mode and cannot be trained: make the model outside of "
+                "it, or by initial_model."
+            )
     model.to(x.device).train()
     optimizer = Adam(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -78,7 +87,7 @@ def train_one(
             for at in shuffled(points, order).to(x.device).split(recipe.batch_size):
                 used.append(optimizer.param_groups[0]["lr"])
                 optimizer.zero_grad(set_to_none=True)
-                _one_number(loss_fn(model(x[at]), y[at])).backward()
+                one_number(loss_fn(model(x[at]), y[at])).backward()
                 optimizer.step()
                 if scheduler is not None:
                     scheduler.step()
@@ -89,7 +98,8 @@ def train_one(
     return Trained(model.eval(), tuple(checkpoints), tuple(rates))
 
 
-def _one_number(loss: Tensor) -> Tensor:
+def one_number(loss: Tensor) -> Tensor:
+    """Return the loss of a batch; raise an error if it is not one number."""
     if loss.dim() and loss.numel() != 1:
         raise ValueError(
             f"loss_fn returned shape {list(loss.shape)} for a batch, where training needs one number: let it return "
@@ -106,11 +116,32 @@ def initial_model(make_model: MakeModel, seed: int) -> nn.Module:
         )
     if not callable(make_model) or cannot_take(make_model, 0):
         raise TypeError(f"make_model={make_model!r}: pass a function without arguments, e.g. lambda: nn.Linear(4, 2).")
-    with seeded(seed):
+    with torch.inference_mode(False), seeded(seed):
         model = make_model()
     if not isinstance(model, nn.Module):
         raise TypeError(f"make_model returned a {type(model).__name__}: return a torch.nn.Module.")
     return model
+
+
+def new_model(make_model: MakeModel) -> nn.Module:
+    """Return a new model; raise an error if another call of make_model returns parameters in the same memory.
+
+    Parameters that are frozen may be shared by all models.
+    """
+    model, other = (initial_model(make_model, 0) for _ in range(2))
+    if _trained_memory(model) & _trained_memory(other):
+        raise ValueError(
+            f"make_model returned a {type(model).__name__} with the same parameters twice, so each training would "
+            "change the others: pass a function that makes a new model at every call, e.g. lambda: deepcopy(model)."
+        )
+    return model
+
+
+def _trained_memory(model: nn.Module) -> set[tuple[torch.device, int]]:
+    """Return where the numbers are that training changes; lazy parameters and the meta device have none."""
+    trained = [value for value in model.parameters() if value.requires_grad and not is_lazy(value)]
+    places = {(value.device, value.untyped_storage().data_ptr()) for value in trained}
+    return {(device, address) for device, address in places if address}
 
 
 @contextmanager

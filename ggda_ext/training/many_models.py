@@ -17,9 +17,9 @@ from torch.optim.adam import adam
 
 from ggda_ext.checkpoints import State, load_state, state_on_cpu
 from ggda_ext.sharing import ProgressBar
-from ggda_ext.training.batch_order import Walk, batches, by_falling_steps, walks
+from ggda_ext.training.batch_order import StepBatch, Walk, batches, by_falling_steps, walks
 from ggda_ext.training.denormals import denormals_flushed
-from ggda_ext.training.loop import LossFn, MakeModel, initial_model, train_one
+from ggda_ext.training.loop import LossFn, MakeModel, initial_model, new_model, one_number, seeded, train_one
 from ggda_ext.training.recipe import BETA2, EPS, Recipe, check_seeds, checked_data, checked_subset
 from ggda_ext.training.stacked import LayerGradients, StackedLayers
 from ggda_ext.training.vmapped import MappedGradients, MappedModel
@@ -30,6 +30,9 @@ WORKING_SET = 16 * 2**20
 
 MODELS_AT_ONCE = 64
 """Number of models whose outputs are computed together."""
+
+FEW = 8
+"""Number of points on which a stack is compared with a model of its own before it is used."""
 
 
 Layout = StackedLayers | MappedModel
@@ -81,6 +84,8 @@ class TrainedModels:
         return torch.cat([torch.cat([layout.outputs(part, points) for points in batches], 1) for part in parts])
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def train_many(
     make_model: MakeModel,
     loss_fn: LossFn,
@@ -114,6 +119,8 @@ def train_many(
     if len(given) != len(seeds) or not given:
         raise ValueError(f"subsets has {len(given)} entries, seeds {len(seeds)}: pass one of each per model.")
     points = [checked_subset(subset, len(x), f"subsets[{j}]") for j, subset in enumerate(given)]
+    if at_once == 1:
+        new_model(make_model)  # for its check, which is a part of `layout_of`
     layout = None if at_once == 1 else layout_of(make_model, loss_fn, (x, y))
     if layout is None:
         states = []
@@ -143,10 +150,51 @@ def train_many(
     return TrainedModels(make_model, (layout, [torch.cat(parts)[back] for parts in zip(*done, strict=True)]))
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def layout_of(make_model: MakeModel, loss_fn: LossFn, data: tuple[Tensor, Tensor]) -> Layout | None:
     """Return the layout of models of this shape in a stack; None if they have to be trained one after the other."""
-    model = initial_model(make_model, 0).to(data[0].device).train()
-    return StackedLayers.of(model, loss_fn, *data) or MappedModel.of(model, loss_fn, *data)
+    model = new_model(make_model).to(data[0].device).train()
+    for layout in (StackedLayers.of(model, loss_fn, *data), MappedModel.of(model)):
+        if layout is not None and _is_faithful(layout, model, loss_fn, *data):
+            return layout
+    return None
+
+
+def _is_faithful(layout: Layout, model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor) -> bool:
+    """Whether a stack of one model has the gradients, the outputs and the state dict of the model, on a few points."""
+    at = torch.arange(min(len(x), FEW))
+    x, y = x[at.to(x.device)], y[at.to(y.device)]
+    tensors = layout.stack([model])
+    slopes = [torch.empty_like(tensor) for tensor in tensors]
+    with seeded(0, x.device):
+        try:
+            layout.gradients(loss_fn, x, y).write(tensors, slopes, StepBatch(at[None], len(at)))
+            outputs = layout.outputs(tensors, x)
+            model.zero_grad(set_to_none=True)
+            one_number(loss_fn(model.train()(x), y)).backward()
+            own_outputs = model.eval()(x)
+        except RuntimeError:  # vmap raises it for random numbers, and for code that reads values
+            return False
+    found = layout.state([slope[0] for slope in slopes])
+    own = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    if not found.keys() == own.keys() == model.state_dict().keys():  # Adam skips parameters without a gradient
+        return False
+    scale = max(map(_largest, own.values()))
+    same_outputs = not isinstance(outputs, Tensor) or _is_close(outputs[0], own_outputs, 0)
+    return same_outputs and all(_is_close(found[name], gradient, scale) for name, gradient in own.items())
+
+
+def _is_close(found: Tensor, expected: Tensor, scale: float) -> bool:
+    """Whether two tensors are equal up to rounding, of their own size or, where terms cancel, of a larger `scale`."""
+    if found.shape != expected.shape or not expected.is_floating_point():
+        return torch.equal(found, expected)
+    eps = torch.finfo(expected.dtype).eps
+    return _largest(found - expected) <= eps ** (1 / 3) * _largest(expected) + 100 * eps * scale
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.detach().abs().max()) if values.numel() else 0.0
 
 
 def models_at_once(layout: Layout, recipe: Recipe) -> int:

@@ -111,7 +111,10 @@ def checked_subset(subset: Any, n: int, name: str = "subset") -> Tensor:
     """Return training indices `[r]` from indices, a mask `[n]`, or None for all points; raise an error if invalid."""
     if subset is None:
         return torch.arange(n)
-    found = torch.as_tensor(np.array(subset) if isinstance(subset, np.ndarray) else subset).detach().cpu()
+    values = subset if isinstance(subset, Tensor) else np.array(subset)
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
+        raise TypeError(f"{name} holds {values.dtype}: pass whole numbers or a mask.")
+    found = torch.as_tensor(values).detach().cpu()
     if found.dim() != 1:
         raise ValueError(f"{name} has shape {list(found.shape)}: pass indices or a mask, one-dimensional.")
     if len(found) == 0:
@@ -124,10 +127,11 @@ def checked_subset(subset: Any, n: int, name: str = "subset") -> Tensor:
             raise ValueError(f"{name} is a mask of no point: a model needs at least one.")
     elif found.is_floating_point() or found.is_complex():
         raise TypeError(f"{name} holds {found.dtype}: pass whole numbers or a mask.")
+    found = found.long()
     outside = found[(found < 0) | (found >= n)]
     if len(outside):
         raise ValueError(f"{name} holds {len(outside)} indices outside 0 … {n - 1}, first {int(outside[0])}.")
-    return found.long()
+    return found
 
 
 def checked_data(data: Any) -> tuple[Tensor, Tensor]:

@@ -68,10 +68,13 @@ class StackedLayers:
         layers = _layers(model)
         if not layers or not _is_plain_cross_entropy(loss_fn):
             return None
-        weights = list(model.parameters())
-        fits = x.dim() == 2 and x.shape[1] == layers[0].inside and all(w.dtype == x.dtype for w in weights)
+        weights = dict(model.named_parameters())
+        names = {layer.name + part for layer in layers for part in (("weight", "bias") if layer.bias else ("weight",))}
+        if weights.keys() != names or any(map(_is_changed, model.modules())):  # a weight is tied, or made of others
+            return None
+        fits = x.dim() == 2 and x.shape[1] == layers[0].inside and all(w.dtype == x.dtype for w in weights.values())
         labels = y.dim() == 1 and not y.is_floating_point() and 0 <= int(y.min()) <= int(y.max()) < layers[-1].outside
-        trained = all(weight.requires_grad for weight in weights)
+        trained = all(weight.requires_grad for weight in weights.values())
         return StackedLayers(layers) if fits and labels and trained else None
 
     def stack(self, models: Sequence[nn.Module]) -> list[Tensor]:
@@ -135,7 +138,7 @@ class LayerGradients:
 
     def __init__(self, layout: StackedLayers, x: Tensor, y: Tensor) -> None:
         self.layout, self.layers = layout, layout.layers
-        labels = F.one_hot(y, self.layers[-1].outside).to(x.dtype)
+        labels = F.one_hot(y.long(), self.layers[-1].outside).to(x.dtype)
         table = torch.cat([layout.inputs(x), labels], 1)
         # Padding to whole cache lines, and a last row for "no point"
         self.table = F.pad(table, (0, _rounded_up(table.shape[1]) - table.shape[1], 0, 1))
@@ -220,8 +223,15 @@ def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
     if type(module) is not nn.Sequential:
         yield prefix, module
         return
-    for name, child in module.named_children():
+    for name, child in module._modules.items():  # named_children leaves out a module that is used again
+        assert child is not None
         yield from _flattened(child, f"{prefix}{name}.")
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether a hook, or a forward of its own, may change what a module does."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module)
 
 
 def _is_plain_cross_entropy(loss_fn: Any) -> bool:

@@ -31,8 +31,8 @@ class MappedModel:
         self.size = sum(parameter.numel() for parameter in model.parameters())
 
     @staticmethod
-    def of(model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor) -> MappedModel | None:
-        """Return the layout of the model; None if the model is large, or cannot run under `vmap`."""
+    def of(model: nn.Module) -> MappedModel | None:
+        """Return the layout of the model; None if the model is large or has buffers, or ties or freezes parameters."""
         parameters = list(model.parameters())
         named = sum(1 for _ in model.named_parameters(remove_duplicate=False))
         tied = named != len(parameters) or len({parameter.dtype for parameter in parameters}) != 1
@@ -40,15 +40,7 @@ class MappedModel:
         if tied or frozen or any(True for _ in model.buffers()):
             return None
         layout = MappedModel(model)
-        if layout.size > MOST_PARAMETERS:
-            return None
-        pair = layout.stack([model, model])
-        batch = StepBatch(torch.zeros(2, 2, dtype=torch.long), 2)
-        try:
-            layout.gradients(loss_fn, x, y).write(pair, [torch.empty_like(tensor) for tensor in pair], batch)
-        except RuntimeError:  # vmap raises it for random numbers, and for code that reads values
-            return None
-        return layout
+        return layout if layout.size <= MOST_PARAMETERS else None
 
     def stack(self, models: Sequence[nn.Module]) -> list[Tensor]:
         """Return the parameters of the models as tensors `[models, …]`."""
@@ -60,8 +52,9 @@ class MappedModel:
         return {name: tensor.clone() for name, tensor in zip(self.names, tensors, strict=True)}
 
     def outputs(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Return the outputs of every model `[models, n, …]`."""
+        """Return the outputs of every model in eval mode `[models, n, …]`."""
         weights = dict(zip(self.names, tensors, strict=True))
+        self.model.eval()
         return vmap(lambda own: called_with(self.model, own, x))(weights)
 
     def bytes_at_work(self, batch_size: int) -> int:
@@ -98,6 +91,8 @@ class MappedGradients:
 
     def _found(self, tensors: Sequence[Tensor], indices: Tensor) -> list[Tensor]:
         at = indices.to(self.x.device)
+        if not self.layout.model.training:  # `outputs` leaves it in eval mode
+            self.layout.model.train()
         weights = dict(zip(self.layout.names, tensors, strict=True))
         found: State = self._gradient(weights, self.x[at], self.y[at])
         return [found[name] for name in self.layout.names]

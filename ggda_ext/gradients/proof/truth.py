@@ -15,7 +15,7 @@ from ggda_ext.data import batch_length, pick
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Calls, Observer, Watch, altered_gradients, observe
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace, left_as_it_was
+from ggda_ext.model import ParameterSpace, left_as_it_was, product
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _measured(gradients: list[list[Tensor | None]], directions: list[Tensor]) ->
     along, norms = [], []
     for own, direction in zip(zip(*gradients, strict=True), directions, strict=True):
         rows = torch.stack([torch.zeros_like(direction) if one is None else one.flatten().to(direction) for one in own])
-        along.append(rows @ direction)
+        along.append(product(rows, direction))
         norms.append(torch.linalg.vector_norm(rows, dim=1))
     return torch.stack(along, 1), torch.stack(norms, 1)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ggda_ext.gradients.observation import Watch
 from ggda_ext.gradients.plan import Cost, Request, Strategy
 from ggda_ext.gradients.strategies.rows import merge_pieces, scores_of
+from ggda_ext.model import product
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ def blocks(request: Request, max_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
             with request.space.require_gradients(of_chosen=True):
                 with Watch(len(groups)) as watch:
                     losses = request.loss.each(request.space.model, batch)
-                totals = [losses.sum()] if weights is None else list(weights @ losses.to(weights))
+                totals = [losses.sum()] if weights is None else list(product(weights, losses.to(weights)))
                 found = [
                     request.space.gradients_of(total, keep_graph=number + 1 < len(totals))
                     for number, total in enumerate(totals)

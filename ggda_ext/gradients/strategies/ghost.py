@@ -21,6 +21,7 @@ from ggda_ext.data import batch_length, to_device
 from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Cost, Request, Strategy
+from ggda_ext.model import product
 
 Factors = dict[str, list[tuple[Tensor, Tensor]]]
 """For each layer, by name, one (a, d) for each call of the layer."""
@@ -93,9 +94,9 @@ class _PairScores(Observer):
 def _inner_products(layer: Layer, some: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> Tensor:
     """Inner products of a layer's gradients for `some` points with its gradients for `others`, from their (a, d)."""
     (a, d), (a_other, d_other) = some, others
-    pairs = d @ d_other.T
+    pairs = product(d, d_other.T)
     if layer.weight is not None:
-        inputs = a @ a_other.T
+        inputs = product(a, a_other.T)
         pairs *= inputs + 1 if layer.bias is not None else inputs
     return pairs
 
@@ -152,7 +153,7 @@ def _of_run(layers: list[Layer], factors: Factors, starts: list[int]) -> Tensor:
 def _by_sum(layer: Layer, a: Tensor, d: Tensor) -> Tensor:
     norm = d.new_zeros(1)
     if layer.weight is not None:
-        norm += (d.T @ a).square().sum()
+        norm += product(d.T, a).square().sum()
     if layer.bias is not None:
         norm += d.sum(0).square().sum()
     return norm

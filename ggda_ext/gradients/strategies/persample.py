@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import vjp, vmap
 
 from ggda_ext.data import as_batch_of_one, batch_length, pick
 from ggda_ext.gradients.layers import segment_sum
@@ -16,7 +16,7 @@ from ggda_ext.gradients.proof.findings import Findings
 from ggda_ext.gradients.proof.truth import FAILS, Subject, first_line
 from ggda_ext.gradients.strategies.rows import merge_pieces, scores_of
 from ggda_ext.losses import ExampleLoss
-from ggda_ext.model import ParameterSpace, called_with
+from ggda_ext.model import ParameterSpace, called_with, full_precision
 
 
 def scores(request: Request, directions: Tensor) -> Tensor:
@@ -45,8 +45,13 @@ def point_gradients(loss: ExampleLoss, space: ParameterSpace, batch: Any) -> Ten
     def loss_of_one(values: dict[str, Tensor], example: Any) -> Tensor:
         return called_with(space.model, values, as_batch_of_one(example), function=loss.each).sum()
 
+    def gradient_of_one(values: dict[str, Tensor], example: Any) -> dict[str, Tensor]:
+        value, back = vjp(lambda own: loss_of_one(own, example), values)  # type: ignore[misc]  # only with has_aux
+        with full_precision(value):
+            return back(torch.ones_like(value))[0]
+
     with space.require_gradients(of_chosen=False):
-        gradients = vmap(grad(loss_of_one), in_dims=(None, 0))(parameters, batch)
+        gradients = vmap(gradient_of_one, in_dims=(None, 0))(parameters, batch)
     return torch.cat([gradients[name].reshape(len(gradients[name]), -1) for name in parameters], 1)
 
 
