@@ -41,8 +41,8 @@ from torch import Tensor
 from ggda_ext.counterfactual.checks import check_count, one_number
 from ggda_ext.counterfactual.newton import SingularRefit
 from ggda_ext.evaluation import Retrain, points_of, random_subsets
-from ggda_ext.groups.partition import Groups
 from ggda_ext.properties import Property
+from ggda_ext.results.verifying import retrained
 
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.what_if import WhatIf
@@ -183,7 +183,9 @@ def verified(
             "with subsets= [s, k], or finer groups; for few groups leave_group_out tells all."
         )
     _predicted(what_if, property, weights[:1])  # raises an error for a wrong question before anything is trained
-    real = _retrained(retrain, what_if.groups, kept)
+    real = retrained(retrain, points_of(what_if.groups, kept))
+    if not np.isfinite(real).all():
+        raise ValueError("retrain gave NaN or infinite values: look at the retrained models.")
     removed = what_if.removed(weights).numpy()
     path, base = _path(what_if, property, weights)
     rises = real.mean(1) - base
@@ -225,18 +227,6 @@ def _zeros_and_ones(what_if: WhatIf, given: Any, name: str) -> Tensor:
     if not bool(((weights == 0) | (weights == 1)).all()):
         raise ValueError(f"{name} holds weights other than 0 and 1: a retraining keeps a group or leaves it out.")
     return weights
-
-
-def _retrained(retrain: Retrain, groups: Groups, kept: np.ndarray) -> np.ndarray:
-    """Retrain on every choice of groups and return the values `[s, seeds]`."""
-    real = np.asarray(retrain(points_of(groups, kept)), dtype=float)
-    if real.ndim not in (1, 2) or len(real) != len(kept):
-        raise ValueError(
-            f"retrain gave values of shape {list(real.shape)}: return [{len(kept)}, seeds], a row a subset."
-        )
-    if not np.isfinite(real).all():
-        raise ValueError("retrain gave NaN or infinite values: look at the retrained models.")
-    return real.reshape(len(kept), -1)
 
 
 def _predicted(what_if: WhatIf, property: Property, weights: Tensor, factor: float = 1.0) -> tuple[np.ndarray, float]:

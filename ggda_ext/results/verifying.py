@@ -84,13 +84,12 @@ def retrained(retrain: Retrain, subsets: Sequence[np.ndarray]) -> np.ndarray:
         values = np.asarray(returned, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(f"retrain returned a {type(returned).__name__} that is not made of numbers: {error}.") from None
-    values = values[:, None] if values.ndim == 1 else values
-    if values.ndim != 2 or len(values) != len(subsets):
+    if values.ndim not in (1, 2) or len(values) != len(subsets):
         raise ValueError(
-            f"retrain returned shape {list(values.shape)} for {len(subsets)} subsets: return one value per subset and "
-            "seed, [subsets, seeds]."
+            f"retrain returned shape {list(values.shape)}: return [{len(subsets)}, seeds], one value per subset and "
+            "seed."
         )
-    return values
+    return values.reshape(len(subsets), -1)
 
 
 def verified(result: Attribution, retrain: Retrain, top: int, by: str | int | None) -> Verified:
