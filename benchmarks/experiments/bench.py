@@ -14,7 +14,7 @@ from benchmarks.data import TITLES
 from benchmarks.experiments.groupings import OF_MODEL, grouped
 from benchmarks.experiments.methods import METHODS, Attribution, attributed
 from benchmarks.experiments.subject import Subject, Timed
-from benchmarks.names import CG, GRAD_K_MEANS, OURS, PAPER_METHODS, RATES, REFITS, SINGLE_POINTS, TRACIN
+from benchmarks.names import GRAD_K_MEANS, PAPER_METHODS, PER_POINT, RATES, SINGLE_POINTS, TRACIN, WARM_START, WHAT_IFS
 from benchmarks.results import ResultFolder
 from benchmarks.sizes import CellScale, ExperimentScale, Scale
 from benchmarks.tasks import Task
@@ -100,18 +100,26 @@ class Bench:
     def cells(self, size: CellScale) -> Iterator[Cell]:
         """Yield every method on every grouping and size of an experiment; single points come first.
 
-        TracIn with learning rates runs only on single points and on the paper's best grouping. Only TracIn runs with
-        more than one grouping seed. Methods that train or refit a model for every group run only if there are few
-        groups.
+        Only TracIn runs with more than one grouping seed.
         """
-        if SINGLE_POINTS in size.groups:
-            yield from (Cell(method) for method in METHODS if method in size.methods and method not in REFITS)
-        for grouping, group_size in self.groupings(size):
-            for method in (*PAPER_METHODS, CG, *OURS, RATES, *REFITS):
-                few = self.is_refitted(size, group_size) or method not in REFITS
-                if method in size.methods and few and (method != RATES or grouping == GRAD_K_MEANS):
-                    for seed in size.grouping_seeds if method == TRACIN else size.grouping_seeds[:1]:
+        single = [(SINGLE_POINTS, 1)] if SINGLE_POINTS in size.groups else []
+        for grouping, group_size in [*single, *self.groupings(size)]:
+            for method in METHODS:
+                if method in size.methods and self.runs(method, grouping, group_size, size):
+                    several = method == TRACIN and grouping != SINGLE_POINTS
+                    for seed in size.grouping_seeds if several else size.grouping_seeds[:1]:
                         yield Cell(method, grouping, group_size, seed)
+
+    def runs(self, method: str, grouping: str, group_size: int, size: CellScale) -> bool:
+        """Whether a method runs on a grouping.
+
+        TracIn with learning rates runs only on single points and on the paper's best grouping, per-point TracIn only on
+        single points. Methods that train or refit a model for every group run only if there are few groups.
+        """
+        single = grouping == SINGLE_POINTS
+        if method in (*WHAT_IFS, WARM_START):
+            return not single and self.is_refitted(size, group_size)
+        return single or (method != PER_POINT and (method != RATES or grouping == GRAD_K_MEANS))
 
     def groupings(self, size: CellScale) -> Iterator[tuple[str, int]]:
         """Yield the groupings with their sizes, without single points and without sizes that leave only one group."""

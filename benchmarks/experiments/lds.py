@@ -11,6 +11,7 @@ reach; this score is fitted to the retrainings themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -21,18 +22,13 @@ from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.predictions import Prediction, Predictor, Truth, two_halves
 from benchmarks.experiments.retrainings import Retrainings, Wanted
 from benchmarks.names import (
-    GRAD_K_MEANS,
     HALVES,
     KEEP_80,
     LDS_METHODS,
     LEAVE_GROUP_OUT,
     LEAVE_ONE_OUT,
-    PER_POINT,
-    RATES,
     SINGLE_POINTS,
     TRIVIAL,
-    WARM_START,
-    WHAT_IFS,
 )
 from benchmarks.sizes import LdsScale
 from ggda_ext import Groups
@@ -74,7 +70,11 @@ def _write(bench: Bench, size: LdsScale, cell: Cell, retrainings: Retrainings) -
     def predictor(trio: int) -> Predictor:
         return Predictor(bench, groups, cell, trio)
 
-    methods = list(_methods(bench, size, cell))
+    methods = [
+        method
+        for method in (*(one for one in LDS_METHODS if one in size.cells.methods), *TRIVIAL)
+        if bench.runs(method, cell.grouping, cell.group_size, size.cells)
+    ]
     explaining = [method for method in methods if method not in TRIVIAL]
     wanted = [
         (trio, protocol, method)
@@ -85,7 +85,8 @@ def _write(bench: Bench, size: LdsScale, cell: Cell, retrainings: Retrainings) -
     if LEAVE_ONE_OUT in protocols:
         wanted += [(0, protocol, LEAVE_GROUP_OUT) for protocol in protocols if protocol != LEAVE_ONE_OUT]
     for trio, protocol, method in wanted:
-        key = bench.key(NAME, _named(cell, method), protocol, *([f"trio {trio}"] if trio else []))
+        asked = replace(cell, method=method)
+        key = bench.key(NAME, asked, protocol, *([f"trio {trio}"] if trio else []))
         if bench.folder.done(key):
             continue
         real = truth(protocol)
@@ -94,12 +95,8 @@ def _write(bench: Bench, size: LdsScale, cell: Cell, retrainings: Retrainings) -
             found = Prediction.additive(real.kept, rises, bench.subject.loss, f"{len(groups)} trainings")
         else:
             found = predictor(trio)(method, real)
-        about = {**vars(_named(cell, method)), "protocol": protocol, "trio": trio, "groups": len(groups), "key": key}
+        about = {**vars(asked), "protocol": protocol, "trio": trio, "groups": len(groups), "key": key}
         bench.folder.append(bench.common(NAME) | about | _fields(found, real))
-
-
-def _named(cell: Cell, method: str) -> Cell:
-    return Cell(method, cell.grouping, cell.group_size, cell.grouping_seed)
 
 
 def _protocols(bench: Bench, size: LdsScale, cell: Cell) -> list[str]:
@@ -107,20 +104,6 @@ def _protocols(bench: Bench, size: LdsScale, cell: Cell) -> list[str]:
     few = k >= FEWEST_GROUPS and bench.is_refitted(size.cells, cell.group_size)
     found = [protocol for protocol in size.protocols if protocol == HALVES or few]
     return [protocol for protocol in found if protocol != LEAVE_ONE_OUT or k <= size.left_out_groups]
-
-
-def _methods(bench: Bench, size: LdsScale, cell: Cell) -> Iterator[str]:
-    """Yield the methods of a grouping in the order of tables.
-
-    TracIn with learning rates runs only on single points and on the paper's best grouping, refits only if there are few
-    groups, and per-point TracIn only on single points.
-    """
-    single = cell.grouping == SINGLE_POINTS
-    for method in (*(one for one in LDS_METHODS if one in size.cells.methods), *TRIVIAL):
-        if method in (*WHAT_IFS, WARM_START) and (single or not bench.is_refitted(size.cells, cell.group_size)):
-            continue
-        if (method != PER_POINT or single) and (method != RATES or single or cell.grouping == GRAD_K_MEANS):
-            yield method
 
 
 def _retrained(size: LdsScale, groups: Groups, cell: Cell, protocol: str, retrainings: Retrainings) -> Truth:

@@ -1,5 +1,5 @@
 """The attribution methods of the paper. Each gives *importance*: the predicted rise of the mean test loss if the group
-is removed. Only this module turns the sign of a method into importance.
+is removed. A method whose score is the predicted fall gives it with the other sign.
 
 Seconds are CPU seconds in four parts. *grouping* is the time of the grouping. *gradients* is the time for the training
 points; it includes inner products if the strategy never forms gradients. *curvature* is the time of the Hessian or
@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import captum.influence
 import numpy as np
 import torch
-from captum.influence import TracInCP
 from ggda_trak import FisherInfluence, TRAKer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from benchmarks.check.captum import sample_wise
+from benchmarks.check.captum import sample_wise, tracin_cp
 from benchmarks.check.measure import quiet
 from benchmarks.check.trak import projector
 from benchmarks.experiments.refits import warm_started, what_if
@@ -33,7 +33,6 @@ from benchmarks.names import (
     FULL_FISHER,
     INFLUENCE,
     LISSA,
-    OURS,
     PER_POINT,
     RATES,
     TRACIN,
@@ -54,17 +53,6 @@ _BATCH = 64  # number of points whose gradients are held at once
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Result of a method before its sign is changed: scores `[k]`, CPU seconds by part, and settings in words."""
-
-    values: Tensor
-    settings: str
-    gradients: float
-    curvature: float = 0.0
-    scoring: float = 0.0
-
-
-@dataclass(frozen=True)
 class Attribution:
     """Importance of groups `[k]`, with its cost.
 
@@ -78,6 +66,14 @@ class Attribution:
     seconds: dict[str, float]
     settings: str
 
+    @classmethod
+    def of(
+        cls, rises: Tensor, settings: str, gradients: float, curvature: float = 0.0, scoring: float = 0.0
+    ) -> Attribution:
+        """Return the attribution with these predicted rises of the loss and CPU seconds."""
+        parts = {"gradients": gradients, "curvature": curvature, "scoring": scoring}
+        return cls(rises.detach().double().cpu().numpy().reshape(-1), parts, settings)
+
 
 def attributed(method: str, subject: Subject, groups: Groups) -> Attribution:
     """Return the importance of every group by one method.
@@ -86,35 +82,31 @@ def attributed(method: str, subject: Subject, groups: Groups) -> Attribution:
     are timed and the time is scaled up. The scores then come from the strategies for groups, which give the same
     numbers.
     """
-    score, n = _METHODS[method], groups.n
+    attribute_groups, n = _METHODS[method], groups.n
     per_sample = groups.are_singletons and method != PER_POINT
-    if per_sample and n > SAMPLED:
-        scores = score(subject, groups, False)  # before the sample, which reuses the solution
-        sample = score(subject.first(SAMPLED), Groups.singletons(SAMPLED), True)
-        scores = replace(
-            scores,
-            gradients=sample.gradients * n / SAMPLED,
-            settings=f"{sample.settings}; timed on {SAMPLED:,} of {n:,} points",
-        )
-    else:
-        scores = score(subject, groups, per_sample)
-    rises = SIGNS[method] * scores.values.detach().double().cpu().numpy().reshape(-1)
-    parts = {"gradients": scores.gradients, "curvature": scores.curvature, "scoring": scores.scoring}
-    return Attribution(rises, parts, scores.settings)
+    if not per_sample or n <= SAMPLED:
+        return attribute_groups(subject, groups, per_sample)
+    found = attribute_groups(subject, groups, False)  # before the sample, which reuses the solution
+    sample = attribute_groups(subject.first(SAMPLED), Groups.singletons(SAMPLED), True)
+    return replace(
+        found,
+        seconds=found.seconds | {"gradients": sample.seconds["gradients"] * n / SAMPLED},
+        settings=f"{sample.settings}; timed on {SAMPLED:,} of {n:,} points",
+    )
 
 
-def tracin(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+def tracin(subject: Subject, groups: Groups, per_sample: bool) -> Attribution:
     """TracIn at the final checkpoint: ⟨∇g, Σ ∇ℓ⟩. Per sample, Captum computes it if it can be vectorised, else vmap."""
     if per_sample and sample_wise(subject.model):
         found = timed(captum_scores, subject, vectorised=True)
-        return Scores(found.value, "Captum's TracInCP, sample-wise gradients", found.seconds)
+        return Attribution.of(found.value, "Captum's TracInCP, sample-wise gradients", found.seconds)
     provider = subject.gradients(groups, per_sample)
     found = timed(provider.scores, subject.direction.value)
     used = provider.plan(1).strategy
-    return Scores(found.value, f"strategy {used}", found.seconds, scoring=subject.direction.seconds)
+    return Attribution.of(found.value, f"strategy {used}", found.seconds, scoring=subject.direction.seconds)
 
 
-def tracin_with_rates(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+def tracin_with_rates(subject: Subject, groups: Groups, per_sample: bool) -> Attribution:
     """TracIn over several checkpoints, weighted by their learning rates."""
     trained, total = subject.trained, torch.zeros(len(groups))
     gradients = scoring = 0.0
@@ -126,10 +118,10 @@ def tracin_with_rates(subject: Subject, groups: Groups, per_sample: bool) -> Sco
             found = timed(provider.scores, direction.value)
             total += rate * found.value[0].cpu()
             gradients, scoring = gradients + found.seconds, scoring + direction.seconds
-    return Scores(total, f"{len(trained.checkpoints)} checkpoints", gradients, scoring=scoring)
+    return Attribution.of(total, f"{len(trained.checkpoints)} checkpoints", gradients, scoring=scoring)
 
 
-def fisher(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+def fisher(subject: Subject, groups: Groups, per_sample: bool) -> Attribution:
     """Influence with the empirical Fisher of projected gradients: exact for single points, the paper's for groups."""
     kind: FisherKind = "exact" if groups.are_singletons else "paper"
     dim = subject.task.projection_dim
@@ -143,29 +135,32 @@ def fisher(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
     curvature = timed(_solve, rows).seconds
     settings = f"{kind} Fisher, {rows.shape[1]} dimensions, λ {influence.chosen_damping[0]:.2g}"
     gradients = max(first.seconds - again.seconds - curvature, 0.0)
-    return Scores(first.value, settings, gradients, curvature, again.seconds)
+    return Attribution.of(first.value, settings, gradients, curvature, again.seconds)
 
 
-def lissa(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+def lissa(subject: Subject, groups: Groups, per_sample: bool) -> Attribution:
     """Influence with one LiSSA solve for all groups."""
     solved, settings = subject.solved
     return _influence(subject, groups, per_sample, solved, str(settings))
 
 
-def conjugate_gradients(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+def conjugate_gradients(subject: Subject, groups: Groups, per_sample: bool) -> Attribution:
     """Influence with one solve by conjugate gradients for all groups."""
     settings = f"{CG_STEPS} steps on all points, damping {subject.task.lissa.damping:g}"
     return _influence(subject, groups, per_sample, subject.solved_by_gradients, settings)
 
 
-def _influence(subject: Subject, groups: Groups, per_sample: bool, solved: Timed[Tensor], settings: str) -> Scores:
+def _influence(subject: Subject, groups: Groups, per_sample: bool, solved: Timed[Tensor], settings: str) -> Attribution:
     """Return ⟨H⁻¹ ∇g, Σ ∇ℓ⟩, given H⁻¹ ∇g (`solved`)."""
     found = timed(subject.gradients(groups, per_sample).scores, solved.value)
-    return Scores(found.value, settings, found.seconds, solved.seconds, subject.direction.seconds)
+    return Attribution.of(found.value, settings, found.seconds, solved.seconds, subject.direction.seconds)
 
 
-def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
-    """TRAK over an ensemble: how much a group raises the mean test loss. The time to train the ensemble is left out."""
+def trak(subject: Subject, groups: Groups, per_sample: bool) -> Attribution:
+    """TRAK over an ensemble; the time to train the ensemble is left out.
+
+    Its score is how much the group raises the mean test loss, so the loss falls by the score without the group.
+    """
     states, batch = subject.ensemble, _BATCH if per_sample else 1024
     exact = groups.are_singletons and not per_sample
     with tempfile.TemporaryDirectory() as folder, left_as_it_was(subject.model), quiet():
@@ -181,39 +176,39 @@ def trak(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
         curvature = timed(traker.finalize_features).seconds
         found = timed(_scored, traker, states, subject)
     settings = f"{len(states)} models on halves of the data, {subject.task.projection_dim} dimensions"
-    return Scores(found.value, settings, gradients, curvature, found.seconds)
+    return Attribution.of(-found.value, settings, gradients, curvature, found.seconds)
 
 
-def by_attribute(method: MethodName) -> Callable[[Subject, Groups, bool], Scores]:
+def by_attribute(method: MethodName) -> Callable[[Subject, Groups, bool], Attribution]:
     """Return a function that calls `attribute` with a method, which chooses its own solver and damping."""
 
-    def scored(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+    def scored(subject: Subject, groups: Groups, per_sample: bool) -> Attribution:
         found = timed(
             attribute, subject.model, LOSS, subject.train, groups, subject.property,
             method=method, recipe=subject.task.recipe, show_progress=False,
         )  # fmt: skip
-        return Scores(found.value[0].as_subclass(Tensor), str(found.value.method), found.seconds)
+        return Attribution.of(found.value[0].as_subclass(Tensor), str(found.value.method), found.seconds)
 
     return scored
 
 
-def refitted(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+def refitted(subject: Subject, groups: Groups, per_sample: bool) -> Attribution:
     """What-if without each group in turn."""
     asked = timed(what_if, [subject], groups)
     found = timed(asked.value.leave_group_out, subject.property)
-    return Scores(found.value.scores, asked.value.explain(), asked.seconds, scoring=found.seconds)
+    return Attribution.of(found.value.scores, asked.value.explain(), asked.seconds, scoring=found.seconds)
 
 
-def warm_start(subject: Subject, groups: Groups, per_sample: bool) -> Scores:
+def warm_start(subject: Subject, groups: Groups, per_sample: bool) -> Attribution:
     """Train for a few more epochs, on all points and without each group in turn; scores are the rises of the loss."""
     everything = np.ones((1, len(groups)), bool)
     kept = np.concatenate([everything, ~np.eye(len(groups), dtype=bool)])
     found = timed(warm_started, subject, points_of(groups, kept))
     rises = torch.from_numpy(found.value[1:] - found.value[0])
-    return Scores(rises, f"{len(groups) + 1} models trained on", found.seconds)
+    return Attribution.of(rises, f"{len(groups) + 1} models trained on", found.seconds)
 
 
-_METHODS: dict[str, Callable[[Subject, Groups, bool], Scores]] = {
+_METHODS: dict[str, Callable[[Subject, Groups, bool], Attribution]] = {
     TRACIN: tracin,
     FISHER: fisher,
     LISSA: lissa,
@@ -228,30 +223,14 @@ _METHODS: dict[str, Callable[[Subject, Groups, bool], Scores]] = {
     WARM_START: warm_start,
 }
 METHODS = tuple(_METHODS)
-SIGNS = {
-    TRACIN: 1,  # a step on the group lowers the loss by the score, so the loss is higher without the group
-    RATES: 1,
-    PER_POINT: 1,
-    FISHER: 1,  # as for TracIn, with the inverse curvature between the gradients
-    LISSA: 1,
-    CG: 1,
-    **dict.fromkeys(OURS, 1),
-    WHAT_IF: 1,  # the score is the rise
-    WARM_START: 1,
-    TRAK: -1,  # the score is how much the group raises the target, here the loss
-}
 
 
 def captum_scores(subject: Subject, vectorised: bool) -> Tensor:
     """Return scores of every point `[n]` for the mean test loss by Captum's TracInCP, sample-wise or default mode."""
-    tracin_cp = TracInCP(
-        subject.model, TensorDataset(*subject.train), [subject.model.state_dict()], lambda model, state: 1.0,
-        loss_fn=nn.CrossEntropyLoss(reduction="sum" if vectorised else "none"), batch_size=_BATCH,
-        sample_wise_grads_per_batch=vectorised,
-    )  # fmt: skip
+    influence = tracin_cp(captum.influence, subject.model, TensorDataset(*subject.train), _BATCH, vectorised)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Input Tensor .* did not already require gradients", UserWarning)
-        return tracin_cp.influence(subject.test, aggregate=True)[0] / len(subject.test[0])
+        return influence.influence(subject.test, aggregate=True)[0] / len(subject.test[0])
 
 
 def _solve(rows: Tensor) -> Tensor:

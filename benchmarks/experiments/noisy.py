@@ -52,11 +52,10 @@ def run(bench: Bench) -> None:
         more = _default_mode(subjects[0][0]) if cell.method == TRACIN and cell.grouping == SINGLE_POINTS else {}
         for one in _open_rows(bench, cell):
             found = [
-                noisy_label_detection(attribution.importance, groups, wrong, aggregation=one.aggregation)
-                for attribution, groups, wrong in (
-                    (attribution, bench.groups(cell, subject), wrong)
-                    for attribution, (subject, wrong) in zip(attributions, subjects, strict=True)
+                noisy_label_detection(
+                    attribution.importance, bench.groups(cell, subject), wrong, aggregation=one.aggregation
                 )
+                for attribution, (subject, wrong) in zip(attributions, subjects, strict=True)
             ]
             bench.folder.append(_row(bench, one, attributions, subjects, found) | {"noise": size.share} | more)
 

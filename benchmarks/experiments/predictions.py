@@ -97,20 +97,19 @@ class Predictor:
     """
 
     def __init__(self, bench: Bench, groups: Groups, cell: Cell, trio: int = 0) -> None:
-        self.bench, self.groups, self.cell, self.seeds = bench, groups, cell, explained_seeds(trio)
+        self.bench, self.groups, self.cell = bench, groups, cell
+        first = bench.subject
+        self._subjects = [
+            first if seed == first.seed else bench.another_subject(seed) for seed in explained_seeds(trio)
+        ]  # models are trained when they are first used
+        self._refits: dict[str, Timed[WhatIf]] = {}
 
     def __call__(self, method: str, truth: Truth) -> Prediction:
         """Return the predictions of one method. Only what-if uses some of the real losses, to calibrate afterwards."""
-        subsets, subject = points_of(self.groups, truth.kept), self._first
+        subsets, subject = points_of(self.groups, truth.kept), self._subjects[0]
+        if method in names.WHAT_IFS:
+            return _refitted(self._refit(method), truth, subject)
         match method:
-            case names.WHAT_IF:
-                return _refitted(self._one, truth, subject)
-            case names.WHAT_IF_3:
-                return _refitted(self._three, truth, subject)
-            case names.FROM_START:
-                return _refitted(self._from_start, truth, subject)
-            case names.FROM_START_3:
-                return _refitted(self._three_from_start, truth, subject)
             case names.WARM_START:
                 found = timed(warm_started, subject, subsets)
                 return Prediction(found.value, "a few epochs on what is kept", {"scoring": found.seconds})
@@ -122,12 +121,11 @@ class Predictor:
 
     def _additive(self, method: str, kept: np.ndarray) -> Prediction:
         cell = replace(self.cell, method=names.AVERAGED.get(method, method))
-        averaged = method in names.AVERAGED
-        found = [self._attributed(cell, subject) for subject in (self._subjects if averaged else [self._first])]
+        found = [self._attributed(cell, subject) for subject in self._explained(method)]
         seconds = {part: sum(one.seconds.get(part, 0) for one in found) for part in found[0].seconds}
         importance = np.mean([one.importance for one in found], axis=0)
-        settings = f"{found[0].settings}; three models" if averaged else found[0].settings
-        return Prediction.additive(kept, importance, self._first.loss, settings, seconds)
+        settings = found[0].settings + ("; three models" if len(found) > 1 else "")
+        return Prediction.additive(kept, importance, self._subjects[0].loss, settings, seconds)
 
     def _attributed(self, cell: Cell, subject: Subject) -> Attribution:
         """Return the importance of the groups for a model.
@@ -138,35 +136,21 @@ class Predictor:
             return self.bench.attribution(cell)
         return attributed(cell.method, subject, self.groups)
 
-    @cached_property
-    def _first(self) -> Subject:
-        first, own = self.seeds[0], self.bench.subject
-        return own if first == own.seed else self.bench.another_subject(first)
+    def _explained(self, method: str) -> list[Subject]:
+        """Return the models that a method averages over: all three, or the first alone."""
+        return self._subjects if method in names.AVERAGED else self._subjects[:1]
 
-    @cached_property
-    def _subjects(self) -> list[Subject]:
-        return [self._first, *(self.bench.another_subject(seed) for seed in self.seeds[1:])]
-
-    @cached_property
-    def _one(self) -> Timed[WhatIf]:
-        return self._asked([self._first])
-
-    @cached_property
-    def _three(self) -> Timed[WhatIf]:
-        return self._asked(self._subjects)
-
-    def _asked(self, subjects: list[Subject]) -> Timed[WhatIf]:
-        size = self.bench.size.lds
-        assert size is not None
-        return timed(what_if, subjects, self.groups, nearby=size.nearby, settled=size.settled_checkpoints)
-
-    @cached_property
-    def _from_start(self) -> Timed[WhatIf]:
-        return timed(from_start, [self._first], self.groups)
-
-    @cached_property
-    def _three_from_start(self) -> Timed[WhatIf]:
-        return timed(from_start, self._subjects, self.groups)
+    def _refit(self, method: str) -> Timed[WhatIf]:
+        if method not in self._refits:
+            subjects, size = self._explained(method), self.bench.size.lds
+            if method in (names.FROM_START, names.FROM_START_3):
+                self._refits[method] = timed(from_start, subjects, self.groups)
+            else:
+                assert size is not None
+                self._refits[method] = timed(
+                    what_if, subjects, self.groups, nearby=size.nearby, settled=size.settled_checkpoints
+                )
+        return self._refits[method]
 
 
 def explained_seeds(trio: int) -> list[int]:

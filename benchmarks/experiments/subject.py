@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -122,20 +122,19 @@ class Subject:
 
         The scale is doubled until the recursion does not diverge.
         """
-        settings, direction = self.task.lissa, self.direction.value
-        for attempt in range(_TRIES):
-            scale = settings.scale * 2**attempt
+        settings = self.task.lissa
+        for attempts_left in reversed(range(_TRIES)):
             try:
                 found = timed(
-                    lissa, self._hessian, direction, depth=settings.depth, scaling=scale, damping=settings.damping,
-                    repeat=settings.repeats, batch_size=LISSA_BATCH, seed=self.seed,
+                    lissa, self._hessian, self.direction.value, depth=settings.depth, scaling=settings.scale,
+                    damping=settings.damping, repeat=settings.repeats, batch_size=LISSA_BATCH, seed=self.seed,
                 )  # fmt: skip
+                break
             except ValueError:
-                if attempt == _TRIES - 1:
+                if not attempts_left:
                     raise
-                continue
-            return found, Lissa(settings.damping, settings.repeats, settings.depth, scale)
-        raise AssertionError("the loop returns or raises")
+                settings = replace(settings, scale=2 * settings.scale)
+        return found, settings
 
     @cached_property
     def solved_by_gradients(self) -> Timed[Tensor]:
