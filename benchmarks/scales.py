@@ -154,6 +154,11 @@ _SOURCES = ExperimentScale(
 )
 _FEW_SOURCES = replace(_SOURCES, data=DataScale(32, 16), epochs=1)
 
+_FEW_DATTRI = DattriScale(
+    train=100, test=20, subsets=6, epochs={"dattri-mnist-lr": 2, "dattri-mnist-mlp": 2}, margin_models=(2,),
+    tracin_models=2, trak_models=(2,), trak_dimensions=16,
+)  # fmt: skip
+
 SCALES: dict[str, Scale] = {
     "smoke": Scale(
         name="smoke",
@@ -176,7 +181,7 @@ SCALES: dict[str, Scale] = {
         experiments=dict.fromkeys(_PAPER_EPOCHS, _SMALL)
         | dict.fromkeys(_LARGE_TASKS, _SMALL_NOISY)
         | {QNLI_SOURCES: _FEW_SOURCES},
-        dattri=DattriScale(100, 20, 6, 2, {"dattri-mnist-lr": 2, "dattri-mnist-mlp": 2}, (2,), 2, (2,), 16),
+        dattri=_FEW_DATTRI,
     ),
     "quick": Scale(
         name="quick",

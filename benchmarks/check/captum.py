@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,19 +21,28 @@ CAPTUM = SimpleNamespace(
     NaiveInfluenceFunction=captum.influence.NaiveInfluenceFunction,
     ArnoldiInfluenceFunction=ArnoldiInfluenceFunction,  # not exported by captum.influence
 )
-RATE = 0.1
 ARNOLDI_TOLERANCE = 1e-6  # with Captum's default 0.1, nothing is left of a Hessian this flat
 Toolkit = ModuleType | SimpleNamespace
 
 
 def tracin(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
     """TracIn over all parameters at the final checkpoint."""
-    influence = toolkit.TracInCP(
-        case.model, case.train_set, [case.model.state_dict()], load, **_mode(case), **groups
-    )  # fmt: skip
+    fast, size = sample_wise(case.model), _mode(case)["batch_size"]
+    influence = tracin_cp(toolkit, case.model, case.train_set, size, fast, **groups)
     if case.one_property and not groups:  # Captum can sum over test points itself
         return influence.influence(_batched(case), aggregate=True) / len(case.test[0])
     return _asked(case, influence, **groups)
+
+
+def tracin_cp(
+    toolkit: Toolkit, model: nn.Module, data: TensorDataset, batch_size: int, sample_wise: bool, **options: Any
+) -> Any:
+    """Return a TracInCP at the parameters that the model has, with sample-wise gradients or in its default mode."""
+    loss = nn.CrossEntropyLoss(reduction="sum" if sample_wise else "none")
+    return toolkit.TracInCP(
+        model, data, [model.state_dict()], load, loss_fn=loss, batch_size=batch_size,
+        sample_wise_grads_per_batch=sample_wise, **options,
+    )  # fmt: skip
 
 
 def tracin_fast(case: Case, toolkit: Toolkit, **groups: Any) -> Tensor:
@@ -97,7 +107,7 @@ def sample_wise(model: nn.Module) -> bool:
 def load(model: nn.Module, state: dict[str, Tensor]) -> float:
     """Load a checkpoint and return its learning rate."""
     model.load_state_dict(state)
-    return RATE
+    return 1.0
 
 
 def _described(case: Case) -> str:
@@ -109,24 +119,20 @@ def _curved(case: Case) -> str:
     return f"{_described(case)}, Hessian of {len(case.curvature_set)} points"
 
 
+def _method(name: str, run: Callable[..., Tensor], settings: Callable[[Case], str]) -> Method:
+    """Return a method that `run` asks for with Captum itself, and with the drop-in and groups."""
+    return Method(
+        "Captum",
+        name,
+        lambda case: run(case, CAPTUM),
+        lambda case: run(case, ggda_captum, groups=case.groups),
+        settings,
+    )
+
+
 METHODS = (
-    Method(
-        "Captum", "TracInCP",
-        lambda case: tracin(case, CAPTUM), lambda case: tracin(case, ggda_captum, groups=case.groups), _described,
-    ),
-    Method(
-        "Captum", "TracInCPFast",
-        lambda case: tracin_fast(case, CAPTUM), lambda case: tracin_fast(case, ggda_captum, groups=case.groups),
-        lambda case: "last layer, batches of 512",
-    ),
-    Method(
-        "Captum", "ArnoldiInfluenceFunction",
-        lambda case: arnoldi(case, CAPTUM), lambda case: arnoldi(case, ggda_captum, groups=case.groups),
-        lambda case: f"arnoldi_dim={case.size.depth + 1}, {_curved(case)}",
-    ),
-    Method(
-        "Captum", "NaiveInfluenceFunction",
-        lambda case: naive(case, CAPTUM), lambda case: naive(case, ggda_captum, groups=case.groups),
-        lambda case: f"last layer, {_curved(case)}",
-    ),
-)  # fmt: skip
+    _method("TracInCP", tracin, _described),
+    _method("TracInCPFast", tracin_fast, lambda case: "last layer, batches of 512"),
+    _method("ArnoldiInfluenceFunction", arnoldi, lambda case: f"arnoldi_dim={case.size.depth + 1}, {_curved(case)}"),
+    _method("NaiveInfluenceFunction", naive, lambda case: f"last layer, {_curved(case)}"),
+)

@@ -56,15 +56,12 @@ class Comparison:
         from benchmarks.compare.measure import Clock
 
         clock, size = Clock(), SIZES[scale.name][name]
-        numbers = replace(
-            scale.check[name], points=size.points, tests=None, batch=size.batch, last_parameters=size.last_parameters
-        )
+        numbers = replace(scale.check[name], points=size.points, tests=None, batch=size.batch)
         whole, common = check.prepared(name, scale, data_dir, numbers)
         points = len(whole.train[0])
-        group_sizes = [one for one in size.group_sizes if one == 1 or one <= points // 2]
         grouping: dict[int, float] = {}
         grouped: dict[str, dict[int, Case]] = {question: {} for question in QUESTIONS}
-        for group_size in group_sizes:
+        for group_size in (one for one in table.GROUP_SIZES if one == 1 or one <= points // 2):
             case = whole.grouped_by(group_size)
             grouping[group_size], _ = clock.timed(lambda: case.groups)  # noqa: B023  # called at once
             grouped[ONE_PROPERTY][group_size] = case.asking(size.property_tests, True)

@@ -15,9 +15,7 @@ class CompareSize:
         property_tests: number of test points whose mean loss is the property.
         tests: number of test points for the question that asks for each test point.
         solved_tests: the same for methods that solve a system of equations for each test point.
-        group_sizes: mean sizes of the groups; sizes larger than half of the training points are left out.
         batch: training points in a batch of the original, and of the group version if it takes batches.
-        last_parameters: as in `CheckScale`.
         points: largest number of training points; None for all points of the scale.
     """
 
@@ -26,27 +24,25 @@ class CompareSize:
     batch: int
     tests: int = 20
     solved_tests: int = 20
-    group_sizes: tuple[int, ...] = (1, 64, 1024)
-    last_parameters: int | None = None
     points: int | None = None
 
 
 def _sizes(
-    seconds: float, heloc: int, mnist: int, cifar10: int, qnli: int, last_parameters: int, images: int | None = None
+    seconds: float, heloc: int, mnist: int, cifar10: int, qnli: int, images: int | None = None
 ) -> dict[str, CompareSize]:
-    """Return task → size, from the time for every task, the test points of the property for every data set, BERT's
-    number of last parameters, and the number of CIFAR-10 points (`images`)."""
+    """Return task → size, from the time for every task, the test points of the property for every data set, and the
+    number of CIFAR-10 points (`images`)."""
     return {
         **dict.fromkeys(("heloc-lr", "heloc-ann-s", "heloc-ann-m"), CompareSize(seconds, heloc, 512, solved_tests=5)),
         "mnist-ann-l": CompareSize(seconds, mnist, 64, solved_tests=5),
         "cifar10-resnet18": CompareSize(seconds, cifar10, 16, solved_tests=1, points=images),
-        "qnli-bert": CompareSize(seconds, qnli, 4, tests=4, solved_tests=1, last_parameters=last_parameters),
+        "qnli-bert": CompareSize(seconds, qnli, 4, tests=4, solved_tests=1),
     }
 
 
 SIZES: Mapping[str, Mapping[str, CompareSize]] = {
-    "smoke": _sizes(0.02, 32, 32, 8, 8, 200_000),
-    "quick": _sizes(0.2, 1_000, 100, 20, 4, 1_000_000, images=512),
-    "laptop": _sizes(10.0, 1_975, 1_000, 200, 50, 4_000_000),
-    "paper": _sizes(60.0, 1_975, 10_000, 1_000, 200, 8_000_000),
+    "smoke": _sizes(0.02, 32, 32, 8, 8),
+    "quick": _sizes(0.2, 1_000, 100, 20, 4, images=512),
+    "laptop": _sizes(10.0, 1_975, 1_000, 200, 50),
+    "paper": _sizes(60.0, 1_975, 10_000, 1_000, 200),
 }

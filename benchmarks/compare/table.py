@@ -10,7 +10,8 @@ from benchmarks.names import DEFAULT_MODE, EXACT_MODE, ONE_PROPERTY, TEST_POINTS
 
 Row = Mapping[str, Any]
 HEADLINE_SIZE = 64
-_SIZES = (1, 64, 1024)
+GROUP_SIZES = (1, 64, 1024)
+"""Mean sizes of the groups; sizes larger than half of the training points are left out."""
 OWN_CODE = "own code"
 """Shown instead of a number if both sides run the code of the toolkit."""
 _SHOWN = 5
@@ -19,7 +20,7 @@ _SHOWN = 5
 
 def heading() -> str:
     """Return the first line of the table."""
-    sizes = " / ".join(f"{size:,}" for size in _SIZES)
+    sizes = " / ".join(f"{size:,}" for size in GROUP_SIZES)
     one, tests = (f"{question}: {sizes}" for question in (ONE_PROPERTY, TEST_POINTS))
     return f"{'toolkit':7} {'method':25} {'original: points':>16} {'seconds':>9}   {one:>24}   {tests:>24}"
 
@@ -42,7 +43,9 @@ def line(rows: Sequence[Row]) -> str:
 def _speed_ups(row: Row) -> str:
     cells = {cell["group_size"]: cell for cell in chosen(row["cells"])}
     missing = dict.fromkeys(row["own_code"], OWN_CODE)
-    return " / ".join(times(cells[size]["speed_up"]) if size in cells else missing.get(size, "–") for size in _SIZES)
+    return " / ".join(
+        times(cells[size]["speed_up"]) if size in cells else missing.get(size, "–") for size in GROUP_SIZES
+    )
 
 
 def chosen(cells: Iterable[Row], mode: str | None = None) -> list[Row]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks import models
-from benchmarks.check.captum import load
+from benchmarks.check.captum import load, tracin_cp
 from benchmarks.speed.memory import peak_bytes
 from benchmarks.speed.timing import Row, best_times
 from ggda_ext import Groups, properties
@@ -36,11 +36,8 @@ class Work:
         self.n, self.model = n, models.ann_l()
         self.data, self.tests = TensorDataset(*models.tabular(n, 784, 10)), models.tabular(TESTS, 784, 10, seed=1)
 
-    def tracin(self, toolkit: Any, reduction: str, batch_size: int, **options: Any) -> Any:
-        return toolkit.TracInCP(
-            self.model, self.data, [self.model.state_dict()], load, loss_fn=nn.CrossEntropyLoss(reduction=reduction),
-            batch_size=batch_size, sample_wise_grads_per_batch=reduction != "none", **options,
-        )  # fmt: skip
+    def tracin(self, toolkit: Any, batch_size: int, sample_wise: bool, **options: Any) -> Any:
+        return tracin_cp(toolkit, self.model, self.data, batch_size, sample_wise, **options)
 
     def last_layer(self, toolkit: Any, **options: Any) -> Any:
         return toolkit.TracInCPFast(
@@ -64,8 +61,8 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 
 def _all_layers(work: Work) -> Iterator[Row]:
-    grouped = work.tracin(ggda_captum, "sum", SIZE, groups=work.groups(SIZE))
-    best, default = work.tracin(captum.influence, "sum", 64), work.tracin(captum.influence, "none", 16)
+    grouped = work.tracin(ggda_captum, SIZE, True, groups=work.groups(SIZE))
+    best, default = work.tracin(captum.influence, 64, True), work.tracin(captum.influence, 16, False)
     mean = properties.mean_loss(work.tests, nn.CrossEntropyLoss())
     times = best_times(
         {
@@ -108,7 +105,7 @@ def _memory(work: Work) -> Iterator[Row]:
     }.items():
         peaks = {}
         for size in (1024, 4):
-            influence = work.tracin(ggda_captum, "sum", 64, groups=work.groups(size))
+            influence = work.tracin(ggda_captum, 64, True, groups=work.groups(size))
             call(influence)  # a first call, so that memory which stays allocated is not counted
             peaks[size] = peak_bytes(lambda call=call, influence=influence: call(influence))  # type: ignore[misc]
         few, many = peaks[1024], peaks[4]
@@ -123,8 +120,8 @@ def _memory_of_one_batch(work: Work) -> Iterator[Row]:
     """Yield a row with the peak memory for a few points in one batch, compared with that of Captum's default mode."""
     points = 256
     small = Work(points)
-    plain = small.tracin(captum.influence, "none", points)
-    grouped = small.tracin(ggda_captum, "none", points, groups=small.groups(16))
+    plain = small.tracin(captum.influence, points, False)
+    grouped = small.tracin(ggda_captum, points, False, groups=small.groups(16))
     theirs = peak_bytes(lambda: plain.influence(work.tests, aggregate=True))
     ours = peak_bytes(lambda: grouped.influence(work.tests, aggregate=True))
     if theirs and ours is not None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import captum.influence
 import numpy as np
 import torch
-from captum.influence import TracInCP
 from dattri.algorithm.tracin import TracInAttributor
 from dattri.task import AttributionTask
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import models
+from benchmarks.check.captum import tracin_cp
 from benchmarks.speed.memory import peak_bytes
 from benchmarks.speed.timing import Row, best_times
 from ggda_ext import GroupGradients, Groups, PointGradients, attribute, properties
@@ -126,25 +128,30 @@ def one_property(setting: Setting, quick: bool) -> Iterator[Row]:
                   "passes", bound, f"{setting.note}, n = {n:,}")  # fmt: skip
 
 
+def first_and_next(
+    setting: Setting, data: DataLike, batch_sizes: tuple[int, ...], call: Callable[[nn.Module], object], repeats: int
+) -> tuple[float, float, float]:
+    """Return the CPU seconds of a call with a new model, of a call with a model that is known, and of a pass."""
+    fresh = iter([setting.build() for _ in range(12)])
+    model = next(fresh)
+    call(model)
+    cases: dict[str, Callable[[], Any]] = dict(passes(model, data, batch_sizes))
+    times = best_times(cases | {"first": lambda: call(next(fresh)), "next": lambda: call(model)}, repeats)
+    return times["first"], times["next"], unit_of(times)
+
+
 def fixed_cost(setting: Setting) -> Iterator[Row]:
     """Time the work before the pass, which is the probe: in a first call, and in a second call with the same model."""
     n = min(setting.quick_n, 1000)
-    data, groups = setting.data(n), Groups(np.arange(n) // 4)
-    fresh = iter([setting.build() for _ in range(12)])
-    model = next(fresh)
+    data, groups, repeats = setting.data(n), Groups(np.arange(n) // 4), 10 if setting.n > 10_000 else 3
 
-    def look(at: nn.Module) -> None:
-        GroupGradients(at, LOSS, data, groups).plan(1)
+    def look(model: nn.Module) -> None:
+        GroupGradients(model, LOSS, data, groups).plan(1)
 
-    look(model)
-    cases: dict[str, Callable[[], Any]] = dict(passes(model, data, setting.batch_sizes)) | {
-        "first": lambda: look(next(fresh)), "again": lambda: look(model),
-    }  # fmt: skip
-    times = best_times(cases, 10 if n == 1000 and setting.n > 10_000 else 3)
-    for name, case in (("first", "fixed cost of a first call"), ("again", "fixed cost of the next call")):
-        thousand = unit_of(times) * 1000 / n
-        yield Row("core", setting.name, case, None, times[name], "pass over 1,000 points", times[name] / thousand,
-                  "passes", None, f"{setting.note}, {times[name] * 1e3:.1f} ms")  # fmt: skip
+    first, again, unit = first_and_next(setting, data, setting.batch_sizes, look, repeats)
+    for seconds, case in ((first, "fixed cost of a first call"), (again, "fixed cost of the next call")):
+        yield Row("core", setting.name, case, None, seconds, "pass over 1,000 points", seconds * n / unit / 1000,
+                  "passes", None, f"{setting.note}, {seconds * 1e3:.1f} ms")  # fmt: skip
 
 
 def small_data(setting: Setting) -> Iterator[Row]:
@@ -155,16 +162,14 @@ def small_data(setting: Setting) -> Iterator[Row]:
     n = 7_896
     data, groups = setting.data(n), Groups(np.arange(n) // 64)
     goal = properties.mean_loss(take(data, n // 100), LOSS)
-    fresh = iter([setting.build() for _ in range(12)])
-    model = next(fresh)
-    cases: dict[str, Callable[[], Any]] = dict(passes(model, data, (*setting.batch_sizes, n))) | {
-        "first": lambda: _call(next(fresh), data, groups, goal, "auto")(),
-        "again": _call(model, data, groups, goal, "auto"),
-    }
-    times = best_times(cases, 10)
-    for name, case in (("first", "a first call, one property"), ("again", "the next call, one property")):
-        yield Row("core", setting.name, f"{case}, n = {n:,}", 64, times[name], "pass", times[name] / unit_of(times),
-                  "passes", 1.4, setting.note)  # fmt: skip
+
+    def whole(model: nn.Module) -> None:
+        _call(model, data, groups, goal, "auto")()
+
+    first, again, unit = first_and_next(setting, data, (*setting.batch_sizes, n), whole, 10)
+    for seconds, case in ((first, "a first call, one property"), (again, "the next call, one property")):
+        yield Row("core", setting.name, f"{case}, n = {n:,}", 64, seconds, "pass", seconds / unit, "passes", 1.4,
+                  setting.note)  # fmt: skip
 
 
 class _Encoder(nn.Module):
@@ -264,8 +269,9 @@ def per_point_toolkits(quick: bool) -> Iterator[Row]:
         "vmap(grad)": _call(model, (x, y), Groups.singletons(n), goal, "persample"),
     }
     for size in (10, 16, 32, 100):  # for Captum the fastest batch size counts
-        cases[f"Captum TracInCP, sample-wise trick, batch {size}"] = _captum(model, (x, y), tests, True, size)
-        cases[f"Captum TracInCP, default, batch {size}"] = _captum(model, (x, y), tests, False, size)
+        for mode, sample_wise in (("sample-wise trick", True), ("default", False)):
+            tracin = tracin_cp(captum.influence, model, TensorDataset(x, y), size, sample_wise)
+            cases[f"Captum TracInCP, {mode}, batch {size}"] = partial(tracin.influence, tests, aggregate=True)
     times = best_times(cases, 5, {name: 2 for name in cases if name != "auto"})
     for toolkit in ("Captum TracInCP, sample-wise trick", "Captum TracInCP, default", "dattri", "vmap(grad)"):
         name = min((name for name in times if name.startswith(toolkit)), key=times.__getitem__)
@@ -273,15 +279,6 @@ def per_point_toolkits(quick: bool) -> Iterator[Row]:
         bound = 15.0 if toolkit.endswith("trick") else None
         yield Row("core", "ANN-L", "auto, one property", 1, times["auto"], name, ratio, "x faster",
                   bound, f"made data of MNIST's shape, n = {n:,}")  # fmt: skip
-
-
-def _captum(model: nn.Module, train: Pair, tests: Pair, trick: bool, batch_size: int) -> Callable[[], Tensor]:
-    tracin = TracInCP(
-        model, TensorDataset(*train), [model.state_dict()], checkpoints_load_func=lambda model, state: 1.0,
-        loss_fn=nn.CrossEntropyLoss(reduction="sum" if trick else "none"), batch_size=batch_size,
-        sample_wise_grads_per_batch=trick,
-    )  # fmt: skip
-    return lambda: tracin.influence(tests, aggregate=True)
 
 
 def _dattri(model: nn.Module, train: Pair, tests: Pair) -> Callable[[], Tensor]:

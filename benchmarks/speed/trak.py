@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import ggda_trak
-import numpy as np
 import torch
 import trak
 
 from benchmarks import models
+from benchmarks.check.trak import user_loop
 from benchmarks.speed.memory import peak_bytes
 from benchmarks.speed.timing import Row, best_times
 
@@ -43,23 +43,10 @@ class Work:
             return ggda_trak.SketchProjector(self.parameters, DIMENSION)
         return ggda_trak.FactoredProjector(self.model, DIMENSION) if case.startswith("Factored") else None
 
-    def run(self, toolkit: Any, *, batches: Any = None, **options: Any) -> int:
+    def run(self, toolkit: Any, **options: Any) -> int:
         """Run the loop that a user writes, and return the bytes of the checkpoint's store."""
-        plain = (np.arange(low, min(low + self.batch, self.n)) for low in range(0, self.n, self.batch))
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-            traker = toolkit.TRAKer(
-                self.model, "image_classification", self.n, save_dir=folder, device="cpu", proj_dim=DIMENSION,
-                use_half_precision=False, logging_level=100, **options,
-            )  # fmt: skip
-            state = self.model.state_dict()
-            traker.load_checkpoint(state, model_id=0)
-            for indices in batches or plain:
-                at = torch.as_tensor(np.asarray(indices))
-                traker.featurize([tensor[at] for tensor in self.data], inds=at.numpy())
-            traker.finalize_features()
-            traker.start_scoring_checkpoint("test", state, 0, num_targets=TARGETS)
-            traker.score(self.targets, num_samples=TARGETS)
-            traker.finalize_scores("test")
+            user_loop(toolkit, self.model, self.data, self.targets, self.batch, folder, proj_dim=DIMENSION, **options)
             return sum(path.stat().st_size for path in Path(folder, "0").iterdir())
 
     def grouped(self, case: str, size: int) -> int:
