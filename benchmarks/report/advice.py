@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from benchmarks.check.table import passed
-from benchmarks.compare.table import HEADLINE_SIZE, headline, times
+from benchmarks.compare.table import HEADLINE_SIZE, times
 from benchmarks.names import BASELINES, EXACT_MODE, PER_POINT, TRIVIAL
 from benchmarks.report.formats import Table, three_digits
 from benchmarks.report.rows import Results, of_protocol, of_sums
@@ -98,7 +98,7 @@ def _noisy(results: Results) -> Iterator[Need]:
 
 def _own_toolkit(results: Results) -> Iterator[Need]:
     """Yield the speed-up of each toolkit's drop-in, for users who stay with their toolkit."""
-    checks, cells = results.of("check"), pd.DataFrame(headline(results.of("speed").to_dict("records")))
+    checks, cells = results.of("check"), results.speed_ups
     if cells.empty:
         return
     equal = not checks.empty and passed(checks.to_dict("records"))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import pandas as pd
-
-from benchmarks.compare.table import HEADLINE_SIZE, headline, times
+from benchmarks.compare.table import HEADLINE_SIZE, times
 from benchmarks.report.fidelity import fidelity
 from benchmarks.report.rows import Results
 
@@ -52,7 +50,7 @@ def _equal(results: Results) -> Chart | None:
 
 
 def _faster(results: Results) -> Chart | None:
-    cells = pd.DataFrame(headline(results.of("speed").to_dict("records")))
+    cells = results.speed_ups
     if cells.empty:
         return None
     middle = cells.groupby("method", sort=False)["speed_up"].median().sort_values(ascending=False)

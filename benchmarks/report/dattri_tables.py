@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from benchmarks.report.formats import Table, interval, plus_minus, three_digits
+from benchmarks.report.rows import known
 
 _LR, _MLP = "LR (dattri)", "MLP (dattri)"
 PUBLISHED = {
@@ -35,9 +36,9 @@ def dattri_tables(rows: pd.DataFrame) -> Iterator[Table]:
             lines.append([setting, row["method"], *cells, f"{row['models']:.0f}", *map(three_digits, seconds), share])
         for method, value in published.items():
             lines.append([setting, f"dattri {method}", "not run", f"{value:.2f}", *["–"] * 4])
-        ceilings = some["ceiling"].dropna() if "ceiling" in some else pd.Series(dtype=float)
+        ceilings = known(some, "ceiling")
         if len(ceilings):
-            lines.append([setting, "Ceiling", plus_minus(float(ceilings.iloc[0]), float("nan"), 2), *["–"] * 5])
+            lines.append([setting, "Ceiling", plus_minus(ceilings.iloc[0], float("nan"), 2), *["–"] * 5])
     counts = rows.iloc[0]
     yield Table(
         "dattri",

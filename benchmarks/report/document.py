@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks.report.formats import Table, plain_markdown
@@ -39,18 +39,14 @@ def refresh(document: Path, content: Content) -> None:
             f"the rows, or take them out of the document."
         )
 
-    def filled(match: re.Match[str]) -> str:
-        if _is_timing(match):
-            return match[0]
+    def body(match: re.Match[str]) -> str | None:
         if match["name"]:
-            body = tables[match["name"]].markdown()
-        elif match["what"] == "headlines":
-            body = "\n".join(f"- {plain_markdown(line)}" for line in content.headlines.lines)
-        else:
-            body = "\n\n".join(run_lines(run) for run in content.runs)
-        return _between(match, body)
+            return None if _is_timing(match) else tables[match["name"]].markdown()
+        if match["what"] == "headlines":
+            return "\n".join(f"- {plain_markdown(line)}" for line in content.headlines.lines)
+        return "\n\n".join(run_lines(run) for run in content.runs)
 
-    document.write_text(_MARKED.sub(filled, text), encoding="utf-8")
+    _fill(document, body)
     folder = document.parent / "figures"
     folder.mkdir(exist_ok=True)
     for name, kind in figures:
@@ -59,18 +55,19 @@ def refresh(document: Path, content: Content) -> None:
 
 def refresh_timings(document: Path, tables: Iterable[Table]) -> None:
     """Fill the tables of `python -m benchmarks speed`; tables of parts that were not run are left unchanged."""
-    found = {table.name: table for table in tables}
-    text = document.read_text(encoding="utf-8")
+    found = {table.name: table.markdown() for table in tables}
+    _fill(document, lambda match: found.get(match["name"]))
+
+
+def _fill(document: Path, body: Callable[[re.Match[str]], str | None]) -> None:
+    """Put a text between the markers of each generated part; parts for which it is None are left unchanged."""
 
     def filled(match: re.Match[str]) -> str:
-        return _between(match, found[match["name"]].markdown()) if match["name"] in found else match[0]
+        text = body(match)
+        return match[0] if text is None else f"<!-- {match['what']} -->\n{text.strip()}\n<!-- end -->"
 
-    document.write_text(_MARKED.sub(filled, text), encoding="utf-8")
+    document.write_text(_MARKED.sub(filled, document.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def _is_timing(match: re.Match[str]) -> bool:
     return bool(match["name"]) and match["name"].startswith(PREFIX)
-
-
-def _between(match: re.Match[str], body: str) -> str:
-    return f"<!-- {match['what']} -->\n{body.strip()}\n<!-- end -->"

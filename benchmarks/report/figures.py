@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from tqdm.auto import tqdm
 
-from benchmarks.compare.table import HEADLINE_SIZE, headline
+from benchmarks.compare.table import HEADLINE_SIZE
 from benchmarks.names import GRAD_K_MEANS, PER_POINT, SINGLE_POINTS
 from benchmarks.report.cost_tables import cost
 from benchmarks.report.lds_figures import lds_figures
@@ -128,7 +128,7 @@ def _cost(setting: str, methods: list[str], rows: pd.DataFrame, folder: Path) ->
 
 def speed_figures(results: Results, folder: Path) -> Iterator[Picture]:
     """Draw the speed-ups over the originals, with one line per method and one marker per setting."""
-    cells = pd.DataFrame(headline(results.of("speed").to_dict("records")))
+    cells = results.speed_ups
     if cells.empty:
         return
     names = list(dict.fromkeys(cells["toolkit"] + " · " + cells["method"]))

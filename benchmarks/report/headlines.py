@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-import pandas as pd
-
 from benchmarks.check.table import verdict
 from benchmarks.compare.table import HEADLINE_SIZE, headline, slower, times
 from benchmarks.report.advice import Need, advice
@@ -44,20 +42,8 @@ def headlines(results: Results) -> Headlines:
     return Headlines(_equality(results), _speed(results), _fidelity(fidelity(results)), _method(advice(results)))
 
 
-def records(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Return the rows of a frame as dicts, without missing values."""
-    return [
-        {
-            name: value
-            for name, value in row.items()
-            if not (value is None or (isinstance(value, float) and pd.isna(value)))
-        }
-        for row in frame.to_dict("records")
-    ]
-
-
 def _equality(results: Results) -> str:
-    checks = records(results.of("check"))
+    checks = results.of("check").to_dict("records")
     if not checks:
         return "Same scores? Not checked here; run `python -m benchmarks check`."
     return f"Same scores: the group versions of Captum, dattri and TRAK are {next(iter(verdict(checks)))}."

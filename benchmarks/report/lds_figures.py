@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from benchmarks.names import EQUAL_GROUPINGS, GROUPINGS, SINGLE_POINTS
-from benchmarks.report.lds_tables import FIDELITY
+from benchmarks.report.lds_tables import PROTOCOL_TABLES
 from benchmarks.report.rows import (
     Results,
     grouping_title,
@@ -27,7 +27,7 @@ from benchmarks.report.style import GREY, HIGHER, OF_GROUPING, Picture, grid, li
 
 def lds_figures(results: Results, folder: Path) -> Iterator[Picture]:
     """Draw for each setting and protocol the correlation with real retraining by group size."""
-    for kind in FIDELITY:
+    for kind in PROTOCOL_TABLES:
         for setting, rows in of_protocol(results.of("lds"), kind.protocol).groupby("setting", sort=False):
             if kind.value not in rows:
                 continue

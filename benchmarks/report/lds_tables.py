@@ -15,7 +15,7 @@ from benchmarks.report.rows import grouping_title, lines_by_size, mean_interval,
 
 
 @dataclass(frozen=True)
-class Fidelity:
+class ProtocolTable:
     """How the results of a protocol are shown.
 
     Attributes:
@@ -41,16 +41,16 @@ _LDS_NOTE = (
     "Spearman correlation of predicted test losses with those of models retrained on {} of the groups, all with about "
     "the same number of points; in brackets the 95 % bootstrap interval over models."
 )
-FIDELITY = (
-    Fidelity(
+PROTOCOL_TABLES = (
+    ProtocolTable(
         HALVES, "mean", "interval", "lds", "linear data-modelling score (LDS)", "Spearman correlation",
         _LDS_NOTE.format("random halves"),
     ),
-    Fidelity(
+    ProtocolTable(
         KEEP_80, "mean", "interval", "lds-keep-80", "LDS where 80 % of the groups are kept", "Spearman correlation",
         _LDS_NOTE.format("a random 80 %"),
     ),
-    Fidelity(
+    ProtocolTable(
         LEAVE_ONE_OUT, "pearson", "pearson_interval", "leave-group-out", "correlation with leaving groups out",
         "Pearson correlation",
         "Pearson correlation of the predicted with the real test loss without one group; in brackets the 95 % "
@@ -67,14 +67,14 @@ CEILING_NOTE = (
 
 def lds_tables(rows: pd.DataFrame) -> Iterator[Table]:
     """Yield a table of the correlation by group size, for every protocol that was run."""
-    for kind in FIDELITY:
+    for kind in PROTOCOL_TABLES:
         some = of_sums(of_protocol(rows, kind.protocol))
         if kind.value not in some or not some[kind.value].notna().any():
             continue
         some = ordered(some)
         sizes = sorted(some["group_size"].unique())
 
-        def cell(rows: pd.DataFrame, kind: Fidelity = kind) -> str:
+        def cell(rows: pd.DataFrame, kind: ProtocolTable = kind) -> str:
             return interval(rows[kind.value].mean(), *mean_interval(rows[kind.interval]))
 
         lines = lines_by_size(some, ["setting", "method", "grouping"], cell)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from benchmarks.names import (
     BASELINES,
@@ -37,7 +36,6 @@ from benchmarks.report.style import (
     share_y,
 )
 
-_SECONDS = "attribution time (CPU s, grouping included)"
 _ACCURACY = "test accuracy (%)"
 
 
@@ -101,56 +99,71 @@ _BARS = "Bars: standard error over model seeds."
 def _by_grouping(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Picture]:
     largest = found["fraction"].max()
     some = found[found["fraction"] == largest]
-    methods = methods_by_size(some)
-    if not methods:
-        return
-    groupings = [name for name in GROUPINGS if name in set(some["grouping"])]
-    sizes = sorted(some.loc[~some["method"].isin(BASELINES), "group_size"].unique())
-
-    def draw(axis: Axes, method: str) -> None:
-        _baselines(axis, found, largest)
-        mine = some[some["method"] == method]
-        for grouping in groupings:
-            curve = mine[mine["grouping"].isin([grouping, SINGLE_POINTS])].sort_values("group_size")
-            _curve(axis, curve, OF_GROUPING[grouping])
-        single = mine[mine["group_size"] == 1]
-        axis.plot(single["seconds_total"], 100 * single["mean"], linestyle="", color=BLACK, marker="*", markersize=10)
-        _finish_runtime(axis)
-
-    figure = grid(methods, 2, draw)
-    share_y(figure)
-    handles = [line("single points (size 1)", BLACK, "*", "", 9)]
-    handles += [line(name, *OF_GROUPING[name]) for name in groupings]
-    handles += [*_baseline_handles(found), *_size_handles(sizes)]
+    curves = {
+        name: (OF_GROUPING[name], some[some["grouping"].isin([name, SINGLE_POINTS])])
+        for name in GROUPINGS
+        if name in set(some["grouping"])
+    }
     title = f"{setting}: accuracy after removing the top {100 * largest:g} %, by grouping"
-    yield save(figure, folder, f"runtime-groupings-{slug(setting)}", title, handles, f"{_READ} {_BARS}")
+    yield from _against_runtime(title, found, some, curves, largest, folder, f"runtime-groupings-{slug(setting)}")
 
 
 def _by_removal(setting: str, found: pd.DataFrame, folder: Path) -> Iterator[Picture]:
     some = found[found["grouping"].isin([GRAD_K_MEANS, SINGLE_POINTS]) & ~found["method"].isin(BASELINES)]
+    curves = {
+        f"top {100 * fraction:g} % removed": (look, some[some["fraction"] == fraction])
+        for fraction, look in zip(sorted(some["fraction"].unique()), SERIES, strict=False)
+    }
+    title = f"{setting}: accuracy after removal, Grad-K-Means groups"
+    yield from _against_runtime(title, found, some, curves, None, folder, f"runtime-removals-{slug(setting)}")
+
+
+def _against_runtime(
+    title: str, found: pd.DataFrame, some: pd.DataFrame, curves: dict[str, tuple[tuple[str, str], pd.DataFrame]],
+    fraction: float | None, folder: Path, name: str,
+) -> Iterator[Picture]:  # fmt: skip
+    """Draw accuracy against runtime with a panel for each method of `some`.
+
+    Args:
+        title: title of the figure.
+        found: all rows of the setting, for the baselines.
+        some: the rows that are drawn.
+        curves: name of a curve → its colour and marker, and its rows.
+        fraction: the share that is removed in all curves; None if they differ. Random removal is shown for one share
+            only, and single points, which are the same in all curves, get a sign of their own.
+        folder: where the figure goes.
+        name: name of its files.
+    """
     methods = methods_by_size(some)
     if not methods:
         return
-    fractions = sorted(some["fraction"].unique())
-    sizes = sorted(some["group_size"].unique())
+    sizes = sorted(some.loc[~some["method"].isin(BASELINES), "group_size"].unique())
+    at_random = found[(found["method"] == RANDOM_REMOVAL) & (found["fraction"] == fraction)]
+    baselines = [("no removal", ":", found[found["method"] == NO_REMOVAL]), ("random removal", "--", at_random)]
+    baselines = [(label, style, rows) for label, style, rows in baselines if not rows.empty]
 
     def draw(axis: Axes, method: str) -> None:
-        _baselines(axis, found, None)
-        for fraction, look in zip(fractions, SERIES, strict=False):
-            curve = some[(some["method"] == method) & (some["fraction"] == fraction)].sort_values("group_size")
-            _curve(axis, curve, look)
-        _finish_runtime(axis)
+        for _, style, rows in baselines:
+            axis.axhline(100 * rows["mean"].iloc[0], color=GREY, linestyle=style, linewidth=1.1)
+        for look, rows in curves.values():
+            _curve(axis, rows[rows["method"] == method].sort_values("group_size"), look)
+        if fraction is not None:
+            single = some[(some["method"] == method) & (some["group_size"] == 1)]
+            x, y = single["seconds_total"], 100 * single["mean"]
+            axis.plot(x, y, linestyle="", color=BLACK, marker="*", markersize=10)
+        log_axis(axis)
+        axis.set_xlabel("attribution time (CPU s, grouping included)")
+        axis.set_ylabel(f"{_ACCURACY}\n{LOWER}")
 
     figure = grid(methods, 2, draw)
     share_y(figure)
-    handles = [line(f"top {100 * one:g} % removed", *look) for one, look in zip(fractions, SERIES, strict=False)]
-    title = f"{setting}: accuracy after removal, Grad-K-Means groups"
-    handles += [entry for entry in _baseline_handles(found) if entry.get_label() == "no removal"]
-    handles += _size_handles(sizes)
-    yield save(figure, folder, f"runtime-removals-{slug(setting)}", title, handles, f"{_READ} {_BARS}")
-
-
-_READ = "Left is cheaper; the marker grows with the group size along the curve."
+    handles = [line("single points (size 1)", BLACK, "*", "", 9)] if fraction is not None else []
+    handles += [line(label, *look) for label, (look, _) in curves.items()]
+    handles += [line(label, GREY, style=style) for label, style, _ in baselines]
+    shown = sizes if len(sizes) <= 3 else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
+    handles += [line(f"group size {size:g}", GREY, "o", "", math.sqrt(_area(size))) for size in shown]
+    caption = f"Left is cheaper; the marker grows with the group size along the curve. {_BARS}"
+    yield save(figure, folder, name, title, handles, caption)
 
 
 def _curve(axis: Axes, curve: pd.DataFrame, look: tuple[str, str]) -> None:
@@ -164,34 +177,6 @@ def _curve(axis: Axes, curve: pd.DataFrame, look: tuple[str, str]) -> None:
 def _area(size: float) -> float:
     """Return the area of a marker in points²; it grows with the logarithm of the group size."""
     return 14 + 11 * math.log2(max(size, 1))
-
-
-def _finish_runtime(axis: Axes) -> None:
-    log_axis(axis)
-    axis.set_xlabel(_SECONDS)
-    axis.set_ylabel(f"{_ACCURACY}\n{LOWER}")
-
-
-def _baselines(axis: Axes, found: pd.DataFrame, fraction: float | None) -> None:
-    for method, style in ((NO_REMOVAL, ":"), (RANDOM_REMOVAL, "--")):
-        some = found[found["method"] == method]
-        if method == RANDOM_REMOVAL:
-            some = some[some["fraction"] == fraction]
-        if not some.empty:
-            axis.axhline(100 * some["mean"].iloc[0], color=GREY, linestyle=style, linewidth=1.1)
-
-
-def _baseline_handles(found: pd.DataFrame) -> list[Line2D]:
-    entries = {
-        NO_REMOVAL: line("no removal", GREY, style=":"),
-        RANDOM_REMOVAL: line("random removal", GREY, style="--"),
-    }
-    return [entry for name, entry in entries.items() if name in set(found["method"])]
-
-
-def _size_handles(sizes: list[float]) -> list[Line2D]:
-    shown = sizes if len(sizes) <= 3 else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
-    return [line(f"group size {size:g}", GREY, "o", "", math.sqrt(_area(size))) for size in shown]
 
 
 def _removal_panels(found: pd.DataFrame) -> dict[str, pd.DataFrame]:

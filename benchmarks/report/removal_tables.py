@@ -112,12 +112,15 @@ def _by_fraction(name: str, title: str, found: pd.DataFrame, notes: Sequence[str
     for (method, grouping, size), some in ordered(found).groupby(
         ["method", "grouping", "group_size"], sort=False, dropna=False
     ):
-        if method == NO_REMOVAL:
-            cells = [percent(some["mean"].iloc[0], some["stderr"].iloc[0])] * len(fractions)
-        else:
-            cells = _cells(some, fractions)
         baseline = method in BASELINES
-        lines.append([method, "" if baseline else grouping_title(grouping), "" if baseline else f"{size:g}", *cells])
+        lines.append(
+            [
+                method,
+                "" if baseline else grouping_title(grouping),
+                "" if baseline else f"{size:g}",
+                *_cells(some, fractions),
+            ]
+        )
     columns = ["Attributor", "Grouping", "Group size", *(f"{100 * fraction:g} %" for fraction in fractions)]
     return Table(name, title, pd.DataFrame(lines, columns=columns), keys=3, notes=notes)
 

@@ -63,7 +63,7 @@ def measures(results: Results) -> pd.DataFrame:
             shares = sorted(rows["fraction"].unique())
             share = shares[-1] if experiment == "retraining" else shares[len(shares) // 2]
             rows, name = rows[rows["fraction"] == share], name.format(f"{100 * share:g} %")
-        parts.append(merged(rows, KEYS).assign(measure=name, better=better))
+        parts.append(merged(rows, KEYS).assign(measure=f"{name} ({better} is better)"))
     return ordered(pd.concat(parts, ignore_index=True)) if parts else pd.DataFrame()
 
 
@@ -89,7 +89,7 @@ def _per_point(found: pd.DataFrame) -> Iterator[Table]:
         yield Table(
             "review-per-point",
             "Does grouping earn its place for one property? TracIn of single points at the price of groups",
-            pd.DataFrame(lines, columns=["Data / model", "TracIn of", "CPU s", *_titles(found, names)]),
+            pd.DataFrame(lines, columns=["Data / model", "TracIn of", "CPU s", *names]),
             keys=2,
             notes=[f"CPU seconds, grouping included; {STDERR}. {_NO_NUMBERS}"],
         )
@@ -121,16 +121,10 @@ def _by_size(found: pd.DataFrame, name: str, title: str, note: str) -> Iterator[
     sizes = sorted(found["group_size"].unique())
     order = {key: {value: at for at, value in enumerate(dict.fromkeys(found[key]))} for key in ("setting", "measure")}
     found = found.sort_values(["setting", "measure"], key=lambda column: column.map(order[column.name]), kind="stable")
-    found = found.assign(measure=found["measure"] + " (" + found["better"] + " is better)")
     keys = ["setting", "measure", "method", "grouping"]
     lines = lines_by_size(found, keys, lambda rows: rows["cell"].iloc[-1])
     columns = ["Data / model", "Measure", "Attributor", "Grouping", *size_names(sizes)]
     yield Table(name, title, pd.DataFrame(lines, columns=columns), keys=4, notes=[note])
-
-
-def _titles(found: pd.DataFrame, names: list[str]) -> list[str]:
-    better = found.drop_duplicates("measure").set_index("measure")["better"]
-    return [f"{name} ({better[name]} is better)" for name in names]
 
 
 def _shown(row: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from benchmarks.compare.table import headline
 from benchmarks.names import BASELINES, CG, EQUAL_GROUPINGS, GROUPINGS, HALVES, PAPER_METHODS, SINGLE_POINTS
 from benchmarks.results import read_config, read_rows
 
@@ -54,6 +55,11 @@ class Results:
     def settings(self) -> list[str]:
         """Settings in the paper's order."""
         return list(self.rows["setting"].unique())
+
+    @property
+    def speed_ups(self) -> pd.DataFrame:
+        """The cells of the comparison of speed that headlines are about, see `benchmarks.compare.table.headline`."""
+        return pd.DataFrame(headline(self.of("speed").to_dict("records")))
 
 
 def read(folders: Sequence[Path]) -> Results:
@@ -171,6 +177,11 @@ def with_ceiling(rows: pd.DataFrame) -> pd.DataFrame:
     if "ceiling" not in rows:
         return rows[:0].assign(ceiling=0.0)
     return rows.dropna(subset="ceiling").astype({"ceiling": float})
+
+
+def known(rows: pd.DataFrame, column: str) -> pd.Series:
+    """Return the numbers of a column that are there; none if there is no such column."""
+    return rows[column].dropna().astype(float) if column in rows else pd.Series(dtype=float)
 
 
 def mean_interval(intervals: pd.Series) -> tuple[float, float]:

@@ -18,32 +18,21 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from benchmarks.names import (
-    CG,
-    EQUAL_GRAD_K_MEANS,
-    EQUAL_K_MEANS,
-    GRAD_K_MEANS,
-    K_MEANS,
-    PAPER_METHODS,
-    RANDOM,
-    REPR_K_MEANS,
-    SINGLE_POINTS,
-    WHAT_IF,
-)
+from benchmarks import names
 from benchmarks.report.rows import STAND_IN
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#767676"
 SERIES = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PURPLE, "D"), (ORANGE, "v"), (SKY, "P"), (BLACK, "X"))
-OF_METHOD = dict(zip((*PAPER_METHODS, CG, WHAT_IF), SERIES, strict=False))
+OF_METHOD = dict(zip((*names.PAPER_METHODS, names.CG, names.WHAT_IF), SERIES, strict=False))
 OF_GROUPING = {
-    SINGLE_POINTS: (BLACK, "*"),
-    RANDOM: (ORANGE, "o"),
-    K_MEANS: (SKY, "s"),
-    REPR_K_MEANS: (GREEN, "^"),
-    GRAD_K_MEANS: (RED, "D"),
-    EQUAL_K_MEANS: (BLUE, "s"),
-    EQUAL_GRAD_K_MEANS: (PURPLE, "D"),
+    names.SINGLE_POINTS: (BLACK, "*"),
+    names.RANDOM: (ORANGE, "o"),
+    names.K_MEANS: (SKY, "s"),
+    names.REPR_K_MEANS: (GREEN, "^"),
+    names.GRAD_K_MEANS: (RED, "D"),
+    names.EQUAL_K_MEANS: (BLUE, "s"),
+    names.EQUAL_GRAD_K_MEANS: (PURPLE, "D"),
 }
 OF_PART = {
     "grouping": (SKY, "//"),

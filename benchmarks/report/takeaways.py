@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pandas as pd
 
-from benchmarks.compare.table import HEADLINE_SIZE, chosen, headline, times
+from benchmarks.compare.table import HEADLINE_SIZE, chosen, times
 from benchmarks.names import BASELINES, NO_REMOVAL, PER_POINT, RANDOM_REMOVAL, SINGLE_POINTS, TEST_POINTS
 from benchmarks.report.cost_tables import cost
 from benchmarks.report.fidelity import fidelity
@@ -30,8 +30,7 @@ def check(results: Results) -> str:
 
 def speed(results: Results) -> str:
     """Give the median speed-up for one property by toolkit, and for test points."""
-    rows = results.of("speed").to_dict("records")
-    cells = pd.DataFrame(headline(rows))
+    cells = results.speed_ups
     if cells.empty:
         return NOTHING
     toolkits = ", ".join(
@@ -39,7 +38,7 @@ def speed(results: Results) -> str:
     )
     tests = [
         cell["speed_up"]
-        for row in rows
+        for row in results.of("speed").to_dict("records")
         if row["status"] == "measured" and row["question"] == TEST_POINTS
         for cell in chosen(row["cells"])
         if cell["group_size"] == HEADLINE_SIZE

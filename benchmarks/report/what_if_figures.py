@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.names import AVERAGED, CG, HALVES, INFLUENCE, OURS, PAPER_METHODS, REFITS, TRIVIAL, WHAT_IF
 from benchmarks.report.lds_tables import CEILINGS
-from benchmarks.report.rows import Results, grouping_title, mean_interval, of_protocol, of_sums, ordered, slug
+from benchmarks.report.rows import Results, grouping_title, known, mean_interval, of_protocol, of_sums, ordered, slug
 from benchmarks.report.style import GREY, ORANGE, SERIES, Picture, grid, line, log_axis, save
 
 _BESIDE = INFLUENCE  # the additive method that is shown next to what-if
@@ -65,10 +65,10 @@ def fidelity_figures(results: Results, folder: Path) -> Iterator[Picture]:
     for setting, rows in _halves(results):
         if "seconds_total" not in rows:
             continue
-        known = rows[rows["mean"].notna() & rows["seconds_total"].notna() & ~rows["method"].isin(TRIVIAL)]
+        shown = rows[rows["mean"].notna() & rows["seconds_total"].notna() & ~rows["method"].isin(TRIVIAL)]
         panels = {
             _groups_title(grouping, size): some
-            for (grouping, size), some in known.groupby(["grouping", "group_size"], sort=False)
+            for (grouping, size), some in shown.groupby(["grouping", "group_size"], sort=False)
             if WHAT_IF in set(some["method"])
         }
         if panels:
@@ -92,7 +92,7 @@ def _fidelity(setting: str, panels: dict[str, pd.DataFrame], folder: Path) -> Pi
             bars = np.nan_to_num(np.clip([[mean - low], [high - mean]], 0, None))
             axis.errorbar(seconds, mean, bars, color=color, marker=marker, capsize=2, elinewidth=0.9)
         for column, (_, style) in _LINES.items():
-            values = some[column].dropna().astype(float) if column in some else []
+            values = known(some, column)
             if len(values):
                 axis.axhline(np.mean(values), color=ORANGE if style == "--" else GREY, linestyle=style, linewidth=1.2)
         axis.axhline(0, color=GREY, linewidth=0.6)

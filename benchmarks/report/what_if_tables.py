@@ -9,7 +9,7 @@ import pandas as pd
 from benchmarks.names import CG, INFLUENCE, INFLUENCE_3, TRACIN, TRIVIAL, WARM_START, WHAT_IF, WHAT_IFS
 from benchmarks.report.formats import Table, interval
 from benchmarks.report.lds_tables import CEILING_NOTE, CEILINGS
-from benchmarks.report.rows import grouping_title, mean_interval, of_sums
+from benchmarks.report.rows import grouping_title, known, mean_interval, of_sums
 
 _SHOWN = (*WHAT_IFS, WARM_START, INFLUENCE, INFLUENCE_3, TRACIN, CG, *TRIVIAL)
 _KEYS = ["setting", "protocol", "grouping", "group_size", "nearby"]
@@ -81,7 +81,7 @@ def _rank(line: pd.DataFrame, whole: bool) -> str:
 def _level(line: pd.DataFrame) -> list[str]:
     found = []
     for column in ("pearson", "slope", "calibrated_pearson", "calibrated_slope"):
-        values = line[column].dropna().astype(float) if column in line else pd.Series(dtype=float)
+        values = known(line, column)
         found.append(_NONE if values.empty else f"{values.mean():.2f}{_each(values)}")
     return found
 
@@ -91,5 +91,5 @@ def _each(values: pd.Series) -> str:
 
 
 def _mean(some: pd.DataFrame, column: str) -> str:
-    values = some[column].dropna().astype(float) if column in some else pd.Series(dtype=float)
+    values = known(some, column)
     return _NONE if values.empty else f"{values.mean():.2f}"
