@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 from benchmarks import models
 from benchmarks.data import load
+from benchmarks.speed.core import passes, unit_of
+from benchmarks.speed.timing import best_times
 from ggda_ext import Groups, attribute, grouping, properties
 from ggda_ext.curvature import Hessian, conjugate_gradients
 from ggda_ext.data import IndexedData
@@ -87,7 +89,7 @@ def measured(
     train, test = points_for(problem, folder)
     model = trained(problem, train, 100 + 10 * seed)
     _scores(model, (train[0][:200], train[1][:200]), Groups(np.arange(200) % 4), goal_of(test), Influence())  # warms up
-    one_pass = pass_seconds(model, train)
+    one_pass = unit_of(best_times(passes(model, train, (1024,)), 3))
     for name in names:
         groups = GROUPINGS[name](model, train, 11 + seed)
         kept = random_subsets(groups, HALVES, seed=500 + seed, equal_points=True)
@@ -199,18 +201,6 @@ def ten_steps(model: nn.Module, train: Pair, groups: Groups, goal: Any) -> Tenso
             hessian, property_gradient(goal, model, space.parameters), max_iter=10, regularization=1e-3
         )
     return GroupGradients(model, LOSS, train, groups).scores(solved)
-
-
-def pass_seconds(model: nn.Module, train: Pair) -> float:
-    """Return the CPU seconds of one forward and backward pass over the training data, the best of three."""
-    found = []
-    for _ in range(3):
-        start = time.process_time()
-        for x, y in zip(*(part.split(1024) for part in train), strict=True):
-            LOSS(model(x), y).backward()
-        found.append(time.process_time() - start)
-        model.zero_grad(set_to_none=True)
-    return min(found)
 
 
 if __name__ == "__main__":

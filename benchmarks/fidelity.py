@@ -33,9 +33,12 @@ from benchmarks import models
 from benchmarks.data import DataSet, load
 from ggda_ext import GroupGradients, Groups
 from ggda_ext.curvature.fisher import FISHERS, Damping, EmpiricalFisher
+from ggda_ext.evaluation import points_of, random_subsets
 from ggda_ext.grouping import GradKMeansGroups, random_groups
 from ggda_ext.model import ParameterSpace
+from ggda_ext.training import Recipe, initial_model, train_many, train_one
 
+LOSS = nn.CrossEntropyLoss()
 DAMPINGS: tuple[Damping, ...] = (0.0, 0.01, 0.1, 0.3, 1.0, 10.0, "auto")
 Pair = tuple[Tensor, Tensor]
 
@@ -76,6 +79,11 @@ class Problem:
     data: str
     standardise: bool = False
 
+    @property
+    def recipe(self) -> Recipe:
+        """How every model is trained."""
+        return Recipe(self.epochs, self.rate, 64, schedule="constant")
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -109,9 +117,8 @@ PROBLEMS = (
 )
 
 
-def run(folder: Path | None, scale: Scale | None = None, path: Path | None = None) -> list[Cell]:
+def run(folder: Path | None, scale: Scale, path: Path | None) -> list[Cell]:
     """Measure every cell, print the tables, and write the cells as JSON to `path`."""
-    scale = scale or Scale()
     print(f"{scale}, Spearman, mean ± sd over seeds, {torch.get_num_threads()} thread(s)")
     cells: list[Cell] = []
     for problem in PROBLEMS:
@@ -137,11 +144,16 @@ def measured(problem: Problem, seed: int, scale: Scale, all_train: Pair, all_tes
     chosen = torch.from_numpy(draw.choice(len(x), scale.points, replace=False))
     tested = torch.from_numpy(draw.choice(len(x_test), scale.tests, replace=False))
     train, test = (x[chosen], y[chosen]), (x_test[tested], y_test[tested])
-    model = trained(problem, train, seed)
+    model = train_one(initial_model(problem.model, seed), LOSS, train, problem.recipe, seed=seed).model
     rows, weights, targets = features(model, train, test, scale.proj_dim)
     reference = scores(rows, rows * weights, targets, 0.0)[0]
-    for grouping, size, groups, halves in partitions(model, train, scale, seed, draw):
-        real = torch.stack([margin(trained(problem, half(train, groups, one), seed), test) for one in halves])
+    for grouping, size, groups in partitions(model, train, scale, seed):
+        kept = random_subsets(groups, scale.subsets, seed=seed)
+        halves = torch.from_numpy(kept).double()
+        retrained = train_many(
+            problem.model, LOSS, train, problem.recipe, seeds=[seed] * len(kept), subsets=points_of(groups, kept)
+        )
+        real = torch.stack([margin(retrained.model(j), test) for j in range(len(kept))])
         sizes = torch.from_numpy(groups.sizes.copy())[:, None]
         numerators = groups.sum(rows * weights, 0)
         sums = {"exact": rows, "batched": groups.sum(rows, 0) / sizes.sqrt(), "paper": numerators}
@@ -155,43 +167,16 @@ def measured(problem: Problem, seed: int, scale: Scale, all_train: Pair, all_tes
                 yield Cell(
                     problem.name, seed, grouping, size, len(groups), fisher, str(damping), ridge,
                     agreement=mean_rank_correlation(found, expected),
-                    lds=mean_rank_correlation(halves.double() @ found.double(), real),
+                    lds=mean_rank_correlation(halves @ found.double(), real),
                 )  # fmt: skip
 
 
-def partitions(
-    model: nn.Module, train: Pair, scale: Scale, seed: int, draw: np.random.Generator
-) -> Iterator[tuple[str, int, Groups, Tensor]]:
-    """Yield name, group size and groups of every grouping, and random halves of the groups `[subsets, k]` as 0 or 1."""
+def partitions(model: nn.Module, train: Pair, scale: Scale, seed: int) -> Iterator[tuple[str, int, Groups]]:
+    """Yield name, group size and groups of every grouping."""
     for size in scale.sizes:
-        random = random_groups(scale.points, size, random_state=seed)
-        clustering = GradKMeansGroups(
-            model, nn.CrossEntropyLoss(), group_size=size, max_size=4 * size, random_state=seed
-        )
-        for name, groups in (("Random", random), ("Grad-K-Means", clustering.fit_groups(train))):
-            halves = torch.zeros(scale.subsets, len(groups))
-            for row in halves:
-                row[torch.from_numpy(draw.choice(len(groups), len(groups) // 2, replace=False))] = 1
-            yield name, size, groups, halves
-
-
-def half(train: Pair, groups: Groups, chosen: Tensor) -> Pair:
-    """Return the training points of the chosen groups."""
-    inside = chosen[torch.from_numpy(groups.labels.astype(np.int64))] > 0
-    return train[0][inside], train[1][inside]
-
-
-def trained(problem: Problem, train: Pair, seed: int) -> nn.Module:
-    """Return a model trained with Adam, in the same way for every subset."""
-    torch.manual_seed(seed)
-    model = problem.model()
-    optimizer = torch.optim.Adam(model.parameters(), problem.rate)
-    for _ in range(problem.epochs):
-        for at in torch.randperm(len(train[0])).split(64):
-            optimizer.zero_grad(set_to_none=True)
-            nn.functional.cross_entropy(model(train[0][at]), train[1][at]).backward()
-            optimizer.step()
-    return model.eval()
+        yield "Random", size, random_groups(scale.points, size, random_state=seed)
+        clustering = GradKMeansGroups(model, LOSS, group_size=size, max_size=4 * size, random_state=seed)
+        yield "Grad-K-Means", size, clustering.fit_groups(train)
 
 
 def features(model: nn.Module, train: Pair, test: Pair, proj_dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,24 +27,14 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def logistic_regression() -> nn.Module:
-    """HELOC's logistic regression: 23 features, two classes."""
-    return mlp(23, 2)
-
-
-def ann_s() -> nn.Module:
-    """HELOC's small network, 23-50-50-2."""
-    return mlp(23, 50, 50, 2)
-
-
-def ann_m() -> nn.Module:
-    """HELOC's medium network, 23-200-50-2."""
-    return mlp(23, 200, 50, 2)
-
-
-def ann_l() -> nn.Module:
-    """MNIST's network, 784-150-150-150-10."""
-    return mlp(784, 150, 150, 150, 10)
+logistic_regression = partial(mlp, 23, 2)
+"""HELOC's logistic regression: 23 features, two classes."""
+ann_s = partial(mlp, 23, 50, 50, 2)
+"""HELOC's small network."""
+ann_m = partial(mlp, 23, 200, 50, 2)
+"""HELOC's medium network."""
+ann_l = partial(mlp, 784, 150, 150, 150, 10)
+"""MNIST's network."""
 
 
 def tabular(n: int, features: int, classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -115,26 +115,20 @@ class Task:
         epochs = self.recipe.epochs
         return tuple(sorted({math.ceil(epochs * (i + 1) / CHECKPOINTS) for i in range(CHECKPOINTS)}))
 
-    def trained(
-        self, seed: int, labels: Tensor | None = None, folder: Path | None = None, show_progress: bool = False
-    ) -> Trained:
+    def trained(self, seed: int, labels: Tensor | None = None, folder: Path | None = None) -> Trained:
         """Return the model trained on all points, with its checkpoints.
 
         Args:
             seed: for initial weights and batch order.
             labels: labels to train with instead of the data's, `[n]`.
             folder: where trained models are kept; the cache if left out. A model found there is not trained again.
-            show_progress: show a progress bar.
         """
         x, y = self._training_data(labels)
         model = initial_model(self.make_model, seed).to(x.device)
         key = self._key(model, seed, y, None, self.checkpoint_epochs)
 
         def train() -> Trained:
-            return train_one(
-                model, LOSS, (x, y), self.recipe,
-                seed=seed, checkpoint_epochs=self.checkpoint_epochs, show_progress=show_progress,
-            )  # fmt: skip
+            return train_one(model, LOSS, (x, y), self.recipe, seed=seed, checkpoint_epochs=self.checkpoint_epochs)
 
         return ModelFiles(folder).trained_once(key, lambda: model, train)
 

@@ -6,7 +6,7 @@ Are the group versions equal to the originals? How much faster are they? How fai
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import check, compare
@@ -41,7 +41,6 @@ def run(
     scale: Scale,
     folder: ResultFolder,
     data_dir: Path | None = None,
-    methods: Iterable[str] | None = None,
     processes: int = 1,
 ) -> bool:
     """Run check, comparison, experiments and report into one folder, and print the headlines and where the page is.
@@ -51,7 +50,6 @@ def run(
         scale: sizes of the run.
         folder: where rows and report go; rows that are already there are not computed again.
         data_dir: folder with the data sets.
-        methods: methods of check and comparison; all if left out.
         processes: how many tasks of check and comparison run at once.
 
     Returns:
@@ -62,9 +60,9 @@ def run(
         print(line, flush=True)
     with at_once(min(processes, len(tasks))) as workers:
         print("\n1. Equal? The original toolkits, point by point, next to their group versions\n")
-        checked = check.run(tasks, scale, folder, data_dir, methods, workers=workers)
+        checked = check.run(tasks, scale, folder, data_dir, workers=workers)
         print("\n2. How much faster? Times faster than the original, by group size\n")
-        compared = compare.run(tasks, scale, folder, data_dir, methods, workers=workers)
+        compared = compare.run(tasks, scale, folder, data_dir, workers=workers)
     from benchmarks import experiments, report  # here, because a first import takes seconds and delays the first lines
 
     retrained = [task for task in tasks if task in EXPERIMENT_TASKS]

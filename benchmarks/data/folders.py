@@ -21,7 +21,7 @@ MNIST_FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
-CIFAR10_BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5")
+CIFAR10_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 BERT_FOLDERS = ("bert-minilm-l6", "bert", "")
 BERT_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 Found = tuple[str, Callable[[], Content]]  # name of the file or layout, and a function that reads it
@@ -76,14 +76,14 @@ def cifar10(folder: Path) -> Iterator[Found]:
     if path := existing(folder, "cifar10.npz"):
         yield path.name, partial(npz_images, path)
     for inner in (folder / "cifar-10-batches-bin", folder):
-        files = [inner / f"{name}.bin" for name in (*CIFAR10_BATCHES, "test_batch")]
+        files = [inner / f"{name}.bin" for name in CIFAR10_BATCHES]
         if all(file.is_file() for file in files):
             yield "cifar-10-batches-bin", partial(batches, formats.read_cifar_binary, files)
     for inner in (folder / "cifar-10-batches-py", folder):
-        files = [inner / name for name in (*CIFAR10_BATCHES, "test_batch")]
+        files = [inner / name for name in CIFAR10_BATCHES]
         if all(file.is_file() for file in files):
             yield "cifar-10-batches-py", partial(batches, formats.read_cifar_pickle, files)
-        pictures = [inner / f"{name}.png" for name in (*CIFAR10_BATCHES, "test_batch")]
+        pictures = [inner / f"{name}.png" for name in CIFAR10_BATCHES]
         labels = [inner / "train_lables.json", inner / "test_lables.json"]  # the package spells it this way
         if all(file.is_file() for file in [*pictures, *labels]):
             yield "PNG batches", partial(cifar10_pictures, pictures, labels)

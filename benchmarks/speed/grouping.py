@@ -1,15 +1,13 @@
 """Cost and quality of grouping: Grad-K-Means, compared with one training pass and with scikit-learn.
 
 Times are for the clustering alone, after the forward pass that makes the features (its time is in the note). If the
-folder in the environment variable GGDA_DATA_DIR has MNIST (mnist.npz), the paper's observation is checked on real
+folder in the environment variable GGDA_DATA_DIR has MNIST, the paper's observation is checked on real
 digits: the most important random groups mix helpful and harmful points, clusters of gradients do not.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,10 +16,13 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from benchmarks import models
+from benchmarks.data import folders
+from benchmarks.data.prepare import mnist_images
 from benchmarks.speed.core import passes, unit_of
 from benchmarks.speed.timing import Row, best_times
 from ggda_ext import properties
 from ggda_ext.grouping import GradKMeansGroups, Summary, random_groups
+from ggda_ext.training import Recipe, initial_model, train_one
 
 LOSS = nn.CrossEntropyLoss()
 GOALS = {1024: 2.0, 256: 2.0, 64: 2.0, 16: 2.0, 4: 6.0}  # mean group size → passes for the clustering
@@ -109,10 +110,11 @@ def positive_share(summary: Summary) -> float:
 
 def digits(n: int) -> tuple[Pair, Pair, str]:
     """Return training and test points of MNIST's shape, flattened, and their source."""
-    path = Path(os.environ.get("GGDA_DATA_DIR", "")) / "mnist.npz"
-    if path.exists():
-        with np.load(path, allow_pickle=False) as found:
-            return _flat(found["x_train"][:n], found["y_train"][:n]), _flat(found["x_test"], found["y_test"]), "MNIST"
+    folder = folders.chosen(None)
+    if folder is not None and (found := folders.read("mnist", folder)):
+        content, _ = found
+        train, test = ((content[f"x_{part}"], torch.from_numpy(content[f"y_{part}"])) for part in ("train", "test"))
+        return (mnist_images(train[0][:n]), train[1][:n]), (mnist_images(test[0]), test[1]), "MNIST"
     generator = torch.Generator().manual_seed(0)
     styles, tests = 40, 10_000  # every class in four styles, one label in twenty wrong
     style = torch.randint(0, styles, (n + tests,), generator=generator)
@@ -122,18 +124,7 @@ def digits(n: int) -> tuple[Pair, Pair, str]:
     return (x[:n], y[:n]), (x[n:], y[n:]), "made clusters"
 
 
-def _flat(images: np.ndarray, labels: np.ndarray) -> Pair:
-    return torch.from_numpy(images).flatten(1).float() / 255, torch.from_numpy(labels).long()
-
-
 def fitted(x: Tensor, y: Tensor) -> nn.Module:
     """Return ANN-L after a few epochs of Adam."""
-    torch.manual_seed(0)
-    model = models.ann_l()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(EPOCHS):
-        for batch in torch.randperm(len(x)).split(256):
-            optimizer.zero_grad()
-            LOSS(model(x[batch]), y[batch]).backward()
-            optimizer.step()
-    return model.eval()
+    recipe = Recipe(EPOCHS, 1e-3, 256, schedule="constant")
+    return train_one(initial_model(models.ann_l, 0), LOSS, (x, y), recipe, seed=0).model
