@@ -7,7 +7,6 @@ import io
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,12 @@ import torch
 from torch import nn
 
 from benchmarks.data import cache
-from ggda_ext.checkpoints import State, state_on_cpu
+from ggda_ext.checkpoints import state_on_cpu
 from ggda_ext.storage.files import DamagedFile, read_plain, replaced
 from ggda_ext.training import Trained
 
 _CHECKSUM = 32
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SavedModel:
-    """A trained model's parameters, and its checkpoints with their learning rates."""
-
-    state: State
-    checkpoints: tuple[State, ...]
-    rates: tuple[float, ...]
 
 
 class ModelFiles:
@@ -59,17 +49,13 @@ class ModelFiles:
                 f"{cache.CACHE_VARIABLE} to another folder, and run again",
             ) from error
 
-    def has(self, key: str) -> bool:
-        """Whether the file of the model exists and is not damaged."""
-        return self._read(key) is not None
-
-    def load(self, key: str) -> SavedModel | None:
-        """Return a model with its checkpoints; None if its file is missing or damaged."""
+    def load(self, key: str) -> dict[str, Any] | None:
+        """Return the state, the checkpoints and the rates of a model; None if its file is missing or damaged."""
         content = self._read(key)
         if content is None:
             return None
         found: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        return SavedModel(found["state"], tuple(found["checkpoints"]), tuple(found["rates"]))
+        return found
 
     def trained_once(self, key: str, make_model: Callable[[], nn.Module], train: Callable[[], Trained]) -> Trained:
         """Return the model with this key, loaded into a model of `make_model`. If there is none, train and save it."""
@@ -79,15 +65,8 @@ class ModelFiles:
             self.save(key, made)
             return made
         model = make_model()
-        model.load_state_dict(found.state)
-        return Trained(model.eval(), found.checkpoints, found.rates)
-
-    def load_saved(self, key: str) -> SavedModel:
-        """Return a model whose file must exist."""
-        found = self.load(key)
-        if found is None:
-            raise FileNotFoundError(f"{self._path(key)} was removed or damaged while it was in use: run again.")
-        return found
+        model.load_state_dict(found["state"])
+        return Trained(model.eval(), tuple(found["checkpoints"]), tuple(found["rates"]))
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.pt"

@@ -76,7 +76,9 @@ _SMALL = ExperimentScale(
     LdsScale(replace(_SMALL_CELLS, methods=(*_METHODS, *AVERAGED, FROM_START)), subsets=8, seeds=1, left_out_groups=4),
     MethodScale(trak_models=1, lissa_depth=10, lissa_repeats=1),
 )
-_SMALL_NOISY = replace(_SMALL, noisy=NoisyScale(replace(_SMALL_CELLS, methods=_FEW_METHODS), 1), removal=None, lds=None)
+_SMALL_NOISY = replace(
+    _SMALL, noisy=NoisyScale(replace(_SMALL_CELLS, methods=_FEW_METHODS), seeds=1), removal=None, lds=None
+)
 
 _QUICK_CELLS = CellScale(_METHODS, _groups(_TWO_GROUPINGS, 16, 64, 256))
 _QUICK_LDS = LdsScale(_QUICK_CELLS, subsets=24, seeds=1, protocols=(HALVES,), left_out_groups=16)
@@ -87,7 +89,9 @@ _QUICK = ExperimentScale(
     MethodScale(trak_models=2, lissa_depth=50, lissa_repeats=1),
 )
 _QUICK_LR = replace(_QUICK, lds=replace(_QUICK_LDS, subsets=100, seeds=2))  # LR trains in hundredths of a second
-_QUICK_NOISY = replace(_QUICK, noisy=NoisyScale(replace(_QUICK_CELLS, methods=_FEW_METHODS), 1), removal=None, lds=None)
+_QUICK_NOISY = replace(
+    _QUICK, noisy=NoisyScale(replace(_QUICK_CELLS, methods=_FEW_METHODS), seeds=1), removal=None, lds=None
+)
 _QUICK_CIFAR = replace(
     _QUICK_NOISY,
     lds=LdsScale(CellScale(_FEW_LDS_METHODS, {EQUAL_GRAD_K_MEANS: (50,)}, range(2)), subsets=16, protocols=(HALVES,)),

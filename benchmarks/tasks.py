@@ -158,7 +158,12 @@ class Task:
         found = [initial_model(self.make_model, seed).to(x.device) for seed in seeds]
         files = ModelFiles(folder)
         keys = [self._key(found[j], seeds[j], y, subsets[j]) for j in range(count)]
-        missing = [j for j in range(count) if not files.has(keys[j])]
+        missing = []
+        for j, key in enumerate(keys):
+            if (content := files.load(key)) is None:
+                missing.append(j)
+            else:
+                found[j].load_state_dict(content["state"])
         together = len(missing) if layout_of(self.make_model, LOSS, (x, y)) is not None else 1
         for start in range(0, len(missing), max(1, together)):
             some = missing[start : start + together]
@@ -168,8 +173,8 @@ class Task:
             )  # fmt: skip
             for place, j in enumerate(some):
                 files.save(keys[j], Trained(made.model(place)))
-        for model, key in zip(found, keys, strict=True):
-            model.load_state_dict(files.load_saved(key).state)
+                found[j].load_state_dict(made.model(place).state_dict())
+        for model in found:
             model.eval()
         return Ensemble(tuple(found), tuple(subsets))
 

@@ -33,10 +33,12 @@ def _sizes(
     """Return task → size, from the time for every task, the test points of the property for every data set, and the
     number of CIFAR-10 points (`images`)."""
     return {
-        **dict.fromkeys(("heloc-lr", "heloc-ann-s", "heloc-ann-m"), CompareSize(seconds, heloc, 512, solved_tests=5)),
-        "mnist-ann-l": CompareSize(seconds, mnist, 64, solved_tests=5),
-        "cifar10-resnet18": CompareSize(seconds, cifar10, 16, solved_tests=1, points=images),
-        "qnli-bert": CompareSize(seconds, qnli, 4, tests=4, solved_tests=1),
+        **dict.fromkeys(
+            ("heloc-lr", "heloc-ann-s", "heloc-ann-m"), CompareSize(seconds, heloc, batch=512, solved_tests=5)
+        ),
+        "mnist-ann-l": CompareSize(seconds, mnist, batch=64, solved_tests=5),
+        "cifar10-resnet18": CompareSize(seconds, cifar10, batch=16, solved_tests=1, points=images),
+        "qnli-bert": CompareSize(seconds, qnli, batch=4, tests=4, solved_tests=1),
     }
 
 

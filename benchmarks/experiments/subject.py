@@ -122,11 +122,11 @@ class Subject:
 
         The scale is doubled until the recursion does not diverge.
         """
-        settings = self.task.lissa
+        settings, direction = self.task.lissa, self.direction.value
         for attempts_left in reversed(range(_TRIES)):
             try:
                 found = timed(
-                    lissa, self._hessian, self.direction.value, depth=settings.depth, scaling=settings.scale,
+                    lissa, self._hessian, direction, depth=settings.depth, scaling=settings.scale,
                     damping=settings.damping, repeat=settings.repeats, batch_size=LISSA_BATCH, seed=self.seed,
                 )  # fmt: skip
                 break
