@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 PROGRAM = "python -m benchmarks"
 LATEST = Path("latest")
 STOPPED, FAILED, MISUSED = 130, 1, 2
+_LDS = "lds "  # before the names of the options of `run` that replace sizes of LDS
 TASKS = tuple(SCALES["paper"].epochs)
 
 DESCRIPTION = """\
@@ -199,11 +200,7 @@ def _tasks(options: argparse.Namespace) -> list[str] | None:
 
 def _lds_sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sizes of LDS that the command line of `run` gives."""
-    names = (
-        "lds_methods", "groups", "grouping_seeds", "protocols", "subsets", "seeds", "trios", "nearby",
-        "settled_checkpoints", "points", "epochs",
-    )  # fmt: skip
-    given = {name.removeprefix("lds_"): getattr(options, name, None) for name in names}
+    given = {name.removeprefix(_LDS): value for name, value in vars(options).items() if name.startswith(_LDS)}
     found = {name: value for name, value in given.items() if value is not None}
     others = [one for one in getattr(options, "experiments", None) or () if one != "lds"]
     others += [task for task in options.tasks or () if task in DATTRI_TASKS]
@@ -322,22 +319,24 @@ def _common_options() -> argparse.ArgumentParser:
 def _add_lds_sizes(running: argparse.ArgumentParser) -> None:
     """Add the options that replace the scale's sizes of LDS."""
     sizes = running.add_argument_group("instead of the scale's, for lds")
-    sizes.add_argument("--methods", nargs="*", dest="lds_methods", metavar="METHOD", choices=LDS_METHODS,
-                       help=f"of {', '.join(map(repr, LDS_METHODS))}; the trivial ones are always there")  # fmt: skip
-    sizes.add_argument("--groups", nargs="+", type=_group_size, metavar="NAME:SIZE",
-                       help=f"e.g. Grad-K-Means:256; of {', '.join((*GROUPINGS, *EQUAL_GROUPINGS))}")  # fmt: skip
-    sizes.add_argument("--protocols", nargs="+", choices=PROTOCOLS, help="models on which choices of groups")
-    sizes.add_argument("--grouping-seeds", nargs="+", type=int, metavar="SEED")
-    sizes.add_argument("--subsets", type=_count, metavar="N", help="choices of groups of each grouping and protocol")
-    sizes.add_argument("--seeds", type=_count, metavar="N", help="models retrained on each of them")
-    sizes.add_argument("--trios", type=_count, metavar="N", help="trios of models explained, one trio after the other")
-    sizes.add_argument("--nearby", type=_count, metavar="N", help="copies of every model that what-if explains")
-    sizes.add_argument("--settled-checkpoints", action="store_true", default=None,
-                       help="what-if explains all checkpoints of a model, settled")  # fmt: skip
-    sizes.add_argument("--points", type=_count, metavar="N", help="training points")
-    sizes.add_argument(
-        "--epochs", type=_count, metavar="N", help="of models that are retrained, and of those explained"
-    )
+
+    def add(name: str, **settings: Any) -> None:
+        sizes.add_argument(f"--{name}", dest=_LDS + name.replace("-", "_"), **settings)
+
+    add("methods", nargs="*", metavar="METHOD", choices=LDS_METHODS,
+        help=f"of {', '.join(map(repr, LDS_METHODS))}; the trivial ones are always there")  # fmt: skip
+    add("groups", nargs="+", type=_group_size, metavar="NAME:SIZE",
+        help=f"e.g. Grad-K-Means:256; of {', '.join((*GROUPINGS, *EQUAL_GROUPINGS))}")  # fmt: skip
+    add("protocols", nargs="+", choices=PROTOCOLS, help="models on which choices of groups")
+    add("grouping-seeds", nargs="+", type=int, metavar="SEED")
+    add("subsets", type=_count, metavar="N", help="choices of groups of each grouping and protocol")
+    add("seeds", type=_count, metavar="N", help="models retrained on each of them")
+    add("trios", type=_count, metavar="N", help="trios of models explained, one trio after the other")
+    add("nearby", type=_count, metavar="N", help="copies of every model that what-if explains")
+    add("settled-checkpoints", action="store_true", default=None,
+        help="what-if explains all checkpoints of a model, settled")  # fmt: skip
+    add("points", type=_count, metavar="N", help="training points")
+    add("epochs", type=_count, metavar="N", help="of models that are retrained, and of those explained")
 
 
 def _group_size(text: str) -> tuple[str, int]:

@@ -2,7 +2,7 @@
 
 from benchmarks.data.command import command, where
 from benchmarks.data.errors import DataError
-from benchmarks.data.sets import CLASSES, TITLES, DataSet, load
+from benchmarks.data.sets import TITLES, DataSet, load
 from benchmarks.data.sources import BertSource, bert
 
-__all__ = ["load", "DataSet", "bert", "BertSource", "DataError", "TITLES", "CLASSES", "command", "where"]
+__all__ = ["load", "DataSet", "bert", "BertSource", "DataError", "TITLES", "command", "where"]

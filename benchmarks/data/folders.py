@@ -42,14 +42,10 @@ def chosen(folder: Path | str | None) -> Path | None:
     return path
 
 
-def find(name: str, folder: Path) -> Found | None:
-    """Return the first layout of the data set `name` in a folder; None if the folder has none."""
-    return next(LAYOUTS[name](folder), None)
-
-
 def read(name: str, folder: Path) -> tuple[Content, str] | None:
-    """Return the content of the data set `name` in a folder and the name of its file; None if it is not there."""
-    found = find(name, folder)
+    """Return the content of the data set `name` in a folder, from the first layout that is there, and the name of its
+    file; None if the folder has none."""
+    found = next(LAYOUTS[name](folder), None)
     return None if found is None else (found[1](), found[0])
 
 

@@ -21,15 +21,7 @@ import numpy as np
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.predictions import Prediction, Predictor, Truth, two_halves
 from benchmarks.experiments.retrainings import Retrainings, Wanted
-from benchmarks.names import (
-    HALVES,
-    KEEP_80,
-    LDS_METHODS,
-    LEAVE_GROUP_OUT,
-    LEAVE_ONE_OUT,
-    SINGLE_POINTS,
-    TRIVIAL,
-)
+from benchmarks.names import HALVES, KEEP_80, LDS_METHODS, LEAVE_GROUP_OUT, LEAVE_ONE_OUT, SINGLE_POINTS, TRIVIAL
 from benchmarks.sizes import LdsScale
 from ggda_ext import Groups
 from ggda_ext.evaluation import agreement, points_of, random_subsets

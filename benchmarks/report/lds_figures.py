@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from benchmarks.names import EQUAL_GROUPINGS, GROUPINGS, SINGLE_POINTS
-from benchmarks.report.lds_tables import PROTOCOL_TABLES
+from benchmarks.report.lds_tables import PROTOCOL_TABLES, ProtocolTable
 from benchmarks.report.rows import (
     Results,
     grouping_title,
@@ -29,21 +29,18 @@ def lds_figures(results: Results, folder: Path) -> Iterator[Picture]:
     """Draw for each setting and protocol the correlation with real retraining by group size."""
     for kind in PROTOCOL_TABLES:
         for setting, rows in of_protocol(results.of("lds"), kind.protocol).groupby("setting", sort=False):
-            if kind.value not in rows:
-                continue
-            some = of_sums(rows[rows[kind.value].notna()])
-            some = some.assign(value=some[kind.value].astype(float), bounds=some[kind.interval])
-            title = f"{setting}: {kind.what} against group size"
-            yield from _against_size(title, kind.axis, ordered(some), folder, f"{kind.name}-{slug(str(setting))}")
+            if kind.value in rows:
+                some = of_sums(rows[rows[kind.value].notna()])
+                yield from _against_size(kind, str(setting), ordered(some), folder)
 
 
-def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, name: str) -> Iterator[Picture]:
+def _against_size(kind: ProtocolTable, setting: str, rows: pd.DataFrame, folder: Path) -> Iterator[Picture]:
     methods = methods_by_size(rows)
     if not methods:
         return
     groupings = [one for one in (SINGLE_POINTS, *GROUPINGS, *EQUAL_GROUPINGS) if one in set(rows["grouping"])]
     sizes = sorted(rows["group_size"].unique())
-    known = with_ceiling(rows if name.startswith("lds") else rows[:0])
+    known = with_ceiling(rows if kind.value == "mean" else rows[:0])
     ceiling = known.groupby(["grouping", "group_size"])["ceiling"].mean()
 
     def draw(axis: Axes, method: str) -> None:
@@ -51,7 +48,7 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
         for at, grouping in enumerate(groupings):
             mine = rows[(rows["method"] == method) & (rows["grouping"] == grouping)]
             points = [
-                (size, some["value"].mean(), *mean_interval(some["bounds"]))
+                (size, some[kind.value].astype(float).mean(), *mean_interval(some[kind.interval]))
                 for size, some in mine.groupby("group_size")
             ]
             if not points:
@@ -68,7 +65,7 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
                 markersize=9 if grouping == SINGLE_POINTS else 5,
             )  # fmt: skip
         size_axis(axis, sizes)
-        axis.set_ylabel(f"{axis_name}\n{HIGHER}")
+        axis.set_ylabel(f"{kind.axis}\n{HIGHER}")
 
     figure = grid(methods, 2, draw)
     share_y(figure)
@@ -76,4 +73,5 @@ def _against_size(title: str, axis_name: str, rows: pd.DataFrame, folder: Path, 
     handles += [] if ceiling.empty else [line("ceiling, by grouping", GREY, style=":")]
     caption = "Predicted against real effects of retraining. Bars: 95 % bootstrap interval."
     caption += "" if ceiling.empty else " Ceiling: how well as many models of other seeds do."
-    yield save(figure, folder, name, title, handles, caption)
+    title = f"{setting}: {kind.what} against group size"
+    yield save(figure, folder, f"{kind.name}-{slug(setting)}", title, handles, caption)
