@@ -72,6 +72,14 @@ def test_an_iterable_data_set_has_no_index(name: str) -> None:
         ours(name, given, groups=UNEVEN)
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_list_of_examples_is_a_data_set(name: str) -> None:
+    given = problem()
+    expected = score(ours(name, given, groups=UNEVEN), given.test)
+    given.__class__ = type("Listed", (Problem,), {"train_set": list(zip(*given.train, strict=True))})
+    torch.testing.assert_close(score(ours(name, given, groups=UNEVEN), given.test), expected)
+
+
 def test_a_loader_that_shuffles_has_no_index() -> None:
     given = problem()
     shuffled = DataLoader(given.train_set, 4, shuffle=True)

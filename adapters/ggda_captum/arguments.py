@@ -43,13 +43,13 @@ def unwrapped_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def count_points(train_dataset: Any) -> int | None:
     """Number of training points. Raise an error for a stream."""
-    source = train_dataset.dataset if isinstance(train_dataset, DataLoader) else train_dataset
-    if isinstance(source, IterableDataset):
+    loader = train_dataset if isinstance(train_dataset, DataLoader) else DataLoader(train_dataset)  # as Captum reads it
+    if isinstance(loader.dataset, IterableDataset):
         raise TypeError(
             "train_dataset is an IterableDataset, whose points have no index that groups could refer to: pass a "
             "map-style Dataset (a list of its examples is one)."
         )
-    return IndexedData(train_dataset, "train_dataset").n
+    return IndexedData(loader, "train_dataset").n
 
 
 def points_of(inputs: Any) -> IndexedData:
