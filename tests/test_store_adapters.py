@@ -126,6 +126,48 @@ def test_dattri_influence_is_kept_with_its_solutions(
         run(tmp_path, **{setting: 3.0})
 
 
+@pytest.mark.parametrize("name", dattri_cases.INFLUENCE)
+def test_dattri_own_curvature_is_kept_for_the_same_cache(name: str, tmp_path: Path) -> None:
+    case = dattri_cases.make_case()
+
+    def run(folder: Path | None, batch_size: int = dattri_cases.N) -> Tensor:
+        torch.manual_seed(0)
+        attributor = dattri_cases.ours(
+            name, case.task(), groups=dattri_cases.GROUPS, save_dir=folder, curvature="upstream"
+        )
+        attributor.cache(case.full_loader(batch_size))
+        return attributor.attribute(case.train_loader(), case.test_loader()).clone()  # two batches of test points
+
+    first = run(tmp_path)
+    assert torch.equal(run(tmp_path), first)
+    with pytest.raises(StoreMismatch, match="batches of cached points"):
+        run(tmp_path, 8)
+
+
+def test_dattri_factors_and_random_batches_of_other_settings_are_refused(tmp_path: Path) -> None:
+    case = dattri_cases.make_case()
+    for folder, first, second in (("factors", None, 1), ("first", 1, None)):
+        for max_iter in (first, second):
+            attributor = dattri_cases.ours(
+                "EKFAC", case.task(), groups=dattri_cases.GROUPS, save_dir=tmp_path / folder
+            )
+            attributor.cache(case.full_loader(12), max_iter)
+            if max_iter == first:
+                attributor.attribute(case.train_loader(), case.test_loader())
+        with pytest.raises(StoreMismatch, match="solver.*max_iter"):
+            attributor.attribute(case.train_loader(), case.test_loader())
+    for seed in (1, 2):
+        attributor = dattri_cases.ours(
+            "LiSSA", case.task(), groups=dattri_cases.GROUPS, save_dir=tmp_path / "drawn",
+            generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
+        attributor.cache(case.full_loader())
+        if seed == 1:
+            attributor.attribute(case.train_loader(), case.test_loader())
+    with pytest.raises(StoreMismatch, match="solver.*seed"):
+        attributor.attribute(case.train_loader(), case.test_loader())
+
+
 def test_dattri_relatif_is_kept(tmp_path: Path) -> None:
     case = dattri_cases.make_case()
     found = []

@@ -71,6 +71,7 @@ class IFAttributorLiSSA(GroupedInnerProduct, dattri_if.IFAttributorLiSSA):
         if isinstance(generator, bool) or not isinstance(generator, int | torch.Generator):
             raise TypeError(f"generator is a {type(generator).__name__}: pass a seed or a torch.Generator.")
         self.generator = generator
+        self.seed = generator if isinstance(generator, int) else generator.initial_seed()
 
     def _whole_solver(self, checkpoint: Checkpoint) -> Solve:
         options = self.transformation_kwargs
@@ -170,10 +171,11 @@ class IFAttributorEKFAC(_NeedsCache, dattri_if.IFAttributorEKFAC):
 
     _remedy = "Pass a positive damping, or raise it."
 
-    def cache(self, full_train_dataloader: DataLoader, *args: Any, **kwargs: Any) -> None:
-        """Cache the full training data and its Kronecker factors."""
+    def cache(self, full_train_dataloader: DataLoader, max_iter: int | None = None) -> None:
+        """Cache the full training data and its Kronecker factors, made of the first `max_iter` batches."""
+        self.max_iter = max_iter
         with torch.enable_grad():
-            super().cache(full_train_dataloader, *args, **kwargs)
+            super().cache(full_train_dataloader, max_iter)
 
     def _whole_solver(self, checkpoint: Checkpoint) -> Solve:
         def solve(rows: Tensor) -> Tensor:

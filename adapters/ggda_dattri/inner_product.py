@@ -30,7 +30,7 @@ from ggda_ext.storage.folder import digest
 Solve = Callable[[Tensor], Tensor]
 """A function that returns H⁻¹ v for rows v `[m, p]` in dattri's layout."""
 Curvature = Literal["whole", "gauss-newton", "upstream"]
-_NOT_OF_THE_SOLVER = ("device", "layer_name", "_drop_in", "_losses")
+_NOT_OF_THE_SOLVER = ("device", "layer_name")
 
 
 class GroupedInnerProduct(Grouped):
@@ -135,12 +135,17 @@ class GroupedInnerProduct(Grouped):
         """``solve(rows)``, read from `save_dir` if it was solved before with the same settings and cached data."""
         if self._drop_in.save_dir is None:
             return solve(rows)
-        own = {name: value for name, value in vars(self).items() if name not in _NOT_OF_THE_SOLVER}
+        own = {
+            name: value for name, value in vars(self).items() if not (name in _NOT_OF_THE_SOLVER or callable(value))
+        }
         settings = {
             "solver": name_of(SimpleNamespace(**own)).replace("SimpleNamespace", type(self).__name__),
             "curvature": self.curvature,
             "cached points": of_data(self._curvature_data(), self._drop_in.tag),
         }
+        if self.curvature == "upstream" or not self._uses_hessian:
+            loader = self.full_train_dataloader
+            settings["batches of cached points"] = f"{len(loader)}, of {loader.batch_size} points"
         name = f"solved-{digest(rows.detach().cpu().numpy())}"
         return kept.array(provider, checkpoint.index, name, settings, lambda: solve(rows))
 
