@@ -168,11 +168,12 @@ def test_dattri_factors_and_random_batches_of_other_settings_are_refused(tmp_pat
         attributor.attribute(case.train_loader(), case.test_loader())
 
 
-def test_dattri_relatif_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoints", [1, 2])
+def test_dattri_relatif_is_kept(checkpoints: int, tmp_path: Path) -> None:
     case = dattri_cases.make_case()
     found = []
     for folder in (None, tmp_path, tmp_path):
-        attributor = dattri_cases.ours("Explicit", case.task(2), groups=dattri_cases.GROUPS, save_dir=folder)
+        attributor = dattri_cases.ours("Explicit", case.task(checkpoints), groups=dattri_cases.GROUPS, save_dir=folder)
         attributor.cache(case.full_loader())
         found.append(attributor.attribute(case.train_loader(), case.test_loader(), relatif_method="l").clone())
     dattri_cases.close(found[1], found[0])
@@ -199,6 +200,25 @@ def test_dattri_tracin_is_kept(
         dattri_cases.close(run(tmp_path), expected)
         return
     same_without_a_pass(lambda: run(tmp_path), passes, expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["TracIn", "TRAK"])
+def test_dattri_projections_of_another_order_of_layers_are_refused(name: str, tmp_path: Path) -> None:
+    case = dattri_cases.make_case()
+
+    def run(*layers: str) -> Tensor:
+        own: Any = {"weight_list": [1.0], "normalized_grad": False} if name == "TracIn" else {}
+        own |= {"correct_probability_func": case.probability} if name == "TRAK" else {}
+        attributor = getattr(ggda_dattri, f"{name}Attributor")(
+            case.task(unbatched=True), **own, projector_kwargs={"proj_dim": 8}, layer_name=list(layers),
+            groups=dattri_cases.GROUPS, save_dir=tmp_path,
+        )  # fmt: skip
+        loaders = {"train_dataloader": case.train_loader(), "test_dataloader": case.test_loader()}
+        return attributor.attribute(**loaders)
+
+    run("0.weight", "2.weight")
+    with pytest.raises(StoreMismatch, match="layer_name"):
+        run("2.weight", "0.weight")
 
 
 @pytest.mark.parametrize("fisher", ["batched", "exact", "paper"])

@@ -43,6 +43,11 @@ class GroupedProjection(Grouped):
         """Whether gradients are projected at all."""
         return self.projector_kwargs is not None and self.projector_kwargs.get("proj_type") != "identity"
 
+    @property
+    def _projected_with(self) -> dict[str, Any]:
+        """What projected rows depend on beside the gradients; the order of `layer_name` is the order of the columns."""
+        return {"projector": str(self.projector_kwargs), "layer_name": self.layer_name}
+
     def _project(self, checkpoint: Checkpoint, *sides: Blocks) -> list[Tensor]:
         """Projected rows `[number of ids, proj_dim]` of every side, from all ranks, in the order of their ids."""
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sides]

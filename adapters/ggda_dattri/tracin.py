@@ -116,7 +116,7 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
         else:
             (right,) = self._project(checkpoint, checkpoint.test_rows(explained, shared=True))
             left = kept.array(
-                provider, checkpoint.index, "projected", {"projector": str(self.projector_kwargs)},
+                provider, checkpoint.index, "projected", self._projected_with,
                 lambda: self._project(checkpoint, checkpoint.blocks(provider))[0],
             )  # fmt: skip
         return normalize(right) @ normalize(left).T if self.normalized_grad else right @ left.T

@@ -184,11 +184,10 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         """The sums that `make` computes, read from `save_dir` if they were finished before."""
         settings = {
             "fisher": self.fisher,
-            "projector": str(self.projector_kwargs),
             "norm_scaler": self.norm_scaler,
             "weights": sums_of(weights[None]),
         }
-        return kept.array(provider, index, "features", settings, make)
+        return kept.array(provider, index, "features", self._projected_with | settings, make)
 
     def _one_minus_probability(self, index: int, data: IndexedData, groups: Groups) -> Any:
         """The weight Q of every training point `[n]` at one checkpoint; no batch is larger than the loader's."""

@@ -185,8 +185,9 @@ class ScoreStore:
             parts: pairs of a weight (a number, or one number per group `[k]`) and the result of `scores` or `stacked`.
         """
         listed: list[tuple[Weight, ScoreBlocks | StackedBlocks]] = list(parts)
-        first = listed[0][1]
-        if len(listed) == 1 and listed[0][0] == 1.0 and isinstance(first, ScoreBlocks) and first.is_one_block:
+        weight, first = listed[0]
+        as_they_are = len(listed) == 1 and not isinstance(weight, Tensor) and weight == 1.0
+        if as_they_are and isinstance(first, ScoreBlocks) and first.is_one_block:
             return first.whole()
         made_of = [
             (fingerprint.sums_of(weight[None]) if isinstance(weight, Tensor) else weight, blocks.made_of)
