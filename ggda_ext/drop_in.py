@@ -12,7 +12,9 @@ a setting of the adapter itself.
 
 from __future__ import annotations
 
+from inspect import Parameter, Signature, signature
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +33,25 @@ KEYWORDS = ("groups", "strategy", "save_dir", "tag", "memory_budget")
 """Keywords that every drop-in takes in addition to its toolkit's own arguments."""
 MEMORY_BUDGET = 256 * 2**20
 """Default number of bytes for the activations of one batch and for one block of rows."""
+
+
+class FullSignature:
+    """A mixin for drop-in classes: `help` and `inspect.signature` show the toolkit's arguments, and then ours."""
+
+    __signature__: Signature
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        found: dict[str, Parameter] = {}
+        for base in cls.__mro__:
+            if "__init__" in vars(base):
+                own = list(signature(vars(base)["__init__"]).parameters.values())[1:]
+                passes_on = bool(own) and own[0].kind is Parameter.VAR_POSITIONAL
+                named = [one for one in own if one.kind is Parameter.KEYWORD_ONLY] if passes_on else own
+                found = {one.name: one for one in named} | found
+                if not passes_on:
+                    break
+        cls.__signature__ = Signature(sorted(found.values(), key=lambda one: one.kind))
 
 
 class DropIn:

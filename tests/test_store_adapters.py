@@ -148,13 +148,11 @@ def test_dattri_factors_and_random_batches_of_other_settings_are_refused(tmp_pat
     case = dattri_cases.make_case()
     for folder, first, second in (("factors", None, 1), ("first", 1, None)):
         for max_iter in (first, second):
-            attributor = dattri_cases.ours(
-                "EKFAC", case.task(), groups=dattri_cases.GROUPS, save_dir=tmp_path / folder
-            )
+            attributor = dattri_cases.ours("EKFAC", case.task(), groups=dattri_cases.GROUPS, save_dir=tmp_path / folder)
             attributor.cache(case.full_loader(12), max_iter)
             if max_iter == first:
                 attributor.attribute(case.train_loader(), case.test_loader())
-        with pytest.raises(StoreMismatch, match="solver.*max_iter"):
+        with pytest.raises(StoreMismatch, match=r"solver.*max_iter"):
             attributor.attribute(case.train_loader(), case.test_loader())
     for seed in (1, 2):
         attributor = dattri_cases.ours(
@@ -164,7 +162,7 @@ def test_dattri_factors_and_random_batches_of_other_settings_are_refused(tmp_pat
         attributor.cache(case.full_loader())
         if seed == 1:
             attributor.attribute(case.train_loader(), case.test_loader())
-    with pytest.raises(StoreMismatch, match="solver.*seed"):
+    with pytest.raises(StoreMismatch, match=r"solver.*seed"):
         attributor.attribute(case.train_loader(), case.test_loader())
 
 

@@ -50,6 +50,16 @@ def words_of(entry) -> set[str]:
     return {word for kind in kinds for word in WORDS if word in inspect.signature(kind).parameters}
 
 
+@pytest.mark.parametrize("entry", [*CAPTUM, *DATTRI, TRAKer], ids=lambda entry: entry.__qualname__)
+def test_a_drop_in_shows_the_arguments_of_its_toolkit_and_then_its_own(entry) -> None:
+    toolkit = next(base for base in entry.__mro__ if not base.__module__.startswith("ggda"))
+    shown, theirs = inspect.signature(entry).parameters, inspect.signature(toolkit).parameters
+    assert list(shown.values())[: len(theirs)] == list(theirs.values())
+    own = [shown[name] for name in list(shown)[len(theirs) :]]
+    assert {"groups", "strategy", "tag", "memory_budget"} <= {one.name for one in own}
+    assert {one.kind for one in own} == {inspect.Parameter.KEYWORD_ONLY}
+
+
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("entry", [*OWN, *CAPTUM, *DATTRI], ids=lambda entry: entry.__qualname__)
 def test_a_word_reaches_an_entry_point_or_is_refused_by_name_with_what_to_do(entry, word) -> None:

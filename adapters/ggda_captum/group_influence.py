@@ -33,14 +33,14 @@ from ggda_captum.last_layer import Asked
 from ggda_ext import PointGradients
 from ggda_ext.attribution import as_points
 from ggda_ext.data import IndexedData
-from ggda_ext.drop_in import DropIn
+from ggda_ext.drop_in import DropIn, FullSignature
 from ggda_ext.groups import GroupsLike
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss
 from ggda_ext.properties import Property
 from ggda_ext.words import refuse_words
 
 
-class GroupInfluence(DataInfluence):
+class GroupInfluence(FullSignature, DataInfluence):
     """A mixin that stands before one of Captum's classes and adds `groups`, `strategy` and `property` to it.
 
     Args:

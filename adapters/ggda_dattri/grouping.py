@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ggda_dattri.checkpoint import MEMORY_BUDGET, Checkpoint, TaskLosses
 from ggda_ext.data import IndexedData
-from ggda_ext.drop_in import DropIn
+from ggda_ext.drop_in import DropIn, FullSignature
 from ggda_ext.groups import Groups, GroupsLike
 from ggda_ext.properties import Property
 from ggda_ext.words import refuse_words
@@ -24,7 +24,7 @@ WORDS = {
 """Arguments of `ggda_ext.attribute` that have another name in dattri, or are not needed."""
 
 
-class Grouped:
+class Grouped(FullSignature):
     """A mixin that stands before a dattri attributor and adds `groups` and the keywords of the group path to it.
 
     It also decides whether dattri's own code or the core runs.

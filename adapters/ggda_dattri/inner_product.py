@@ -135,9 +135,7 @@ class GroupedInnerProduct(Grouped):
         """``solve(rows)``, read from `save_dir` if it was solved before with the same settings and cached data."""
         if self._drop_in.save_dir is None:
             return solve(rows)
-        own = {
-            name: value for name, value in vars(self).items() if not (name in _NOT_OF_THE_SOLVER or callable(value))
-        }
+        own = {name: value for name, value in vars(self).items() if not (name in _NOT_OF_THE_SOLVER or callable(value))}
         settings = {
             "solver": name_of(SimpleNamespace(**own)).replace("SimpleNamespace", type(self).__name__),
             "curvature": self.curvature,

@@ -25,6 +25,7 @@ from trak.savers import ModelIDException
 from ggda_ext import Groups
 from ggda_ext.checkpoints import Checkpoints
 from ggda_ext.curvature.fisher import Damping, FisherKind, check_ridge
+from ggda_ext.drop_in import FullSignature
 from ggda_ext.groups import GroupsLike
 from ggda_ext.model import ParameterChoice, inner_names
 from ggda_ext.properties import Property
@@ -41,7 +42,7 @@ from ggda_trak.task_gradients import TaskGradients
 from ggda_trak.task_outputs import MeanWeights
 
 
-class TRAKer(trak.TRAKer):
+class TRAKer(FullSignature, trak.TRAKer):
     """`trak.TRAKer` with scores `[groups, targets]`. A positive score means that the group *raises* the target.
 
     The target of a test point is its output (the margin), so groups with a positive score help. A property is itself
