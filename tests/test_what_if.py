@@ -77,6 +77,56 @@ def test_a_linear_model_of_more_parameters_than_directions_is_refitted_along_all
         assert part.linearized[0].ridge > 1e3 * found.linearized[0].ridge
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_units_of_features_do_not_matter_to_a_linear_model(dtype):
+    x = points()[0] * torch.tensor([1.0, 10.0, 1000.0, 0.1, 1.0], dtype=torch.float64)
+    y = points()[0][:, :2].sin()
+
+    def least_squares(at):
+        model, rows = nn.Linear(5, 2).double(), torch.cat([x, torch.ones(N, 1).to(x)], 1)
+        found = torch.linalg.lstsq(rows[at], y[at]).solution
+        with torch.no_grad():
+            model.weight.copy_(found[:5].T)
+            model.bias.copy_(found[5])
+        return model
+
+    inside = torch.tensor([source in ("books", "forum") for source in SOURCES])
+    model = least_squares(torch.ones(N, dtype=torch.bool)).to(dtype)
+    what_if = WhatIf(model, F.mse_loss, (x.to(dtype), y.to(dtype)), SOURCES)
+    found = what_if.without(["web", "news"]).outputs((x.to(dtype), y.to(dtype)))
+    assert (found - least_squares(inside)(x)).abs().max() < 1e-5
+
+
+def test_a_linear_model_of_single_precision_is_refitted_in_double_precision():
+    """A class is left out of features of different sizes, and the weight decay hardly bounds anything."""
+    (x, y), sizes, found = points(), torch.tensor([1.0, 10.0, 100.0, 0.1, 1.0], dtype=torch.float64), []
+    torch.manual_seed(0)
+    model = fitted(nn.Linear(5, 3).double(), F.cross_entropy, (x, y))
+    model.weight.data /= sizes
+    for dtype in (torch.float32, torch.float64):
+        data, model = ((x * sizes).to(dtype), y), copy.deepcopy(model).to(dtype)
+        what_if = WhatIf(model, LOSS, data, y.tolist(), weight_decay=1e-4)
+        found.append(what_if.without(2).outputs(data).double())
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-6])
+def test_what_only_removed_groups_use_is_not_driven_by_what_is_left_of_the_training(decay):
+    """A training that ends a little off its optimum leaves a gradient; nothing else is left along those parameters."""
+    x = torch.cat([points()[0], F.one_hot(torch.tensor([NAMES.index(source) for source in SOURCES])).double()], 1)
+    y, near = points()[0][:, :2].sin(), []
+    torch.manual_seed(0)
+    for change in (0.0, 1e-3):
+        model = nn.Linear(x.shape[1], 2).double()
+        solution = torch.linalg.lstsq(x, y, driver="gelsd").solution
+        with torch.no_grad():
+            model.weight.copy_(solution.T + change * torch.randn(2, x.shape[1]))
+            model.bias.zero_()
+        what_if = WhatIf(model, F.mse_loss, (x, y), SOURCES, weight_decay=decay)
+        near.append(what_if.without("web").outputs((x, y)))
+    torch.testing.assert_close(*near, rtol=0, atol=0.02)
+
+
 def test_a_linear_model_of_too_many_parameters_is_not_called_exact(monkeypatch):
     monkeypatch.setattr(linearized, "MOST_PARAMETERS", 17)
     what_if = WhatIf(nn.Linear(5, 3).double(), LOSS, points(), SOURCES, weight_decay=DECAY, rank=4)

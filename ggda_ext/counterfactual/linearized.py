@@ -62,9 +62,11 @@ With 1, settling would continue a training that stopped early. Chosen on HELOC w
 points, one grouping each."""
 MOST_PARAMETERS = 1_000
 """Up to how many parameters ``directions="auto"`` takes all parameters of a linear model. With 1,000, a refit takes
-about a second on one core; with 2,000, four to ten."""
+seconds on one core."""
 _RELATIVE_RIDGE = 2e-5  # the ridge if no eigenvectors are cut off, in units of the largest curvature
-_BOUNDING = 1e-6  # the same for linear models; it only bounds what the data leaves unbounded (separable classes)
+_BOUNDING = {torch.float64: 1e-10, torch.float32: 1e-6}
+"""The ridge of an exact refit without weight decay, in units of the curvature of each parameter, so that units of
+features do not matter; it only bounds what the data leaves unbounded (separable classes)."""
 _LOOKED_AT = 16  # points that are looked at to see whether outputs are linear in the parameters
 _MATRICES = 4  # matrices [p, p] that a refit along all p parameters holds: the directions, curvature and its factors
 
@@ -150,7 +152,7 @@ class LinearizedModel:
     def _kind(self, outputs: Tensor) -> Kind:
         """The directions asked for; ``"all"`` if a linear model leaves the choice open and is small enough for it."""
         points, p = min(len(outputs), self.settings.most_points), self.space.size
-        room = max(points * outputs[0].numel() * outputs.element_size(), 8 * _MATRICES * p) * p
+        room = 8 * max(points * outputs[0].numel(), _MATRICES * p) * p
         small = p <= MOST_PARAMETERS and room <= self.settings.memory_budget
         return "all" if self.settings.directions == "auto" and self.is_linear and small else self.settings.directions
 
@@ -177,11 +179,17 @@ class LinearizedModel:
         n = len(order)
         parts = [self.training_loss.columns(self.outputs.reshape(n, -1).double()), self._chosen_weights]
         loss, tangents = self.training_loss, self.training_loss.columns(self.training.tangents)
+        if self.exact and 8 * tangents.numel() <= self.settings.memory_budget:
+            tangents = tangents.double()  # parameters of features of different sizes need it, and no ridge helps
         if not np.array_equal(order, np.arange(n)):  # pieces of groups; the groups themselves are in order already
             at = torch.from_numpy(order).to(tangents.device)
             parts, loss, tangents = [part[at] for part in parts], loss.take(at), tangents[at]
         budget = self.settings.memory_budget // 2
         problem = Refit(parts[0], tangents, loss, starts, parts[1], budget, self._missing(groups))
+        if problem.dtype != self.training.tangents.dtype:
+            problem.tolerance = 1e-12  # more is lost in the rounding of outputs
+        if self.exact:
+            problem.excess = problem.pull - self.settings.decay * self._zero_from(self._live[-1])
         if self.exact and not self.settings.decay:
             problem.radius = self.training_loss.radius
         return problem
@@ -289,9 +297,11 @@ class LinearizedModel:
         if self.directions.cut > 0:
             return self._trusted(RIDGE * self.directions.cut, "the smallest curvature among the eigenvectors")
         total = self.refit._curvature.double().sum(0) / self.refit.masses.sum()
-        largest = float(torch.linalg.eigvalsh(total)[-1])
         if self.exact:
-            return _BOUNDING * largest, "the largest curvature"
+            own = total.diagonal().clamp_min(1e-12 * float(total.diagonal().max()))
+            self.metric = torch.diag(own / own.mean())
+            return _BOUNDING[self.refit.dtype] * float(own.mean()), "the curvature of each parameter"
+        largest = float(torch.linalg.eigvalsh(total)[-1])
         return self._trusted(_RELATIVE_RIDGE * largest, "the largest curvature")
 
     def _trusted(self, ridge: float, source: str) -> tuple[float, str]:

@@ -43,7 +43,9 @@ class Subsets:
 
     def __init__(self, problem: Refit, weights: Tensor, penalty: Penalty, first: Tensor | None = None) -> None:
         self.problem, self.weights, self.penalty = problem, weights, penalty
-        self.pull, self.harder = problem.pull - problem.missing(weights), torch.ones_like(weights[:, :1])
+        bounds = penalty.ridge + penalty.decay * torch.eye(problem.r).to(penalty.ridge)
+        self.pull = problem.pull - problem.missing(weights) + problem.drift(weights, bounds)
+        self.harder = torch.ones_like(weights[:, :1])
         if penalty.zero is not None:
             self.harder = 1 / problem.steps(weights)[:, None]
             self.pull = (penalty.decay * penalty.zero).expand(len(weights), -1)

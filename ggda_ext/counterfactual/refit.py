@@ -9,6 +9,11 @@ and at the optimum, ḡ is the pull of the decay). The penalty Λ `[r, r]` is th
 answer where the linearisation holds. Without weight decay, a linear model has next to no Λ. Its refit stops when
 outputs have moved by the loss's radius, because nothing else bounds them if a class is left out.
 
+A model that is linear in its parameters, and not at its optimum, is off by H⁻¹ e in first order, where e is its
+gradient with the decay and H the curvature with the penalty. Every refit is taken to be off by the same: H_S H⁻¹ e
+takes the place of e in ḡ. Otherwise e, however small, would drive a refit along parameters that only the removed groups
+use.
+
 If the sums are over a part of the points only, the gradients of the groups at d = 0 are still those of all points:
 ⟨Σ_G w_G e_G / Σ_i w_i, d⟩ is added, where e_G is the gradient of all points of a group minus the gradient of its part.
 Only how the gradients change with d is left to chance.
@@ -55,6 +60,8 @@ class Refit:
 
     Attributes:
         radius: how far outputs may move, as a root mean square over points; infinite at first.
+        excess: e, the gradient of all points with the weight decay at d = 0 `[r]`; None leaves it in ḡ.
+        tolerance: relative fall of the objective in the last step; the fall that remains after it is far less.
     """
 
     def __init__(
@@ -77,8 +84,10 @@ class Refit:
         self.point_weights, self.radius = point_weights.to(tangents.dtype), float("inf")
         self.masses = torch.zeros(self.k + 1, dtype=torch.float64, device=tangents.device)
         self.masses.index_add_(0, self._labels, point_weights.double())
+        self.tolerance = 1e-6 if self.dtype == torch.float32 else 1e-17
         self._everything = torch.ones(1, self.k + 1, dtype=torch.float64, device=tangents.device)
         self._missing = missing
+        self.excess: Tensor | None = None
         self._begin()
 
     def missing(self, weights: Tensor) -> Tensor:
@@ -86,6 +95,15 @@ class Refit:
         if self._missing is None:
             return torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
         return weights @ self._missing / (weights @ self.masses)[:, None]
+
+    def drift(self, weights: Tensor, penalty: Tensor) -> Tensor | float:
+        """H_S H⁻¹ e − e of subsets `[s, r]`, for the penalty's curvature `[r, r]`."""
+        if self.excess is None:
+            return 0.0
+        whole = self.curvature(self._everything)[0] + penalty
+        whole.diagonal().mul_(1 + 1e-12).add_(1e-30)  # without any penalty it may be singular
+        off = torch.linalg.solve(whole, self.excess)
+        return self.curvature(weights) @ off + penalty @ off - self.excess
 
     def _begin(self) -> None:
         """Compute the gradient ḡ of all points and the groups' curvature at d = 0."""
@@ -128,13 +146,12 @@ class Refit:
         answers = torch.zeros(len(weights), self.r, dtype=torch.float64, device=weights.device)
         going = torch.arange(len(weights), device=weights.device)
         subsets = Subsets(self, weights, penalty, first)
-        tolerance = 1e-6 if self.dtype == torch.float32 else 1e-17  # after such a step the remaining fall is far less
         for step in range(MOST_STEPS):
             if step and step % _REFRESH == 0:
                 subsets.refresh()
             fall = subsets.step()
             answers[going] = subsets.d
-            open_ = fall > tolerance * (1 + subsets.objective.abs())
+            open_ = fall > self.tolerance * (1 + subsets.objective.abs())
             if not bool(open_.any()):
                 return answers
             if not bool(open_.all()):
