@@ -132,6 +132,21 @@ def test_by_column_groups_dates_by_period(of: type) -> None:
     assert groups.labels.tolist() == [1, 0, 1, 2]
 
 
+@pytest.mark.parametrize("dtype", ["date32[pyarrow]", "timestamp[us][pyarrow]", "datetime64[ns]"])
+def test_dates_of_any_column_type_may_be_missing(dtype: str) -> None:
+    pytest.importorskip("pyarrow")
+    column = pd.Series([datetime.date(2024, 5, 3), None, datetime.date(2024, 6, 1)], dtype="object").astype(dtype)
+    groups = by_column(column, freq="M", rest="drop")
+    assert (groups.names, groups.labels.tolist()) == (("2024-05", "2024-06"), [0, -1, 1])
+
+
+def test_names_of_bins_have_six_digits_unless_they_would_be_the_same() -> None:
+    assert by_column([0.1 + 0.2, 1 / 3, 2 / 3], bins=2).names == ("[0.3, 0.333333)", "[0.333333, 0.666667]")
+    near = [1.0, 1 + 1e-9, 1 + 2e-9]
+    assert len(by_column(near, bins=near).names) == 2
+    assert by_column(np.array([0.1, 0.7], "float32"), bins=1).names == ("[0.1, 0.7]",)
+
+
 def test_weeks_go_from_monday_to_sunday() -> None:
     days = pd.Series(pd.date_range("2024-01-01", periods=8))
     groups = by_column(days, freq="W")

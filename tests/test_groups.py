@@ -57,6 +57,12 @@ def test_categories_of_dates_have_the_names_of_the_dates():
         assert Groups(column.astype("category")).names == Groups(column).names
 
 
+def test_an_array_of_arrow_is_the_list_of_its_values():
+    arrow = pytest.importorskip("pyarrow")
+    column = arrow.array(["b", None, "b", "c"])
+    assert Groups(column, rest="drop") == Groups(column.to_pylist(), rest="drop")
+
+
 @pytest.mark.parametrize("form", SAME)
 def test_every_form_of_the_same_groups_is_the_same_partition(form):
     groups = Groups(SAME[form])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn.cluster import KMeans
@@ -112,7 +113,20 @@ MISTAKES: dict[str, Mistake] = {
     # groups and grouping
     "a set of labels": (lambda: ask(groups=set(TABLE["clinic"])), TypeError, "a set, which has no order"),
     "a group by its name": (lambda: GROUPS["west"], TypeError, r"groups.members\('west'\)"),
-    "one text for names": (lambda: Groups([0, 1], names="ab"), TypeError, "names='ab' is one text: pass a list"),
+    "one text for names": (lambda: Groups([0, 1], names="ab"), TypeError, "names is a str: pass a list"),
+    "names of groups as a dict": (lambda: Groups([0, 1], names={0: "a", 1: "b"}), TypeError, "names is a dict: pass a"),
+    "rows of a table by their index": (
+        lambda: Groups(TABLE[::-1].groupby("clinic").groups), TypeError, r"pandas Index, .* df.groupby\(.*\).indices"
+    ),
+    "pairs as labels": (
+        lambda: Groups([("west", 1), ("east", 2)]), TypeError, r"whole numbers, not object: pass pandas.Series\(pairs\)"
+    ),
+    "data for groups": (lambda: Groups((X.numpy()[None], Y)), TypeError, r"not an array of shape \[1, 120, 4\]"),
+    "a fraction for the number of points": (lambda: Groups([[0, 1]], n=2.0), TypeError, "n=2.0: pass a whole number"),
+    "names for ids": (lambda: GROUPS.some(["west"]), TypeError, r"ids=\['west'\]: pass a list of group ids, 0 … 2"),
+    "digits for ids": (lambda: Groups(["1", "2"]).some(["1"]), TypeError, r"groups.id_of\(name\) gives an id"),
+    "one id alone": (lambda: GROUPS.some(1), TypeError, "ids=1: pass a list"),
+    "several groups at once": (lambda: GROUPS[0:2], TypeError, r"group id slice\(0, 2, None\) is no whole number"),
     "text to be spread": (lambda: GROUPS.spread("abc"), TypeError, r"scores='abc': pass numbers, scores \[m, 3\]"),
     "a rule before the numbers": (
         lambda: Groups.by_rule(lambda i: i % 3, N, 3), TypeError, r"and a function: by_rule\(n, k, rule\)"
@@ -122,6 +136,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the name of a column to bin": (
         lambda: grouping.by_column("date", freq="M"), TypeError, r"pass the column itself, df\['date'\]"
+    ),
+    "dates as text": (
+        lambda: grouping.by_column(pd.Series(["2024-01-31"]), freq="M"), TypeError, r"Pass pandas.to_datetime\(column\)"
     ),
     "measurements for groups": (lambda: grouping.by_column(X[:, 0]), TypeError, r"by_column\(values, bins=4\)"),
     "the class of a clusterer": (lambda: grouping.from_clusters(KMeans, X), TypeError, r"an instance, KMeans\(…\)"),

@@ -11,7 +11,7 @@ from sklearn.base import clone
 from torch import Tensor
 
 from ggda_ext.grouping.features import input_features
-from ggda_ext.groups.labels import Rest
+from ggda_ext.groups.labels import Rest, is_missing
 from ggda_ext.groups.partition import Groups
 from ggda_ext.sharing import once
 
@@ -68,7 +68,8 @@ def by_column(
         column: one value per point: a pandas or polars column, an array, a list.
         n: number of training points, to check the column against.
         bins: for numbers and dates, the number of bins with about equal counts, or the edges of the bins (each bin
-            holds its lower edge, the last bin also its upper edge). Values outside the edges are in no group.
+            holds its lower edge, the last bin also its upper edge). Values outside the edges are in no group. In the
+            names of the groups, edges have six digits.
         freq: for dates, one group per ``"Y"`` (year), ``"M"`` (month), ``"W"`` (week from Monday to Sunday) or ``"D"``
             (day). Dates with a time zone count by the local time there.
         rest: what to do with points in no group (missing values, values outside the edges), as in `Groups`.
@@ -167,14 +168,17 @@ def _as_numbers(values: np.ndarray, zone: tzinfo | None = None) -> np.ndarray:
     """
     if values.dtype.kind != "O":
         return values
-    present = [value for value in values.tolist() if value is not None and value == value]
-    if present and all(hasattr(value, "isoformat") for value in present):
-        dates = [_local(value, zone) if value is not None and value == value else "NaT" for value in values.tolist()]
-        return np.array(dates, "datetime64[us]")
+    present = [None if is_missing(value) else value for value in values.tolist()]
+    dates = [hasattr(value, "isoformat") for value in present if value is not None]
+    if dates and all(dates):
+        return np.array(["NaT" if value is None else _local(value, zone) for value in present], "datetime64[us]")
     try:
-        return np.array([np.nan if value is None else value for value in values.tolist()], np.float64)
+        return np.array([np.nan if value is None else value for value in present], np.float64)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"bins= and freq= need numbers or dates: {error}.") from error
+        raise TypeError(
+            f"bins= and freq= need numbers or dates: {error}. Pass pandas.to_datetime(column) for dates as text, "
+            "column.dt.to_timestamp() for periods."
+        ) from error
 
 
 def _local(date: Any, zone: tzinfo | None) -> str:
@@ -217,5 +221,8 @@ def _by_bin(values: np.ndarray, bins: Any, zone: tzinfo | None) -> tuple[np.ndar
     labels[missing | (values < edges[0]) | (values > edges[-1])] = -1
     if edges.dtype.kind == "M" and (edges.astype("datetime64[D]") == edges).all():
         edges = edges.astype("datetime64[D]")  # so that names show dates without midnight
+    names = [f"{edge:.6g}" for edge in edges] if edges.dtype.kind == "f" else []
+    if len(set(names)) < len(edges):
+        names = list(map(str, edges))
     ends = [")"] * (len(edges) - 2) + ["]"]
-    return labels, [f"[{low}, {high}{end}" for low, high, end in zip(edges[:-1], edges[1:], ends, strict=True)]
+    return labels, [f"[{low}, {high}{end}" for low, high, end in zip(names[:-1], names[1:], ends, strict=True)]

@@ -87,8 +87,8 @@ def check_labels(
 
 def _checked_names(names: Sequence[Hashable], k: int) -> tuple[Hashable, ...]:
     """Return the names as a tuple; raise an error unless there is one name for each of k groups and all differ."""
-    if isinstance(names, str):
-        raise TypeError(f"names={names!r} is one text: pass a list with a name for each of {k} groups.")
+    if isinstance(names, str | Mapping | Set):
+        raise TypeError(f"names is a {type(names).__name__}: pass a list with a name for each of {k} groups, in order.")
     if len(names) != k:
         raise ValueError(f"names has {len(names)} entries for {k} groups.")
     known = tuple(names)
@@ -135,17 +135,23 @@ def labels_of_lists(lists: Sequence[Any], n: int | None) -> np.ndarray:
     """Return labels `[n]` from the member indices of every group."""
     if not len(lists):
         raise ValueError("groups is empty: pass at least one group of training points.")
+    if any(hasattr(indices, "get_indexer") for indices in lists):
+        raise TypeError(
+            "groups holds a pandas Index, which names rows by the index of the table and not by position: pass the "
+            "column, df['clinic'], or df.groupby('clinic').indices."
+        )
     members = [_as_numpy(sorted(indices) if isinstance(indices, Set) else indices) for indices in lists]
     alone = next((indices for indices in members if indices.ndim != 1), None)
     if alone is not None:
-        raise TypeError(f"groups as index lists must hold one list of indices per group, not {alone.tolist()!r}.")
+        got = repr(alone.item()) if alone.ndim == 0 else f"an array of shape {list(alone.shape)}"
+        raise TypeError(f"groups as index lists must hold one list of indices per group, not {got}.")
     sizes = np.array([len(indices) for indices in members])
     if not sizes.all():
         refuse_empty(sizes)
     joined = np.concatenate(members) if members else np.empty(0, np.int64)
     if joined.ndim != 1 or joined.dtype.kind not in "iu":
-        mask = ": pass np.flatnonzero(mask) for a mask" if joined.dtype.kind == "b" else ""
-        raise TypeError(f"groups as index lists must hold whole numbers, not {joined.dtype}{mask}.")
+        instead = "np.flatnonzero(mask) for a mask" if joined.dtype.kind == "b" else "pandas.Series(pairs) for pairs"
+        raise TypeError(f"groups as index lists must hold whole numbers, not {joined.dtype}: pass {instead}.")
     n = int(joined.max()) + 1 if n is None else n
     outside = joined[(joined < 0) | (joined >= n)]
     if len(outside):
@@ -246,7 +252,7 @@ def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, .
         labels = np.fromiter((seen.setdefault(value, len(seen)) for value in values), np.int64, len(values))
     except TypeError as error:
         raise TypeError(f"groups holds labels that cannot be compared: {error}.") from error
-    absent = {value for value in seen if _is_absent(value)}
+    absent = {value for value in seen if is_missing(value) or (isinstance(value, Real) and value < 0)}
     names = [value for value in seen if value not in absent]
     with suppress(TypeError):  # labels of mixed types keep the order in which they appear
         names.sort()  # type: ignore[call-arg]
@@ -255,9 +261,9 @@ def _labels_of_objects(values: list[Any]) -> tuple[np.ndarray, tuple[Hashable, .
     return new_id[labels], _named(names)
 
 
-def _is_absent(value: Any) -> bool:
-    """Whether a label marks a point in no group: a missing value, or a negative number."""
-    return value is None or str(value) in ("NaT", "<NA>") or value != value or (isinstance(value, Real) and value < 0)
+def is_missing(value: Any) -> bool:
+    """Whether a value of a column is missing: None, NaN, NaT or pandas' NA."""
+    return value is None or str(value) in ("NaT", "<NA>") or value != value
 
 
 def _named(labels: Iterable[Any]) -> tuple[Hashable, ...]:
@@ -274,10 +280,8 @@ def _name(label: Any) -> Hashable:
 def _as_numpy(values: Any) -> np.ndarray:
     if isinstance(values, Tensor):
         return values.detach().cpu().numpy()
-    if hasattr(values, "to_numpy"):  # pandas and polars columns; missing values become None or NaN
-        return np.asarray(values.to_numpy())
     if hasattr(values, "ngroups"):
         raise TypeError(f"groups is a {type(values).__name__}: pass one label per training point, e.g. df['clinic'].")
     if isinstance(values, list | tuple) and any(isinstance(value, str) for value in values):
         return np.array([*values, None], dtype=object)[:-1]  # else numbers in the list would become text
-    return np.asarray(values)
+    return np.asarray(values)  # of a pandas, polars or Arrow column, missing values become None or NaN

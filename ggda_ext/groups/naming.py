@@ -67,7 +67,11 @@ def listed_ids(ids: Any, k: int) -> list[int]:
     """Return ids of groups as a list; a mask `[k]` of True and False stands for the ids where it is True."""
     array = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
     if array.dtype.kind != "b":
-        return [int(j) for j in ids]
+        if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+            raise TypeError(
+                f"ids={ids!r}: pass a list of group ids, 0 … {k - 1}, or a mask; groups.id_of(name) gives an id."
+            )
+        return array.astype(np.int64).tolist()
     if array.shape != (k,):
         raise ValueError(f"ids is a mask of shape {list(array.shape)}: pass one of [{k}], an entry for each group.")
     return np.flatnonzero(array).tolist()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.utils.data import Sampler
 
 from ggda_ext.groups.labels import Rest, Rule, check_labels, read_labels, refuse_empty, sizes_by_rule
 from ggda_ext.groups.naming import Share, id_of, labels_of_some, listed_ids, names_at, spread_over
-from ggda_ext.words import without
+from ggda_ext.words import check_counts, without
 
 if TYPE_CHECKING:
     from ggda_ext.data import DataLike
@@ -93,6 +94,7 @@ class Groups:
         names: Sequence[Hashable] | None = None,
         rest: Rest = "error",
     ) -> None:
+        check_counts(n=n)
         if isinstance(groups, Groups):
             given, known, checked = groups.labels.copy(), groups.names, True
         else:
@@ -275,17 +277,21 @@ class Groups:
         return len(self._sizes)
 
     def __getitem__(self, group_id: int) -> np.ndarray:
-        if isinstance(group_id, str):
-            raise TypeError(f"groups[{group_id!r}]: pass an id, or ask by name, groups.members({group_id!r}).")
         group_id = self._within(group_id)
         return self.order[self.offsets[group_id] : self.offsets[group_id + 1]]
 
     def _within(self, group_id: int) -> int:
         """Return the id as a number from 0 to k - 1. Negative ids count from the end. Raise an error if outside."""
         k = len(self)
-        if not -k <= group_id < k:
-            raise IndexError(f"group id {group_id} is out of range: there are {k} groups.")
-        return int(group_id) % k
+        try:
+            at = index(group_id)
+        except TypeError:
+            raise TypeError(
+                f"group id {group_id!r} is no whole number: pass one, or ask by name, groups.members({group_id!r})."
+            ) from None
+        if not -k <= at < k:
+            raise IndexError(f"group id {at} is out of range: there are {k} groups.")
+        return at % k
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self[j] for j in range(len(self)))
