@@ -117,11 +117,18 @@ def test_brackets_take_names_of_groups_and_properties_and_refuse_what_is_both() 
     assert float(result["accuracy", "web"]) == float(result["accuracy"]["web"]) == 0.0
     assert result["accuracy"].higher_is_better == (True,)
     assert [float(value) for value in result["web"].scores[:, 0]] == [1.0, 0.0]
+    assert result["accuracy", ["web", "books"]].names == ("web", "books")
+    assert result["accuracy", ["web", "books"]].properties == ("accuracy",)
     both = small(properties=["web", "accuracy"])
     with pytest.raises(KeyError, match="a group and a property"):
         both["web"]
     assert both.of_group("web").shape == (2, 1)
     assert both.of_property("web").shape == (1, 4)
+
+
+def test_one_name_and_one_direction_are_those_of_the_only_property() -> None:
+    result = Attribution([[1.0, -1.0]], Groups([0, 1]), "loss", False)
+    assert (result.properties, result.higher_is_better) == (("loss",), (False,))
 
 
 def test_numbers_as_names_do_not_change_what_whole_numbers_mean() -> None:

@@ -217,11 +217,18 @@ def test_verify_puts_retraining_beside_the_prediction():
     assert "same sign" in str(found)
 
 
+def test_a_retraining_that_failed_is_not_called_another_sign():
+    result = attribute(network(), CE, points(N, 0), GROUPS, PROPERTIES["mean"], method="tracin")
+    found = str(result.verify(lambda subsets: np.full((len(subsets), 2), np.nan), top=1))
+    assert "not a number" in found
+    assert "OTHER SIGN" not in found
+
+
 @pytest.mark.parametrize(
     ("retrain", "top", "message"),
     [
         (None, 3, "retrain is a NoneType"),
-        (lambda subsets: np.zeros((1, 1)), 3, "return one value per subset"),
+        (lambda subsets: np.zeros((1, 1)), 3, "one value per subset"),
         (lambda subsets: np.zeros(len(subsets)), 0, "top=0"),
     ],
 )

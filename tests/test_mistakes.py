@@ -340,6 +340,22 @@ MISTAKES: dict[str, Mistake] = {
     "a frame of scores": (
         lambda: Attribution.of(pd.DataFrame([[1.0, 2.0, 3.0]]), TABLE["clinic"]), TypeError, r"pass scores.to_numpy\(\)"
     ),
+    "scores that are text": (lambda: Attribution([["a", "b", "c"]], RESULT.groups), TypeError, "scores is a list: "),
+    "complex scores": (lambda: Attribution(torch.ones(1, 3) * 1j, RESULT.groups), TypeError, "pass real numbers"),
+    "an interval upside down": (
+        lambda: RESULT.replace(low=RESULT.scores + 1, high=RESULT.scores), ValueError, "low is above high"
+    ),
+    "a year that is no row": (
+        lambda: Attribution([[1.0, 2.0]], Groups([2023, 2024]))[2023], IndexError, r"result.of_group\(2023\)"
+    ),
+    "text for how many to draw": (lambda: RESULT.plot.bars(most="3"), TypeError, "most='3': pass a whole number"),
+    "examples for images": (
+        lambda: RESULT.to_html("page.html", images=TensorDataset(torch.ones(N, 8, 8), Y)), TypeError,
+        "images holds a tuple: pass the images alone",
+    ),
+    "a loader for images": (
+        lambda: RESULT.to_html("page.html", images=DataLoader(torch.ones(N, 8, 8))), TypeError, "images is a DataLoader"
+    ),
     "two groups of one name": (lambda: Groups([0, 1], names=["a", "a"]), ValueError, "names holds 'a' twice"),
     "columns of another order for what-if": (
         lambda: WhatIf(MODEL, LOSS, (TABLE[FEATURES], TABLE["y"]), TABLE["clinic"])

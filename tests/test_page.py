@@ -169,6 +169,9 @@ def test_rows_may_be_a_frame_texts_or_dicts(tmp_path):
     frame = pandas.DataFrame({"text": [f"row {i}" for i in range(18)]}, index=range(100, 118))
     for rows in (frame, list(frame.text), frame.to_dict("records"), frame.text, tuple(frame.text)):
         assert "row 0" in page_of(result(members=False), tmp_path, rows=rows).text
+    found = page_of(result(members=False), tmp_path, rows=frame).text
+    assert "point 0 (index 100)" in found
+    assert "(index" not in page_of(result(members=False), tmp_path, rows=frame.reset_index(drop=True)).text
     wide = pandas.DataFrame(np.zeros((18, 20)), columns=[f"c{i}" for i in range(20)])
     assert "8 more columns" in page_of(result(), tmp_path, rows=wide).text
     days = page_of(result(), tmp_path, rows=pandas.DataFrame({"day": pandas.date_range("2024-05-01", periods=18)})).text

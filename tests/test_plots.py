@@ -299,6 +299,26 @@ def test_dates_of_a_timeline_do_not_run_together(months):
     check_apart(ax)
 
 
+@pytest.mark.parametrize("kind", ["bars", "timeline"])
+def test_a_long_name_of_a_property_is_not_cut_off(kind):
+    named = result(3, names=["2023", "2024", "2025"]).replace(properties=["loss of the customers of the third shop"])
+    figure = Figure(figsize=(4.2, 3.2), layout="constrained")
+    ax = getattr(named.plot, kind)(ax=figure.add_subplot())
+    FigureCanvasAgg(figure).draw()
+    box = (ax.xaxis if kind == "bars" else ax.yaxis).label.get_window_extent()
+    assert min(box.x0, box.y0) >= 0
+    assert box.x1 <= figure.bbox.x1
+    assert box.y1 <= figure.bbox.y1
+
+
+@pytest.mark.parametrize("k", [8, 25, 30])
+def test_numbers_of_a_wide_heat_map_do_not_run_together(k):
+    ax = result(k, scores=-0.0123 * np.arange(1, k + 1)).plot.heatmap(rows="properties")
+    ax.figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert all(one.x1 < other.x0 for one, other in pairwise(boxes))
+
+
 @pytest.mark.parametrize(("m", "numbers"), [(2, True), (5, False)])
 def test_a_narrow_heat_map_has_numbers_only_where_they_fit(m, numbers):
     figure = Figure(figsize=(4.2, 3.2), layout="constrained")

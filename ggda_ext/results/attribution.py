@@ -182,9 +182,14 @@ class Attribution(NamedScores):
         ``result["web"]``, ``result[["web", "books"]]``, ``result["mean_loss"]``, ``result["mean_loss", "web"]``. Whole
         numbers, slices and tensors always select rows and columns. If the names of groups are numbers, use `of_group`.
         """
-        if ranking.is_tensor_index(key):
+        if not ranking.is_tensor_index(key):
+            return ranking.by_name(self, key)
+        try:
             return super().__getitem__(key)
-        return ranking.by_name(self, key)
+        except IndexError as error:
+            if isinstance(key, int) and key in self.names:
+                raise IndexError(f"{error}. For the group called {key}: result.of_group({key}).") from None
+            raise
 
     def __contains__(self, key: object) -> Any:
         """Whether there is a group with this name. Numbers and tensors are searched in the scores instead."""

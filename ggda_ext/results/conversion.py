@@ -11,7 +11,7 @@ from torch import Tensor
 from ggda_ext.groups.partition import Groups
 from ggda_ext.properties.property import HigherIsBetter
 from ggda_ext.results.method import MethodFacts
-from ggda_ext.results.named_scores import as_texts, names_of, whether_higher_is_better
+from ggda_ext.results.named_scores import as_texts, names_of, real_numbers, whether_higher_is_better
 
 if TYPE_CHECKING:
     from ggda_ext.results.attribution import Attribution
@@ -40,11 +40,12 @@ def converted(
         facts = {} if method is None else {"method": _facts(method)}
         notes = (*measured.notes, *as_texts(details.get("notes", ())))
         return measured.replace(**{**details, **facts, "notes": notes})
-    _check_kinds(scores)
-    numbers = torch.as_tensor(scores)
-    if numbers.is_complex():
-        raise TypeError(f"scores holds {numbers.dtype}: pass real numbers.")
-    found, turned = _upright(numbers, len(groups), test_axis)
+    if isinstance(scores, tuple):
+        raise TypeError(
+            "scores is a tuple: pass the scores of all groups, influence(…) without k=; groups.names_of(ids) names "
+            "what a k= result holds."
+        )
+    found, turned = _upright(real_numbers(scores, "scores"), len(groups), test_axis)
     if turned and positive is None:
         raise ValueError(
             f"scores is {list(found.T.shape)}, a row for each group, as dattri and TRAK give it, whose signs differ: "
@@ -61,20 +62,6 @@ def converted(
 
 def _facts(method: MethodFacts | str | None) -> MethodFacts | None:
     return MethodFacts(method) if isinstance(method, str) else method
-
-
-def _check_kinds(scores: Any) -> None:
-    """Raise an error for scores that are not an array of numbers. The message says what to pass instead."""
-    kind = type(scores).__name__
-    if isinstance(scores, tuple):
-        raise TypeError(
-            "scores is a tuple: pass the scores of all groups, influence(…) without k=; groups.names_of(ids) names "
-            "what a k= result holds."
-        )
-    if hasattr(scores, "to_numpy"):
-        raise TypeError(f"scores is a {kind}: pass scores.to_numpy(), its columns in the order of groups.names.")
-    if scores is None or isinstance(scores, str):
-        raise TypeError(f"scores is a {kind}: pass a tensor, an array, or the result of leave_group_out.")
 
 
 def _upright(scores: Tensor, k: int, test_axis: Any) -> tuple[Tensor, bool]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggda_ext.results.table import number, shown
+from ggda_ext.words import check_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 WIDEST_NAME = 22
 _NUMBERS = 240
 """A heat map with more cells than this shows signs in its cells, not numbers."""
-_NARROW_COLUMNS = 3
-"""A narrow heat map with more columns than this shows signs, because its cells have no room for numbers."""
+_ALWAYS_FIT = 3
+"""A heat map with more columns than this shows signs, not numbers, if numbers would run together."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Shown:
 
 def both_ends(values: np.ndarray, most: int, higher_is_better: bool | None) -> Shown:
     """Choose both ends: most harmful at the top, most helpful at the bottom; highest at the top if not known."""
+    check_whole(most=most)
     if most < 2:
         raise ValueError(f"most={most}: show at least 2 groups.")
     order = np.argsort(values if higher_is_better is False else -values, kind="stable")
@@ -92,6 +94,7 @@ def both_ends(values: np.ndarray, most: int, higher_is_better: bool | None) -> S
 
 def largest(values: np.ndarray, most: int) -> Shown:
     """Choose the groups with the largest absolute values, largest first."""
+    check_whole(most=most)
     if most < 1:
         raise ValueError(f"most={most}: show at least 1 group.")
     order = np.argsort(-np.abs(values), kind="stable").tolist()
@@ -130,15 +133,16 @@ def plain_title(ax: Axes, text: str) -> None:
     ax.set_title(text, loc="left", fontsize="medium", parse_math=False, wrap=True)
 
 
-def score_label(result: Attribution, j: int) -> str:
-    """Return the label for the axis of the scores: unit and direction."""
+def score_label(result: Attribution, j: int, *, what: str = "the group") -> str:
+    """Return the label for the axis of the scores: unit and direction. A long name of a property has its own line."""
     name = shown(result.properties[j])
+    name = f"{' ' if len(name) <= WIDEST_NAME else chr(10)}{name}"
     if result.method is not None and result.method.unit == "property":
-        words = f"{'measured' if result.method.measured else 'predicted'} change of {name}\nwithout the group"
+        words = f"{'measured' if result.method.measured else 'predicted'} change of{name}\nwithout {what}"
     elif result.method is not None:
-        words = f"score for {name}\n(ranks only, no unit)"
+        words = f"score for{name}\n(ranks only, no unit)"
     else:
-        words = f"score for {name}"
+        words = f"score for{name}"
     direction = result.higher_is_better[j]
     if direction is None:
         return f"{words}\n← falls without it  |  rises without it →"
@@ -224,8 +228,9 @@ def name_sides(ax: Axes, rows: list[str], columns: list[str], steep: int) -> Non
 
 def write_cells(ax: Axes, scores: np.ndarray, relative: np.ndarray) -> None:
     """Write the number into every cell that has one, or its sign if there are many cells; white on dark colours."""
-    wide, columns = is_wide(ax), scores.shape[1]
-    many, size = scores.size > _NUMBERS or (not wide and columns > _NARROW_COLUMNS), 7 if wide else 5.5
+    size = 7 if is_wide(ax) else 5.5
+    room = ax.figure.bbox.width / ax.figure.dpi - 3  # inches: names and the colour bar take about three
+    many = scores.size > _NUMBERS or scores.shape[1] > max(_ALWAYS_FIT, room / (0.058 * size))  # seven digits
     if scores.size > 20 * _NUMBERS:
         return
     for row, column in np.argwhere(~np.isnan(scores)):

@@ -57,8 +57,8 @@ class NamedScores(Tensor):
         cls,
         scores: Any,
         groups: GroupsLike,
-        properties: Sequence[str] | None = None,
-        higher_is_better: Sequence[HigherIsBetter] | None = None,
+        properties: str | Sequence[str] | None = None,
+        higher_is_better: HigherIsBetter | Sequence[HigherIsBetter] = None,
         *,
         low: Any = None,
         high: Any = None,
@@ -75,6 +75,8 @@ class NamedScores(Tensor):
         new = plain.as_subclass(cls)
         new.groups, new.properties, new.higher_is_better = groups, names, directions
         new.low, new.high = (_shaped(end, name, plain.shape) for end, name in ((low, "low"), (high, "high")))
+        if new.low is not None and new.high is not None and bool((new.low > new.high).any()):
+            raise ValueError("low is above high for some scores: low is the lower end of the interval, high the upper.")
         new.interval, new.method, new.notes = str(interval or ""), _checked_method(method), as_texts(notes)
         new.warnings = MappingProxyType(_checked_warnings(warnings or {}, groups))
         new.member_scores = _shaped(member_scores, "member_scores", (len(plain), groups.n))
@@ -140,9 +142,17 @@ def _plain(values: Any) -> Tensor:
         return found.detach().as_subclass(Tensor)
 
 
-def _real(values: Any) -> Tensor:
+def real_numbers(values: Any, name: str) -> Tensor:
     """Return numbers as a plain tensor of floats without a graph, on the same memory if they are floats."""
-    plain = _plain(values)
+    kind = type(values).__name__
+    if hasattr(values, "to_numpy"):
+        raise TypeError(f"{name} is a {kind}: pass {name}.to_numpy(), its columns in the order of groups.names.")
+    try:
+        plain = _plain(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} is a {kind}: pass a tensor or an array of numbers ({error}).") from None
+    if plain.is_complex():
+        raise TypeError(f"{name} holds {plain.dtype}: pass real numbers.")
     return plain if plain.is_floating_point() else plain.float()
 
 
@@ -162,22 +172,22 @@ def _direction(value: Any) -> HigherIsBetter:
 def _checked(
     scores: Any,
     groups: Groups,
-    properties: Sequence[str] | None,
-    higher_is_better: Sequence[HigherIsBetter] | None,
+    properties: str | Sequence[str] | None,
+    higher_is_better: HigherIsBetter | Sequence[HigherIsBetter],
 ) -> tuple[Tensor, tuple[str, ...], tuple[HigherIsBetter, ...]]:
     """Check the arguments; return scores `[m, k]` as a plain tensor, and a name and a direction for each property."""
-    plain = _real(scores)
+    plain = real_numbers(scores, "scores")
     if plain.dim() != 2 or plain.shape[1] != len(groups):
         raise ValueError(
             f"scores has shape {list(plain.shape)} for {len(groups)} groups: pass [m, {len(groups)}], or use "
             "Attribution.of, which takes other shapes."
         )
     m = len(plain)
-    names = tuple(f"property {j}" for j in range(m)) if properties is None else tuple(map(str, properties))
-    directions = (None,) * m if higher_is_better is None else tuple(map(_direction, higher_is_better))
-    for name, found in (("properties", names), ("higher_is_better", directions)):
-        if len(found) != m:
-            raise ValueError(f"{name} has {len(found)} entries for scores of {m} properties.")
+    given = [f"property {j}" for j in range(m)] if properties is None else properties
+    names = (given,) if isinstance(given, str) else tuple(map(str, given))
+    directions = tuple(map(_direction, whether_higher_is_better(None, m, higher_is_better)))
+    if len(names) != m:
+        raise ValueError(f"properties has {len(names)} entries for scores of {m} properties.")
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < m else None
     if twice is not None:
         raise ValueError(f"two properties are called {twice!r}: give them names of their own (properties.named).")
@@ -210,7 +220,7 @@ def _shaped(values: Any, name: str, shape: Sequence[int]) -> Tensor | None:
     """Return values as a plain tensor of floats, or None for None; raise an error if they have another shape."""
     if values is None:
         return None
-    found = _real(values)
+    found = real_numbers(values, name)
     if found.shape != torch.Size(shape):
         raise ValueError(f"{name} has shape {list(found.shape)}: pass {list(shape)}.")
     return found

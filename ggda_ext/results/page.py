@@ -18,7 +18,7 @@ from ggda_ext.results import ranking, sentences
 from ggda_ext.results.drawing import refuse_empty
 from ggda_ext.results.members import Carried, carried, members_of
 from ggda_ext.results.table import number, shown
-from ggda_ext.results.thumbnails import checked_count, png_address, row_cells, svg_address, text
+from ggda_ext.results.thumbnails import checked_count, place_of, png_address, row_cells, svg_address, text
 from ggda_ext.results.times import as_times
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _card(
         "carries": "" if found is None else _who_carries(found, len(points)),
         "members": [
             {
-                "index": i,
+                "index": place_of(rows, i),
                 "score": "" if members is None else number(float(members[0][i])),
                 "label": "" if labels is None else str(labels[i]),
                 "image": "" if images is None else png_address(images[i]),

@@ -100,7 +100,7 @@ class Plots:
             ax.text(1.01, row, f"{share:.0%}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
         ax.text(1.01, -0.75, "largest", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
         names = [drawing.group_name(result, group, size=True) for group in groups]
-        drawing.name_rows(ax, names, f"of each member alone:\n{drawing.score_label(result, j)}", above=0.9)
+        drawing.name_rows(ax, names, f"for each member:\n{drawing.score_label(result, j, what='it')}", above=0.9)
         if chosen.words:
             drawing.plain_title(ax, f"not shown: {chosen.words}")
         return ax

@@ -127,7 +127,8 @@ def by_name(result: Attribution, key: Any) -> Attribution:
     if is_property:
         return result.of_property(key)
     if not is_group and isinstance(key, tuple) and len(key) == 2 and key[0] in result.properties:
-        return result.of_property(key[0]).of_group(key[1])
+        one = result.of_property(key[0])
+        return by_name(one, key[1]) if isinstance(key[1], list) else one.of_group(key[1])
     if not is_group and isinstance(key, str):
         close = difflib.get_close_matches(key, result.properties, n=3, cutoff=0.6)
         if close:

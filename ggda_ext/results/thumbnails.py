@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggda_ext.results.table import plainly
+from ggda_ext.tables import is_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,6 +51,10 @@ def png_address(image: Any) -> str:
 
 def pixels(image: Any) -> np.ndarray:
     """Return an image `[H, W]`, `[C, H, W]` or `[H, W, C]` as bytes. Numbers outside 0 … 1 are rescaled."""
+    if isinstance(image, tuple | dict):
+        raise TypeError(
+            f"images holds a {type(image).__name__}: pass the images alone, [image for image, label in data]."
+        )
     array = np.asarray(image.detach().cpu() if hasattr(image, "detach") else image)
     if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
         array = array.transpose(1, 2, 0)
@@ -79,6 +84,12 @@ def row_cells(rows: Any, index: int) -> list[tuple[str, str]]:
     return [("", _value(row))]
 
 
+def place_of(rows: Any, index: int) -> str:
+    """Return the position of a training point, with the index of its row if `rows` is a table with another index."""
+    label = rows.index[index] if is_table(rows) else index
+    return f"{index}" if label == index else f"{index} (index {text(plainly(label))})"
+
+
 def _value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float | np.floating) else text(plainly(value))
 
@@ -91,7 +102,7 @@ def text(value: Any) -> str:
 
 def checked_count(values: Any, name: str, n: int) -> None:
     """Raise an error unless `values` has one entry for each training point."""
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+    if isinstance(values, str | bytes | Mapping) or not (hasattr(values, "__len__") and hasattr(values, "__getitem__")):
         raise TypeError(f"{name} is a {type(values).__name__}: pass one entry for each of {n} training points.")
     if len(values) != n:
         raise ValueError(

@@ -66,6 +66,8 @@ class Verified:
     __repr__ = __str__
 
     def _word(self, j: int) -> str:
+        if not np.isfinite(self.rises[j]):
+            return "the retrained value is not a number"
         if self.stderr[j] == self.stderr[j] and abs(self.rises[j]) < 2 * self.stderr[j]:
             return "within the noise of training"
         return "same sign" if self.agrees[j] else "OTHER SIGN"
