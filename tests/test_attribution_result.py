@@ -520,6 +520,12 @@ def test_tables_escape_and_cut_what_comes_from_data() -> None:
     assert [line[:3] for line in str(empty).splitlines()[3:5]] == ["' '", "'' "]
 
 
+def test_columns_stay_below_each_other_in_a_terminal_also_below_wide_letters() -> None:
+    result = Attribution([[1.0, 2.0, 3.0]], Groups(["北京", "Sao\u0303", "web"]))
+    rows = str(result).splitlines()[3:6]
+    assert rows == ["北京      1     +3  rises", "web       1     +2  rises", "Sao\u0303       1     +1  rises"]
+
+
 def test_days_and_months_are_shown_as_people_write_them() -> None:
     days = pd.Series(pd.to_datetime(["2024-01-31", "2024-02-01", "2024-02-01"]))
     for column in (days, days.to_numpy().astype("datetime64[ns]")):

@@ -296,3 +296,9 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(torch.equal(before[name], value) for name, value in case.model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in case.model.parameters())
     assert not any(module._forward_hooks for module in case.model.modules())
+
+
+def test_names_of_a_summary_stay_on_their_line_and_are_cut():
+    text = str(Groups(["line\nbreak", "long " * 30, "x"]).summary())
+    assert "line break" in text
+    assert max(map(len, text.splitlines()[3:6])) < 60

@@ -27,7 +27,7 @@ from ggda_ext.grouping.whitening import check_features
 from ggda_ext.groups.partition import Groups
 from ggda_ext.methods.cautions import LARGE, WHOLE_CLASS, class_share, labels_of
 from ggda_ext.properties import Property
-from ggda_ext.results.table import aligned_lines
+from ggda_ext.results.table import aligned_lines, shown
 
 _CLASS = "nearly a whole class"
 _SHOWN = 8
@@ -112,7 +112,9 @@ class Summary:
         first = np.argsort(-weight, kind="stable")[:_SHOWN]
         columns = self.columns
         rows = [["score" if name == "scores" else name.replace("_", " ") for name in columns]]
-        rows += [[_shown(values[j]) for values in columns.values()] for j in first]
+        rows += [
+            [f"{v[j]:.3g}" if v.dtype.kind == "f" else shown(v[j]) for v in columns.values()] for j in first.tolist()
+        ]
         rest = len(self.groups) - len(first)
         order = "by absolute score" if by_score else "by size"
         return ["", *aligned_lines(rows), *([f"… and {rest:,} more, {order}"] if rest else [])]
@@ -123,7 +125,7 @@ class Summary:
         worse = " (without a whole class, not even ranks)" if _CLASS in self.untrustworthy else ""
         lines = ["", f"Warning: first-order estimates are known to fail; ranks hold, magnitudes are too small{worse}:"]
         for reason, ids in self.untrustworthy.items():
-            names = ", ".join(str(self.groups.name(int(j))) for j in ids[:_SHOWN])
+            names = ", ".join(shown(self.groups.name(int(j))) for j in ids[:_SHOWN])
             names += ", …" if len(ids) > _SHOWN else ""
             what = f"group {names} is" if len(ids) == 1 else f"{len(ids)} groups, {names}, are each"
             lines.append(f"  {what} {_fitting(reason, len(ids))}")
@@ -213,10 +215,6 @@ def _targets(data: IndexedData) -> Tensor | None:
             return None
         found.append(labels)
     return torch.cat(found)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float | np.floating) else str(value)
 
 
 def _fitting(reason: str, count: int) -> str:

@@ -48,7 +48,7 @@ class LabelIssues:
             hurts. None if there are no validation points.
         suspicion: the number that points are ranked by, from 0 to 1 `[n]`: a point's rank by one signal, or the mean of
             its ranks by two.
-        indices: training indices, most suspicious first `[n]`.
+        indices: training indices, most suspicious first `[n]`: positions, so ``df.iloc[issues.indices]`` has the rows.
         ranked_by: the signal or signals: ``"loss"``, ``"loss and influence"``, …
         why: why `ranked_by` was chosen.
         groups: the groups, if given.
@@ -110,7 +110,7 @@ class LabelIssues:
         }
 
     def to_frame(self) -> pandas.DataFrame:
-        """Return a pandas table with a row for each point, most suspicious first, indexed by the training index."""
+        """Return a pandas table with a row for each point, most suspicious first. Its index is the training index."""
         try:
             import pandas as pd
         except ImportError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from datetime import datetime, time
 from typing import TYPE_CHECKING, Any
+from unicodedata import combining, east_asian_width
 
 import numpy as np
 import torch
@@ -30,14 +31,19 @@ def as_text(result: Attribution) -> str:
 
 def aligned_lines(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
     """Return rows of cells as lines of text. The columns in `left` are aligned left, all other columns right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+    room = [[" " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return [
         "  ".join(
-            cell.ljust(width) if at in left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell + gap if at in left else gap + cell for at, (cell, gap) in enumerate(zip(*both, strict=True))
         ).rstrip()
-        for row in rows
+        for both in zip(rows, room, strict=True)
     ]
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal a text takes: Chinese letters and emoji two, combining accents none."""
+    return sum(0 if combining(letter) else 1 + (east_asian_width(letter) in "WF") for letter in text)
 
 
 def as_html(result: Attribution) -> str:
