@@ -154,6 +154,12 @@ def test_a_score_and_a_direction_say_who_helps(direction: bool | None, rise: str
         assert (result.harmful().names, result.helpful().names)[direction] == ("b",)
 
 
+def test_an_interval_that_is_not_known_makes_no_group_sure() -> None:
+    result = Attribution([[2.0, -1.0]], Groups(["a", "b"]), "loss", False, low=[[np.nan] * 2], high=[[np.nan] * 2])
+    assert result.effects() == ("unclear", "unclear")
+    assert result.helpful(sure=True).names == result.harmful(sure=True).names == ()
+
+
 def test_an_interval_that_holds_zero_is_unclear() -> None:
     result = Attribution(
         torch.tensor([[2.0, -1.0]]), Groups(["a", "b"]), ["loss"], [False],

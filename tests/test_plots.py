@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import subprocess
 import sys
-from itertools import pairwise
+import warnings
+from itertools import pairwise, product
 
 import numpy as np
 import pandas as pd
@@ -251,7 +252,11 @@ def test_a_removal_curve_takes_what_was_measured_before():
 def test_scores_that_are_no_numbers_are_drawn_last_and_break_nothing():
     scores = result(3, interval=False, members=False, scores=[1.0, float("nan"), -1.0])
     assert [name[0] for name in ticks(scores.plot.bars().yaxis)] == ["2", "0", "1"]
-    scores.plot.heatmap().figure.canvas.draw()
+    endless = result(3, interval=False, members=False, scores=[1.0, float("inf"), -1.0])
+    for one, kind in product((scores, endless), ("bars", "heatmap")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            getattr(one.plot, kind)().figure.canvas.draw()
     zero = result(3, scores=[0.0, 0.0, 0.0])
     for kind in KINDS:
         getattr(zero.plot, kind)().figure.canvas.draw()

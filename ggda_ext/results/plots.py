@@ -60,7 +60,14 @@ class Plots:
                 )  # fmt: skip
                 continue
             style = STYLES[effects[group]]
-            ax.barh(row, np.nan_to_num(values[group]), color=style.colour, hatch=style.hatch, edgecolor="black", lw=0.6)
+            ax.barh(
+                row,
+                np.nan_to_num(values[group], posinf=0, neginf=0),
+                color=style.colour,
+                hatch=style.hatch,
+                edgecolor="black",
+                lw=0.6,
+            )
             warned = result.groups.name(group) in result.warnings
             names.append(drawing.group_name(result, group, size=True) + " ⚠" * warned)
         drawn = {row: group for row, group in enumerate(chosen.ids) if group is not None}
@@ -121,7 +128,7 @@ class Plots:
         result = self._result
         drawing.refuse_empty(result)
         scores = result.scores.detach().cpu().double().numpy()
-        top = np.nanmax(np.abs(scores), axis=1, keepdims=True, initial=0.0)
+        top = np.max(np.abs(scores), axis=1, keepdims=True, initial=0.0, where=np.isfinite(scores))
         relative = np.divide(scores, top, out=np.zeros_like(scores), where=top > 0)
         strongest = np.nan_to_num(np.abs(relative)).max(0)
         chosen = np.array(drawing.largest(strongest, most).ids)

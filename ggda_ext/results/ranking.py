@@ -59,11 +59,11 @@ def order(result: Attribution, by: str | int | None = None) -> list[int]:
 
 
 def effect_of(score: float, direction: HigherIsBetter, interval: tuple[float, float] | None = None) -> str:
-    """Return what a group does to the property, from the sign of its score; ``unclear`` if the interval contains 0."""
-    if interval is not None and interval[0] <= 0 <= interval[1]:
-        return "unclear"
+    """Return what a group does to the property: the sign of its score; ``unclear`` unless the interval excludes 0."""
     if score != score:
         return "unknown"
+    if interval is not None and not (interval[0] > 0 or interval[1] < 0):
+        return "unclear"
     if score == 0:
         return "none"
     if direction is None:

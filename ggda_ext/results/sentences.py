@@ -62,7 +62,7 @@ def _about(result: Attribution, row: int, group: int, effect: str) -> str:
         words += f" by {abs(score):.3g}{'' if ends is None else _in_brackets(*ends[group])}"
     words += "."
     if ranking.effects(result, row)[group] == "unclear":
-        words += " Its interval holds 0, so even the direction is unclear."
+        words += " Its interval does not exclude 0, so even the direction is unclear."
     if result.groups.name(group) in result.warnings:
         words += " There is a warning about this group."
     return words
