@@ -109,7 +109,7 @@ class Attribution(NamedScores):
     def effects(self, property: str | int = 0) -> tuple[str, ...]:
         """Return the effect of every group: ``helps``, ``hurts``; ``rises``, ``falls`` if the direction is not known.
 
-        The effect is ``unclear`` if the interval contains 0, ``none`` if the score is 0, ``unknown`` if it is NaN.
+        The effect is ``unclear`` if the interval does not exclude 0, ``none`` if the score is 0, ``unknown`` if it is NaN.
         """
         return ranking.effects(self, self.property_id(property))
 
@@ -132,7 +132,7 @@ class Attribution(NamedScores):
 
         Args:
             by: the property to look at; by default as in `ranked`.
-            sure: whether to return only groups whose interval does not contain 0.
+            sure: whether to return only groups whose interval excludes 0.
         """
         return self.some(ranking.with_effect(self, "hurts", by, sure))
 

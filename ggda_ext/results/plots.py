@@ -60,14 +60,8 @@ class Plots:
                 )  # fmt: skip
                 continue
             style = STYLES[effects[group]]
-            ax.barh(
-                row,
-                np.nan_to_num(values[group], posinf=0, neginf=0),
-                color=style.colour,
-                hatch=style.hatch,
-                edgecolor="black",
-                lw=0.6,
-            )
+            length = values[group] if np.isfinite(values[group]) else 0.0
+            ax.barh(row, length, color=style.colour, hatch=style.hatch, edgecolor="black", lw=0.6)
             warned = result.groups.name(group) in result.warnings
             names.append(drawing.group_name(result, group, size=True) + " ⚠" * warned)
         drawn = {row: group for row, group in enumerate(chosen.ids) if group is not None}
