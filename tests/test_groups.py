@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from ggda_ext import Groups
+from ggda_ext import Attribution, Groups
 
 SAME = {
     "list": ["b", "a", "b", "c"],
@@ -55,6 +57,23 @@ def test_categories_of_dates_have_the_names_of_the_dates():
     days = pd.Series(pd.to_datetime(["2024-01-01", "2024-02-01"]))
     for column in (days.astype("datetime64[ns]"), days.astype("datetime64[s]"), days - days[0]):
         assert Groups(column.astype("category")).names == Groups(column).names
+
+
+def test_names_in_a_column_are_those_in_a_list():
+    days = pd.Series(pd.to_datetime(["2024-01-01", "2024-02-01"]))
+    for names in (np.array(["a", "b"]), pd.Series(["a", "b"]), torch.tensor([2023, 2024]), days, days.to_numpy()):
+        groups = Groups([0, 1], names=names)
+        listed = pd.Series(np.asarray(names)).tolist()
+        assert groups.names == tuple(listed)
+        assert not any(isinstance(name, np.generic | torch.Tensor) for name in groups.names)
+
+
+def test_arrays_of_pandas_are_read_only_and_give_no_warning():
+    groups, scores = Groups(["a", "b"]), np.array([[1.0, 2.0]])
+    scores.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(groups.spread(scores), Attribution(scores, groups).scores)
 
 
 def test_an_array_of_arrow_is_the_list_of_its_values():

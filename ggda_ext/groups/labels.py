@@ -91,7 +91,7 @@ def _checked_names(names: Sequence[Hashable], k: int) -> tuple[Hashable, ...]:
         raise TypeError(f"names is a {type(names).__name__}: pass a list with a name for each of {k} groups, in order.")
     if len(names) != k:
         raise ValueError(f"names has {len(names)} entries for {k} groups.")
-    known = tuple(names)
+    known = _named(_listed(_as_numpy(names)) if hasattr(names, "dtype") else names)
     if len(set(known)) < k:
         twice = next(name for at, name in enumerate(known) if name in known[:at])
         raise ValueError(f"names holds {twice!r} twice: give every group a name of its own.")

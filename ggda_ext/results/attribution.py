@@ -109,7 +109,7 @@ class Attribution(NamedScores):
     def effects(self, property: str | int = 0) -> tuple[str, ...]:
         """Return the effect of every group: ``helps``, ``hurts``; ``rises``, ``falls`` if the direction is not known.
 
-        The effect is ``unclear`` if the interval does not exclude 0, ``none`` if the score is 0, ``unknown`` if it is NaN.
+        The effect is ``unknown`` if the score is NaN, ``none`` if it is 0, ``unclear`` unless the interval excludes 0.
         """
         return ranking.effects(self, self.property_id(property))
 

@@ -138,7 +138,8 @@ class NamedScores(Tensor):
 def _plain(values: Any) -> Tensor:
     """Return numbers as a plain tensor without a graph, on the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        found = values if isinstance(values, Tensor) else torch.as_tensor(values)
+        read_only = isinstance(values, np.ndarray) and not values.flags.writeable  # as arrays of pandas are
+        found = values if isinstance(values, Tensor) else torch.as_tensor(values.copy() if read_only else values)
         return found.detach().as_subclass(Tensor)
 
 
