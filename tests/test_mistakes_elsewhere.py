@@ -140,6 +140,9 @@ MISTAKES: dict[str, Mistake] = {
     "dates as text": (
         lambda: grouping.by_column(pd.Series(["2024-01-31"]), freq="M"), TypeError, r"Pass pandas.to_datetime\(column\)"
     ),
+    "a data set for its labels": (
+        lambda: grouping.by_label(TensorDataset(X, Y)), TypeError, "labels is a TensorDataset without .targets: pass"
+    ),
     "measurements for groups": (lambda: grouping.by_column(X[:, 0]), TypeError, r"by_column\(values, bins=4\)"),
     "the class of a clusterer": (lambda: grouping.from_clusters(KMeans, X), TypeError, r"an instance, KMeans\(…\)"),
     # what if

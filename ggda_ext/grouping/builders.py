@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from sklearn.base import clone
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from ggda_ext.grouping.features import input_features
 from ggda_ext.groups.labels import Rest, is_missing
@@ -51,7 +52,10 @@ def by_label(labels: Any, n: int | None = None, *, rest: Rest = "error") -> Grou
         n: number of training points, to check the labels against.
         rest: what to do with points that have a missing or negative label, as in `Groups`.
     """
-    return Groups(getattr(labels, "targets", labels), n, rest=rest)
+    found = getattr(labels, "targets", labels)
+    if isinstance(found, Dataset):
+        raise TypeError(f"labels is a {type(labels).__name__} without .targets: pass the labels, one for each point.")
+    return Groups(found, n, rest=rest)
 
 
 def by_column(
