@@ -272,6 +272,39 @@ def test_ekfac_of_linear_regression_is_the_closed_form():
     torch.testing.assert_close(found.scores, exact.scores, rtol=1e-8, atol=1e-12)
 
 
+class Steps(nn.Module):
+    """Layers for each of some tokens, called for all tokens at once or token by token."""
+
+    def __init__(self, token_by_token):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Embedding(7, 4, padding_idx=1), nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh())
+        self.head, self.token_by_token = nn.Linear(4, 2), token_by_token
+
+    def forward(self, x):
+        parts = x.split(1, 1) if self.token_by_token else [x]
+        return self.head(torch.cat([self.layers(part) for part in parts], 1).mean(1))
+
+
+def test_ekfac_counts_all_calls_of_a_layer_together():
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randint(0, 7, (N, 5), generator=generator), torch.arange(N) % 2
+    goal = properties.mean_loss(tuple(part[:9] for part in points), CE)
+    once, often = (
+        attribute(Steps(way).double(), CE, points, GROUPS, goal, method=EKFAC(damping=0.01), batch_size=25).scores
+        for way in (False, True)
+    )
+    torch.testing.assert_close(once, often, rtol=1e-8, atol=1e-12)
+
+
+def test_ekfac_names_layers_it_cannot_see_and_what_helps():
+    (x, y), model = data(), nn.Sequential(nn.Linear(4, 4), nn.PReLU(4), nn.Linear(4, 2)).double()
+    goal = properties.mean_loss((x, y), CE)
+    with pytest.raises(ValueError, match=r"method='ekfac' .*'1\.weight'.*method='influence'"):
+        attribute(model, CE, (x, y), GROUPS, goal, method="ekfac")
+    assert attribute(model, CE, (x, y), GROUPS, goal, method="ekfac", parameters=["0", "2"]).shape == (1, K)
+
+
 def test_scores_in_the_propertys_unit_are_averaged_over_checkpoints_and_tracin_is_summed():
     (x, y), model, goal = data(), network(), properties.mean_loss(data(1), CE)
     states = [network(seed).state_dict() for seed in (1, 2)]

@@ -10,10 +10,10 @@ new basis, as if its factor were diagonal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import tee
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -65,12 +65,14 @@ class Kronecker:
         self.empirical, source = _with_cotangents(provider, sample, seed)
         self.matrices: dict[str, tuple[Layer, _Factors]] = {}
         self.diagonals: dict[int, Tensor] = {}
-        for batch in source.observe(lambda _: _Each(self._add_factors)):
-            del batch
+        calls = _Calls(self._add_factors)
+        for _ in source.observe(lambda _: calls):
+            calls.end_batch()
         for _, found in self.matrices.values():
             found.left, found.right = (self._eigenvectors(part) for part in (found.left, found.right))
-        for batch in source.observe(lambda batch: _Each(self._add_squares, len(batch))):
-            del batch
+        calls = _Calls(self._add_squares, calls.several)
+        for _ in source.observe(lambda _: calls):
+            calls.end_batch()
         for _, found in self.matrices.values():
             found.squares = add_up(found.squares) / self.n
         self.diagonals = {key: add_up(value) / self.n for key, value in self.diagonals.items()}
@@ -132,10 +134,10 @@ class Kronecker:
         if layer.bias is not None:
             self.space.part(rows, layer.bias).copy_(matrix[..., -1])
 
-    def _add_factors(self, layer: Layer, a: Tensor, d: Tensor, size: int) -> None:
+    def _add_factors(self, layer: Layer, calls: list[Call], size: int) -> None:
         if not _is_matrix(layer):
             return
-        left, right = (part.flatten(0, 1).to(self.dtype) for part in _tokens(layer, a, d, 1))
+        left, right = (part.flatten(0, 1).to(self.dtype) for part in _tokens(layer, calls, size))
         if layer.name not in self.matrices:
             squares = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
             empty_left, empty_right = (
@@ -150,12 +152,12 @@ class Kronecker:
     def _eigenvectors(self, matrix: Tensor | None) -> Tensor | None:
         return None if matrix is None else torch.linalg.eigh(add_up(matrix).to(self.dtype))[1]
 
-    def _add_squares(self, layer: Layer, a: Tensor, d: Tensor, size: int) -> None:
+    def _add_squares(self, layer: Layer, calls: list[Call], size: int) -> None:
         if not _is_matrix(layer):
-            self._add_diagonals(layer, a, d, size)
+            self._add_diagonals(layer, calls, size)
             return
         found = self.matrices[layer.name][1]
-        left, right = _tokens(layer, a, d, size)
+        left, right = _tokens(layer, calls, size)
         left, right = (
             part.to(self.dtype) if side is None else part.to(self.dtype) @ side
             for part, side in ((left, found.left), (right, found.right))
@@ -167,14 +169,15 @@ class Kronecker:
         for one, other in zip(left.split(step), right.split(step), strict=True):
             found.squares += torch.bmm(one.mT, other).square_().sum(0)
 
-    def _add_diagonals(self, layer: Layer, a: Tensor, d: Tensor, size: int) -> None:
+    def _add_diagonals(self, layer: Layer, calls: list[Call], size: int) -> None:
         if type(layer.module) is nn.Embedding and layer.weight is not None:
+            tokens = torch.cat([a.reshape(size, -1) for a, _ in calls], 1)
+            d = torch.cat([d.reshape(size, -1, d.shape[-1]) for _, d in calls], 1)
             if layer.module.padding_idx is not None:
-                d = d.masked_fill((a == layer.module.padding_idx)[..., None], 0)
-            _add_token_squares(self._diagonal(layer.weight), a, d, size)
+                d = d.masked_fill((tokens == layer.module.padding_idx)[..., None], 0)
+            _add_token_squares(self._diagonal(layer.weight), tokens, d)
             return
-        starts = list(range(0, len(d) + 1, len(d) // size))
-        for parameter, rows in _own_rows(layer, a, d, starts):
+        for parameter, rows in _own_rows(layer, calls, size):
             self._diagonal(parameter).add_(rows.double().square().sum(0).reshape(parameter.shape))
 
     def _diagonal(self, parameter: nn.Parameter) -> Tensor:
@@ -183,14 +186,37 @@ class Kronecker:
         return self.diagonals[id(parameter)]
 
 
-class _Each(Observer):
-    """Passes a and d of every layer call to a function."""
+Call: TypeAlias = tuple[Tensor, Tensor]
+"""The input a and the output gradient d of one call of a layer."""
 
-    def __init__(self, tell: Callable[[Layer, Tensor, Tensor, int], None], size: int = 1) -> None:
-        self.tell, self.size = tell, size
+
+class _Calls(Observer):
+    """Passes the calls of every layer, and the number of points of the batch, to a function.
+
+    Args:
+        tell: the function; it is told of each call by itself.
+        together: names of layers of whose calls it is told at the end of the batch, all at once.
+
+    Attributes:
+        several: names of the layers that were called more than once in a batch.
+    """
+
+    def __init__(self, tell: Callable[[Layer, list[Call], int], None], together: Collection[str] = frozenset()) -> None:
+        self.tell, self.together, self.several = tell, together, set[str]()
+        self._seen, self._held = set[str](), dict[str, tuple[Layer, list[Call], int]]()
 
     def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
-        self.tell(layer, kept, d, self.size)
+        (self.several if layer.name in self._seen else self._seen).add(layer.name)
+        if layer.name in self.together:
+            self._held.setdefault(layer.name, (layer, [], len(d) // repeats))[1].append((kept, d.clone()))
+        else:
+            self.tell(layer, [(kept, d)], len(d) // repeats)
+
+    def end_batch(self) -> None:
+        for held in self._held.values():
+            self.tell(*held)
+        self._held.clear()
+        self._seen.clear()
 
 
 def _is_matrix(layer: Layer) -> bool:
@@ -203,8 +229,16 @@ def _transposed(layer: Layer) -> bool:
     return type(layer.module).__name__ == "Conv1D"
 
 
-def _tokens(layer: Layer, a: Tensor, d: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return output gradients and inputs `[size, t, …]`; image patches are tokens, and the bias has an input of one."""
+def _tokens(layer: Layer, calls: list[Call], size: int) -> tuple[Tensor, Tensor]:
+    """Return output gradients and inputs `[size, t, …]` of all calls; image patches are tokens."""
+    if len(calls) == 1:
+        return _tokens_of_call(layer, *calls[0], size)
+    left, right = zip(*(_tokens_of_call(layer, a, d, size) for a, d in calls), strict=True)
+    return torch.cat(left, 1), torch.cat(right, 1)
+
+
+def _tokens_of_call(layer: Layer, a: Tensor, d: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return output gradients and inputs `[size, t, …]` of one call; the bias has an input of one."""
     module = layer.module
     if isinstance(module, nn.Conv2d):
         padded = F.pad(a, module._reversed_padding_repeated_twice, mode=_padding(module))
@@ -222,18 +256,23 @@ def _padding(module: nn.Conv2d) -> str:
     return "constant" if module.padding_mode == "zeros" else module.padding_mode
 
 
-def _own_rows(layer: Layer, a: Tensor, d: Tensor, starts: list[int]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def _own_rows(layer: Layer, calls: list[Call], size: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield each parameter of a layer of any kind with the gradients of the points `[b, …]`, a few points at a time."""
-    if layer.bias is not None:
-        yield layer.bias, layer.rule.bias_rows(layer.module, d, starts)
-    if layer.weight is not None:
-        step = max(1, 2**22 // layer.weight.numel())
-        for low in range(0, len(starts) - 1, step):
-            some = starts[low : low + step + 1]
-            rows = d.new_empty(len(some) - 1, *layer.weight.shape)
-            cut = slice(some[0], some[-1])
-            layer.rule.weight_rows(layer.module, a[cut], d[cut], [at - some[0] for at in some], rows)
-            yield layer.weight, rows
+    step = size if layer.weight is None else max(1, 2**22 // layer.weight.numel())
+    for low in range(0, size, step):
+        weights, biases = [], []
+        for a, d in calls:
+            repeats = len(d) // size
+            cut = slice(low * repeats, (low + step) * repeats)
+            starts = list(range(0, len(d[cut]) + 1, repeats))
+            if layer.bias is not None:
+                biases.append(layer.rule.bias_rows(layer.module, d[cut], starts))
+            if layer.weight is not None:
+                weights.append(d.new_empty(len(starts) - 1, *layer.weight.shape))
+                layer.rule.weight_rows(layer.module, a[cut], d[cut], starts, weights[-1])
+        for parameter, rows in ((layer.weight, weights), (layer.bias, biases)):
+            if parameter is not None:
+                yield parameter, torch.stack(rows).sum(0) if len(rows) > 1 else rows[0]
 
 
 def _turned(matrices: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
@@ -242,10 +281,9 @@ def _turned(matrices: Tensor, left: Tensor | None, right: Tensor | None) -> Tens
     return turned if right is None else turned @ right.double()
 
 
-def _add_token_squares(total: Tensor, tokens: Tensor, d: Tensor, size: int) -> None:
-    """Add the squared gradients of `size` points for an embedding `[vocabulary, h]`; only their tokens' rows change."""
-    found, d = tokens.reshape(size, -1), d.reshape(size, -1, d.shape[-1])
-    places = torch.arange(size, device=found.device)[:, None] * len(total) + found
+def _add_token_squares(total: Tensor, tokens: Tensor, d: Tensor) -> None:
+    """Add the squared gradients of points with `tokens [b, t]` for an embedding; only their tokens' rows change."""
+    places = torch.arange(len(tokens), device=tokens.device)[:, None] * len(total) + tokens
     taken, which = places.flatten().unique(return_inverse=True)
     rows = d.new_zeros(len(taken), d.shape[-1], dtype=torch.float64).index_add_(0, which, d.flatten(0, 1).double())
     total.index_add_(0, taken % len(total), rows.square_())

@@ -377,6 +377,8 @@ class GroupGradients:
         """
         with only_thread(self.model):
             check_deterministic_modules(self.model)
+            if self._facts.uncovered:
+                raise Unproven(dict(self._facts.uncovered))
             plan = choose(BY_NAME, "segmented", self._facts, 0, rows=True)
             request = self._request(plan, self._share(range(len(self.groups))))
             for groups, batch in request.grouped_batches():

@@ -11,6 +11,7 @@ from ggda_ext.curvature.damping import SHARE, Training, of_recipe, told_by_point
 from ggda_ext.curvature.kronecker import Kronecker
 from ggda_ext.curvature.sampled import sample_of
 from ggda_ext.gradients import GroupGradients
+from ggda_ext.gradients.errors import Unproven
 from ggda_ext.methods.method import Method, Preconditioned
 from ggda_ext.results.method import Unit
 from ggda_ext.words import check_counts, check_not_negative
@@ -47,7 +48,12 @@ class EKFAC(Method):
     def precondition(self, provider: GroupGradients, directions: Tensor) -> Preconditioned:
         """Return 1/n (H + λ)⁻¹ `directions [m, p]`."""
         sample, total = sample_of(provider, self.points, self.seed)
-        curvature = Kronecker(provider, sample, self.seed)
+        try:
+            curvature = Kronecker(provider, sample, self.seed)
+        except Unproven as error:
+            raise ValueError(
+                f"method='ekfac' cannot be used here: {error}. Use method='influence', or parameters= without it."
+            ) from error
         source, damping = "the call", self.damping
         if damping is None and self.recipe is not None:
             source, own = of_recipe(provider, sample, total, self.recipe)
