@@ -23,6 +23,8 @@ LOSSES = {
     "cross entropy sum": (nn.CrossEntropyLoss(reduction="sum"), OUT, CLASSES),
     "cross entropy none": (nn.CrossEntropyLoss(reduction="none"), OUT, CLASSES),
     "class weights, sum": (nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"), OUT, CLASSES),
+    "class weights, probabilities": (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), OUT, TARGET.softmax(1)),
+    "hinge of distances": (nn.HingeEmbeddingLoss(), OUT[:, :1], torch.tensor([[1], [-1], [1], [1], [-1]])),
     "ignored tokens": (nn.CrossEntropyLoss(), TOKENS, TOKEN_CLASSES),
     "ignored tokens, sum": (nn.CrossEntropyLoss(reduction="sum"), TOKENS, TOKEN_CLASSES),
     "forward replaced": (REPLACED, OUT, CLASSES),
@@ -39,6 +41,12 @@ def test_the_loss_of_an_example_is_its_loss_alone(name):
     loss_fn, output, target = LOSSES[name]
     alone = [loss_fn(output[i : i + 1], target[i : i + 1]).sum() for i in range(len(output))]
     torch.testing.assert_close(example_losses(loss_fn, output, target), torch.stack(alone), rtol=1e-12, atol=0)
+
+
+def test_targets_without_a_dimension_are_not_broadcast_against_outputs():
+    for loss, target in ((nn.MSELoss(), TARGET), (nn.HingeEmbeddingLoss(), TARGET.sign())):
+        found = example_losses(loss, OUT[:, :1], target[:, 0])
+        torch.testing.assert_close(found, example_losses(loss, OUT[:, :1], target[:, :1]))
 
 
 def test_trailing_dimensions_of_unreduced_losses_are_summed():

@@ -211,10 +211,10 @@ def _called(model: nn.Module, batch: Any) -> tuple[Any, Tensor | None]:
 
 _ELEMENTWISE = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss,
-    nn.PoissonNLLLoss, nn.KLDivLoss,
+    nn.PoissonNLLLoss, nn.KLDivLoss, nn.HingeEmbeddingLoss,
 )  # fmt: skip
 _CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
-_BY_ROW = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.HingeEmbeddingLoss)
+_BY_ROW = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)
 _KNOWN = frozenset((*_ELEMENTWISE, *_CLASSES, *_BY_ROW))
 """PyTorch losses whose ``reduction="none"``, reduced row by row, equals the loss of a row alone; no subclasses."""
 
@@ -288,7 +288,8 @@ def _is_comparable(loss_fn: Any, output: Tensor, target: Any) -> bool:
     Raise an error for a weighted mean, and for outputs and targets that do not fit.
     """
     classes = isinstance(loss_fn, _CLASSES)
-    if classes and loss_fn.weight is not None and loss_fn.reduction == "mean":
+    weighted = classes and loss_fn.weight is not None and loss_fn.reduction == "mean"
+    if weighted and not target.is_floating_point():  # with probabilities as targets, it divides by their number
         raise ValueError(
             f"loss_fn is {type(loss_fn).__name__}(weight=…, reduction='mean'), which divides by the weights of "
             "whoever shares the batch, so an example has no loss of its own: pass reduction='sum' if the weights are "
