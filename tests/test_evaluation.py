@@ -186,7 +186,7 @@ def retrainer(outputs: nn.Module, loss: nn.Module, targets: torch.Tensor, tested
 
 
 @pytest.mark.parametrize(
-    "form", ["two logits", "a column of labels", "one logit", "a logit without a column", "pixels"]
+    "form", ["two logits", "a column of labels", "one logit", "a logit without a column", "a probability", "pixels"]
 )
 def test_accuracy_of_retrained_models_holds_for_every_form_of_classes(form) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
@@ -199,6 +199,7 @@ def test_accuracy_of_retrained_models_holds_for_every_form_of_classes(form) -> N
         "a logit without a column": (
             nn.Sequential(nn.Linear(1, 1), nn.Flatten(0)), nn.BCEWithLogitsLoss(), one, one
         ),
+        "a probability": (nn.Sequential(nn.Linear(1, 1), nn.Sigmoid()), nn.BCELoss(), one[:, None], one[:, None]),
         "pixels": (
             nn.Sequential(nn.Linear(1, 6), nn.Unflatten(1, (2, 3))), nn.CrossEntropyLoss(),
             y[:, None].repeat(1, 3), y[:, None].repeat(1, 3),

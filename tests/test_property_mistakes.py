@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from ggda_ext import properties
 from ggda_ext.losses import BatchLoss
 from ggda_ext.properties import (
     attacked_loss,
@@ -209,6 +210,32 @@ def test_bad_input_is_an_error_that_names_it(name: str) -> None:
     with pytest.raises(ValueError, match=match):
         gradient(make(), model)
     assert untouched(model)
+
+
+OF_CLASSES = {
+    "accuracy": properties.accuracy,
+    "soft_accuracy": properties.soft_accuracy,
+    "soft_f1": properties.soft_f1,
+    "margins": lambda data: properties.margins(data).mean(),
+    "gap": lambda data: properties.demographic_parity_gap(data, torch.arange(12) % 2),
+}
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_probabilities_are_not_taken_for_logits(name: str) -> None:
+    torch.manual_seed(0)
+    data = torch.randn(12, 4), torch.arange(12) % 2
+    sigmoid = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid(), nn.Flatten(0))
+    softmax = nn.Sequential(nn.Linear(4, 2), nn.Softmax(1))
+    for model in (sigmoid, softmax):
+        if (name, model) == ("accuracy", softmax):  # the most probable class is the same
+            assert properties.accuracy(data)(softmax) == properties.accuracy(data)(softmax[0])
+            continue
+        for allowed in (True, False):
+            with torch.set_grad_enabled(allowed), pytest.raises(ValueError, match="the model returns probabilities"):
+                OF_CLASSES[name](data)(model)
+    logs = nn.Sequential(softmax[0], nn.LogSoftmax(1))
+    torch.testing.assert_close(OF_CLASSES[name](data)(logs), OF_CLASSES[name](data)(softmax[0]))
 
 
 def test_wrong_types_are_errors_that_name_them() -> None:

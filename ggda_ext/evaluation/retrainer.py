@@ -84,5 +84,6 @@ class Retrainer:
             return example_losses(self.loss_fn, outputs, targets).mean()
         if outputs.dim() > 2 and targets.shape == outputs[:, 0].shape:  # [n, C, …], e.g. a class for every pixel
             outputs, targets = outputs.movedim(1, -1).flatten(0, -2), targets.flatten()
-        logits = class_logits(outputs)
+        of_probabilities = isinstance(self.loss_fn, nn.BCELoss) or self.loss_fn is nn.functional.binary_cross_entropy
+        logits = class_logits(outputs.logit() if of_probabilities else outputs, ranks=True)
         return (logits.argmax(1) == class_labels(targets, logits)).double().mean()

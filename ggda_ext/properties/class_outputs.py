@@ -16,20 +16,53 @@ from ggda_ext.model import product
 from ggda_ext.properties.classes import OutputsFn
 
 
-def class_probabilities(outputs: Tensor, temperature: float = 1.0) -> Tensor:
+def class_probabilities(outputs: Tensor, temperature: float = 1.0, *, ranks: bool = False) -> Tensor:
     """Return probabilities `[N, C]` for outputs that are C logits, or one logit for class 1 (`[N]` or `[N, 1]`)."""
-    return (class_logits(outputs) / temperature).softmax(1)
+    return (class_logits(outputs, ranks=ranks) / temperature).softmax(1)
 
 
-def class_logits(outputs: Tensor) -> Tensor:
-    """Return logits `[N, C]`; one logit z of class 1 becomes ``(-z/2, z/2)``, whose softmax is the sigmoid of z."""
+def class_logits(outputs: Tensor, *, ranks: bool = False) -> Tensor:
+    """Return logits `[N, C]`; one logit z of class 1 becomes ``(-z/2, z/2)``, whose softmax is the sigmoid of z.
+
+    Raise an error if it can be seen that the outputs are probabilities. With `ranks`, only the order of the C logits
+    matters, which probabilities of C classes have too.
+    """
     if outputs.dim() not in (1, 2):
         raise ValueError(
             f"the model returned shape {list(outputs.shape)}: properties of classes need outputs [N, C], "
             "[N, 1] or [N]; for others use of_outputs."
         )
     logits = outputs.reshape(len(outputs), -1)
+    if not (ranks and logits.shape[1] > 1) and (_ends_in_sigmoid(outputs) or _add_up_to_one(logits.detach())):
+        raise ValueError(
+            "the model returns probabilities, where properties of classes need logits: let it return what it gives to "
+            "its last Sigmoid or Softmax (nn.BCEWithLogitsLoss and nn.CrossEntropyLoss are losses for that), or use "
+            "of_outputs(data, fn)."
+        )
     return torch.cat([-logits / 2, logits / 2], 1) if logits.shape[1] == 1 else logits
+
+
+_MOVES = ("Squeeze", "Unsqueeze", "View", "Reshape", "UnsafeView", "Select", "Slice", "Clone", "ToCopy")
+"""Beginnings of autograd's names for functions that only arrange numbers."""
+
+
+def _ends_in_sigmoid(outputs: Tensor) -> bool:
+    """Whether outputs come out of a sigmoid, as far as their graph tells."""
+    step = outputs.grad_fn
+    while step is not None and step.name().startswith(_MOVES):
+        step = step.next_functions[0][0]
+    return step is not None and step.name().startswith("Sigmoid")
+
+
+def _add_up_to_one(rows: Tensor) -> bool:
+    """Whether all rows `[N, C]` are probabilities of several classes; False if their numbers cannot be read."""
+    allowed = 8 * rows.shape[1] * torch.finfo(rows.dtype).eps
+    if rows.shape[1] == 1 or allowed > 1e-3:  # half precision could add up to 1 by chance
+        return False
+    try:
+        return bool(((rows >= 0).all(1) & ((rows.sum(1) - 1).abs() <= allowed)).all())
+    except RuntimeError:  # values cannot be read under vmap
+        return False
 
 
 def class_labels(targets: Any, logits: Tensor) -> Tensor:
@@ -57,11 +90,11 @@ def class_labels(targets: Any, logits: Tensor) -> Tensor:
     return labels.long()
 
 
-def on_probabilities(fn: OutputsFn) -> OutputsFn:
-    """Turn ``fn(probabilities [N, C], labels [N])`` into a function of outputs and targets."""
+def on_probabilities(fn: OutputsFn, *, ranks: bool = False) -> OutputsFn:
+    """Turn ``fn(probabilities [N, C], labels [N])`` into a function of outputs and targets; for `ranks` see above."""
 
     def of(outputs: Tensor, targets: Any) -> Tensor:
-        probabilities = class_probabilities(outputs)
+        probabilities = class_probabilities(outputs, ranks=ranks)
         return fn(probabilities, class_labels(targets, probabilities))
 
     return of

@@ -111,7 +111,7 @@ def accuracy(data: DataLike, *, batch_size: int | None = None) -> OutputsPropert
     def share(probabilities: Tensor, labels: Tensor) -> Tensor:
         return (probabilities.argmax(1) == labels).to(probabilities).mean()
 
-    return _of_probabilities(data, share, batch_size, "accuracy", True)
+    return _of_probabilities(data, share, batch_size, "accuracy", True, ranks=True)
 
 
 def f1(
@@ -124,7 +124,7 @@ def f1(
         predicted = functional.one_hot(probabilities.argmax(1), probabilities.shape[1])
         return of(predicted.to(probabilities), labels)
 
-    return _of_probabilities(data, hard, batch_size, "f1", True)
+    return _of_probabilities(data, hard, batch_size, "f1", True, ranks=True)
 
 
 def soft_f1(
@@ -242,11 +242,13 @@ def _correct_probability(outputs: Tensor, targets: Any = None, *, temperature: f
 
 
 def _of_probabilities(
-    data: DataLike, fn: OutputsFn, batch_size: int | None, name: str, higher_is_better: bool
+    data: DataLike, fn: OutputsFn, batch_size: int | None, name: str, higher_is_better: bool, *, ranks: bool = False
 ) -> OutputsProperty:
-    """Return the property ``fn(probabilities [N, C], labels [N])`` of the whole test set."""
-    of = on_probabilities(fn)
-    return OutputsProperty(data, of, batch_size, name=name, higher_is_better=higher_is_better, components=1)
+    """Return the property ``fn(probabilities [N, C], labels [N])`` of the whole test set; for `ranks`: their order."""
+    of = on_probabilities(fn, ranks=ranks)
+    found = OutputsProperty(data, of, batch_size, name=name, higher_is_better=higher_is_better, components=1)
+    found.check_first = partial(class_logits, ranks=ranks)
+    return found
 
 
 def _of_rates(
@@ -265,7 +267,7 @@ def _of_rates(
     if inside.n is not None:
         rates.check_length(inside.n)
     found = OutputsProperty(data, between(rates), batch_size, name=name, higher_is_better=False, components=1)
-    found.fn_of_points = lambda points: between(rates.of_points(points))
+    found.fn_of_points, found.check_first = lambda points: between(rates.of_points(points)), class_logits
     return found
 
 

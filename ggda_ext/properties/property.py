@@ -324,14 +324,18 @@ class LossProperty(DataProperty):
 
     def _each(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the number of every test point `[b]`; raise an error if the loss of a batch is made otherwise."""
-        values = self.loss.each(model, batch)
+        wanted = torch.is_grad_enabled()
+        with torch.set_grad_enabled(
+            wanted or not self._sums_up
+        ):  # the graph of the first batch tells about its outputs
+            values = self.loss.each(model, batch)
         if not self._sums_up and len(values) > 1:
             with torch.no_grad():
                 whole = self.loss.reduced(model, batch)
             if whole is not None:
                 check_reduction(float(whole), values.detach().cpu().double(), tolerance(values.dtype))
             self._sums_up = True
-        return values
+        return values if wanted else values.detach()
 
 
 class PointProperty(LossProperty):
