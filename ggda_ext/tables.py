@@ -202,7 +202,7 @@ def _table_holds_doubles(table: Any) -> bool:
 
 def why_no_data(source: Any, arrays: Sequence[Any], name: str) -> str:
     """The reason why a list, tuple or dict is not a data set, and what to pass instead."""
-    if isinstance(arrays[0], Mapping) and isinstance(source, list | tuple):
+    if isinstance(source, list | tuple) and all(isinstance(part, Mapping) for part in arrays):
         return (
             f"{name} is a list of dicts: pass DataLoader(examples, batch_size=32, collate_fn=your_collate), which says "
             "how examples become a batch."

@@ -165,6 +165,7 @@ def test_nothing_is_drawn_from_the_global_random_state():
         (DataLoader(TensorDataset(X, Y), sampler=SubsetRandomSampler(range(7))), ValueError, "shuffles"),
         ((X, Y[:3]), ValueError, r"different lengths: \[7, 3\]"),
         ((X, "labels"), TypeError, "does not hold tensors only"),
+        (({"a": X, "b": X}, Y), TypeError, "train is a tuple that does not hold tensors only, but a dict.*Dataset"),
         (42, TypeError, "train is a int, which has no length"),
         ((X[:0], Y[:0]), ValueError, "train is empty"),
     ],
