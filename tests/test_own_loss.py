@@ -113,6 +113,30 @@ def test_a_loss_that_a_batch_does_not_tell_is_computed_alone(kind, by_rows):
     assert loss._by_rows[model] == by_rows
 
 
+class OfKept(nn.Module):
+    """A model whose loss takes the targets that are not ignored out of the batch, as many a `compute_loss` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Embedding(9, 2, dtype=torch.float64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        kept = labels != -100
+        return {"loss": F.cross_entropy(self.inner(input_ids)[kept], labels[kept])}
+
+
+def test_examples_of_one_length_in_the_first_batch_do_not_hide_that_a_loss_leaves_padding_out():
+    torch.manual_seed(0)
+    model, loss = OfKept(), OwnLoss()
+    ids, labels = torch.randint(0, 9, (2, 4)), torch.randint(0, 2, (2, 4))
+    uneven = labels.clone()
+    uneven[0, 2:] = -100  # six targets are left, which two examples could share equally
+    with torch.no_grad():
+        for targets in (labels, uneven):
+            alone = [model(ids[i : i + 1], targets[i : i + 1])["loss"] for i in range(2)]
+            assert relative_error(loss.each(model, {"input_ids": ids, "labels": targets}), torch.stack(alone)) <= 1e-12
+
+
 def test_a_comparison_that_is_added_to_a_loss_of_each_example_is_refused():
     """Alone, only the other term is left: the scores would be those of another loss."""
     torch.manual_seed(0)
