@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from cases import relative_error
@@ -86,14 +87,14 @@ class PlainLoop(TrainerCallback):
 
 def run(
     tmp_path, name="gpt2", every=1, adam=False, dtype=torch.float64, loss=own_loss, attached=False, batches="own",
-    **settings,
+    collator=collate, **settings,
 ):  # fmt: skip
     rows = [row | {"number": i} for i, row in enumerate(sources(examples(name, N, dtype=dtype)))]
     tests = examples(name, 3, seed=1, dtype=dtype)
     loop = PlainLoop(rows, tests, every, adam, loss, batches)
     tracker = GroupTracker(
         rows, "source", eval_dataset=tests, every=every, batches=batches, preconditioner="adam" if adam else None,
-        data_collator=collate, show=False,
+        data_collator=collator, show=False,
     )  # fmt: skip
     defaults = {"max_steps": -1, "num_train_epochs": 2, "remove_unused_columns": False}
     trainer = trainer_of(
@@ -200,12 +201,20 @@ def test_the_loss_is_the_trainers(kind, settings, attached, tmp_path):
     assert relative_error(tracker.result.scores[0], loop.sums) <= 1e-10
 
 
-def test_the_training_is_what_it_is_without_a_tracker(tmp_path):
-    loop, _, trainer = run(tmp_path)
-    other = trainer_of(
-        made("gpt2"), loop.rows, tmp_path, data_collator=lambda rows: collate(plain_rows(rows)), max_steps=-1,
-        num_train_epochs=2, remove_unused_columns=False,
-    )  # fmt: skip
+def drawing(rows):
+    """A collator that draws, as one does that masks tokens."""
+    import random
+
+    dropped = [int(torch.rand(()) < 0.5), random.random() < 0.5, np.random.rand() < 0.5]
+    batch = collate(plain_rows(rows))
+    return batch | {"labels": torch.where(torch.arange(batch["labels"].shape[1]) < sum(dropped), -100, batch["labels"])}
+
+
+@pytest.mark.parametrize("collator", [collate, drawing])
+def test_the_training_is_what_it_is_without_a_tracker(collator, tmp_path):
+    loop, _, trainer = run(tmp_path, collator=collator)
+    settings = {"data_collator": lambda rows: collate(plain_rows(rows)), "max_steps": -1, "num_train_epochs": 2}
+    other = trainer_of(made("gpt2"), loop.rows, tmp_path, remove_unused_columns=False, **settings)
     other.train()
     for one, two in zip(trainer.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(one, two)

@@ -16,14 +16,16 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, set_seed
 
 from ggda_ext.attribution import property_directions
 from ggda_ext.data import IndexedData, to_device
@@ -80,7 +82,7 @@ class GroupTracker(TrainerCallback):
         tokens: as in `attribute_trainer`.
         data_collator: for the rows of a property given by name; by default the Trainer's.
         parameters: the parameters that gradients are taken for; by default those that require a gradient.
-        seed: seed for the random choice of steps.
+        seed: seed for the random choice of steps, and for what the property's rows draw (masks of tokens, say).
         show: whether to print the table and save the picture at the end.
     """
 
@@ -157,12 +159,13 @@ class GroupTracker(TrainerCallback):
             self.sums.momentum = Momentum()
         trackers = [one for one in trainer.callback_handler.callbacks if isinstance(one, GroupTracker)]
         self.sums.number, self.sums.settings = trackers.index(self), self._settings()
-        numbered = number_rows(kwargs["train_dataloader"], self._rows)
-        self._compared = numbered.compared
-        self._undo = [numbered.undo, take_at_the_step(trainer, self._pending.append)]
-        if state.global_step:
-            pending = self.sums.resume(Path(resumed or f"{args.output_dir}/checkpoint-{state.global_step}"), state)
-            self._pending += map(numbered.batch_of, pending)
+        with self._own_randomness():
+            numbered = number_rows(kwargs["train_dataloader"], self._rows)
+            self._compared = numbered.compared
+            self._undo = [numbered.undo, take_at_the_step(trainer, self._pending.append)]
+            if state.global_step:
+                pending = self.sums.resume(Path(resumed or f"{args.output_dir}/checkpoint-{state.global_step}"), state)
+                self._pending += map(numbered.batch_of, pending)
         self._started = perf_counter() - self.sums.training_seconds
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -280,7 +283,7 @@ class GroupTracker(TrainerCallback):
         """Add the scores of a step's batches, at the model's current parameters."""
         assert self._setup is not None
         start, model = perf_counter(), self._setup.model
-        with evaluated(model):
+        with evaluated(model), self._own_randomness():
             device = next(model.parameters()).device
             sent = [to_device(carried.batch, device) for carried in batches]
             provider = self._provider_of(sent[0])
@@ -297,6 +300,23 @@ class GroupTracker(TrainerCallback):
                     self.sums.add(provider.on(batch).scores(directions), carried.rows)
         self.sums.steps += 1
         self.sums.seconds += perf_counter() - start
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Draw from `seed` inside this context, so that the training's own draws stay as they are without a tracker.
+
+        A data set or a collator may draw: masks of tokens, crops of images. So the property is the same in each step.
+        """
+        assert self._setup is not None
+        device = next(self._setup.model.parameters()).device
+        before = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            set_seed(self.seed)
+            try:
+                yield
+            finally:
+                random.setstate(before[0])
+                np.random.set_state(before[1])
 
     def _provider_of(self, batch: dict[str, Any]) -> GroupGradients:
         """The provider of gradients, made and planned once with the first batch."""
