@@ -128,9 +128,10 @@ class OfKept(nn.Module):
 def test_examples_of_one_length_in_the_first_batch_do_not_hide_that_a_loss_leaves_padding_out():
     torch.manual_seed(0)
     model, loss = OfKept(), OwnLoss()
-    ids, labels = torch.randint(0, 9, (2, 4)), torch.randint(0, 2, (2, 4))
+    ids, labels = torch.randint(0, 9, (2, 5)), torch.randint(0, 2, (2, 5))
+    labels[:, 0] = -100  # of a first token that is no target
     uneven = labels.clone()
-    uneven[0, 2:] = -100  # six targets are left, which two examples could share equally
+    uneven[0, 3:] = -100  # six targets are left, which two examples could share equally
     with torch.no_grad():
         for targets in (labels, uneven):
             alone = [model(ids[i : i + 1], targets[i : i + 1])["loss"] for i in range(2)]

@@ -12,7 +12,7 @@ from ggda_transformers.attribution import training_steps
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers_cases import MODELS, collate, exactness, examples, gradients, made, own_loss, sources, trainer_of
 
 from ggda_ext import GroupGradients, Groups
@@ -196,6 +196,22 @@ def test_a_best_checkpoint_that_was_loaded_has_its_own_steps_and_moments(tmp_pat
     attribute_trainer(trainer, rows, "source", checkpoints=[folder], weights=[1.0], preconditioner="adam")
 
 
+@pytest.mark.parametrize("settings", [{}, {"lr_scheduler_type": "cosine", "warmup_steps": 3}])
+def test_the_steps_of_a_training_are_those_of_its_schedule_however_few_are_logged(settings, tmp_path):
+    rates = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    rows = examples("bert", N, dtype=torch.float32)
+    trainer = trainer_of(made("bert", torch.float32), rows, tmp_path, max_steps=8, logging_steps=8,
+                         callbacks=[Watch()], **settings)  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] < 0.3 * sum(rates) / len(rates)
+    assert training_steps(trainer).learning_rates == pytest.approx(sum(rates))
+
+
 def test_shards_are_read(tmp_path):
     trainer, rows = trained(tmp_path)
     trainer.model.save_pretrained(tmp_path / "shards", max_shard_size="6KB")
@@ -251,6 +267,23 @@ def test_properties_by_name_have_the_gradient_of_their_value(property):
     plain = attribute_trainer(model, rows, "source", value, data_collator=collate, method="tracin", batch_size=4)
     assert relative_error(result.scores, plain.scores) <= 1e-5  # the model's own loss goes through float32
     assert result.properties == (property,)
+
+
+def test_the_probability_of_an_answer_is_that_of_its_start_and_end():
+    model, rows, tests = made("bert_answers"), sources(examples("bert_answers", N)), examples("bert_answers", 3, seed=1)
+
+    def value(model: nn.Module) -> Tensor:
+        batch = collate(tests)
+        found = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        start, end = (
+            logits.softmax(1).gather(1, batch[f"{name}_positions"][:, None])
+            for name, logits in (("start", found.start_logits), ("end", found.end_logits))
+        )
+        return (start * end).mean()
+
+    options = {"eval_dataset": tests, "data_collator": collate, "method": "tracin", "batch_size": 4}
+    found, plain = (attribute_trainer(model, rows, "source", one, **options) for one in ("probability", value))
+    assert relative_error(found.scores, plain.scores) <= 1e-6
 
 
 def test_a_list_of_properties_gives_a_row_each():

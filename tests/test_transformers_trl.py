@@ -77,6 +77,31 @@ def test_texts_as_given_have_the_scores_of_one_backward_pass_for_each_row(tmp_pa
         attribute_trainer(trainer, given.select(range(5)), "source", method="tracin")
 
 
+def test_a_loss_that_trl_computes_otherwise_is_the_one_that_is_explained(tmp_path):
+    from trl import SFTConfig
+
+    if "loss_type" not in SFTConfig.__dataclass_fields__:
+        pytest.skip("this version of TRL has one loss only")
+    trainer = trainer_of(tmp_path, loss_type="dft")
+
+    def loss(row):
+        """The loss of each token times its probability, which has no gradient of its own."""
+        batch = trainer.data_collator([{key: row[key] for key in ("input_ids", "labels") if key in row}])
+        labels = batch["labels"][0, 1:]
+        logits = trainer.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[0, :-1]
+        told = logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0][labels != -100]
+        return -(told.exp().detach() * told).mean()
+
+    result = attribute_trainer(trainer, texts(10), "source", method="tracin")
+    trainer.model.eval()
+    train, test = (
+        gradient_rows((loss(row) for row in rows), trainer.model.parameters())
+        for rows in (trainer.train_dataset, trainer.eval_dataset)
+    )
+    truth = Groups(texts(10)["source"]).sum(train, 0) @ test.mean(0)
+    assert relative_error(result.scores[0], truth) <= 1e-5
+
+
 def test_packed_documents_are_refused_with_the_reason(tmp_path):
     tracker = GroupTracker(texts(10), "source", eval_dataset=texts(2), show=False)
     trainer = trainer_of(tmp_path, [tracker], packing=True)

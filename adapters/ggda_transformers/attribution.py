@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from ggda_ext import attribute
 from ggda_ext.curvature.damping import TrainingSteps
@@ -162,20 +163,28 @@ def _method(
 
 
 def training_steps(trainer: Any) -> TrainingSteps | None:
-    """The training steps according to a Trainer's log; None if the log holds too little."""
+    """The training steps according to a Trainer's schedule, or to its log; None if they tell too little."""
     steps = _steps_taken(trainer)
-    log = getattr(getattr(trainer, "state", None), "log_history", [])
-    logged = [entry["learning_rate"] for entry in log if "learning_rate" in entry and entry["step"] <= steps]
-    if not sum(logged) > 0:
+    rates = _learning_rates(trainer, steps)
+    if not sum(rates) > 0:
         return None
     kind, momentum, weight_decay = _optimizer(trainer)
     if kind is None:
         return None
-    rate = sum(logged) / len(logged)
+    rate = sum(rates) / len(rates)
     batch = (
         trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size
     )
     return TrainingSteps(rate * steps, kind, momentum, weight_decay, batch)
+
+
+def _learning_rates(trainer: Any, steps: int) -> list[float]:
+    """The learning rates of all steps, by the schedule; where it is no function of the step, those of logged steps."""
+    schedule = getattr(trainer, "lr_scheduler", None)
+    if isinstance(schedule, LambdaLR):
+        return [schedule.base_lrs[0] * schedule.lr_lambdas[0](step) for step in range(steps)]
+    log = getattr(getattr(trainer, "state", None), "log_history", [])
+    return [entry["learning_rate"] for entry in log if "learning_rate" in entry and entry["step"] <= steps]
 
 
 def _optimizer(trainer: Any) -> tuple[Literal["sgd", "adam"] | None, float, float]:

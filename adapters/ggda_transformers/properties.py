@@ -23,6 +23,11 @@ def negative_exponential(loss: Tensor) -> Tensor:
     return (-loss).exp()
 
 
+def negative_exponential_of_twice(loss: Tensor) -> Tensor:
+    """The probability of a start and an end, of which a model that answers questions takes the mean of the losses."""
+    return (-2 * loss).exp()
+
+
 def property_of(setup: TrainerSetup, property: Any, eval_dataset: Any) -> Property:
     """Return the property with a name, or the property itself if it is a callable.
 
@@ -75,6 +80,12 @@ def _f1(setup: TrainerSetup, dataset: Any) -> ReadyProperty:
     return properties.soft_f1(setup.rows(dataset, "eval_dataset"), batch_size=setup.batch_size)
 
 
+def _probability(setup: TrainerSetup, dataset: Any) -> ReadyProperty:
+    answers = "QuestionAnswering" in type(base_of(setup.model)).__name__
+    of_example = negative_exponential_of_twice if answers else negative_exponential
+    return _mean(setup, dataset, higher_is_better=True, tokens="sum", of_example=of_example, is_models=True)
+
+
 def _predicts_a_number(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     kind = getattr(config, "problem_type", None)
@@ -121,7 +132,7 @@ _MAKERS: dict[str, Callable[[TrainerSetup, Any], ReadyProperty]] = {
     "eval_loss": partial(_mean, higher_is_better=False),
     "accuracy": partial(_mean, higher_is_better=True, of_token=negative_exponential, is_models=True),
     "f1": _f1,
-    "probability": partial(_mean, higher_is_better=True, tokens="sum", of_example=negative_exponential, is_models=True),
+    "probability": _probability,
     "perplexity": Perplexity,
 }
 """``accuracy`` is the mean probability of the right label; for a language model, the mean over all tokens.

@@ -113,7 +113,8 @@ class TrainerSetup:
     def _changes(self) -> dict[str, Any]:
         """What the Trainer makes of the model's own loss, as arguments of `TrainerLoss`."""
         own = type(self.trainer).compute_loss if self.trainer is not None else Trainer.compute_loss
-        overrides = own is not Trainer.compute_loss and not own.__module__.startswith("trl.")
+        usual = own.__qualname__ == "SFTTrainer.compute_loss" and getattr(self.trainer.args, "loss_type", "nll") == "nll"
+        overrides = own is not Trainer.compute_loss and not usual
         return {
             "compute_loss_func": self.compute_loss_func,
             "smoother": getattr(self.trainer, "label_smoother", None),

@@ -39,7 +39,7 @@ def what_if_trainer(
             `WhatIf` is used.
         train_dataset: as in `attribute_trainer`.
         groups: as in `attribute_trainer`.
-        recipe: the steps of the training; by default from the Trainer's log. It matters: without a recipe, the answers
+        recipe: the steps of the training; by default those of the Trainer. It matters: without a recipe, the answers
             are for a model trained to its optimum.
         data_collator: as in `attribute_trainer`.
         processing_class: as in `attribute_trainer`.

@@ -101,12 +101,7 @@ class OwnLoss(ExampleLoss):
 
     def _proven(self, model: nn.Module, batch: Any, size: int) -> bool:
         """Whether the losses taken from a whole batch equal the losses of its examples alone."""
-        few = pick(batch, range(size)[:: max(1, size // _COMPARED)][:_COMPARED])
-        padded = _with_padding(few)
-        return self._same_alone(model, few) and (padded is None or self._same_alone(model, padded))
-
-    def _same_alone(self, model: nn.Module, few: Any) -> bool:
-        """Whether the losses taken from a batch equal the losses of its examples alone."""
+        few = _with_padding(pick(batch, range(size)[:: max(1, size // _COMPARED)][:_COMPARED]))
         positions = range(batch_length(few))
         rows: Tensor | None
         with torch.no_grad():
@@ -126,20 +121,18 @@ class OwnLoss(ExampleLoss):
 
 
 def _with_padding(batch: Any) -> Any:
-    """The batch as if the last token of its first example were padding, which a loss may leave out; None without any.
+    """The batch as if the last token of its first example were padding, by its masks and by labels that use −100.
 
-    Then tokens are no longer in equal parts, as they may be in the first batch by chance.
+    A loss may leave padding out. Then tokens are not in equal parts, as they may be in the first batch by chance.
     """
-    named = batch.items() if isinstance(batch, Mapping) else ()
-    outside = {name: 0 if "mask" in name else -100 for name, _ in named if "mask" in name or name == "labels"}
     changed = {}
-    for name, out in outside.items():
-        value = batch[name]
-        if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
+    for name, value in batch.items() if isinstance(batch, Mapping) else ():
+        out = 0 if "mask" in name else -100
+        if isinstance(value, Tensor) and value.dim() == 2 and (out == 0 or bool((value == out).any())):
             kept = (value[0] != out).nonzero().flatten()
             changed[name] = value.clone()
             changed[name][0, kept[1:][-1:]] = out  # an example keeps at least one
-    return {**batch, **changed} if changed else None
+    return {**batch, **changed} if changed else batch
 
 
 class _NotByRows(ValueError):
