@@ -81,6 +81,32 @@ class Halved(Trainer):
         return (0.5 * outputs.loss, outputs) if return_outputs else 0.5 * outputs.loss
 
 
+class Divided(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = 0.5 * func(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("tokens", ["mean", "sum"])
+@pytest.mark.parametrize("settings", [{"compute_loss_func": func}, {"kind": Divided}])
+def test_a_loss_that_divides_by_the_number_of_tokens_is_given_that_number(settings, tokens, tmp_path):
+    model, rows, tests = made("gpt2"), sources(examples("gpt2", N)), examples("gpt2", 3, seed=1)
+    trainer = trainer_of(model, rows, tmp_path, eval_dataset=tests, **settings)
+    factor = 1.0 if "kind" in settings else 2.0
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        counts = (batch["labels"][:, 1:] != -100).sum() if tokens == "sum" else 1
+        return factor * counts * model(**batch).loss
+
+    result = attribute_trainer(
+        trainer, rows, "source", lambda m: own_loss(m, collate(tests[:1])), method="tracin", tokens=tokens
+    )
+    _, truth = truth_of(model, rows, tests[:1], loss)
+    assert relative_error(result.scores[0], truth) <= 1e-6
+
+
 @pytest.mark.parametrize("kind", ["function", "smoothed", "overridden"])
 def test_the_loss_is_the_trainers(kind, tmp_path):
     model, rows, tests = made("gpt2"), sources(examples("gpt2", N)), examples("gpt2", 3, seed=1)

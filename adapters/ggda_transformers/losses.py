@@ -61,7 +61,9 @@ class TrainerLoss(OwnLoss):
     def value(self, model: nn.Module, batch: Any, rows: RowReductions | None = None) -> Tensor:
         """The loss of a batch as one number, or one number for each example if `rows` is given."""
         if self.compute_loss is not None:
-            return _checked(self.compute_loss(model, dict(batch)), "compute_loss")
+            counted = "labels" in batch and getattr(self.owner, "model_accepts_loss_kwargs", False)
+            counts = {"num_items_in_batch": self._counts(batch["labels"], rows)} if counted else {}
+            return _checked(self.compute_loss(model, dict(batch), **counts), "compute_loss")
         if self.compute_loss_func is None and self.smoother is None:
             try:
                 return super().value(model, batch, rows)
@@ -82,18 +84,23 @@ class TrainerLoss(OwnLoss):
         labels = inputs.pop("labels", None)
         outputs = model(**inputs)
         if self.compute_loss_func is not None:
-            counts = None if labels is None else self._counts(labels, each=rows is not None)
-            return _checked(self.compute_loss_func(outputs, labels, num_items_in_batch=counts), "compute_loss_func")
+            items = None if labels is None else self._counts(labels, rows)
+            return _checked(self.compute_loss_func(outputs, labels, num_items_in_batch=items), "compute_loss_func")
         if labels is None:
             raise ValueError("the Trainer smooths labels, but the batch has no 'labels'.")
         if rows is None:
             return self.smoother(outputs, labels, shift_labels=self.shifts)
         return self._smoothed(outputs, labels, rows)
 
-    def _counts(self, labels: Tensor, *, each: bool) -> Tensor:
-        """Number of labels that are not ignored, for each example `[b]` or for the batch."""
-        kept = (labels[..., 1:] if self.shifts and labels.dim() > 1 else labels) != IGNORED
-        return kept.reshape(len(labels), -1).sum(1) if each else kept.sum()
+    def _counts(self, labels: Tensor, rows: RowReductions | None) -> Tensor:
+        """Number of labels that are not ignored, which a loss divides by, for each example `[b]` or for the batch.
+
+        If the tokens of an example are to be added up, each example counts as one.
+        """
+        kept = ((labels[..., 1:] if self.shifts and labels.dim() > 1 else labels) != IGNORED).reshape(len(labels), -1)
+        if rows is None:
+            return kept.sum()
+        return torch.ones_like(kept[:, 0], dtype=torch.long) if rows.tokens == "sum" else kept.sum(1)
 
     def _smoothed(self, outputs: Any, labels: Tensor, rows: RowReductions) -> Tensor:
         """The smoother's loss for each example `[b]`."""
