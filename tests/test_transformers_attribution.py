@@ -9,10 +9,12 @@ import torch
 from cases import relative_error
 from ggda_transformers import Binned, Nested, TrainerSetup, attribute_trainer
 from ggda_transformers.attribution import training_steps
+from ggda_transformers.setup import shifts_labels
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import Trainer, TrainerCallback
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers_cases import MODELS, collate, exactness, examples, gradients, made, own_loss, sources, trainer_of
 
 from ggda_ext import GroupGradients, Groups
@@ -130,6 +132,12 @@ def test_the_loss_is_the_trainers(kind, tmp_path):
     result = attribute_trainer(trainer, rows, "source", lambda m: own_loss(m, collate(tests[:1])), method="tracin")
     _, truth = truth_of(model, rows, tests[:1], loss)
     assert relative_error(result.scores[0], truth) <= (1e-10 if kind == "function" else 1e-6)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_smoothed_labels_are_shifted_for_the_models_that_a_trainer_shifts_them_for(name):
+    assert name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    assert shifts_labels(type(name, (nn.Module,), {})())
 
 
 # ---- checkpoints

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, default_data_collator
 from transformers.data.data_collator import DataCollatorWithPadding
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ggda_ext.data import IndexedData, batch_length
 from ggda_ext.losses.row_reductions import Tokens
@@ -113,7 +114,9 @@ class TrainerSetup:
     def _changes(self) -> dict[str, Any]:
         """What the Trainer makes of the model's own loss, as arguments of `TrainerLoss`."""
         own = type(self.trainer).compute_loss if self.trainer is not None else Trainer.compute_loss
-        usual = own.__qualname__ == "SFTTrainer.compute_loss" and getattr(self.trainer.args, "loss_type", "nll") == "nll"
+        usual = (
+            own.__qualname__ == "SFTTrainer.compute_loss" and getattr(self.trainer.args, "loss_type", "nll") == "nll"
+        )
         overrides = own is not Trainer.compute_loss and not usual
         return {
             "compute_loss_func": self.compute_loss_func,
@@ -198,10 +201,11 @@ def checked_batch(batch: Any, count: int) -> Mapping[str, Any]:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether a model predicts label i + 1 at position i."""
+    """Whether a model predicts label i + 1 at position i, by the names that a Trainer goes by, and by others alike."""
     name = type(base_of(model)).__name__
     config = getattr(model, "config", None)
-    return ("ForCausalLM" in name or "LMHeadModel" in name) and not getattr(config, "is_encoder_decoder", False)
+    known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or "ForCausalLM" in name or "LMHeadModel" in name
+    return known and not getattr(config, "is_encoder_decoder", False)
 
 
 def _columns(model: nn.Module) -> frozenset[str]:
