@@ -182,7 +182,7 @@ def _learning_rates(trainer: Any, steps: int) -> list[float]:
     """The learning rates of all steps, by the schedule; where it is no function of the step, those of logged steps."""
     schedule = getattr(trainer, "lr_scheduler", None)
     if isinstance(schedule, LambdaLR):
-        return [schedule.base_lrs[0] * schedule.lr_lambdas[0](step) for step in range(steps)]
+        return [float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step)) for step in range(steps)]
     log = getattr(getattr(trainer, "state", None), "log_history", [])
     return [entry["learning_rate"] for entry in log if "learning_rate" in entry and entry["step"] <= steps]
 

@@ -194,8 +194,8 @@ def checked_batch(batch: Any, count: int) -> Mapping[str, Any]:
     if batch_length(batch) != count:
         raise ValueError(
             f"the data collator made a batch of {batch_length(batch)} rows from {count} examples (it flattens, packs "
-            "or pairs them), so its rows cannot be told apart and have no loss of their own: use a data collator that pads, "
-            "such as DataCollatorWithPadding."
+            "or pairs them), so its rows cannot be told apart and have no loss of their own: use a data collator that "
+            "pads, such as DataCollatorWithPadding."
         )
     return batch
 
