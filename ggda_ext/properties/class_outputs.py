@@ -24,8 +24,8 @@ def class_probabilities(outputs: Tensor, temperature: float = 1.0, *, ranks: boo
 def class_logits(outputs: Tensor, *, ranks: bool = False) -> Tensor:
     """Return logits `[N, C]`; one logit z of class 1 becomes ``(-z/2, z/2)``, whose softmax is the sigmoid of z.
 
-    Raise an error if it can be seen that the outputs are probabilities. With `ranks`, only the order of the C logits
-    matters, which probabilities of C classes have too.
+    Raise an error if outputs are probabilities, as far as their numbers and their graph tell. With `ranks`, only the
+    order of the C logits matters, which probabilities of C classes have too.
     """
     if outputs.dim() not in (1, 2):
         raise ValueError(
@@ -33,21 +33,28 @@ def class_logits(outputs: Tensor, *, ranks: bool = False) -> Tensor:
             "[N, 1] or [N]; for others use of_outputs."
         )
     logits = outputs.reshape(len(outputs), -1)
-    if not (ranks and logits.shape[1] > 1) and (_ends_in_sigmoid(outputs) or _add_up_to_one(logits.detach())):
-        raise ValueError(
-            "the model returns probabilities, where properties of classes need logits: let it return what it gives to "
-            "its last Sigmoid or Softmax (nn.BCEWithLogitsLoss and nn.CrossEntropyLoss are losses for that), or use "
-            "of_outputs(data, fn)."
-        )
+    refuse_sigmoid(outputs, ranks=ranks)
+    if not ranks and _add_up_to_one(logits.detach()):
+        raise ValueError(_PROBABILITIES)
     return torch.cat([-logits / 2, logits / 2], 1) if logits.shape[1] == 1 else logits
 
 
+def refuse_sigmoid(outputs: Tensor, *, ranks: bool = False) -> None:
+    """Raise an error if outputs come out of a sigmoid, as far as their graph tells; for `ranks` see `class_logits`."""
+    if not (ranks and outputs.numel() > len(outputs)) and _ends_in_sigmoid(outputs):
+        raise ValueError(_PROBABILITIES)
+
+
+_PROBABILITIES = (
+    "the model returns probabilities, where properties of classes need logits: let it return what it gives to its last "
+    "Sigmoid or Softmax (nn.BCEWithLogitsLoss and nn.CrossEntropyLoss are losses for that), or use of_outputs(data, "
+    "fn)."
+)
 _MOVES = ("Squeeze", "Unsqueeze", "View", "Reshape", "UnsafeView", "Select", "Slice", "Clone", "ToCopy")
 """Beginnings of autograd's names for functions that only arrange numbers."""
 
 
 def _ends_in_sigmoid(outputs: Tensor) -> bool:
-    """Whether outputs come out of a sigmoid, as far as their graph tells."""
     step = outputs.grad_fn
     while step is not None and step.name().startswith(_MOVES):
         step = step.next_functions[0][0]

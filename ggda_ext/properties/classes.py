@@ -44,8 +44,6 @@ class OutputsProperty(DataProperty):
         super().__init__(data, batch_size, "data", name, higher_is_better)
         self.fn, self.components = fn, components
         self.fn_of_points: Callable[[np.ndarray], OutputsFn] | None = None
-        self.check_first: Callable[[Tensor], Any] | None = None
-        """Called with the first outputs, whose graph tells how the model made them; it may raise an error."""
 
     def __call__(self, model: nn.Module) -> Tensor:
         _, outputs, targets = zip(*self._outputs(model, self._batches(model)), strict=True)
@@ -95,12 +93,9 @@ class OutputsProperty(DataProperty):
         """Yield for every batch its positions in the data, its outputs, and its targets (None if it has none)."""
         shape: torch.Size | None = None
         for indices, batch in batches:
-            first, wanted = shape is None, torch.is_grad_enabled()
-            with torch.set_grad_enabled(wanted or (first and self.check_first is not None)):
-                output, target = model_output(model, batch)
-            if first and self.check_first is not None:
-                self.check_first(output)
-                output = output if wanted else output.detach()
+            if shape is None:
+                self._look(model, batch)
+            output, target = model_output(model, batch)
             shape = shape or output.shape[1:]
             if output.shape[:1] != (len(indices),) or output.shape[1:] != shape:
                 raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,13 +14,21 @@ from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.losses import ExampleLoss, OutputLoss, as_example_loss, cannot_take
 from ggda_ext.model import product
 from ggda_ext.properties.attacks import Attack, AttackedLoss
-from ggda_ext.properties.class_outputs import Rates, class_labels, class_logits, class_probabilities, on_probabilities
+from ggda_ext.properties.class_outputs import (
+    Rates,
+    class_labels,
+    class_logits,
+    class_probabilities,
+    on_probabilities,
+    refuse_sigmoid,
+)
 from ggda_ext.properties.classes import LinearProperty, OutputsFn, OutputsProperty, weighted_sum
-from ggda_ext.properties.property import MeanProperty, PointProperty
+from ggda_ext.properties.property import DataProperty, MeanProperty, PointProperty
 from ggda_ext.tables import aligned
 
 LossFn = Callable[..., Tensor] | ExampleLoss | None
 Average = Literal["macro", "binary"]
+T = TypeVar("T", bound=DataProperty)
 
 
 def of_outputs(
@@ -87,19 +95,20 @@ def margins(data: DataLike, *, soft: bool = True, batch_size: int | None = None)
     With ``soft=False`` the margin is ``z_y - max_{c≠y} z_c``. ``margins(data).mean()`` is the mean margin.
     """
     loss = OutputLoss(partial(_margin, soft=soft))
-    return PointProperty(data, loss, batch_size, name="margin", higher_is_better=True)
+    return _of_logits(PointProperty(data, loss, batch_size, name="margin", higher_is_better=True))
 
 
 def correct_logits(data: DataLike, *, batch_size: int | None = None) -> PointProperty:
     """Logit of the correct class of each test point `[N]`: ``z_y``, or ``±z`` for a model with a single logit z."""
-    return PointProperty(data, OutputLoss(_correct_logit), batch_size, name="correct_logit", higher_is_better=True)
+    loss = OutputLoss(_correct_logit)
+    return _of_logits(PointProperty(data, loss, batch_size, name="correct_logit", higher_is_better=True))
 
 
 def soft_accuracy(data: DataLike, *, temperature: float = 1.0, batch_size: int | None = None) -> MeanProperty:
     """Mean probability of the correct class, ``1/N Σ_j softmax(z_j / temperature)[y_j]``."""
     _check_positive("temperature", temperature)
     loss = OutputLoss(partial(_correct_probability, temperature=temperature))
-    return MeanProperty(data, loss, batch_size, name="soft_accuracy", higher_is_better=True)
+    return _of_logits(MeanProperty(data, loss, batch_size, name="soft_accuracy", higher_is_better=True))
 
 
 def accuracy(data: DataLike, *, batch_size: int | None = None) -> OutputsProperty:
@@ -247,8 +256,13 @@ def _of_probabilities(
     """Return the property ``fn(probabilities [N, C], labels [N])`` of the whole test set; for `ranks`: their order."""
     of = on_probabilities(fn, ranks=ranks)
     found = OutputsProperty(data, of, batch_size, name=name, higher_is_better=higher_is_better, components=1)
-    found.check_first = partial(class_logits, ranks=ranks)
-    return found
+    return _of_logits(found, ranks=ranks)
+
+
+def _of_logits(property: T, *, ranks: bool = False) -> T:
+    """Return a property that takes the model's outputs for logits, and refuses those of a sigmoid."""
+    property.check_graph = partial(refuse_sigmoid, ranks=ranks)
+    return property
 
 
 def _of_rates(
@@ -267,8 +281,8 @@ def _of_rates(
     if inside.n is not None:
         rates.check_length(inside.n)
     found = OutputsProperty(data, between(rates), batch_size, name=name, higher_is_better=False, components=1)
-    found.fn_of_points, found.check_first = lambda points: between(rates.of_points(points)), class_logits
-    return found
+    found.fn_of_points = lambda points: between(rates.of_points(points))
+    return _of_logits(found)
 
 
 def _checked_class(positive: int, probabilities: Tensor) -> int:

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import DataLike, IndexedData, SomePoints, to_device
+from ggda_ext.data import DataLike, IndexedData, SomePoints, take, to_device
 from ggda_ext.gradients.proof.findings import left_as_it_was_by_runs
 from ggda_ext.gradients.proof.mixing import check_reduction
 from ggda_ext.gradients.proof.truth import tolerance
-from ggda_ext.losses import ExampleLoss, cannot_take
+from ggda_ext.losses import ExampleLoss, cannot_take, model_output
 from ggda_ext.model import (
     all_finite,
     full_precision,
@@ -42,6 +42,7 @@ Parameters = Mapping[str, nn.Parameter]
 HigherIsBetter = bool | None
 """Whether a higher value is better; None if it is not known."""
 BATCH_SIZE = 256
+_LOOKED_AT = 2  # examples that `check_graph` looks at
 """Test points per forward pass if neither the caller nor a DataLoader sets a batch size."""
 
 
@@ -278,6 +279,9 @@ class DataProperty(ReadyProperty):
     only_runs = True
     """Whether the property only runs the model."""
 
+    check_graph: Callable[[Tensor], None] | None = None
+    """Called with the outputs of a few examples, whose graph tells how the model made them; it may raise an error."""
+
     def __init__(
         self, data: DataLike, batch_size: int | None, source: str, name: str, higher_is_better: bool | None
     ) -> None:
@@ -295,6 +299,12 @@ class DataProperty(ReadyProperty):
         self.data.suit(model)
         for indices, batch in self.data.my_share(size) if mine else self.data.sequential(size):
             yield indices, to_device(batch, device)
+
+    def _look(self, model: nn.Module, batch: Any) -> None:
+        """Call `check_graph`, if there is one, for the first examples of a batch."""
+        if self.check_graph is not None:
+            with torch.enable_grad():
+                self.check_graph(model_output(model, take(batch, _LOOKED_AT))[0])
 
     @property
     def _at_once(self) -> int:
@@ -324,18 +334,16 @@ class LossProperty(DataProperty):
 
     def _each(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the number of every test point `[b]`; raise an error if the loss of a batch is made otherwise."""
-        wanted = torch.is_grad_enabled()
-        with torch.set_grad_enabled(
-            wanted or not self._sums_up
-        ):  # the graph of the first batch tells about its outputs
-            values = self.loss.each(model, batch)
+        if not self._sums_up:
+            self._look(model, batch)
+        values = self.loss.each(model, batch)
         if not self._sums_up and len(values) > 1:
             with torch.no_grad():
                 whole = self.loss.reduced(model, batch)
             if whole is not None:
                 check_reduction(float(whole), values.detach().cpu().double(), tolerance(values.dtype))
             self._sums_up = True
-        return values if wanted else values.detach()
+        return values
 
 
 class PointProperty(LossProperty):
@@ -366,9 +374,11 @@ class PointProperty(LossProperty):
 
     def mean(self) -> MeanProperty:
         """Return the mean over the test points as a property with one component."""
-        return MeanProperty(
+        found = MeanProperty(
             self.data, self.loss, self.batch_size, name=f"mean of {self.name}", higher_is_better=self.higher_is_better
         )
+        found.check_graph = self.check_graph
+        return found
 
 
 class MeanProperty(LossProperty):
