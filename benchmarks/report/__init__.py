@@ -60,6 +60,8 @@ def command(folders: Sequence[Path], out: Path | None = None, document: Path | N
     timings = [folder for folder in folders if (folder / FILE).exists()]
     runs = [folder for folder in folders if folder not in timings]
     try:
+        if document is not None and not document.is_file():
+            raise ValueError(f"--document {document} is no file: name a Markdown file whose tables are to be updated.")
         if timings:
             if document is None:
                 raise ValueError(

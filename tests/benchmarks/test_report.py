@@ -275,6 +275,8 @@ def test_a_document_that_asks_for_too_much_stays_as_it_is(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"doc\.md shows lds"):
         report.write([folder], tmp_path / "out", document, show_progress=False)
     assert "old" in document.read_text()
+    with pytest.raises(SystemExit, match=r"--document .*other\.md is no file"):
+        report.command([folder], tmp_path / "out", tmp_path / "other.md")
 
 
 def test_tables_of_speed_and_of_rows_are_filled_without_touching_each_other(tmp_path: Path) -> None:
