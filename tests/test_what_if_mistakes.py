@@ -226,3 +226,18 @@ def test_a_singular_small_problem_is_named():
     what_if = WhatIf(model, falling, data, [0, 0, 0, 1], ridge=0.0)
     with pytest.raises(ValueError, match="the small problem is singular"):
         what_if.without(1)
+
+
+@pytest.mark.parametrize("directions", ["all", "auto"])
+@pytest.mark.parametrize("ridge", [0.0, 1e-9])
+def test_features_of_any_units_are_answered_or_the_problem_is_called_singular(directions, ridge):
+    """In single precision, and with next to nothing that bounds a refit."""
+    torch.manual_seed(1)
+    x, y = torch.randn(200, 6) * torch.logspace(-4, 5, 6), torch.arange(200) % 2
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    goal = properties.mean_loss((x, y), LOSS)
+    try:
+        what_if = WhatIf(model, LOSS, (x, y), torch.arange(200) % 5, ridge=ridge, directions=directions)
+        assert bool(what_if.without(1).change(goal).isfinite().all())
+    except ValueError as error:
+        assert "singular" in str(error)

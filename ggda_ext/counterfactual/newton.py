@@ -80,13 +80,23 @@ class Subsets:
         self.factors = self._factored(matrix)
 
     def _factored(self, matrix: Tensor) -> Tensor:
-        """Return Cholesky factors of curvatures `[s, r, r]` plus the penalty, and a little more against rounding."""
+        """Return Cholesky factors of curvatures `[s, r, r]` plus the penalty, and a little more against rounding.
+
+        They only precondition, so what is added against rounding does not move the optimum.
+        """
         floor = 1e-7 if self.problem.dtype == torch.float32 else 1e-12
         scale = matrix.diagonal(dim1=1, dim2=2).mean(1)
         ridge = self.penalty.ridge
         found = matrix + (ridge if self.penalty.zero is None else ridge * self.harder[:, :, None])
-        found.diagonal(dim1=1, dim2=2).add_((floor * scale + 1e-30)[:, None] + self.penalty.decay)
-        return torch.linalg.cholesky(found)
+        found.diagonal(dim1=1, dim2=2).add_(1e-30 + self.penalty.decay)
+        while True:
+            found.diagonal(dim1=1, dim2=2).add_((floor * scale)[:, None])
+            factors, failed = torch.linalg.cholesky_ex(found)
+            if not bool(failed.any()):
+                return factors
+            if floor > 1:
+                raise singular(int((failed > 0).sum()))
+            floor *= 10
 
     def _penalised(self, rows: Tensor) -> Tensor:
         """Return the penalty's curvature times rows `[s, r]`."""
