@@ -143,6 +143,8 @@ def test_projector_arguments_stay_with_the_instance():
     assert tracin.DEFAULT_PROJECTOR_KWARGS["proj_dim"] == 512
     make_tracin(ggda_dattri, case, projection="rademacher")  # dattri's own, without groups
     assert tracin.DEFAULT_PROJECTOR_KWARGS["proj_dim"] == 6
+    assert make_tracin(ggda_dattri, case, projection="normal", groups=GROUPS).projector_kwargs["proj_seed"] == 0
+    assert tracin.DEFAULT_PROJECTOR_KWARGS["proj_seed"] == 4
 
 
 def test_tracin_refuses_wrong_weights_and_both_sides():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from what_if_cases import LOSS, NAMES, SOURCES, network, points
 
 from ggda_ext import BatchLoss, properties
 from ggda_ext.counterfactual import WhatIf
+from ggda_ext.counterfactual.newton import SingularRefit
 from ggda_ext.training import Recipe
 
 
@@ -236,8 +238,6 @@ def test_features_of_any_units_are_answered_or_the_problem_is_called_singular(di
     x, y = torch.randn(200, 6) * torch.logspace(-4, 5, 6), torch.arange(200) % 2
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     goal = properties.mean_loss((x, y), LOSS)
-    try:
+    with suppress(SingularRefit):
         what_if = WhatIf(model, LOSS, (x, y), torch.arange(200) % 5, ridge=ridge, directions=directions)
         assert bool(what_if.without(1).change(goal).isfinite().all())
-    except ValueError as error:
-        assert "singular" in str(error)

@@ -7,6 +7,7 @@ the test side and of the training side are gathered before they are projected.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from dattri.func.projection import random_project
@@ -28,15 +29,23 @@ class GroupedProjection(Grouped):
 
     projector_kwargs: Any
     _shared_kwargs: dict[str, Any]
-    """dattri's defaults. dattri's constructor changes them for all instances; with groups the change is undone."""
+    """dattri's defaults, which its constructor changes for all instances."""
+    _first_kwargs: dict[str, Any]
+    """The defaults as they were when dattri was imported. Instances with groups have them, and change none."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "_shared_kwargs" in vars(cls):
+            cls._first_kwargs = dict(cls._shared_kwargs)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        before = dict(self._shared_kwargs)
-        super().__init__(*args, **kwargs)
-        if self.groups is not None and self.projector_kwargs is self._shared_kwargs:
-            self.projector_kwargs = dict(self.projector_kwargs)
-            self._shared_kwargs.clear()
-            self._shared_kwargs.update(before)
+        if kwargs.get("groups") is None:
+            super().__init__(*args, **kwargs)
+            return
+        with _set_for_now(self._shared_kwargs, self._first_kwargs):
+            super().__init__(*args, **kwargs)
+            if self.projector_kwargs is self._shared_kwargs:
+                self.projector_kwargs = dict(self.projector_kwargs)
 
     @property
     def _projects(self) -> bool:
@@ -88,3 +97,16 @@ class GroupedProjection(Grouped):
             rows = rows.clone()
         for (side, ids), part in zip(waiting, rows.split(sizes), strict=True):
             yield side, ids, part
+
+
+@contextmanager
+def _set_for_now(shared: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
+    """Context in which a dict holds other values; afterwards it holds its own again."""
+    before = dict(shared)
+    shared.clear()
+    shared.update(values)
+    try:
+        yield
+    finally:
+        shared.clear()
+        shared.update(before)
