@@ -393,7 +393,7 @@ class GroupGradients:
 
     @property
     def score_dtype(self) -> torch.dtype:
-        """Dtype of scores: that of the parameters, or float32 for half precision, which sums would overflow."""
+        """The dtype of scores; for parameters of half precision it is float32, as sums would overflow."""
         return torch.promote_types(self.space.dtype, torch.float32)
 
     def _same(self, directions: Directions | None = None) -> dict[str, Any]:
