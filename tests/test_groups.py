@@ -280,3 +280,10 @@ def test_a_million_labels_take_little_more_memory_than_themselves():
     groups = Groups(labels)
     held = groups.labels.nbytes + groups.order.nbytes + groups.sizes.nbytes + groups.offsets.nbytes
     assert held <= 1.1 * labels.nbytes
+
+
+def test_a_name_is_in_the_groups_that_have_it() -> None:
+    assert "web" in Groups(["web", "forum", "web"])
+    assert "news" not in Groups(["web", "forum", "web"])
+    assert 1 in Groups([0, 1, 1])
+    assert 2 not in Groups([0, 1, 1])

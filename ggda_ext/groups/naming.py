@@ -83,9 +83,8 @@ def spread_over(scores: Any, labels: np.ndarray, sizes: np.ndarray, how: Share, 
         raise ValueError(f"how={how!r} is not one of 'share', 'copy'.")
     if isinstance(scores, str):
         raise TypeError(f"scores={scores!r}: pass numbers, scores [m, {len(sizes)}] of the groups.")
-    scores = torch.as_tensor(
-        np.array(scores) if isinstance(scores, np.ndarray) else scores
-    )  # arrays of pandas: read-only
+    copied = np.array(scores) if isinstance(scores, np.ndarray) else scores  # arrays of pandas are read-only
+    scores = torch.as_tensor(copied)
     if scores.shape[-1:] != (len(sizes),):
         turned = " Pass its transpose, scores.T." if scores.shape[:1] == (len(sizes),) else ""
         raise ValueError(

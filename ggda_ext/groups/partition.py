@@ -296,6 +296,10 @@ class Groups:
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self[j] for j in range(len(self)))
 
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a group with this name."""
+        return name in self.all_names
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Groups):
             return NotImplemented
