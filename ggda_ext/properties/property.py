@@ -330,12 +330,13 @@ class LossProperty(DataProperty):
     ) -> None:
         super().__init__(data, batch_size, source, name, higher_is_better)
         self.loss = loss
-        self._sums_up = False
+        self._looked = self._sums_up = False
 
     def _each(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the number of every test point `[b]`; raise an error if the loss of a batch is made otherwise."""
-        if not self._sums_up:
+        if not self._looked:
             self._look(model, batch)
+            self._looked = True
         values = self.loss.each(model, batch)
         if not self._sums_up and len(values) > 1:
             with torch.no_grad():
