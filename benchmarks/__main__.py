@@ -26,6 +26,7 @@ from benchmarks.names import (
     LDS_TASKS,
     METHODS,
     PROTOCOLS,
+    PUBLISHED,
     SINGLE_POINTS,
     SOURCES,
     SPEED_PARTS,
@@ -142,6 +143,8 @@ def _without_folder(options: argparse.Namespace) -> int:
         from benchmarks import report
 
         return report.command(options.folders, options.out, options.document)
+    if options.command == "results":
+        return _published(options)
     if options.command == "speed":
         from benchmarks import speed
 
@@ -150,6 +153,17 @@ def _without_folder(options: argparse.Namespace) -> int:
         from benchmarks import fidelity
 
         fidelity.run(options.data_dir, fidelity.QUICK if options.quick else fidelity.Scale(), options.json)
+    return 0
+
+
+def _published(options: argparse.Namespace) -> int:
+    """Make the missing runs behind a document; write the document if no run is missing afterwards."""
+    from benchmarks import published, report
+
+    found = published.run(options.names or list(published.RUNS), options.out, options.data_dir)
+    if len(found) == len(published.RUNS):
+        return report.command(found, options.out / "report", options.document)
+    print(f"{len(found)} of {len(published.RUNS)} runs are finished; {options.document} is written when all are.")
     return 0
 
 
@@ -271,6 +285,18 @@ def _parser() -> argparse.ArgumentParser:
     reporting.add_argument(
         "--document", type=Path, help="also bring tables and figures of this Markdown file up to date, e.g. RESULTS.md"
     )
+    publishing = commands.add_parser(
+        "results", help="the runs behind RESULTS.md, and the document itself",
+        description="Makes the runs behind benchmarks/RESULTS.md that are missing, some of them or all (hours), and "
+        "writes tables and figures of the document when all are there. Run it again to go on where it was stopped.",
+    )  # fmt: skip
+    publishing.add_argument("names", nargs="*", choices=[*PUBLISHED, []], metavar="RUN",
+                            help=f"of {', '.join(PUBLISHED)}; all by default")  # fmt: skip
+    publishing.add_argument("--out", type=Path, default=Path("results") / "published", help="%(default)s by default")
+    publishing.add_argument("--document", type=Path, default=Path("benchmarks") / "RESULTS.md",
+                            help="%(default)s by default")  # fmt: skip
+    publishing.add_argument("--data-dir", **_DATA_DIR)
+    publishing.add_argument("--threads", type=_count, default=1, help="torch threads; 1 by default")
     fetching = commands.add_parser("data", help="what data is here, where it came from, and its checks; get the rest")
     fetching.add_argument("--fetch", nargs="+", default=[], choices=FETCHABLE, metavar="NAME",
                           help=f"get it: {', '.join(FETCHABLE)}")  # fmt: skip
@@ -332,7 +358,6 @@ def _add_lds_sizes(running: argparse.ArgumentParser) -> None:
     add("subsets", type=_count, metavar="N", help="choices of groups of each grouping and protocol")
     add("seeds", type=_count, metavar="N", help="models retrained on each of them")
     add("trios", type=_count, metavar="N", help="trios of models explained, one trio after the other")
-    add("nearby", type=_count, metavar="N", help="copies of every model that what-if explains")
     add("settled-checkpoints", action="store_true", default=None,
         help="what-if explains all checkpoints of a model, settled")  # fmt: skip
     add("points", type=_count, metavar="N", help="training points")

@@ -20,12 +20,15 @@ WHAT_IF, WARM_START = REFITS = ("What-if", "Warm start")
 """Methods that predict each choice of groups separately, so their predictions are not additive."""
 FROM_START = "What-if from the start"
 """What-if that refits the whole training from the untrained model, with features of the first checkpoint."""
+WITH_COPIES = "What-if, copies"
+"""What-if that also explains copies of the model, changed at random and settled."""
 INFLUENCE_3, WHAT_IF_3, FROM_START_3 = "Influence, 3 models", "What-if, 3 models", "What-if from the start, 3 models"
-AVERAGED = {INFLUENCE_3: INFLUENCE, WHAT_IF_3: WHAT_IF, FROM_START_3: FROM_START}
+WITH_COPIES_3 = "What-if, 3 models, copies"
+AVERAGED = {INFLUENCE_3: INFLUENCE, WHAT_IF_3: WHAT_IF, WITH_COPIES_3: WITH_COPIES, FROM_START_3: FROM_START}
 """Methods whose predictions are averaged over three models → the same method with one model."""
-WHAT_IFS = (WHAT_IF, WHAT_IF_3, FROM_START, FROM_START_3)
+WHAT_IFS = (WHAT_IF, WHAT_IF_3, WITH_COPIES, WITH_COPIES_3, FROM_START, FROM_START_3)
 """All kinds of what-if, in the order of tables."""
-LDS_METHODS = (*PAPER_METHODS, CG, *OURS, RATES, PER_POINT, *AVERAGED, *REFITS, FROM_START)
+LDS_METHODS = (*PAPER_METHODS, CG, *OURS, RATES, PER_POINT, *AVERAGED, *REFITS, WITH_COPIES, FROM_START)
 """Methods of LDS in the order of tables, without the trivial ones."""
 KEPT_POINTS, CLASS_BALANCE = TRIVIAL = ("Kept points", "Class balance")
 NO_REMOVAL, RANDOM_REMOVAL = BASELINES = ("No removal", "Random removal")
@@ -37,6 +40,12 @@ HALVES, KEEP_80, LEAVE_ONE_OUT = PROTOCOLS = ("halves", "keep 80 %", "leave one 
 
 The choices of halves and of 80 % all have about the same number of points.
 """
+
+PUBLISHED = (
+    "lr", "ann-s", "ann-s-random", "ann-s-more", "ann-m", "ann-m-random", "mnist", "mnist-4000", "cifar", "qnli",
+    "removal", "dattri-lr", "dattri-mlp",
+)  # fmt: skip
+"""Names of the runs behind RESULTS.md, see `benchmarks.published`."""
 
 DATTRI_TASKS = ("dattri-mnist-lr", "dattri-mnist-mlp")
 """Tasks with dattri's public settings; their sizes are in `benchmarks.sizes.DattriScale`."""

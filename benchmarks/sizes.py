@@ -128,7 +128,6 @@ class LdsScale:
         left_out_groups: groups are left out one by one only if there are at most this many.
         trios: number of trios of models that are explained. A trio is explained as a whole, and its first model alone.
             Each trio has its own seeds.
-        nearby: number of copies of every model that what-if explains.
         settled_checkpoints: whether what-if explains all checkpoints of a model, settled, instead of the last one.
     """
 
@@ -138,7 +137,6 @@ class LdsScale:
     protocols: tuple[str, ...] = PROTOCOLS
     left_out_groups: int = 32
     trios: int = 1
-    nearby: int = 0
     settled_checkpoints: bool = False
 
 

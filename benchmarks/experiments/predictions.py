@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import names
 from benchmarks.experiments.bench import Bench, Cell
 from benchmarks.experiments.methods import Attribution, attributed
-from benchmarks.experiments.refits import class_shift, from_start, warm_started, what_if
+from benchmarks.experiments.refits import COPIES, class_shift, from_start, warm_started, what_if
 from benchmarks.experiments.subject import Subject, Timed, timed
 from ggda_ext import Groups, WhatIf
 from ggda_ext.evaluation import Correlation, additive_ceiling, points_of
@@ -147,8 +147,9 @@ class Predictor:
                 self._refits[method] = timed(from_start, subjects, self.groups)
             else:
                 assert size is not None
+                copies = COPIES if method in (names.WITH_COPIES, names.WITH_COPIES_3) else 0
                 self._refits[method] = timed(
-                    what_if, subjects, self.groups, nearby=size.nearby, settled=size.settled_checkpoints
+                    what_if, subjects, self.groups, copies=copies, settled=size.settled_checkpoints
                 )
         return self._refits[method]
 

@@ -15,16 +15,17 @@ from ggda_ext import Groups, WhatIf
 from ggda_ext.checkpoints import load_state
 from ggda_ext.training import initial_model, train_many
 
+COPIES = 6  # of every model in "What-if, copies"
 WARM_EPOCHS, SLOWER = 3, 10.0  # epochs of a warm start, and the number that divides the learning rate
 
 
-def what_if(subjects: Sequence[Subject], groups: Groups, nearby: int = 0, settled: bool = False) -> WhatIf:
+def what_if(subjects: Sequence[Subject], groups: Groups, copies: int = 0, settled: bool = False) -> WhatIf:
     """Return the refit of one model, or of several models whose answers are averaged.
 
     Args:
         subjects: the models.
         groups: the groups.
-        nearby: number of copies of every model, see `WhatIf`.
+        copies: number of copies of every model, see `nearby` of `WhatIf`.
         settled: whether to use all checkpoints of every model, settled, instead of the final model.
     """
     first, *others = (
@@ -32,7 +33,7 @@ def what_if(subjects: Sequence[Subject], groups: Groups, nearby: int = 0, settle
     )
     return WhatIf(
         first, LOSS, subjects[0].train, groups,
-        recipe=subjects[0].task.recipe, models=others, nearby=nearby, settle=settled,
+        recipe=subjects[0].task.recipe, models=others, nearby=copies, settle=settled,
     )  # fmt: skip
 
 

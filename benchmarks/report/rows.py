@@ -39,8 +39,7 @@ class Results:
 
     Attributes:
         runs: the folders.
-        rows: one line per row, with additional columns: `setting`, `folder`, `nearby` (number of copies of every model
-            that what-if explains) and the seconds of each part.
+        rows: one line per row, with additional columns: `setting`, `folder` and the seconds of each part.
     """
 
     runs: tuple[Run, ...]
@@ -73,16 +72,15 @@ def read(folders: Sequence[Path]) -> Results:
     runs, rows = [], []
     for folder in folders:
         runs.append(Run(folder, read_config(folder)))
-        copies = (runs[-1].config.get("lds") or {}).get("nearby", 0)
         found = read_rows(folder)
         if not found:
             raise ValueError(f"{folder} has no rows: its run stopped before the first one. Leave the folder out.")
-        rows += [_flat(row) | {"folder": str(folder), "nearby": copies} for row in found]
+        rows += [_flat(row) | {"folder": str(folder)} for row in found]
     frame = pd.DataFrame(rows)
     for column in ("scale", "train_points", "test_points", "epochs", "stand_in", "source"):
         if column not in frame:
             frame[column] = None
-    frame = frame.drop_duplicates(["experiment", "key", "scale", "train_points", "nearby"], keep="last")
+    frame = frame.drop_duplicates(["experiment", "key", "scale", "train_points"], keep="last")
     frame["setting"] = _settings(frame)
     frame = ordered(frame, ("data", "model"))
     return Results(tuple(runs), frame)

@@ -12,7 +12,7 @@ from benchmarks.report.lds_tables import CEILING_NOTE, CEILINGS
 from benchmarks.report.rows import grouping_title, known, mean_interval, of_sums
 
 _SHOWN = (*WHAT_IFS, WARM_START, INFLUENCE, INFLUENCE_3, TRACIN, CG, *TRIVIAL)
-_KEYS = ["setting", "protocol", "grouping", "group_size", "nearby"]
+_KEYS = ["setting", "protocol", "grouping", "group_size"]
 _NAMES = ["Data / model", "Protocol", "Groups"]
 _NONE = "–"
 
@@ -25,11 +25,10 @@ def what_if_tables(rows: pd.DataFrame) -> Iterator[Table]:
     if rows.empty or WHAT_IF not in set(rows["method"]):
         return
     ranks, levels, present = [], [], set(rows["method"])
-    for (setting, protocol, grouping, size, nearby), some in of_sums(rows).groupby(_KEYS, sort=False):
+    for (setting, protocol, grouping, size), some in of_sums(rows).groupby(_KEYS, sort=False):
         if WHAT_IF not in set(some["method"]):
             continue
-        copies = f", nearby={nearby}" if nearby else ""
-        first = [setting, protocol, f"{grouping_title(grouping)} {int(size)}{copies}"]
+        first = [setting, protocol, f"{grouping_title(grouping)} {int(size)}"]
         lines = {
             method: some[some["method"] == method].sort_values("grouping_seed", kind="stable") for method in _SHOWN
         }

@@ -232,7 +232,7 @@ def test_sizes_of_lds_may_be_given_and_are_kept_for_a_run_that_goes_on(monkeypat
     given = [
         "run", "lds", "--scale", "smoke", "--tasks", "heloc-lr", "--methods", "What-if", "--groups", "Random:8",
         "Random:16", "--protocols", "leave one out", "--grouping-seeds", "4", "5", "--subsets", "9", "--seeds", "3",
-        "--points", "99", "--epochs", "2", "--trios", "2", "--nearby", "4", "--settled-checkpoints",
+        "--points", "99", "--epochs", "2", "--trios", "2", "--settled-checkpoints",
     ]  # fmt: skip
     assert main(given) == 0
     folder = only_folder()
@@ -242,7 +242,7 @@ def test_sizes_of_lds_may_be_given_and_are_kept_for_a_run_that_goes_on(monkeypat
         assert size.lds.cells == CellScale(["What-if"], {"Random": [8, 16]}, [4, 5])
         assert (size.lds.subsets, size.lds.seeds, size.lds.protocols) == (subsets, 3, ["leave one out"])
         assert (size.data.train, size.epochs, size.lds.left_out_groups) == (99, 2, sys.maxsize)
-        assert (size.lds.trios, size.lds.nearby, size.lds.settled_checkpoints) == (2, 4, True)
+        assert (size.lds.trios, size.lds.settled_checkpoints) == (2, True)
         assert scale.experiments["heloc-ann-s"] == SCALES["smoke"].experiments["heloc-ann-s"]
 
 

@@ -349,7 +349,7 @@ def test_what_if_explains_settled_checkpoints_and_copies_nearby_where_they_are_a
     network = replace(subject.task, make_model=lambda: nn.Sequential(nn.Linear(23, 4), nn.Tanh(), nn.Linear(4, 2)))
     subject = Subject(network, subject.methods, 0, models=subject.models)
     groups = groupings.grouped(subject, "Random", 16, seed=0).value
-    found = refits.what_if([subject, subject], groups, nearby=2, settled=True)
+    found = refits.what_if([subject, subject], groups, copies=2, settled=True)
     count = len(subject.trained.checkpoints)
     assert [len(one.models) for one in found.models] == [3] * 2 * count
     first, last = (dict(found.models[j].models[0].provider.model.named_parameters()) for j in (0, count - 1))
