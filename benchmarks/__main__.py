@@ -12,7 +12,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,11 @@ from benchmarks.names import (
     LDS_TASKS,
     METHODS,
     PROTOCOLS,
-    PUBLISHED,
     SINGLE_POINTS,
     SOURCES,
     SPEED_PARTS,
 )
+from benchmarks.published import RUNS
 from benchmarks.scales import SCALES
 from benchmarks.sizes import narrowed
 
@@ -275,7 +276,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=f"of {', '.join(METHODS)}")
     running = commands.add_parser("run", parents=[common], help="the paper's experiments")
     running.add_argument(
-        "experiments", nargs="*", type=_experiment, metavar="EXPERIMENT",
+        "experiments", nargs="*", type=partial(_one_of, EXPERIMENTS), metavar="EXPERIMENT",
         help=f"of {', '.join(EXPERIMENTS)}; all by default",
     )  # fmt: skip
     _add_lds_sizes(running)
@@ -290,8 +291,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Makes the runs behind benchmarks/RESULTS.md that are missing, some of them or all (hours), and "
         "writes tables and figures of the document when all are there. Run it again to go on where it was stopped.",
     )  # fmt: skip
-    publishing.add_argument("names", nargs="*", choices=[*PUBLISHED, []], metavar="RUN",
-                            help=f"of {', '.join(PUBLISHED)}; all by default")  # fmt: skip
+    publishing.add_argument("names", nargs="*", type=partial(_one_of, RUNS), metavar="RUN",
+                            help=f"of {', '.join(RUNS)}; all by default")  # fmt: skip
     publishing.add_argument("--out", type=Path, default=Path("results") / "published", help="%(default)s by default")
     publishing.add_argument("--document", type=Path, default=Path("benchmarks") / "RESULTS.md",
                             help="%(default)s by default")  # fmt: skip
@@ -372,8 +373,7 @@ def _group_size(text: str) -> tuple[str, int]:
     return name, int(size)
 
 
-def _experiment(text: str) -> str:
-    known = EXPERIMENTS
+def _one_of(known: Collection[str], text: str) -> str:
     if text not in known:
         raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(known)}.")
     return text

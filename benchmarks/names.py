@@ -41,12 +41,6 @@ HALVES, KEEP_80, LEAVE_ONE_OUT = PROTOCOLS = ("halves", "keep 80 %", "leave one 
 The choices of halves and of 80 % all have about the same number of points.
 """
 
-PUBLISHED = (
-    "lr", "ann-s", "ann-s-random", "ann-s-more", "ann-m", "ann-m-random", "mnist", "mnist-4000", "cifar", "qnli",
-    "removal", "dattri-lr", "dattri-mlp",
-)  # fmt: skip
-"""Names of the runs behind RESULTS.md, see `benchmarks.published`."""
-
 DATTRI_TASKS = ("dattri-mnist-lr", "dattri-mnist-mlp")
 """Tasks with dattri's public settings; their sizes are in `benchmarks.sizes.DattriScale`."""
 QNLI_SOURCES = "qnli-sources"
