@@ -91,8 +91,9 @@ RUNS: Mapping[str, Published] = {
         "cifar10-resnet18", {EQUAL_GRAD_K_MEANS: [50]}, (HALVES,), methods=(*_ONE_MODEL, FROM_START),
         scale="quick", subsets=32, points=1_000, epochs=5,
     ),
-    "qnli": _lds(
-        QNLI_SOURCES, {SOURCES: [60], EQUAL_GRAD_K_MEANS: [60]}, (HALVES,), methods=(EKFAC, *_ONE_MODEL), subsets=32
+    "qnli": _lds(QNLI_SOURCES, {EQUAL_GRAD_K_MEANS: [60]}, (HALVES,), methods=(EKFAC, *_ONE_MODEL), subsets=32),
+    "qnli-sources": _lds(
+        QNLI_SOURCES, {SOURCES: [60]}, (HALVES,), methods=(EKFAC, *_ONE_MODEL), subsets=32, grouping_seeds=SEEDS[:1]
     ),
     "removal-lr": Published(("heloc-lr",), _REMOVALS),
     "removal": Published(("heloc-ann-s", "heloc-ann-m", "mnist-ann-l"), _REMOVALS, scale="quick"),
