@@ -42,6 +42,7 @@ PROGRAM = "python -m benchmarks"
 LATEST = Path("latest")
 STOPPED, FAILED, MISUSED = 130, 1, 2
 _LDS = "lds "  # before the names of the options of `run` that replace sizes of LDS
+DOCUMENTS = (Path("benchmarks/RESULTS.md"), Path("docs/results_details.md"))
 TASKS = tuple(SCALES["paper"].epochs)
 
 DESCRIPTION = """\
@@ -143,7 +144,7 @@ def _without_folder(options: argparse.Namespace) -> int:
     if options.command == "report":
         from benchmarks import report
 
-        return report.command(options.folders, options.out, options.document)
+        return report.command(options.folders, options.out, options.documents)
     if options.command == "results":
         return _published(options)
     if options.command == "speed":
@@ -158,13 +159,15 @@ def _without_folder(options: argparse.Namespace) -> int:
 
 
 def _published(options: argparse.Namespace) -> int:
-    """Make the missing runs behind a document; write the document if no run is missing afterwards."""
+    """Make the missing runs behind the documents; write the documents if no run is missing afterwards."""
     from benchmarks import published, report
 
+    documents = options.documents or DOCUMENTS
     found = published.run(options.names or list(published.RUNS), options.out, options.data_dir)
     if len(found) == len(published.RUNS):
-        return report.command(found, options.out / "report", options.document)
-    print(f"{len(found)} of {len(published.RUNS)} runs are finished; {options.document} is written when all are.")
+        return report.command(found, options.out / "report", documents)
+    shown = " and ".join(map(str, documents))
+    print(f"{len(found)} of {len(published.RUNS)} runs are finished; {shown} are written when all are.")
     return 0
 
 
@@ -283,19 +286,18 @@ def _parser() -> argparse.ArgumentParser:
     reporting = commands.add_parser("report", help="tables, figures and one HTML page from result folders")
     reporting.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="result folders, e.g. results/*")
     reporting.add_argument("--out", type=Path, help="where to write; the last folder's own `report` by default")
-    reporting.add_argument(
-        "--document", type=Path, help="also bring tables and figures of this Markdown file up to date, e.g. RESULTS.md"
-    )
+    reporting.add_argument("--document", dest="documents", action="append", type=Path, default=[], metavar="FILE",
+                           help="also bring tables and figures of this Markdown file up to date; repeatable")  # fmt: skip
     publishing = commands.add_parser(
-        "results", help="the runs behind RESULTS.md, and the document itself",
+        "results", help="the runs behind RESULTS.md, and its tables",
         description="Makes the runs behind benchmarks/RESULTS.md that are missing, some of them or all (hours), and "
-        "writes tables and figures of the document when all are there. Run it again to go on where it was stopped.",
+        "writes tables and figures of the documents when all are there. Run it again to go on where it was stopped.",
     )  # fmt: skip
     publishing.add_argument("names", nargs="*", type=partial(_one_of, RUNS), metavar="RUN",
                             help=f"of {', '.join(RUNS)}; all by default")  # fmt: skip
     publishing.add_argument("--out", type=Path, default=Path("results") / "published", help="%(default)s by default")
-    publishing.add_argument("--document", type=Path, default=Path("benchmarks") / "RESULTS.md",
-                            help="%(default)s by default")  # fmt: skip
+    publishing.add_argument("--document", dest="documents", action="append", type=Path, metavar="FILE",
+                            help=f"repeatable; {' and '.join(map(str, DOCUMENTS))} by default")  # fmt: skip
     publishing.add_argument("--data-dir", **_DATA_DIR)
     publishing.add_argument("--threads", type=_count, default=1, help="torch threads; 1 by default")
     fetching = commands.add_parser("data", help="what data is here, where it came from, and its checks; get the rest")

@@ -23,13 +23,13 @@ from benchmarks.report.timing_tables import FILE, timing_tables
 __all__ = ["Headlines", "command", "write"]
 
 
-def write(folders: Sequence[Path], out: Path, document: Path | None = None, show_progress: bool = True) -> Headlines:
+def write(folders: Sequence[Path], out: Path, documents: Sequence[Path] = (), show_progress: bool = True) -> Headlines:
     """Write report.html, report.md, tables/*.tex and figures/*.{svg,png} to `out`.
 
     Args:
         folders: result folders; if two hold the same row, the row of the later folder counts.
         out: folder to write to. It is made if it does not exist; files of an earlier report are replaced.
-        document: a Markdown file whose tables and figures are updated as well; see `report.document`.
+        documents: Markdown files whose tables and figures are updated as well; see `report.document`.
         show_progress: show a bar while figures are drawn.
 
     Returns:
@@ -47,30 +47,32 @@ def write(folders: Sequence[Path], out: Path, document: Path | None = None, show
         (out / "tables" / f"{table.name}.tex").write_text(table.latex(), encoding="utf-8")
     (out / "report.md").write_text(markdown(content, "figures"), encoding="utf-8")
     (out / "report.html").write_text(html(content), encoding="utf-8")
-    if document is not None:
-        refresh(document, content)
+    refresh(documents, content)
     return content.headlines
 
 
-def command(folders: Sequence[Path], out: Path | None = None, document: Path | None = None) -> int:
+def command(folders: Sequence[Path], out: Path | None = None, documents: Sequence[Path] = ()) -> int:
     """Run the command `report`, and print the headlines and where the page is.
 
-    Folders of `speed` have no rows for the page; their tables are written into the document.
+    Folders of `speed` have no rows for the page; their tables are written into the documents.
     """
     timings = [folder for folder in folders if (folder / FILE).exists()]
     runs = [folder for folder in folders if folder not in timings]
     try:
-        if document is not None and not document.is_file():
-            raise ValueError(f"--document {document} is no file: name a Markdown file whose tables are to be updated.")
+        for document in documents:
+            if not document.is_file():
+                raise ValueError(
+                    f"--document {document} is no file: name a Markdown file whose tables are to be updated."
+                )
         if timings:
-            if document is None:
+            if not documents:
                 raise ValueError(
                     f"{timings[0]} is of `speed`, whose tables go into a document: name one by --document."
                 )
-            refresh_timings(document, timing_tables(timings))
+            refresh_timings(documents, timing_tables(timings))
         if runs:
             out = out or runs[-1] / "report"
-            print(write(runs, out, document))
+            print(write(runs, out, documents))
             print(f"The page: {(out / 'report.html').resolve()}")
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from None

@@ -28,7 +28,7 @@ SECTIONS = {
     "Retraining score": ("retraining", "runtime"),
     "Pruning": ("pruning",),
     "Noisy labels": ("noisy", "detection"),
-    "Fidelity to real retraining": ("lds", "leave-group-out", "what-if", "what-if-levels"),
+    "Fidelity to real retraining": ("lds", "leave-group-out", "what-if", "dattri"),
     "Cost": ("cost",),
     "Reviewers' questions": ("review",),
 }
@@ -116,14 +116,26 @@ def markdown(content: Content, figures: str) -> str:
         parts += [one.markdown() for one in tables]
     if content.advice:
         parts += [f"## {content.advice.title}", content.advice.markdown()]
-    parts += ["## How it was run", *(run_lines(run) for run in content.runs)]
+    parts += ["## How it was run", runs_text(content.runs)]
     return "\n\n".join(parts) + "\n"
 
 
-def run_lines(run: Run) -> str:
-    """Return machine, command and versions of a run as a paragraph of Markdown."""
-    facts = (f"{plain_markdown(name)}: {plain_markdown(value)}".replace("; ", ", ") for name, value in _facts(run))
-    return f"**{plain_markdown(run.path.name)}**: " + "; ".join(facts) + "."
+def runs_text(runs: Sequence[Run]) -> str:
+    """Return machine, commands and versions as paragraphs of Markdown: what all runs share, then the rest of each."""
+    facts = [dict(_facts(run)) for run in runs]
+    shared = {name: text for name, text in facts[0].items() if all(one.get(name) == text for one in facts)}
+    if len(runs) == 1:
+        shared = {}
+    own = [{name: text for name, text in one.items() if name not in shared} for one in facts]
+    titled = [("All runs", shared)] if shared else []
+    titled += [(run.path.name, one) for run, one in zip(runs, own, strict=True)]
+    return "\n\n".join(f"**{plain_markdown(title)}**: {_facts_text(one)}." for title, one in titled)
+
+
+def _facts_text(facts: Mapping[str, str]) -> str:
+    return "; ".join(
+        f"{plain_markdown(name)}: {plain_markdown(text)}".replace("; ", ", ") for name, text in facts.items()
+    )
 
 
 def _shown(picture: Picture) -> dict[str, str]:

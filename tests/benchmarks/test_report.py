@@ -24,7 +24,7 @@ from benchmarks.report.cost_tables import cost
 from benchmarks.report.formats import Table, three_digits
 from benchmarks.report.headlines import headlines
 from benchmarks.report.lds_figures import lds_figures
-from benchmarks.report.page import run_lines
+from benchmarks.report.page import runs_text
 from benchmarks.report.rows import Run, merged, of_sums, read, slug
 from benchmarks.report.tables import all_tables
 from benchmarks.report.takeaways import OF_SECTION
@@ -191,7 +191,7 @@ def written(small: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactor
     base = tmp_path_factory.mktemp("report")
     document = base / "RESULTS.md"
     document.write_text("By hand.\n<!-- table noisy -->\nold\n<!-- end -->\n![speed](figures/speed-up.svg)\n")
-    report.write([folder_of(base / "run", small)], base / "out", document, show_progress=False)
+    report.write([folder_of(base / "run", small)], base / "out", [document], show_progress=False)
     return base
 
 
@@ -268,15 +268,54 @@ def test_the_document_keeps_its_words_and_gets_new_tables(written: Path) -> None
     ).read_bytes()
 
 
+def test_several_documents_are_written_at_once(small: list[dict[str, Any]], tmp_path: Path) -> None:
+    documents = [tmp_path / "one.md", tmp_path / "deep.md"]
+    for document, table in zip(documents, ("noisy", "lds"), strict=True):
+        document.write_text(f"<!-- table {table} -->\n<!-- end -->\n<!-- runs -->\n<!-- end -->\n")
+    folders = [folder_of(tmp_path / name, small, arguments=f"run {name}") for name in ("first", "second")]
+    report.write(folders, tmp_path / "out", documents, show_progress=False)
+    for document, title in zip(documents, ("Noisy labels", "Fidelity, halves"), strict=True):
+        text = document.read_text()
+        assert f"**{title}" in text
+        assert text.count("torch 2.13") == 1  # what all runs share is said once
+        assert "**first**: arguments: run first." in text
+
+
+def test_what_if_has_a_table_for_each_protocol_with_every_grouping_seed(tmp_path: Path) -> None:
+    made, rows = MadeRows(), []
+    for protocol in ("halves", "keep 80 %"):
+        for method, values in (("What-if", (0.86, -0.05, 0.999)), ("What-if, 3 models", (0.9, 0.9, 0.9)),
+                               ("Influence", (0.1, 0.2, 0.3))):  # fmt: skip
+            if protocol != "halves" and method == "What-if, 3 models":
+                continue
+            for seed, value in enumerate(values):
+                row = made._attribution("lds", method, "Random", 64) | {"protocol": protocol, "mean": value}
+                rows.append(row | {"key": f"{method}/{protocol}/{seed}", "grouping_seed": seed, "subsets": 64})
+    rows = [
+        row | {"model_seeds": [1, 2], "values": [row["mean"]], "ceiling": 0.95, "slope": 1.5, "interval": [0, 1]}
+        for row in rows
+    ]
+    tables = {table.name: table for table in all_tables(read([folder_of(tmp_path / "run", rows[::-1])]))}
+    assert "what-if-leave-one-out" not in tables
+    assert tables["what-if"].frame.to_dict("records") == [
+        {
+            "Data / model": "HELOC / ANN-S", "Groups": "Random 64", "Models": "64 × 2",
+            "What-if": ".86 -.05 1.00 / .90 .90 .90", "Influence": ".20", "Ceiling": ".95",
+        }
+    ]  # fmt: skip
+    assert tables["what-if-keep-80"].frame["What-if"].tolist() == [".86 -.05 1.00"]
+    assert list(tables["what-if-levels"].frame["Slope"]) == ["1.50 1.50 1.50"] * 3
+
+
 def test_a_document_that_asks_for_too_much_stays_as_it_is(tmp_path: Path) -> None:
     document = tmp_path / "doc.md"
     document.write_text("<!-- table lds -->\nold\n<!-- end -->\n")
     folder = folder_of(tmp_path / "run", MadeRows().check())
     with pytest.raises(ValueError, match=r"doc\.md shows lds"):
-        report.write([folder], tmp_path / "out", document, show_progress=False)
+        report.write([folder], tmp_path / "out", [document], show_progress=False)
     assert "old" in document.read_text()
     with pytest.raises(SystemExit, match=r"--document .*other\.md is no file"):
-        report.command([folder], tmp_path / "out", tmp_path / "other.md")
+        report.command([folder], tmp_path / "out", [tmp_path / "other.md"])
 
 
 def test_tables_of_speed_and_of_rows_are_filled_without_touching_each_other(tmp_path: Path) -> None:
@@ -287,12 +326,12 @@ def test_tables_of_speed_and_of_rows_are_filled_without_touching_each_other(tmp_
     document = tmp_path / "performance.md"
     marked = "<!-- table {} -->\nold\n<!-- end -->\n"
     document.write_text("By hand.\n" + "".join(map(marked.format, ("timing-core", "timing-trak", "speed"))))
-    report.command([tmp_path / "speed"], document=document)
+    report.command([tmp_path / "speed"], documents=[document])
     text = document.read_text()
     assert "| LR | auto, one property | 64 | 0.500 | 1.20 passes | ≤ 1.3 | one pass |" in text
     assert "| 1 | 0.500 | 1.40 passes | ≤ 1.3, missed | one pass |" in text
     assert text.count("\nold\n") == 2
-    report.command([folder_of(tmp_path / "run", MadeRows().speed())], tmp_path / "out", document)
+    report.command([folder_of(tmp_path / "run", MadeRows().speed())], tmp_path / "out", [document])
     text = document.read_text()
     assert "1.20 passes" in text
     assert "Captum · TracInCP" in text
@@ -573,7 +612,7 @@ def test_titles_and_notes_are_escaped_in_markdown_and_latex() -> None:
 
 
 def test_a_run_that_says_what_it_likes_is_escaped(tmp_path: Path) -> None:
-    lines = run_lines(Run(tmp_path / "<b>", {"command": HOSTILE}))
+    lines = runs_text([Run(tmp_path / "<b>", {"command": HOSTILE})])
     assert "<" not in lines
     assert not re.search(r"(?<!\\)[\[\]]", lines)
     assert lines.count("\n") == 0
