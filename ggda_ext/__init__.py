@@ -4,21 +4,20 @@
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ggda_ext import properties
-from ggda_ext.attribution import attribute, property_scores
-from ggda_ext.gradients import STRATEGIES, GroupGradients, Plan, PointGradients
-from ggda_ext.groups import Groups
-from ggda_ext.losses import BatchLoss, ExampleLoss
-from ggda_ext.properties import property_gradient
-from ggda_ext.results import Attribution, MethodFacts
-
 if TYPE_CHECKING:
-    from ggda_ext import grouping
+    from ggda_ext import grouping, properties
+    from ggda_ext.attribution import attribute, property_scores
     from ggda_ext.counterfactual import WhatIf
     from ggda_ext.estimation import estimate
+    from ggda_ext.gradients import STRATEGIES, GroupGradients, Plan, PointGradients
+    from ggda_ext.groups import Groups
     from ggda_ext.label_issues import LabelIssues, find_label_issues
+    from ggda_ext.losses import BatchLoss, ExampleLoss
+    from ggda_ext.properties import property_gradient
+    from ggda_ext.results import Attribution, MethodFacts
     from ggda_ext.storage.gradients import GradientStore
 
 __version__ = "0.2.0"
@@ -45,22 +44,38 @@ __all__ = [
     "property_scores",
 ]
 
-_LATER = {
-    "WhatIf": "ggda_ext.counterfactual",
-    "find_label_issues": "ggda_ext.label_issues",
-    "LabelIssues": "ggda_ext.label_issues",
-    "GradientStore": "ggda_ext.storage.gradients",
-    "estimate": "ggda_ext.estimation",
-    **{room: f"ggda_ext.{room}" for room in ("grouping", "counterfactual", "evaluation", "training")},
+_HOMES = {
+    "Groups": "groups",
+    "attribute": "attribution",
+    "Attribution": "results",
+    "MethodFacts": "results",
+    "WhatIf": "counterfactual",
+    "find_label_issues": "label_issues",
+    "LabelIssues": "label_issues",
+    "GroupGradients": "gradients",
+    "PointGradients": "gradients",
+    "GradientStore": "storage.gradients",
+    "Plan": "gradients",
+    "estimate": "estimation",
+    "STRATEGIES": "gradients",
+    "BatchLoss": "losses",
+    "ExampleLoss": "losses",
+    "property_gradient": "properties",
+    "property_scores": "attribution",
 }
-"""Names that are imported only when they are used, with their modules. This keeps ``import ggda_ext`` fast."""
+"""Names that are used from here, with their modules. All are imported when they are used, and so are the modules:
+``import ggda_ext`` takes no time, and who needs only `Groups` waits for nothing else."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name in _HOMES:
+        value = getattr(import_module(f"ggda_ext.{_HOMES[name]}"), name)
+    elif not name.startswith("_") and find_spec(f"ggda_ext.{name}") is not None:
+        value = import_module(f"ggda_ext.{name}")
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(_LATER[name])
-    return module if module.__name__.endswith(f".{name}") else getattr(module, name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

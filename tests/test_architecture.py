@@ -80,10 +80,34 @@ def test_importing_the_package_brings_torch_and_little_more():
     brought = {name.split(".")[0] for name in done.stdout.split()}
     assert not brought & {"sklearn", "pandas", "scipy", "matplotlib", "transformers", "captum", "dattri", "trak"}
     assert not brought & {"jinja2", "tokenizers", "datasets", "PIL", "IPython"}
-    rooms = {name.split(".")[1] for name in done.stdout.split() if name.startswith("ggda_ext.")}
+    assert {name for name in done.stdout.split() if name.startswith("ggda_ext")} == {"ggda_ext"}
+
+
+def test_a_first_call_leaves_alone_what_it_does_not_need():
+    code = """
+import sys, torch
+import ggda_ext
+data = torch.randn(20, 4), torch.randint(0, 3, (20,))
+loss = torch.nn.CrossEntropyLoss()
+explained = ggda_ext.properties.mean_loss(data, loss)
+ggda_ext.attribute(torch.nn.Linear(4, 3), loss, data, ggda_ext.Groups(torch.arange(20) % 4), explained)
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    brought = set(done.stdout.split())
+    rooms = {name.split(".")[1] for name in brought if name.startswith("ggda_ext.")}
     assert not rooms & {"storage", "training", "counterfactual", "grouping", "evaluation", "label_issues"}
     drawing = {"plots", "drawing", "page", "thumbnails", "verifying"}
-    assert not {f"ggda_ext.results.{name}" for name in drawing} & set(done.stdout.split())
+    assert not {f"ggda_ext.results.{name}" for name in drawing} & brought
+    assert not {name.split(".")[0] for name in brought} & {"pandas", "sklearn", "matplotlib", "jinja2"}
+
+
+def test_every_name_of_the_package_is_found_when_it_is_used():
+    for name in ggda_ext.__all__:
+        assert getattr(ggda_ext, name) is not None
+    assert ggda_ext.curvature is sys.modules["ggda_ext.curvature"]  # modules, too
+    with pytest.raises(AttributeError, match="has no attribute 'atribute'"):
+        ggda_ext.atribute  # noqa: B018
 
 
 def test_what_not_every_trainer_needs_is_imported_where_it_is_used():
@@ -130,7 +154,8 @@ def plain_call(method):
     model, loss = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), nn.CrossEntropyLoss()
     data = torch.randn(20, 4), torch.randint(0, 3, (20,))
     groups, explained = ggda_ext.Groups(torch.arange(20) % 4), ggda_ext.properties.mean_loss(data, loss)
-    return lambda: ggda_ext.attribute(model, loss, data, groups, explained, method=method)
+    attribute = ggda_ext.attribute
+    return lambda: attribute(model, loss, data, groups, explained, method=method)
 
 
 @pytest.mark.parametrize(("method", "most"), [("tracin", 21), ("influence", 26)])
