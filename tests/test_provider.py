@@ -339,6 +339,22 @@ def test_the_model_is_left_as_it_was(strategy, error):
     assert torch.equal(found.scores(v), expected)
 
 
+@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer"])
+@pytest.mark.parametrize(
+    "sizes", [(6, 6, 6, 5), (1, 1, 1, 4, 4, 4, 8), (4, 4, 1, 1, 5, 5, 3), (7, 3, 1, 12), (1,) * N, (N,)], ids=str
+)
+def test_rows_are_the_sums_for_groups_of_any_sizes(model, sizes):
+    case = make_case(model)
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+
+    def rows(strategy: str, batch_size: int) -> torch.Tensor:
+        return GroupGradients(case.model, LOSS, case.data, labels, strategy=strategy, batch_size=batch_size).rows()
+
+    expected = rows("backward", N)
+    for batch_size in (N, 5):  # batches of 5 cut groups
+        assert relative_error(rows("segmented", batch_size), expected) < 1e-12
+
+
 @pytest.mark.parametrize("strategy", ["segmented", "backward", "persample"])
 def test_the_model_is_as_it_was_between_blocks_too(strategy):
     case = make_case("mlp")

@@ -56,7 +56,7 @@ class LayerRule:
 
 _FEW = 16  # outputs of a layer; a matrix product with no more columns than this is slow
 _SMALL = 2**18  # numbers in a weight; for a larger weight the memory order does not matter
-_NEAR, _ENOUGH = 2**17, 512  # numbers of a product that stay in the cache until they are used; fewest rows of a block
+_NEAR, _ENOUGH = 2**18, 512  # numbers of a product that stay in the cache until they are used; fewest rows of a block
 
 
 class _Linear(LayerRule):
@@ -265,16 +265,20 @@ def _outer_products(left: Tensor, right: Tensor, starts: Starts, out: Tensor) ->
     """Write Σ leftᵀ right of every segment to `out` `[s, l, r]`; the sum is over examples and their tokens."""
     tokens = left[0].numel() // left.shape[-1]
     left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
-    length = starts[1] - starts[0]
-    if len(left) == len(starts) - 1:  # every segment is one row, for which a matrix product does not pay off
-        torch.mul(left[:, :, None], right[:, None, :], out=out)
+    lengths = [(high - low) * tokens for low, high in itertools.pairwise(starts)]
+    runs = [(length, sum(1 for _ in equal)) for length, equal in itertools.groupby(lengths)]
+    if 2 * len(runs) > len(lengths):  # hardly two neighbours of the same length
+        for row, some, others in zip(out, left.split(lengths), right.split(lengths), strict=True):
+            torch.mm(some.T, others, out=row)
         return
-    if starts[-1] == length * (len(starts) - 1) and starts == list(range(0, starts[-1] + 1, length)):
-        shape = (len(starts) - 1, length * tokens, -1)
-        torch.bmm(left.view(shape).transpose(1, 2), right.view(shape), out=out)
-        return
-    for row, (low, high) in enumerate(itertools.pairwise(starts)):
-        torch.mm(left[low * tokens : high * tokens].T, right[low * tokens : high * tokens], out=out[row])
+    parts = (all.split([length * count for length, count in runs]) for all in (left, right))
+    rows = out.split([count for _, count in runs])
+    for (length, count), into, some, others in zip(runs, rows, *parts, strict=True):
+        if length == 1:  # a matrix product does not pay off
+            torch.mul(some[:, :, None], others[:, None, :], out=into)
+        else:
+            shape = count, length, -1
+            torch.bmm(some.view(shape).transpose(1, 2), others.view(shape), out=into)
 
 
 def _padded(layer: _ConvNd, a: Tensor) -> tuple[Tensor, tuple[int, ...]]:
