@@ -25,6 +25,7 @@ from ggda_ext.gradients.plan import (
     Facts,
     Plan,
     Request,
+    Strategy,
     check_finite,
     check_strategy,
     choose,
@@ -241,7 +242,7 @@ class GroupGradients:
         self,
         max_rows: int | None = None,
         weights: Tensor | np.ndarray | None = None,
-        through: Callable[[Tensor], Tensor] | None = None,
+        through: Callable[[Tensor], Tensor] | Tensor | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the group-summed gradients as `(group ids [b], rows [b, p])`; each rank yields its own groups.
 
@@ -253,8 +254,10 @@ class GroupGradients:
                 to form. Large blocks are for consumers that have a cost per block, such as random projections.
             weights: weightings of the points `[w, n]`. Rows are then `[b, w, p]`, for each weighting the sums of
                 w_i ∇ℓ_i, all from one pass.
-            through: a linear map of the last dimension, such as a projection. Its results are yielded in place of the
-                rows. Only the results are checked for numbers that are not finite, because they are much shorter.
+            through: a linear map of the last dimension, such as a projection, or its matrix `[p, d]`. Its results are
+                yielded in place of the rows, and only they are checked for numbers that are not finite, because they
+                are much shorter. A matrix is faster, because the rows need not be formed as a whole; all results may
+                then come as one block.
         """
         check_counts(max_rows=max_rows)
         if isinstance(weights, np.ndarray):
@@ -292,7 +295,7 @@ class GroupGradients:
         max_rows: int | None,
         ids: range,
         weights: Tensor | None = None,
-        through: Callable[[Tensor], Tensor] | None = None,
+        through: Callable[[Tensor], Tensor] | Tensor | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         with only_thread(self.model):
             check_deterministic_modules(self.model)
@@ -301,16 +304,35 @@ class GroupGradients:
                 plan = self.plan(None)
                 request = replace(self._request(plan, within), weights=weights)
                 try:
-                    form = BY_NAME[plan.strategy].blocks
-                    assert form is not None  # the plan only chooses strategies that form rows
-                    for some, rows in form(request, max_rows or request.rows_in_budget):
-                        given = rows if through is None else through(rows)
+                    for some, given in self._formed(BY_NAME[plan.strategy], request, max_rows, through):
                         check_finite(given, self.groups, some)
                         yield some, given
                         within = int(self.groups.offsets[int(some[-1]) + 1]), within[1]
                     return
                 except Unproven as error:
                     self._give_up(plan, error)
+
+    def _formed(
+        self,
+        strategy: Strategy,
+        request: Request,
+        max_rows: int | None,
+        through: Callable[[Tensor], Tensor] | Tensor | None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        if isinstance(through, Tensor):
+            low, high = np.searchsorted(self.groups.offsets, request.within).tolist()
+            fits = request.weights is None and len(self.groups) * through.shape[1] * 8 <= self.memory_budget
+            if fits and low < high and through.dtype == self.space.dtype:
+                scores = strategy.scores(request, self._checked(through.T))
+                yield torch.arange(low, high), scores[:, low:high].T.to(self.space.device, through.dtype)
+                return
+        form = strategy.blocks
+        assert form is not None  # the plan only chooses strategies that form rows
+        for some, rows in form(request, max_rows or request.rows_in_budget):
+            if isinstance(through, Tensor):
+                yield some, (rows.to(through.dtype) @ through).to(rows.dtype)
+            else:
+                yield some, rows if through is None else through(rows)
 
     @torch.inference_mode(False)
     def rows(self) -> Tensor:

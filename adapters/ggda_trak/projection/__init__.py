@@ -78,7 +78,12 @@ class Projection:
             for ids, rows in projector.blocks(gradients, model_id, weights):
                 yield ids, rows / self.scale
             return
-        yield from gradients.blocks(self._rows_at_once, weights, lambda rows: self(rows, model_id))
+        if self._kept is None:
+            yield from gradients.blocks(self._rows_at_once, weights, lambda rows: self(rows, model_id))
+            return
+        matrix = torch.cat([*self._kept.blocks(model_id)], 1)[:, : self.dim]
+        for ids, rows in gradients.blocks(self._rows_at_once, weights, matrix):
+            yield ids, rows / self.scale
 
     def __call__(self, rows: Tensor, model_id: int) -> Tensor:
         """Project rows `[…, d]` to `[…, dim]`, in the dtype of the rows."""
