@@ -17,7 +17,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -256,6 +258,7 @@ class SavedState:
         self._required = {name: value.requires_grad for name, value in self.named.items()}
         self._values: dict[str, Tensor] = {}
         self._versions: dict[str, Any] = {}
+        self._hashes: dict[str, bytes | None] = {}
         self.copy_values(names)
 
     def copy_values(self, names: Iterable[str] | None = None, *, but_for: Any = None) -> None:
@@ -277,8 +280,15 @@ class SavedState:
         return [
             name
             for name, before in self._values.items()
-            if _version(self.named[name]) != self._versions[name] or not _same(now[name], before)
+            if _version(self.named[name]) != self._versions[name] or not self._is_as_before(name, now[name], before)
         ]
+
+    def _is_as_before(self, name: str, now: Tensor, before: Tensor) -> bool:
+        """Whether a parameter or buffer has the copied values; this is asked often, and a hash reads only one side."""
+        if name not in self._hashes:
+            self._hashes[name] = _hash_of(before)
+        known = self._hashes[name]
+        return _same(now, before) if known is None else known == _hash_of(now)
 
     def _moved(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The dicts of modules that hold other parameters or buffers than before, each with its entries before."""
@@ -341,6 +351,14 @@ def _same_memory(value: Tensor, other: Any) -> bool:
         and value.device == other.device and value.data_ptr() == other.data_ptr() != 0
         and value.shape == other.shape and value.stride() == other.stride()
     )  # fmt: skip
+
+
+def _hash_of(value: Tensor) -> bytes | None:
+    """A hash of the values of a tensor on the CPU; None for other tensors and for a dtype that NumPy lacks."""
+    try:
+        return xxhash.xxh3_128_digest(np.ascontiguousarray(value.detach().numpy()).data)
+    except (TypeError, RuntimeError):
+        return None
 
 
 def _same(now: Tensor, before: Tensor) -> bool:

@@ -78,7 +78,7 @@ class Projection:
             for ids, rows in projector.blocks(gradients, model_id, weights):
                 yield ids, rows / self.scale
             return
-        if self._kept is None:
+        if self._kept is None or weights is not None:
             yield from gradients.blocks(self._rows_at_once, weights, lambda rows: self(rows, model_id))
             return
         matrix = torch.cat([*self._kept.blocks(model_id)], 1)[:, : self.dim]
