@@ -119,6 +119,22 @@ def test_non_finite_gradients_name_the_group(strategy):
             list(found.blocks())
 
 
+@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer", "unknown"])
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 2_000}, {"batch_size": 5}], ids=str)
+@pytest.mark.parametrize("labels", [LABELS, np.arange(N)], ids=["groups", "points"])
+def test_rows_through_a_matrix_are_the_rows_times_the_matrix(model, options, labels):
+    case = make_case(model)
+    found = GroupGradients(case.model, LOSS, case.data, labels, **options)
+    weights = torch.rand(2, N, dtype=torch.float64)
+    matrix = torch.randn(found.p, 3, dtype=torch.float64)
+    for some in (None, weights):
+        expected = torch.cat([rows for _, rows in found.blocks(weights=some)]) @ matrix
+        ids, mapped = map(torch.cat, zip(*found.blocks(weights=some, through=matrix), strict=True))
+        assert relative_error(mapped, expected[ids]) < 1e-10
+    with pytest.raises(ValueError, match=rf"through has shape \[{found.p - 1}, 3\]: pass a matrix \[{found.p}, d\]"):
+        found.blocks(through=matrix[:-1])
+
+
 def test_rows_through_a_linear_map_are_the_mapped_rows_and_name_the_group_that_is_not_finite():
     found = provider()
     matrix = torch.randn(found.p, 3, dtype=found.space.dtype)

@@ -270,6 +270,8 @@ class GroupGradients:
             raise ValueError(
                 f"weights has shape {list(weights.shape)}: pass [w, {self.groups.n}], a row for each weighting."
             )
+        if isinstance(through, Tensor) and (through.dim() != 2 or len(through) != self.p):
+            raise ValueError(f"through has shape {list(through.shape)}: pass a matrix [{self.p}, d], or a function.")
         return self._blocks(max_rows, range(len(self.groups)), weights, through)
 
     def small_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -21,7 +21,7 @@ from ggda_ext.model import ParameterSpace
 from ggda_trak.projection.factored import FactoredProjector
 
 KEPT_BYTES = 128 * 2**20
-"""Bytes of the largest matrix that is kept."""
+"""Bytes of the largest matrix that is kept, once, or twice if gradients of single points are projected."""
 BLOCK_ROWS, BLOCK_BYTES = 512, 24 * 2**20
 """Rows to project at once: every batch has a fixed cost, and each block above this size is allocated anew."""
 
@@ -81,8 +81,8 @@ class Projection:
         if self._kept is None or weights is not None:
             yield from gradients.blocks(self._rows_at_once, weights, lambda rows: self(rows, model_id))
             return
-        matrix = torch.cat([*self._kept.blocks(model_id)], 1)[:, : self.dim]
-        for ids, rows in gradients.blocks(self._rows_at_once, weights, matrix):
+        matrix = self._kept.whole(model_id)[:, : self.dim]
+        for ids, rows in gradients.blocks(self._rows_at_once, through=matrix):
             yield ids, rows / self.scale
 
     def __call__(self, rows: Tensor, model_id: int) -> Tensor:
@@ -117,6 +117,13 @@ class KeptMatrix:
         self.projector = projector
         self._model_id: int | None = None
         self._blocks: dict[int, Tensor] = {}
+        self._whole: Tensor | None = None
+
+    def whole(self, model_id: int) -> Tensor:
+        """Return the whole matrix `[d, ≥ proj_dim]`; it is kept beside its blocks, because copying them takes long."""
+        if self._whole is None or model_id != self._model_id:
+            self._whole = torch.cat([*self.blocks(model_id)], 1)
+        return self._whole
 
     def blocks(self, model_id: int) -> Iterator[Tensor]:
         """Yield the whole matrix in blocks of columns `[d, block size]`; the last block may have surplus columns."""
@@ -137,7 +144,7 @@ class KeptMatrix:
 
         def drawn(state: Tensor) -> None:
             if projector.model_id != self._model_id:
-                self._model_id, self._blocks = projector.model_id, {}
+                self._model_id, self._blocks, self._whole = projector.model_id, {}, None
             block = next(i for i, known in enumerate(projector.generator_states) if known is state)
             if block not in self._blocks:
                 draw(state)
