@@ -190,7 +190,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         return kept.array(provider, index, "features", self._projected_with | settings, make)
 
     def _one_minus_probability(self, index: int, data: IndexedData, groups: Groups) -> Any:
-        """The weight Q of every training point `[n]` at one checkpoint; no batch is larger than the loader's."""
+        """The weight Q of every training point `[n]` at one checkpoint, in batches that fit a backward pass."""
         checkpoint = self._checkpoint(index)
         fitting = checkpoint.groups(data, groups).batch_size
         parameters = {name: value.detach() for name, value in checkpoint.model.named_parameters()}
@@ -198,7 +198,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         probability = by_outer_names(self.correct_probability_func, self.task.get_model())
 
         def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-            for indices, batch in data.my_share(min(fitting, data.batch_size or fitting)):
+            for indices, batch in data.my_share(fitting):
                 yield torch.from_numpy(indices), probability(parameters, to_device(batch, device)).flatten()
 
         with torch.no_grad():
