@@ -34,10 +34,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for name in ("scores", "blocks"):
         method = getattr(GroupGradients, name)
 
-        def counted(self: GroupGradients, *args: Any, method: Callable[..., Any] = method) -> Any:
+        def counted(self: GroupGradients, *args: Any, method: Callable[..., Any] = method, **options: Any) -> Any:
             if not self.groups.are_singletons:
                 seen.append(1)
-            return method(self, *args)
+            return method(self, *args, **options)
 
         monkeypatch.setattr(GroupGradients, name, counted)
     return seen

@@ -110,14 +110,12 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
                 return scores / _row_norms(provider.tests(directions))[:, None]
             return scores / directions.norm(dim=1, keepdim=True).clamp_min(1e-12)
         if self._drop_in.save_dir is None:
-            right, left = self._project(
-                checkpoint, checkpoint.test_rows(explained, shared=True), checkpoint.blocks(provider)
-            )
+            right, left = self._project(checkpoint, checkpoint.test_rows(explained, shared=True), provider)
         else:
             (right,) = self._project(checkpoint, checkpoint.test_rows(explained, shared=True))
             left = kept.array(
                 provider, checkpoint.index, "projected", self._projected_with,
-                lambda: self._project(checkpoint, checkpoint.blocks(provider))[0],
+                lambda: self._project(checkpoint, provider)[0],
             )  # fmt: skip
         return normalize(right) @ normalize(left).T if self.normalized_grad else right @ left.T
 
@@ -125,7 +123,7 @@ class TracInAttributor(GroupedProjection, dattri_tracin.TracInAttributor):
         """Norms of the groups' gradients `[k]`, after the projection if there is one."""
         provider = checkpoint.groups(data, groups)
         if self._projects:
-            return self._project(checkpoint, checkpoint.blocks(provider))[0].norm(dim=1)
+            return self._project(checkpoint, provider)[0].norm(dim=1)
         return _row_norms(provider)
 
     def _weighted_checkpoints(self) -> zip[tuple[int, Any]]:

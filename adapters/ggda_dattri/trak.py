@@ -220,7 +220,7 @@ class TRAKAttributor(GroupedProjection, dattri_trak.TRAKAttributor):
         labels, k = torch.from_numpy(groups.labels.astype("int64")).to(weights.device), len(groups)
         parts: list[Tensor] = []
         with together():
-            for _, ids, projected in self._projected_blocks(checkpoint, checkpoint.blocks(checkpoint.points(data))):
+            for _, ids, projected in self._projected_blocks(checkpoint, checkpoint.points(data)):
                 rows = projected / self.norm_scaler
                 parts = parts or [rows.new_zeros(size, rows.shape[1]) for size in (k, k, rows.shape[1])]
                 sums, weighted, fisher = parts

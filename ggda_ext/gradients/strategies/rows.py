@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ggda_ext.gradients.plan import Request, joined
-from ggda_ext.model import product, sums_on
+from ggda_ext.model import inner_products, sums_on
 
 
 def scores_of(request: Request, blocks: Iterable[tuple[Tensor, Tensor]], directions: Tensor) -> Tensor:
     """Return the inner products `[m, k]` of directions `[m, p]` with streamed rows."""
     scores = request.empty_scores(len(directions))
     for ids, rows in blocks:
-        scores[:, ids.to(scores.device)] = product(directions, rows.T).to(scores)
+        scores[:, ids.to(scores.device)] = inner_products(directions, rows).to(scores)
     return scores
 
 

@@ -15,6 +15,7 @@ from ggda_ext.gradients.layers import Layer
 from ggda_ext.gradients.observation import Observer
 from ggda_ext.gradients.plan import Cost, Request, Strategy
 from ggda_ext.gradients.strategies.rows import merge_pieces
+from ggda_ext.model import inner_products
 
 BUFFER_BYTES = 8 * 2**20
 
@@ -97,8 +98,8 @@ class _SegmentScores(Observer):
 
     def _add(self, ids: Tensor, rows: Tensor, parameter: nn.Parameter) -> None:
         low, high = self.space.spans[id(parameter)]
-        products = rows.reshape(len(rows), -1) @ self.directions[:, low:high].T  # faster with the few rows on the left
-        self.scores.index_add_(1, ids, products.T.to(self.scores))
+        products = inner_products(self.directions[:, low:high], rows.reshape(len(rows), -1))
+        self.scores.index_add_(1, ids, products.to(self.scores))
 
 
 class _WeightedRows(Observer):
