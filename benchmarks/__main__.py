@@ -287,7 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     reporting.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="result folders, e.g. results/*")
     reporting.add_argument("--out", type=Path, help="where to write; the last folder's own `report` by default")
     reporting.add_argument("--document", dest="documents", action="append", type=Path, default=[], metavar="FILE",
-                           help="also bring tables and figures of this Markdown file up to date; repeatable")  # fmt: skip
+                           help="also bring this Markdown file up to date; repeatable")  # fmt: skip
     publishing = commands.add_parser(
         "results", help="the runs behind RESULTS.md, and its tables",
         description="Makes the runs behind benchmarks/RESULTS.md that are missing, some of them or all (hours), and "

@@ -78,12 +78,22 @@ class Projection:
             for ids, rows in projector.blocks(gradients, model_id, weights):
                 yield ids, rows / self.scale
             return
-        if self._kept is None or weights is not None:
+        matrix = self._matrix(model_id) if weights is None else None
+        if matrix is None:
             yield from gradients.blocks(self._rows_at_once, weights, lambda rows: self(rows, model_id))
             return
-        matrix = self._kept.whole(model_id)[:, : self.dim]
         for ids, rows in gradients.blocks(self._rows_at_once, through=matrix):
             yield ids, rows / self.scale
+
+    def _matrix(self, model_id: int) -> Tensor | None:
+        """The matrix `[p, dim]` of a projector that has one in memory; None for the other projectors."""
+        projector = self.projector
+        if self._kept is not None:
+            return self._kept.whole(model_id)[:, : self.dim]
+        if self.collects or type(projector) not in (BasicProjector, BasicSingleBlockProjector):
+            return None
+        projector.project(torch.zeros(1, self.space.size, device=self.space.device), model_id)  # draws it if necessary
+        return projector.proj_matrix
 
     def __call__(self, rows: Tensor, model_id: int) -> Tensor:
         """Project rows `[…, d]` to `[…, dim]`, in the dtype of the rows."""
