@@ -7,6 +7,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from torch.serialization import add_safe_globals
+
 if TYPE_CHECKING:
     from ggda_ext import grouping, properties
     from ggda_ext.attribution import attribute, property_scores
@@ -76,6 +78,14 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def _rebuilt(*parts: Any) -> Any:
+    return import_module("ggda_ext.results.saving").rebuilt(*parts)
+
+
+# safe for torch.load: it reads JSON and tensors only
+add_safe_globals([(_rebuilt, "ggda_ext.results.saving.rebuilt")])
 
 
 def __dir__() -> list[str]:

@@ -127,6 +127,35 @@ def test_what_only_removed_groups_use_is_not_driven_by_what_is_left_of_the_train
     torch.testing.assert_close(*near, rtol=0, atol=0.02)
 
 
+def test_what_training_has_not_learned_does_not_drive_refits():
+    """Two parameters change the outputs of few points, or of all points very little; their optimum is far away."""
+    torch.manual_seed(0)
+    web = torch.tensor([source == "web" for source in SOURCES])
+    x = torch.cat([points()[0], 1e-4 * torch.randn(N, 1).double()], 1)
+    x[:, 4] = torch.where(web, x[:, 4], 1e-4 * x[:, 4])
+    y = (x[:, :5] @ torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0]).double() + torch.randn(N).double() > 0).long()
+
+    def outputs(model):
+        return model(x).diff()[~web].detach()
+
+    def trained(at):
+        model = nn.Linear(6, 2).double()
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        descent = torch.optim.SGD(model.parameters(), 0.5)
+        for _ in range(100):
+            descent.zero_grad()
+            F.cross_entropy(model(x[at]), y[at]).backward()
+            descent.step()
+        return model
+
+    model = trained(torch.ones(N, dtype=torch.bool))
+    what_if = WhatIf(model, LOSS, (x, y), SOURCES)
+    assert "training has not reached the optimum" in what_if.explain()
+    predicted, real = what_if.without("web").outputs((x, y)).diff()[~web], outputs(trained(~web))
+    assert (predicted - real).abs().mean() < 0.75 * (outputs(model) - real).abs().mean()
+
+
 def test_a_linear_model_of_too_many_parameters_is_not_called_exact(monkeypatch):
     monkeypatch.setattr(linearized, "MOST_PARAMETERS", 17)
     what_if = WhatIf(nn.Linear(5, 3).double(), LOSS, points(), SOURCES, weight_decay=DECAY, rank=4)

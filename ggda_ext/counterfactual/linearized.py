@@ -67,6 +67,9 @@ _RELATIVE_RIDGE = 2e-5  # the ridge if no eigenvectors are cut off, in units of 
 _BOUNDING = {torch.float64: 1e-10, torch.float32: 1e-6}
 """The ridge of an exact refit without weight decay, in units of the curvature of each parameter, so that units of
 features do not matter; it only bounds what the data leaves unbounded (separable classes)."""
+_NOT_LEARNED = 1e-6
+"""The same if training has not reached the optimum, in units of the largest curvature. Also the share of the loss that
+may be left to learn along what this ridge holds, beyond which training has not reached the optimum."""
 _LOOKED_AT = 16  # points that are looked at to see whether outputs are linear in the parameters
 _MATRICES = 4  # matrices [p, p] that a refit along all p parameters holds: the directions, curvature and its factors
 
@@ -298,11 +301,26 @@ class LinearizedModel:
             return self._trusted(RIDGE * self.directions.cut, "the smallest curvature among the eigenvectors")
         total = self.refit._curvature.double().sum(0) / self.refit.masses.sum()
         if self.exact:
-            own = total.diagonal().clamp_min(1e-12 * float(total.diagonal().max()))
-            self.metric = torch.diag(own / own.mean())
-            return _BOUNDING[self.refit.dtype] * float(own.mean()), "the curvature of each parameter"
+            return self._bounding(total)
         largest = float(torch.linalg.eigvalsh(total)[-1])
         return self._trusted(_RELATIVE_RIDGE * largest, "the largest curvature")
+
+    def _bounding(self, curvature: Tensor) -> tuple[float, str]:
+        """Return the ridge of an exact refit without weight decay, and where it comes from; set its metric.
+
+        What training has not learned, along parameters that change the outputs of few points, no other training of its
+        kind learns either. Then the ridge holds these parameters, which otherwise would go far without these points.
+        """
+        own = curvature.diagonal().clamp_min(1e-12 * float(curvature.diagonal().max()))
+        metric, size = torch.diag(own / own.mean()), _BOUNDING[self.refit.dtype] * float(own.mean())
+        held = _NOT_LEARNED * float(torch.linalg.eigvalsh(curvature)[-1])
+        left = [self.refit.left_to_learn(ridge) for ridge in (size * metric, held * self.metric)]
+        columns = self.training_loss.columns(self.outputs.reshape(len(self.outputs), -1).double())
+        values, weights = self.training_loss.value(columns[:, :, None])[:, 0], self._chosen_weights.double()
+        if left[0] - left[1] > _NOT_LEARNED * abs(float(weights @ values / weights.sum())):
+            return held, "the largest curvature, because training has not reached the optimum"
+        self.metric = metric
+        return size, "the curvature of each parameter"
 
     def _trusted(self, ridge: float, source: str) -> tuple[float, str]:
         """Return the ridge, raised until the model itself follows (see `trusted_ridge`), and where it comes from."""

@@ -100,10 +100,19 @@ class Refit:
         """H_S H⁻¹ e − e of subsets `[s, r]`, for the penalty's curvature `[r, r]`."""
         if self.excess is None:
             return 0.0
+        off = self._to_optimum(penalty)
+        return self.curvature(weights) @ off + penalty @ off - self.excess
+
+    def left_to_learn(self, penalty: Tensor) -> float:
+        """By how much the mean loss would fall on the way to the optimum of all points, to second order."""
+        assert self.excess is not None
+        return float(self.excess @ self._to_optimum(penalty)) / 2
+
+    def _to_optimum(self, penalty: Tensor) -> Tensor:
+        """H⁻¹ e `[r]`, for the penalty's curvature `[r, r]`."""
         whole = self.curvature(self._everything)[0] + penalty
         whole.diagonal().mul_(1 + 1e-12).add_(1e-30)  # without any penalty it may be singular
-        off = torch.linalg.solve(whole, self.excess)
-        return self.curvature(weights) @ off + penalty @ off - self.excess
+        return torch.linalg.solve(whole, self.excess)
 
     def _begin(self) -> None:
         """Compute the gradient ḡ of all points and the groups' curvature at d = 0."""

@@ -105,8 +105,8 @@ class WhatIf:
         ridge: keeps refits near the model, where the linearisation holds. With a recipe, the default follows from the
             number of training steps (for Adam in its own metric). Without a recipe, it is a tenth of the curvature at
             which eigenvectors are cut off, raised until the model itself follows (`counterfactual.trust`). Models that
-            are linear in their parameters get next to no ridge along all parameters, where refits are exact. `verify`
-            may choose another.
+            are linear in their parameters get next to no ridge along all parameters, where refits are exact, or a small
+            one if training has not reached the optimum. `verify` may choose another.
         point_weights: weight of every training point in the training loss `[n]`, e.g. a column of a table; 1 if left
             out.
         parameters: names of parameters or modules that may move; all that require a gradient if left out.

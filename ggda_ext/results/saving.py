@@ -134,9 +134,6 @@ def rebuilt(text: str, tensors: dict[str, Tensor]) -> Attribution:
     )  # fmt: skip
 
 
-torch.serialization.add_safe_globals([rebuilt])  # safe for torch.load: it reads JSON and tensors only
-
-
 def _check(found: Any, tensors: dict[str, Tensor]) -> None:
     """Raise an error for entries that `encoded` cannot have written."""
     for name, is_one in _KINDS.items():

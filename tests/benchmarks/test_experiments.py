@@ -295,12 +295,13 @@ def test_lds_has_a_row_for_every_method_protocol_and_grouping_seed(folder: Resul
     assert rows["Random", 0, "halves", "Kept points"]["mean"] is None
     assert row["real"] != rows["Random", 1, "halves", WHAT_IF]["real"]
     results = read([folder.path])
-    table, levels = what_if_tables(results.of("lds"))
-    assert {CG, INFLUENCE, WHAT_IF, WARM_START, *TRIVIAL, "Ceiling", "Best additive score"} == set(
-        table.frame.columns[4:]
-    )
-    assert set(table.frame["Protocol"]) == set(levels.frame["Protocol"]) == set(PROTOCOLS)
-    assert set(levels.frame["Predictor"]) == {WHAT_IF}
+    tables = {table.name: table.frame for table in what_if_tables(results.of("lds"))}
+    levels = tables.pop("what-if-levels")
+    assert set(tables) == {"what-if", "what-if-keep-80", "what-if-leave-one-out"}
+    assert {"Models", "What-if", "Warm start", "Influence", "Class balance", "Ceiling"} <= set(tables["what-if"])
+    assert "Best additive score" in tables["what-if"]
+    assert set(levels["Protocol"]) == set(PROTOCOLS)
+    assert set(levels["Predictor"]) == {WHAT_IF}
     pictures = [*predicted_figures(results, tmp_path), *fidelity_figures(results, tmp_path)]
     assert [picture.name.split("-heloc")[0] for picture in pictures] == ["predicted", "fidelity-speed"]
     assert "Influence: Random 16" in pictures[0].svg.read_text()
