@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ggda_ext import properties
+from ggda_ext import GroupGradients, properties
 from ggda_ext.losses import BatchLoss
 from ggda_ext.properties import (
     attacked_loss,
@@ -236,6 +236,15 @@ def test_probabilities_are_not_taken_for_logits(name: str) -> None:
                 OF_CLASSES[name](data)(model)
     logs = nn.Sequential(softmax[0], nn.LogSoftmax(1))
     torch.testing.assert_close(OF_CLASSES[name](data)(logs), OF_CLASSES[name](data)(softmax[0]))
+
+
+@pytest.mark.parametrize("made", [margins, correct_logits])
+def test_looking_for_probabilities_is_not_taken_for_a_hook_of_the_model(made: Callable[..., Any]) -> None:
+    """A hook may change gradients, so no fast strategy would be trusted with the points of the property."""
+    data = torch.randn(12, 4), torch.arange(12) % 3
+    facts = GroupGradients(nn.Linear(4, 3), made(data).loss, data, None).plan(None).facts
+    assert not facts.uncovered
+    assert not facts.refused
 
 
 def test_wrong_types_are_errors_that_name_them() -> None:

@@ -55,7 +55,8 @@ _MOVES = ("Squeeze", "Unsqueeze", "View", "Reshape", "UnsafeView", "Select", "Sl
 
 
 def _ends_in_sigmoid(outputs: Tensor) -> bool:
-    step = outputs.grad_fn
+    with torch._C.DisableTorchFunction():  # a pass watches what the model does; this is no hook of it
+        step = outputs.grad_fn
     while step is not None and step.name().startswith(_MOVES):
         step = step.next_functions[0][0]
     return step is not None and step.name().startswith("Sigmoid")
@@ -67,7 +68,8 @@ def _add_up_to_one(rows: Tensor) -> bool:
     if rows.shape[1] == 1 or allowed > 1e-3:  # half precision could add up to 1 by chance
         return False
     try:
-        return bool(((rows >= 0).all(1) & ((rows.sum(1) - 1).abs() <= allowed)).all())
+        with torch._C.DisableTorchFunction():  # as above: these numbers are not read by the model
+            return bool(((rows >= 0).all(1) & ((rows.sum(1) - 1).abs() <= allowed)).all())
     except RuntimeError:  # values cannot be read under vmap
         return False
 
