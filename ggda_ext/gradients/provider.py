@@ -323,8 +323,8 @@ class GroupGradients:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         if isinstance(through, Tensor):
             low, high = np.searchsorted(self.groups.offsets, request.within).tolist()
-            fits = request.weights is None and len(self.groups) * through.shape[1] * 8 <= self.memory_budget
-            if fits and low < high and through.dtype == self.space.dtype:
+            fits = len(self.groups) * through.shape[1] * 8 <= self.memory_budget and through.dtype == self.space.dtype
+            if strategy.from_layers and request.weights is None and fits and low < high:
                 scores = strategy.scores(request, self._checked(through.T))
                 yield torch.arange(low, high), scores[:, low:high].T.to(self.space.device, through.dtype)
                 return
