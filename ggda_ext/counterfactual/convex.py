@@ -42,6 +42,10 @@ class ConvexLoss:
         """Map outputs `[n, C, …]` to columns `[n, c, …]`; the map is linear."""
         return outputs
 
+    def each(self, outputs: Tensor) -> Tensor:
+        """Return the losses `[n]` for outputs `[n, …]`, in double precision."""
+        return self.value(self.columns(outputs.double().reshape(len(outputs), -1))[:, :, None])[:, 0]
+
     def of_columns(self, rows: Tensor) -> Tensor:
         """Apply the transposed map: turn a cotangent of columns `[n, c]` into a cotangent of outputs `[n, C]`."""
         return rows

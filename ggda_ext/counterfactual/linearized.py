@@ -107,7 +107,7 @@ class LinearizedModel:
         self.point_weights = point_weights.to(outputs.device)
         if ignored is not None:
             self.point_weights = self.point_weights.masked_fill(ignored, 0)  # the mean loss leaves these points out
-        losses = loss.value(loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None])[:, 0]
+        losses = loss.each(outputs)
         check_finite(torch.where(self.point_weights > 0, losses, 0.0), "losses", provider.data.name)
         sample = provider.data.first(_LOOKED_AT)
         self.is_linear = is_linear(self.space, to_device(sample, self.space.device))
@@ -315,9 +315,9 @@ class LinearizedModel:
         metric, size = torch.diag(own / own.mean()), _BOUNDING[self.refit.dtype] * float(own.mean())
         held = _NOT_LEARNED * float(torch.linalg.eigvalsh(curvature)[-1])
         left = [self.refit.left_to_learn(ridge) for ridge in (size * metric, held * self.metric)]
-        columns = self.training_loss.columns(self.outputs.reshape(len(self.outputs), -1).double())
-        values, weights = self.training_loss.value(columns[:, :, None])[:, 0], self._chosen_weights.double()
-        if left[0] - left[1] > _NOT_LEARNED * abs(float(weights @ values / weights.sum())):
+        weights = self._chosen_weights.double()
+        loss = float(weights @ self.training_loss.each(self.outputs) / weights.sum())
+        if left[0] - left[1] > _NOT_LEARNED * abs(loss):
             return held, "the largest curvature, because training has not reached the optimum"
         self.metric = metric
         return size, "the curvature of each parameter"

@@ -72,7 +72,7 @@ def kept_share(model: LinearizedModel, ridge: float) -> float:
         linear = before + (tangents @ d.to(tangents)).view(before.shape)
         pull = float(d @ pulled) - model.settings.decay / 2 * float(d @ d)
         start, promised, real = (
-            float(weight @ loss.value(loss.columns(outputs.double().reshape(len(outputs), -1))[:, :, None])[:, 0])
+            float(weight @ loss.each(outputs))
             for outputs in (before, linear, moved_outputs(model, at, model.settled + d))
         )
         if start - promised + pull > 0:

@@ -271,7 +271,7 @@ def _outer_products(left: Tensor, right: Tensor, starts: Starts, out: Tensor) ->
         for row, some, others in zip(out, left.split(lengths), right.split(lengths), strict=True):
             torch.mm(some.T, others, out=row)
         return
-    parts = (all.split([length * count for length, count in runs]) for all in (left, right))
+    parts = (side.split([length * count for length, count in runs]) for side in (left, right))
     rows = out.split([count for _, count in runs])
     for (length, count), into, some, others in zip(runs, rows, *parts, strict=True):
         if length == 1:  # a matrix product does not pay off

@@ -321,6 +321,7 @@ class GroupGradients:
         max_rows: int | None,
         through: Callable[[Tensor], Tensor] | Tensor | None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield blocks of rows after `through`; products with a matrix come as scores if these fit into the budget."""
         if isinstance(through, Tensor):
             low, high = np.searchsorted(self.groups.offsets, request.within).tolist()
             fits = len(self.groups) * through.shape[1] * 8 <= self.memory_budget and through.dtype == self.space.dtype
