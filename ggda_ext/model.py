@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -150,11 +151,17 @@ _fast_path_lock = threading.Lock()
 _fast_path_users = 0
 _fast_path = True
 _uncompiled: Any = None
-_FREED = 31 * 2**20
-"""Bytes that are allocated and freed once (see `training_kernels`). They are never written, so this costs nothing.
 
-The C library ignores larger blocks when it decides how much memory to keep.
-"""
+
+@cache
+def _keep_freed_memory() -> None:
+    """Let the C library keep the memory of a batch for the next batch; fresh pages cost a tenth of a pass or more.
+
+    On Linux, for example, the library decides how much freed memory to keep, from the largest block that was freed. So
+    one block is freed here that is nearly the largest it looks at; nothing is written to it. Once is enough: later
+    blocks would come from the memory that is kept, and make it grow.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 @contextmanager
@@ -164,17 +171,15 @@ def training_kernels() -> Iterator[None]:
     PyTorch switches to other kernels when nothing requires a gradient: `nn.TransformerEncoder` in eval mode then takes
     a fused path that zeroes padded outputs. A loss must not depend on which parameters are frozen, so this path is
     turned off here. Models of `torch.compile` run uncompiled, because our hooks would cause a new compilation for every
-    batch. The memory of a batch is kept for the next batch. On Linux, for example, the C library itself decides how
-    much freed memory to keep, from the largest block that was freed; so one large block is freed here. Otherwise every
-    batch would get fresh pages from the system, which costs a tenth of a pass or more. Autocast keeps rounded copies of
-    the parameters until the user's context ends; they are dropped before and after, because checkpoints are loaded.
+    batch. Autocast keeps rounded copies of the parameters until the user's context ends; they are dropped before and
+    after, because checkpoints are loaded.
     """
     global _fast_path_users, _fast_path, _uncompiled
     with _fast_path_lock:
         if _fast_path_users == 0:
             _fast_path = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
-            torch.empty(_FREED, dtype=torch.uint8)
+            _keep_freed_memory()
             if "torch._dynamo" in sys.modules:
                 _uncompiled = torch.compiler.set_stance("force_eager")
                 _uncompiled.__enter__()

@@ -271,6 +271,7 @@ class Observation:
                 if run.size > 1 and run.leaves and closely(calls.watch):
                     run.order = RowOrder(allowed)
                 self._go_back(run, losses)
+        run.leaves.clear()  # their hooks know the run: a cycle would keep them until Python looks for cycles
         return calls
 
     @contextmanager
