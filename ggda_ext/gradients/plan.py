@@ -34,7 +34,7 @@ from ggda_ext.model import ParameterSpace, all_finite, sums_on
 from ggda_ext.sharing import share_of_stream, with_progress
 
 LARGEST_BATCH = 2**17
-CACHED_BYTES = 26 * 2**20  # activations of a batch that stay near the cache
+CACHED_BYTES = 13 * 2**20  # activations of a batch that stay near the cache
 ENOUGH_WORK = 2**27  # multiplications; a batch with fewer may be twice as large, because each batch has a fixed cost
 LARGER = 3  # how many times larger a batch may be if something is read once per batch
 ENOUGH_POINTS = 1024  # a batch has at least this many points, if the budget allows

@@ -136,7 +136,8 @@ class ClassCounts:
             held, classes, low = len(known), known.labels, known.labels.min()
         pairs = np.multiply(groups.labels, held, dtype=np.int64)
         pairs += classes.astype(np.int64, copy=False)
-        if low < 0 or int(groups.sizes.sum()) < groups.n:
+        all_counted = low >= 0 and int(groups.sizes.sum()) == groups.n
+        if not all_counted:
             pairs = pairs[(groups.labels >= 0) & (classes >= 0)]
         if len(groups) * held <= max(_MOST_CELLS, groups.n):
             table = np.bincount(pairs)
@@ -144,8 +145,12 @@ class ClassCounts:
             counts = table[found]
         else:
             found, counts = np.unique(pairs, return_counts=True)
-        counted = (classes if low >= 0 else classes[classes >= 0]).astype(np.int64, copy=False)
-        return cls(found // held, found % held, counts, len(groups), np.bincount(counted, minlength=held))
+        ids, of = found // held, found % held
+        if all_counted:  # adding up the cells is faster than counting the points again
+            sizes = np.bincount(of, counts, held).astype(np.int64)
+        else:
+            sizes = np.bincount(classes[classes >= 0].astype(np.int64, copy=False), minlength=held)
+        return cls(ids, of, counts, len(groups), sizes)
 
     def largest_share(self) -> np.ndarray:
         """Return for each group the largest share that it holds of any class `[k]`; ignore classes of one point."""
