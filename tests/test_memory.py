@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ggda_ext import STRATEGIES, GroupGradients, PointGradients, attribute, properties
+from ggda_ext import STRATEGIES, GroupGradients, PointGradients, WhatIf, attribute, properties
+from ggda_ext.methods import METHODS
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -48,11 +49,17 @@ def test_no_batch_outlives_its_pass(strategy):
         provider.scores(asked)
 
 
-@pytest.mark.parametrize("method", ["influence", "tracin"])
+@pytest.mark.parametrize("method", METHODS)
 def test_no_batch_outlives_a_first_call(method):
     model, explained = small_model(), properties.mean_loss(DATA, LOSS)
     with no_tensor_in_cycles():
         attribute(model, LOSS, DATA, torch.arange(60) % 7, explained, method=method)
+
+
+def test_no_batch_outlives_a_what_if():
+    model, explained = small_model(), properties.mean_loss(DATA, LOSS)
+    with no_tensor_in_cycles():
+        WhatIf(model, LOSS, DATA, torch.arange(60) % 7, weight_decay=0.1).without([1, 2]).change(explained)
 
 
 @pytest.mark.skipif(

@@ -241,15 +241,11 @@ class Descent(Watch):
         """Run a function on other numbers and return its results; tensors that it changes in place are copies."""
         in_place = getattr(func, "__name__", "").endswith("_")
 
-        def given(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                found = numbers.get(id(value))
-                return found if found is not None else value.detach().clone() if in_place else value
-            if isinstance(value, dict):
-                return {key: given(part) for key, part in value.items()}
-            return type(value)(map(given, value)) if type(value) in (tuple, list) else value
+        def given(value: Tensor) -> Tensor:
+            found = numbers.get(id(value))
+            return found if found is not None else value.detach().clone() if in_place else value
 
-        args, kwargs = given(args), given(kwargs)
+        args, kwargs = _replaced(args, given), _replaced(kwargs, given)
         found = func(*args, **kwargs)
         return [value.clone() for value in _tensors(args[:1] if found is None else found)]
 
@@ -291,6 +287,15 @@ def _tensors(values: Any) -> list[Tensor]:
     elif not isinstance(values, tuple | list):
         return []
     return [tensor for value in values for tensor in _tensors(value)]
+
+
+def _replaced(values: Any, new: Callable[[Tensor], Tensor]) -> Any:
+    """Return dicts, tuples and lists of tensors, or a tensor, with ``new(tensor)`` in the place of every tensor."""
+    if isinstance(values, Tensor):
+        return new(values)
+    if isinstance(values, dict):
+        return {key: _replaced(value, new) for key, value in values.items()}
+    return type(values)(_replaced(value, new) for value in values) if type(values) in (tuple, list) else values
 
 
 def _broadcast(values: list[Tensor]) -> torch.Size | None:
@@ -429,19 +434,10 @@ def _moved(get: Getter, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -
     first, *others = args
     if _any(get, (others, kwargs)) or any(value.is_nested or value.is_sparse for value in _tensors(args)):
         return None
-    for materialised in (
-        lambda value: get(value),
-        _but_last(get),
-        lambda value: get(value).expand(value.shape).clone(),
-    ):
-
-        def mask(value: Any, form: Callable[[Tensor], Tensor] = materialised) -> Any:
-            if isinstance(value, Tensor):
-                return form(value).expand(value.shape)
-            return type(value)(map(mask, value))
-
+    for form in (get, _but_last(get), lambda value: get(value).expand(value.shape).clone()):
         try:
-            return [_small(found) for found in _tensors(func(mask(first), *others, **kwargs))]
+            masks = _replaced(first, lambda value: form(value).expand(value.shape))  # noqa: B023  # called at once
+            return [_small(found) for found in _tensors(func(masks, *others, **kwargs))]
         except RuntimeError:  # a view of a mask that is not contiguous
             continue
     return None
