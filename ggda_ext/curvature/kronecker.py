@@ -3,14 +3,15 @@
 Let a be the input of a Linear or Conv layer, and d the gradient at its output for a random cotangent, so that d dᵀ is
 on average the Gauss–Newton matrix of this output. The basis U_a, U_d of the layer consists of the eigenvectors of
 E a aᵀ and of E d dᵀ. The curvature in this basis is taken as diagonal: E (U_dᵀ d aᵀ U_a)², the mean squared gradient of
-a point. Other layers (norms, embeddings) have a diagonal curvature in their own parameters. One pass over a sample
-finds the bases, one the diagonals. A side with more than `LARGEST` entries (the vocabulary of a language model) gets no
-new basis, as if its factor were diagonal.
+a point. Other layers (norms, embeddings), and layers that share a parameter, have a diagonal curvature in their own
+parameters. One pass over a sample finds the bases, one the diagonals. A side with more than `LARGEST` entries (the
+vocabulary of a language model) gets no new basis, as if its factor were diagonal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import tee
 from typing import Any, TypeAlias
@@ -68,9 +69,10 @@ class Kronecker:
         calls = _Calls(self._add_factors)
         for _ in source.observe(lambda _: calls):
             calls.end_batch()
+        self.matrices = {name: kept for name, kept in self.matrices.items() if name not in calls.shared}
         for _, found in self.matrices.values():
             found.left, found.right = (self._eigenvectors(part) for part in (found.left, found.right))
-        calls = _Calls(self._add_squares, calls.several)
+        calls = _Calls(self._add_squares, {*calls.several, *calls.shared}, calls.shared)
         for _ in source.observe(lambda _: calls):
             calls.end_batch()
         for _, found in self.matrices.values():
@@ -134,10 +136,11 @@ class Kronecker:
         if layer.bias is not None:
             self.space.part(rows, layer.bias).copy_(matrix[..., -1])
 
-    def _add_factors(self, layer: Layer, calls: list[Call], size: int) -> None:
+    def _add_factors(self, calls: list[Call], size: int) -> None:
+        layer = calls[0][0]
         if not _is_matrix(layer):
             return
-        left, right = (part.flatten(0, 1).to(self.dtype) for part in _tokens(layer, calls, size))
+        left, right = (part.flatten(0, 1).to(self.dtype) for part in _tokens(calls, size))
         if layer.name not in self.matrices:
             squares = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
             empty_left, empty_right = (
@@ -152,12 +155,13 @@ class Kronecker:
     def _eigenvectors(self, matrix: Tensor | None) -> Tensor | None:
         return None if matrix is None else torch.linalg.eigh(add_up(matrix).to(self.dtype))[1]
 
-    def _add_squares(self, layer: Layer, calls: list[Call], size: int) -> None:
-        if not _is_matrix(layer):
-            self._add_diagonals(layer, calls, size)
+    def _add_squares(self, calls: list[Call], size: int) -> None:
+        name = calls[0][0].name
+        if name not in self.matrices:
+            self._add_diagonals(calls, size)
             return
-        found = self.matrices[layer.name][1]
-        left, right = _tokens(layer, calls, size)
+        found = self.matrices[name][1]
+        left, right = _tokens(calls, size)
         left, right = (
             part.to(self.dtype) if side is None else part.to(self.dtype) @ side
             for part, side in ((left, found.left), (right, found.right))
@@ -169,15 +173,17 @@ class Kronecker:
         for one, other in zip(left.split(step), right.split(step), strict=True):
             found.squares += torch.bmm(one.mT, other).square_().sum(0)
 
-    def _add_diagonals(self, layer: Layer, calls: list[Call], size: int) -> None:
-        if type(layer.module) is nn.Embedding and layer.weight is not None:
-            tokens = torch.cat([a.reshape(size, -1) for a, _ in calls], 1)
-            d = torch.cat([d.reshape(size, -1, d.shape[-1]) for _, d in calls], 1)
-            if layer.module.padding_idx is not None:
-                d = d.masked_fill((tokens == layer.module.padding_idx)[..., None], 0)
-            _add_token_squares(self._diagonal(layer.weight), tokens, d)
+    def _add_diagonals(self, calls: list[Call], size: int) -> None:
+        layers = [layer for layer, _, _ in calls]
+        embedding = layers[0].module
+        if type(embedding) is nn.Embedding and layers[0].weight is not None and len({*map(id, layers)}) == 1:
+            tokens = torch.cat([a.reshape(size, -1) for _, a, _ in calls], 1)
+            d = torch.cat([d.reshape(size, -1, d.shape[-1]) for _, _, d in calls], 1)
+            if embedding.padding_idx is not None:
+                d = d.masked_fill((tokens == embedding.padding_idx)[..., None], 0)
+            _add_token_squares(self._diagonal(layers[0].weight), tokens, d)
             return
-        for parameter, rows in _own_rows(layer, calls, size):
+        for parameter, rows in _own_rows(calls, size):
             self._diagonal(parameter).add_(rows.double().square().sum(0).reshape(parameter.shape))
 
     def _diagonal(self, parameter: nn.Parameter) -> Tensor:
@@ -186,8 +192,8 @@ class Kronecker:
         return self.diagonals[id(parameter)]
 
 
-Call: TypeAlias = tuple[Tensor, Tensor]
-"""The input a and the output gradient d of one call of a layer."""
+Call: TypeAlias = tuple[Layer, Tensor, Tensor]
+"""A layer that was called, its input a, and the gradient d at its output."""
 
 
 class _Calls(Observer):
@@ -195,28 +201,53 @@ class _Calls(Observer):
 
     Args:
         tell: the function; it is told of each call by itself.
-        together: names of layers of whose calls it is told at the end of the batch, all at once.
+        several: names of layers of whose calls it is told at the end of the batch, all at once.
+        shared: names of layers that share a parameter; it is told of the calls of all of them at once.
 
     Attributes:
         several: names of the layers that were called more than once in a batch.
     """
 
-    def __init__(self, tell: Callable[[Layer, list[Call], int], None], together: Collection[str] = frozenset()) -> None:
-        self.tell, self.together, self.several = tell, together, set[str]()
-        self._seen, self._held = set[str](), dict[str, tuple[Layer, list[Call], int]]()
+    def __init__(
+        self,
+        tell: Callable[[list[Call], int], None],
+        several: Collection[str] = frozenset(),
+        shared: Mapping[str, int] | None = None,
+    ) -> None:
+        self.tell, self._together, self._as_one = tell, several, shared or {}
+        self.several, self._seen = set[str](), set[str]()
+        self._layers, self._held = dict[str, Layer](), dict[str | int, tuple[list[Call], int]]()
 
     def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
         (self.several if layer.name in self._seen else self._seen).add(layer.name)
-        if layer.name in self.together:
-            self._held.setdefault(layer.name, (layer, [], len(d) // repeats))[1].append((kept, d.clone()))
+        self._layers[layer.name] = layer
+        size = len(d) // repeats
+        if layer.name in self._together:
+            held = self._held.setdefault(self._as_one.get(layer.name, layer.name), ([], size))
+            held[0].append((layer, kept, d.clone()))
         else:
-            self.tell(layer, [(kept, d)], len(d) // repeats)
+            self.tell([(layer, kept, d)], size)
 
     def end_batch(self) -> None:
-        for held in self._held.values():
-            self.tell(*held)
+        for calls, size in self._held.values():
+            self.tell(calls, size)
         self._held.clear()
         self._seen.clear()
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """The names of layers that share parameters with others, with a number for those that belong together."""
+        family: dict[int, int] = {}
+        own = {
+            name: [id(value) for value in (layer.weight, layer.bias) if value is not None]
+            for name, layer in self._layers.items()
+        }
+        for number, keys in enumerate(own.values()):
+            joined = {family[key] for key in keys if key in family}
+            family = {key: number if other in joined else other for key, other in family.items()}
+            family |= dict.fromkeys(keys, number)
+        members = Counter(family[keys[0]] for keys in own.values())
+        return {name: family[keys[0]] for name, keys in own.items() if members[family[keys[0]]] > 1}
 
 
 def _is_matrix(layer: Layer) -> bool:
@@ -229,11 +260,11 @@ def _transposed(layer: Layer) -> bool:
     return type(layer.module).__name__ == "Conv1D"
 
 
-def _tokens(layer: Layer, calls: list[Call], size: int) -> tuple[Tensor, Tensor]:
-    """Return output gradients and inputs `[size, t, …]` of all calls; image patches are tokens."""
+def _tokens(calls: list[Call], size: int) -> tuple[Tensor, Tensor]:
+    """Return output gradients and inputs `[size, t, …]` of all calls of a layer; image patches are tokens."""
     if len(calls) == 1:
-        return _tokens_of_call(layer, *calls[0], size)
-    left, right = zip(*(_tokens_of_call(layer, a, d, size) for a, d in calls), strict=True)
+        return _tokens_of_call(*calls[0], size)
+    left, right = zip(*(_tokens_of_call(*call, size) for call in calls), strict=True)
     return torch.cat(left, 1), torch.cat(right, 1)
 
 
@@ -256,23 +287,28 @@ def _padding(module: nn.Conv2d) -> str:
     return "constant" if module.padding_mode == "zeros" else module.padding_mode
 
 
-def _own_rows(layer: Layer, calls: list[Call], size: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield each parameter of a layer of any kind with the gradients of the points `[b, …]`, a few points at a time."""
-    step = size if layer.weight is None else max(1, 2**22 // layer.weight.numel())
+def _own_rows(calls: list[Call], size: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter of layers of any kind with the gradients of the points `[b, …]`, a few points at a time.
+
+    The gradient of a parameter is the sum over all calls of all layers that use it.
+    """
+    widest = max(1 if layer.weight is None else layer.weight.numel() for layer, _, _ in calls)
+    step = max(1, 2**22 // widest) if widest > 1 else size
     for low in range(0, size, step):
-        weights, biases = [], []
-        for a, d in calls:
+        found: dict[nn.Parameter, Tensor] = {}
+        for layer, a, d in calls:
             repeats = len(d) // size
             cut = slice(low * repeats, (low + step) * repeats)
             starts = list(range(0, len(d[cut]) + 1, repeats))
+            rows = {}
             if layer.bias is not None:
-                biases.append(layer.rule.bias_rows(layer.module, d[cut], starts))
+                rows[layer.bias] = layer.rule.bias_rows(layer.module, d[cut], starts)
             if layer.weight is not None:
-                weights.append(d.new_empty(len(starts) - 1, *layer.weight.shape))
-                layer.rule.weight_rows(layer.module, a[cut], d[cut], starts, weights[-1])
-        for parameter, rows in ((layer.weight, weights), (layer.bias, biases)):
-            if parameter is not None:
-                yield parameter, torch.stack(rows).sum(0) if len(rows) > 1 else rows[0]
+                rows[layer.weight] = d.new_empty(len(starts) - 1, *layer.weight.shape)
+                layer.rule.weight_rows(layer.module, a[cut], d[cut], starts, rows[layer.weight])
+            for parameter, row in rows.items():
+                found[parameter] = found[parameter] + row if parameter in found else row
+        yield from found.items()
 
 
 def _turned(matrices: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
