@@ -69,12 +69,22 @@ def test_a_linear_model_of_more_parameters_than_directions_is_refitted_along_all
     assert found.linearized[0].exact
     assert not found.note(measure)
     assert "refits are exact" in found.explain()
+    assert "Not calibrated" not in found.explain()
+    assert "but for rounding" not in found.explain()
     for narrow in ({"directions": "eigen"}, {"memory_budget": 10_000}):
         part = WhatIf(model, LOSS, data, SOURCES, **options, **narrow)
         assert len(part.linearized[0].directions.rows) < 18
         assert "Not calibrated" in part.note(measure)
         assert "are not exact" in part.explain()
         assert part.linearized[0].ridge > 1e3 * found.linearized[0].ridge
+
+
+def test_exact_refits_say_where_the_budget_leaves_them_in_single_precision():
+    (x, y), model = points(), fitted(nn.Linear(5, 3).double(), F.cross_entropy, points()).float()
+    options = {"weight_decay": DECAY, "directions": "all"}
+    narrow = WhatIf(model, LOSS, (x.float(), y), SOURCES, **options, memory_budget=20_000)
+    assert "exact, but for rounding: memory_budget is too small" in narrow.explain()
+    assert "but for rounding" not in WhatIf(model, LOSS, (x.float(), y), SOURCES, **options).explain()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

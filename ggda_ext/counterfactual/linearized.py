@@ -334,6 +334,8 @@ class LinearizedModel:
         kind = "linear in its parameters: refits are exact" if self.exact else "linearised around its parameters"
         if self.exact and points < self.provider.groups.n:
             kind += " for these points"
+        if self.exact and self.refit.dtype != torch.float64:
+            kind += ", but for rounding: memory_budget is too small for double precision"
         if self.is_linear and not self.exact:
             kind = (
                 f"linear, but refits along a part of its {self.space.size:,} parameters (see directions) are not exact"
