@@ -69,7 +69,6 @@ def test_a_linear_model_of_more_parameters_than_directions_is_refitted_along_all
     assert found.linearized[0].exact
     assert not found.note(measure)
     assert "refits are exact" in found.explain()
-    assert "Not calibrated" not in found.explain()
     assert "but for rounding" not in found.explain()
     for narrow in ({"directions": "eigen"}, {"memory_budget": 10_000}):
         part = WhatIf(model, LOSS, data, SOURCES, **options, **narrow)

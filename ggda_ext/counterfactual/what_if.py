@@ -200,7 +200,7 @@ class WhatIf:
         lines = [f"model {j}: {one.models[0].explain()}" for j, one in enumerate(self.models)]
         if copies := len(self.models[0].models) - 1:
             lines.append(f"and {copies} copies nearby of each, settled; values are averaged")
-        if not self.calibrations and not self._is_exact:
+        if not self.calibrations:
             lines.append(NOT_CALIBRATED)
         return "\n".join(lines + [found.explain() for _, found in self.calibrations.values()])
 
@@ -384,21 +384,16 @@ class WhatIf:
         found = self.calibrations.get(self.identity(property))
         return None if found is None else found[1]
 
-    @property
-    def _is_exact(self) -> bool:
-        """Whether the answers of all models are trainings to the optimum."""
-        return all(model.exact for model in self.linearized)
-
     def note(self, property: Property) -> str:
         """A warning about the predicted values of this property; empty if nothing limits them.
 
         It says that they are not calibrated, unless they are exact, that refits look at a part of the points, and that
         the property is predicted to first order.
         """
-        found = list[str]()
+        exact, found = all(model.exact for model in self.linearized), list[str]()
         if not of_outputs_only(property):
             found.append(TO_FIRST_ORDER)
-        if not self._is_exact and self.calibration_of(property) is None:
+        if not exact and self.calibration_of(property) is None:
             found.append(NOT_CALIBRATED)
         if (looked_at := len(self.linearized[0].chosen)) < self.groups.n:
             found.append(
