@@ -69,10 +69,11 @@ class Kronecker:
         calls = _Calls(self._add_factors)
         for _ in source.observe(lambda _: calls):
             calls.end_batch()
-        self.matrices = {name: kept for name, kept in self.matrices.items() if name not in calls.shared}
+        shared = calls.shared
+        self.matrices = {name: kept for name, kept in self.matrices.items() if name not in shared}
         for _, found in self.matrices.values():
             found.left, found.right = (self._eigenvectors(part) for part in (found.left, found.right))
-        calls = _Calls(self._add_squares, {*calls.several, *calls.shared}, calls.shared)
+        calls = _Calls(self._add_squares, {*calls.several, *shared}, shared)
         for _ in source.observe(lambda _: calls):
             calls.end_batch()
         for _, found in self.matrices.values():
