@@ -11,9 +11,10 @@ from torch.func import functional_call
 from torch.utils.data import IterableDataset
 from unusual_cases import constant_where_masked
 
-from ggda_ext import BatchLoss, attribute, properties
+from ggda_ext import BatchLoss, GroupGradients, attribute, properties
 from ggda_ext.curvature import sampled
 from ggda_ext.curvature.damping import ADAM, TrainingSteps
+from ggda_ext.curvature.kronecker import Kronecker
 from ggda_ext.methods import EKFAC, METHODS, Influence, TracIn
 from ggda_ext.training import Recipe
 
@@ -295,6 +296,22 @@ def test_ekfac_counts_all_calls_of_a_layer_together():
         for way in (False, True)
     )
     torch.testing.assert_close(once, often, rtol=1e-8, atol=1e-12)
+
+
+def test_ekfac_of_layers_that_share_parameters_is_the_mean_square_of_their_gradients():
+    """The first and second layer share a weight, the second and third a bias; the last has its own basis."""
+    (x, y), model = data(), nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Tanh(), nn.Linear(4, 3)).double()
+    model[1].weight, model[2].bias = model[0].weight, model[1].bias
+    each = nn.CrossEntropyLoss(reduction="none")
+    provider = GroupGradients(model, BatchLoss(lambda model, batch: each(model(batch[0]), batch[1])), (x, y))
+    vectors = torch.randn(2, provider.p, dtype=torch.float64)
+    found = Kronecker(provider, provider.data, 0).solve(vectors, 0.1)
+    parameters = list(model[:3].parameters())
+    rows = [torch.autograd.grad(CE(model(x[i : i + 1]), y[i : i + 1]), parameters) for i in range(N)]
+    for parameter, gradients in zip(parameters, zip(*rows, strict=True), strict=True):
+        square = torch.stack(gradients).square().mean(0)
+        expected = provider.space.part(vectors, parameter) / (square + 0.1)
+        torch.testing.assert_close(provider.space.part(found, parameter), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_ekfac_names_layers_it_cannot_see_and_what_helps():

@@ -11,9 +11,10 @@ vocabulary of a language model) gets no new basis, as if its factor were diagona
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import tee
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -69,11 +70,11 @@ class Kronecker:
         calls = _Calls(self._add_factors)
         for _ in source.observe(lambda _: calls):
             calls.end_batch()
-        shared = calls.shared
+        shared = calls.families
         self.matrices = {name: kept for name, kept in self.matrices.items() if name not in shared}
         for _, found in self.matrices.values():
             found.left, found.right = (self._eigenvectors(part) for part in (found.left, found.right))
-        calls = _Calls(self._add_squares, {*calls.several, *shared}, shared)
+        calls = _Calls(self._add_squares, {name: name for name in calls.several} | shared)
         for _ in source.observe(lambda _: calls):
             calls.end_batch()
         for _, found in self.matrices.values():
@@ -175,14 +176,14 @@ class Kronecker:
             found.squares += torch.bmm(one.mT, other).square_().sum(0)
 
     def _add_diagonals(self, calls: list[Call], size: int) -> None:
-        layers = [layer for layer, _, _ in calls]
-        embedding = layers[0].module
-        if type(embedding) is nn.Embedding and layers[0].weight is not None and len({*map(id, layers)}) == 1:
+        layer = calls[0][0]
+        embedding, alone = layer.module, all(other is layer for other, _, _ in calls)
+        if type(embedding) is nn.Embedding and layer.weight is not None and alone:
             tokens = torch.cat([a.reshape(size, -1) for _, a, _ in calls], 1)
             d = torch.cat([d.reshape(size, -1, d.shape[-1]) for _, _, d in calls], 1)
             if embedding.padding_idx is not None:
                 d = d.masked_fill((tokens == embedding.padding_idx)[..., None], 0)
-            _add_token_squares(self._diagonal(layers[0].weight), tokens, d)
+            _add_token_squares(self._diagonal(layer.weight), tokens, d)
             return
         for parameter, rows in _own_rows(calls, size):
             self._diagonal(parameter).add_(rows.double().square().sum(0).reshape(parameter.shape))
@@ -202,8 +203,7 @@ class _Calls(Observer):
 
     Args:
         tell: the function; it is told of each call by itself.
-        several: names of layers of whose calls it is told at the end of the batch, all at once.
-        shared: names of layers that share a parameter; it is told of the calls of all of them at once.
+        together: layers by name that wait for the end of the batch; those with the same value are told of at once.
 
     Attributes:
         several: names of the layers that were called more than once in a batch.
@@ -212,20 +212,19 @@ class _Calls(Observer):
     def __init__(
         self,
         tell: Callable[[list[Call], int], None],
-        several: Collection[str] = frozenset(),
-        shared: Mapping[str, int] | None = None,
+        together: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.tell, self._together, self._as_one = tell, several, shared or {}
+        self.tell, self._together = tell, together
         self.several, self._seen = set[str](), set[str]()
-        self._layers, self._held = dict[str, Layer](), dict[str | int, tuple[list[Call], int]]()
+        self._layers, self._held = dict[str, Layer](), dict[str, tuple[list[Call], int]]()
 
     def backward(self, layer: Layer, kept: Tensor, d: Tensor, repeats: int) -> None:
         (self.several if layer.name in self._seen else self._seen).add(layer.name)
         self._layers[layer.name] = layer
         size = len(d) // repeats
         if layer.name in self._together:
-            held = self._held.setdefault(self._as_one.get(layer.name, layer.name), ([], size))
-            held[0].append((layer, kept, d.clone()))
+            calls, _ = self._held.setdefault(self._together[layer.name], ([], size))
+            calls.append((layer, kept, d.clone()))
         else:
             self.tell([(layer, kept, d)], size)
 
@@ -236,17 +235,17 @@ class _Calls(Observer):
         self._seen.clear()
 
     @property
-    def shared(self) -> dict[str, int]:
-        """The names of layers that share parameters with others, with a number for those that belong together."""
-        family: dict[int, int] = {}
+    def families(self) -> dict[str, str]:
+        """The layers that share parameters with others, by name, each with the name of one of those it belongs to."""
+        family: dict[int, str] = {}
         own = {
             name: [id(value) for value in (layer.weight, layer.bias) if value is not None]
             for name, layer in self._layers.items()
         }
-        for number, keys in enumerate(own.values()):
+        for name, keys in own.items():
             joined = {family[key] for key in keys if key in family}
-            family = {key: number if other in joined else other for key, other in family.items()}
-            family |= dict.fromkeys(keys, number)
+            family = {key: name if other in joined else other for key, other in family.items()}
+            family |= dict.fromkeys(keys, name)
         members = Counter(family[keys[0]] for keys in own.values())
         return {name: family[keys[0]] for name, keys in own.items() if members[family[keys[0]]] > 1}
 
@@ -293,8 +292,7 @@ def _own_rows(calls: list[Call], size: int) -> Iterator[tuple[nn.Parameter, Tens
 
     The gradient of a parameter is the sum over all calls of all layers that use it.
     """
-    widest = max(1 if layer.weight is None else layer.weight.numel() for layer, _, _ in calls)
-    step = max(1, 2**22 // widest) if widest > 1 else size
+    step = max(1, 2**22 // max(1 if layer.weight is None else layer.weight.numel() for layer, _, _ in calls))
     for low in range(0, size, step):
         found: dict[nn.Parameter, Tensor] = {}
         for layer, a, d in calls:

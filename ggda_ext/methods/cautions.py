@@ -145,12 +145,12 @@ class ClassCounts:
             counts = table[found]
         else:
             found, counts = np.unique(pairs, return_counts=True)
-        ids, of = found // held, found % held
+        ids, class_of_cell = found // held, found % held
         if all_counted:  # adding up the cells is faster than counting the points again
-            sizes = np.bincount(of, counts, held).astype(np.int64)
+            sizes = np.bincount(class_of_cell, counts, held).astype(np.int64)
         else:
             sizes = np.bincount(classes[classes >= 0].astype(np.int64, copy=False), minlength=held)
-        return cls(ids, of, counts, len(groups), sizes)
+        return cls(ids, class_of_cell, counts, len(groups), sizes)
 
     def largest_share(self) -> np.ndarray:
         """Return for each group the largest share that it holds of any class `[k]`; ignore classes of one point."""
