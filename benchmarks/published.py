@@ -43,6 +43,7 @@ SEEDS = (80, 81, 82)
 _PLAIN = (TRACIN, INFLUENCE, INFLUENCE_3, WHAT_IF, WHAT_IF_3, WARM_START)
 _ALL = (FISHER, TRAK, CG, EKFAC, *_PLAIN)
 _COPIES = (WITH_COPIES, WITH_COPIES_3)
+_STARTS = (FROM_START, FROM_START_3)
 _REMOVALS = ("retraining", "pruning", "noisy")
 _ONE_MODEL = (TRACIN, INFLUENCE, WHAT_IF, WARM_START)
 
@@ -81,10 +82,10 @@ RUNS: Mapping[str, Published] = {
     "ann-m": _lds("heloc-ann-m", {GRAD_K_MEANS: [256]}, (HALVES, *_MORE), methods=(EKFAC, *_PLAIN)),
     "ann-m-random": _lds("heloc-ann-m", {RANDOM: [256]}, (HALVES,), methods=(*_PLAIN, *_COPIES)),
     "mnist": _lds(
-        "mnist-ann-l", {EQUAL_GRAD_K_MEANS: [1024]}, (HALVES, KEEP_80), methods=(EKFAC, *_ONE_MODEL), subsets=32
+        "mnist-ann-l", {EQUAL_GRAD_K_MEANS: [1024]}, (HALVES, KEEP_80), methods=(EKFAC, *_PLAIN, *_STARTS), subsets=32
     ),
     "mnist-4000": _lds(
-        "mnist-ann-l", {EQUAL_K_MEANS: [100, 40]}, (HALVES,), methods=(*_PLAIN, FROM_START, FROM_START_3),
+        "mnist-ann-l", {EQUAL_K_MEANS: [100, 40]}, (HALVES,), methods=(*_PLAIN, *_STARTS),
         subsets=32, points=4_000, epochs=15,
     ),
     "cifar": _lds(
