@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from what_if_cases import LOSS, NAMES, SOURCES, network, points
 
 from ggda_ext import BatchLoss, properties
@@ -237,6 +237,22 @@ def test_test_data_are_told_apart_by_their_names_and_by_what_is_written_to_them(
         assert float(rest.value(measure)) == pytest.approx(float(measure(model)), rel=1e-9)
     left.add_(1)
     assert float(rest.value(measure)) == pytest.approx(float(measure(model)), rel=1e-9)
+
+
+def test_random_test_data_are_named():
+    """Each reading would give another value, and a change would be mixed with the noise."""
+    x, y = points()
+
+    class Augmented(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(x)
+
+        def __getitem__(self, at: int) -> Any:
+            return x[at] + 0.1 * torch.randn(5), y[at]
+
+    answer = WhatIf(nn.Linear(5, 3).double(), LOSS, (x, y), SOURCES, weight_decay=0.1).without("web")
+    with pytest.raises(ValueError, match="another first example each time it is read"):
+        answer.value(properties.mean_loss(Augmented(), LOSS))
 
 
 def test_targets_of_a_test_set_may_be_of_several_types():

@@ -258,6 +258,7 @@ class LinearizedModel:
     def features(self, data: IndexedData) -> Features:
         """Return the outputs and tangents of any data."""
         self.check_unchanged()
+        data.check_repeats()
         with only_thread(self.provider.model):
             data.suit(self.provider.model)
             found = self._linearizer.features(data)
