@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from ggda_ext.checkpoints import State, load_state, state_on_cpu
+from ggda_ext.model import SavedState
 from ggda_ext.sharing import ProgressBar
 from ggda_ext.training.batch_order import StepBatch, Walk, batches, by_falling_steps, walks
 from ggda_ext.training.denormals import denormals_flushed
@@ -162,11 +163,14 @@ def layout_of(make_model: MakeModel, loss_fn: LossFn, data: tuple[Tensor, Tensor
 
 
 def _is_faithful(layout: Layout, model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor) -> bool:
-    """Whether a stack of one model has the gradients, the outputs and the state dict of the model, on a few points."""
+    """Whether a stack of one model has the gradients, the outputs and the state dict of the model, on a few points.
+
+    A model that writes to its parameters when it runs has not: a stack gives it copies.
+    """
     at = torch.arange(min(len(x), FEW))
     x, y = x[at.to(x.device)], y[at.to(y.device)]
     tensors = layout.stack([model])
-    slopes = [torch.empty_like(tensor) for tensor in tensors]
+    slopes, before = [torch.empty_like(tensor) for tensor in tensors], SavedState(model)
     with seeded(0, x.device):
         try:
             layout.gradients(loss_fn, x, y).write(tensors, slopes, StepBatch(at[None], len(at)))
@@ -176,6 +180,8 @@ def _is_faithful(layout: Layout, model: nn.Module, loss_fn: LossFn, x: Tensor, y
             own_outputs = model.eval()(x)
         except RuntimeError:  # vmap raises it for random numbers, and for code that reads values
             return False
+    if before.changed():
+        return False
     found = layout.state([slope[0] for slope in slopes])
     own = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     if not found.keys() == own.keys() == model.state_dict().keys():  # Adam skips parameters without a gradient
