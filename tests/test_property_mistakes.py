@@ -26,7 +26,7 @@ from property_cases import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from unusual_rare import FullExperts
 
 from ggda_ext import GroupGradients, properties
@@ -197,7 +197,10 @@ BAD_READY: dict[str, tuple[Callable[[], Any], str]] = {
     "nan point": (lambda: point_losses((with_nan(), Y), CE), "nan at test point 9"),
     "nan mean": (lambda: mean_loss((with_nan(), Y), CE, batch_size=4), "nan at test point 9"),
     "nan f1": (lambda: soft_f1((with_nan(), Y)), "nan at component 0"),
-    "random data": (lambda: of_outputs(noisy(), lambda f, y: f.std()), "other outputs in a second pass"),
+    "random data": (
+        lambda: of_outputs(noisy(), lambda f, y: f.std()),
+        "gives another first example each time it is read",
+    ),
     "empty stack": (lambda: stack(), "properties is empty"),
     "weights": (lambda: weighted_sum([soft_f1(DATA)], [1, 2]), "weights has 2 entries for 1 properties"),
     "shapes": (
@@ -311,6 +314,28 @@ def test_test_points_that_mix_in_large_batches_only_are_refused_there(made: Call
         goal.batch_size = 20
         torch.testing.assert_close(goal(model), value)
         torch.testing.assert_close(gradient(goal, model), rows)
+
+
+def test_random_test_data_are_refused_in_all_their_forms() -> None:
+    """Two calls would give two answers."""
+
+    class Augmented(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(X)
+
+        def __getitem__(self, at: int) -> Any:
+            return X[at] + 0.1 * torch.randn(X.shape[1]), Y[at]
+
+    class Sampled(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return ((X[at] + torch.randn(X.shape[1]), Y[at]) for at in range(len(X)))
+
+    model = build()
+    for data in (Augmented(), DataLoader(Augmented(), batch_size=4), Sampled()):
+        for goal in (properties.mean_loss(data, CE), properties.soft_accuracy(data)):
+            for ask in (goal, partial(gradient, goal)):
+                with pytest.raises(ValueError, match="another first example each time it is read: switch off what is"):
+                    ask(model)
 
 
 def test_a_batch_is_compared_once_for_a_model_its_values_a_loss_and_data() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from unusual_rare import FullExperts
 from what_if_cases import LOSS, NAMES, SOURCES, network, points
 
 from ggda_ext import BatchLoss, properties
@@ -237,6 +238,16 @@ def test_test_data_are_told_apart_by_their_names_and_by_what_is_written_to_them(
         assert float(rest.value(measure)) == pytest.approx(float(measure(model)), rel=1e-9)
     left.add_(1)
     assert float(rest.value(measure)) == pytest.approx(float(measure(model)), rel=1e-9)
+
+
+def test_a_model_that_mixes_examples_in_large_batches_is_named():
+    torch.manual_seed(0)
+    model, data = FullExperts().double(), (torch.randn(300, 6).double(), torch.arange(300) % 3)
+    model.ROOM = 50
+    with pytest.raises(ValueError, match=r"the training data has an example with a value of .* in one of 8"):
+        WhatIf(model, LOSS, data, np.arange(300) % 4, weight_decay=0.1)
+    what_if = WhatIf(model, LOSS, data, np.arange(300) % 4, weight_decay=0.1, rank=4, batch_size=20)
+    assert what_if.without(0).outputs(data).shape == (300, 3)
 
 
 def test_random_test_data_are_named():

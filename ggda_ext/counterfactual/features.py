@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ggda_ext.data import IndexedData, batch_length, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.plan import Facts
+from ggda_ext.gradients.proof.findings import Apart
 from ggda_ext.gradients.strategies import forward
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import BatchLoss, model_output
@@ -97,6 +98,7 @@ class Linearizer:
         targets: list[tuple[Tensor, Tensor]] | None = None if target is None else []
         tangents = self._empty((data.n, output[0].numel(), self.rank), output)
         title = "outputs" if self.by_rows else f"outputs along {self.rank} directions"
+        apart = Apart(self.space.model, output_of, data.name, what="value")
         with (
             adding_up(outputs, *([] if self.by_rows else [tangents]), same={"the number of examples": data.n}),
             progress(len(my_share(data.n)), title, self.show_progress) as bar,
@@ -104,9 +106,11 @@ class Linearizer:
             for indices, batch in data.my_share(self.batch_size, whole_batches=True):
                 at, batch = slice(int(indices[0]), int(indices[-1]) + 1), to_device(batch, self.space.device)
                 if self.by_rows:
-                    outputs[at], target = model_output(self.space.model, batch)
+                    output, target = model_output(self.space.model, batch)
                 else:
-                    outputs[at], target, tangents[at] = self.of_batch(batch)
+                    output, target, tangents[at] = self.of_batch(batch)
+                apart.check(batch, output)
+                outputs[at] = output
                 if targets is not None and target is not None:
                     targets.append((torch.as_tensor(indices), target))
                 bar.update(len(indices))
@@ -126,8 +130,8 @@ class Linearizer:
 
         own = GroupGradients(
             self.space.model, BatchLoss(outputs), data, Groups.singletons(data.n or 0),
-            parameters=self.space.parameters.values(), memory_budget=self.memory_budget,
-            show_progress=self.show_progress,
+            parameters=self.space.parameters.values(), batch_size=self.batch_size,
+            memory_budget=self.memory_budget, show_progress=self.show_progress,
         )  # fmt: skip
         return own.scores(self.directions)
 

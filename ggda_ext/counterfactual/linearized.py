@@ -31,6 +31,7 @@ from ggda_ext.counterfactual.features import (
     check_finite,
     check_forward_mode,
     is_linear,
+    output_of,
 )
 from ggda_ext.counterfactual.known_losses import convex_loss
 from ggda_ext.counterfactual.newton import Penalty
@@ -41,6 +42,7 @@ from ggda_ext.curvature.damping import ADAM as STATED_ADAM
 from ggda_ext.curvature.damping import of_recipe
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients
+from ggda_ext.gradients.proof.findings import Apart
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ignored_targets, model_output
 from ggda_ext.model import check_deterministic_modules, only_thread
@@ -267,10 +269,12 @@ class LinearizedModel:
     @torch.no_grad()
     def _outputs_of(self, model: nn.Module, data: IndexedData) -> tuple[Tensor, Tensor | None]:
         """Return the outputs of a model for all points of `data`, and the targets of the points if they have any."""
-        outputs, targets = [], []
+        outputs, targets, apart = [], [], Apart(model, output_of, data.name, what="value")
         with only_thread(model):
             for _, batch in data.sequential(self._batch_size):
-                output, target = model_output(model, to_device(batch, self.space.device))
+                batch = to_device(batch, self.space.device)
+                output, target = model_output(model, batch)
+                apart.check(batch, output)
                 outputs.append(output)
                 targets.append(target)
         joined = at_least_single(torch.cat(outputs))

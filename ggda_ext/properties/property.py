@@ -297,6 +297,7 @@ class DataProperty(ReadyProperty):
         size = batch_size or self._at_once
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.data.suit(model)
+        self.data.check_repeats()
         for indices, batch in self.data.my_share(size) if mine else self.data.sequential(size):
             yield indices, to_device(batch, device)
 
