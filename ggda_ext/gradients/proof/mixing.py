@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ggda_ext.data import batch_length, pick, tensors_in
 from ggda_ext.gradients.proof.truth import PlainRun, Subject, Tolerance, Truth, check_same_losses, tolerance
+from ggda_ext.model import check_deterministic_modules
 
 
 class Mixed(ValueError):
@@ -131,6 +132,7 @@ def refuse_rows(
         name: name of the data.
         what: what the numbers are.
     """
+    check_deterministic_modules(model)
     (mine, alone), off = (numbers.cpu().double() for numbers in pair), off.cpu()
     check_same_losses(alone[off], rerun().detach().cpu().double()[off], name, what)
     _refuse_mixing(model, mine[off], alone[off], off[off], name, f"in one of {len(alone)}", size, what)
