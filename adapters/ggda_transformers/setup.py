@@ -17,7 +17,7 @@ from ggda_ext.data import IndexedData, batch_length
 from ggda_ext.losses.row_reductions import Tokens
 from ggda_ext.words import check_counts
 from ggda_transformers.columns import check_rows, column_names, column_values
-from ggda_transformers.losses import TrainerLoss
+from ggda_transformers.losses import OverriddenLoss, TrainerLoss
 from ggda_transformers.peft_models import base_of, check_not_quantized
 
 LABELS = frozenset({"label", "label_ids", "labels"})
@@ -121,8 +121,7 @@ class TrainerSetup:
         return {
             "compute_loss_func": self.compute_loss_func,
             "smoother": getattr(self.trainer, "label_smoother", None),
-            "compute_loss": self.trainer.compute_loss if overrides else None,
-            "owner": self.trainer,
+            "compute_loss": OverriddenLoss(self.trainer) if overrides else None,
         }
 
     def prepared(self, dataset: Any) -> Any:
@@ -158,8 +157,25 @@ class TrainerSetup:
         check_rows(dataset, name)
         return DataLoader(dataset, batch_size=self.batch_size, collate_fn=self.collate)
 
-    def collate(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """Make a batch of rows, from the columns that a Trainer keeps."""
+    @property
+    def collate(self) -> Collate:
+        """Makes a batch of rows, from the columns that a Trainer keeps."""
+        return Collate(self.collator, self.columns)
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Makes a batch of rows.
+
+    Attributes:
+        collator: makes a batch of rows with the columns that are kept.
+        columns: the columns that are kept; None for all.
+    """
+
+    collator: Callable[[list[Any]], Any]
+    columns: frozenset[str] | None
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         kept = [self._kept(row) for row in rows]
         try:
             batch = self.collator(kept)

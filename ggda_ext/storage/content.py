@@ -142,7 +142,8 @@ class _Inside:
 
 
 def _own(content: Content, value: Any) -> bytes:
-    return joined("own", callables.full_name(type(value)), str(value.__fingerprint__()))
+    """The hash of what an object says that it depends on: a text, or any value, which is hashed by its content."""
+    return content.parts("own", (callables.full_name(type(value)), value.__fingerprint__()))
 
 
 def _plain(content: Content, value: Any) -> bytes:
