@@ -550,8 +550,15 @@ def other_func(outputs, labels, num_items_in_batch=None):
 
 @pytest.mark.parametrize(
     ("settings", "asked"),
-    [({}, {}), ({"label_smoothing_factor": 0.2}, {}), ({"compute_loss_func": func}, {}), ({"kind": Weighted}, {})]
-    + [({}, {"property": "perplexity"}), ({}, {"preconditioner": "adam"}), ({}, {"method": "ekfac"})],
+    [
+        ({}, {}),
+        ({"label_smoothing_factor": 0.2}, {}),
+        ({"compute_loss_func": func}, {}),
+        ({"kind": Weighted}, {}),
+        ({}, {"property": "perplexity"}),
+        ({}, {"preconditioner": "adam"}),
+        ({}, {"method": "ekfac"}),
+    ],
 )
 def test_kept_scores_are_used_again_for_the_same_call_and_refused_for_another(settings, asked, tmp_path, monkeypatch):
     rows, tests = sources(examples("gpt2", N)), examples("gpt2", 3, seed=1)
@@ -576,3 +583,14 @@ def test_kept_scores_are_used_again_for_the_same_call_and_refused_for_another(se
     for change in changes:
         with pytest.raises(ValueError, match="save_dir"):
             call(**change)
+
+
+@pytest.mark.parametrize("of", [lambda rows: rows[:-3], lambda rows: rows + rows])
+def test_rows_of_another_number_than_the_trainers_are_refused(of, tmp_path):
+    trainer, rows = trained(tmp_path)
+    given = of(rows)
+    with pytest.raises(ValueError, match=f"has {len(given)} rows, and the Trainer has {N} .*trainer.train_dataset"):
+        attribute_trainer(trainer, given, "source")
+    attribute_trainer(trainer.model, given, "source", eval_dataset=trainer.eval_dataset, data_collator=collate)
+    trainer.train_dataset = None
+    attribute_trainer(trainer, given, "source")

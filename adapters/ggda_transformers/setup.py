@@ -128,6 +128,7 @@ class TrainerSetup:
         """The training data with columns that the model takes: `dataset`, or the rows that the Trainer made from it."""
         own = getattr(self.trainer, "train_dataset", None)
         if own is None or own is dataset or self.columns is None or self.columns & set(column_names(dataset)):
+            _check_length(dataset, own)
             return dataset
         shared = [name for name in column_names(dataset) if name in column_names(own)]
         if len(own) == len(dataset) and shared:
@@ -222,6 +223,15 @@ def shifts_labels(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or "ForCausalLM" in name or "LMHeadModel" in name
     return known and not getattr(config, "is_encoder_decoder", False)
+
+
+def _check_length(dataset: Any, own: Any) -> None:
+    """Raise an error if a data set has another number of rows than the Trainer's own."""
+    if hasattr(own, "__len__") and hasattr(dataset, "__len__") and len(own) != len(dataset):
+        raise ValueError(
+            f"train_dataset has {len(dataset)} rows, and the Trainer has {len(own)} to train on: pass "
+            "trainer.train_dataset, or trainer.model instead of the Trainer if the model was trained on these rows."
+        )
 
 
 def _columns(model: nn.Module) -> frozenset[str]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.words import check_counts
+from ggda_ext.words import check_required_counts
 
 Schedule = Literal["onecycle", "linear", "constant"]
 
@@ -44,7 +44,7 @@ class Recipe:
     schedule: Schedule = "onecycle"
 
     def __post_init__(self) -> None:
-        check_counts(epochs=self.epochs, batch_size=self.batch_size)
+        check_required_counts(epochs=self.epochs, batch_size=self.batch_size)
         for name in ("learning_rate", "weight_decay"):
             if not isinstance(getattr(self, name), Real):
                 raise TypeError(f"{name}={getattr(self, name)!r}: pass a number.")
