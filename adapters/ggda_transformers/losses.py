@@ -40,7 +40,8 @@ class OverriddenLoss:
         What else a Trainer holds belongs to the training (the optimizer, the accelerator) or is hashed elsewhere.
         """
         own, state = vars(self.trainer), getattr(self.trainer, "state", None)
-        plain = _assigned_by_trainer() - {"label_smoother", "compute_loss_func", "processing_class"}
+        kept = {"label_smoother", "compute_loss_func", "processing_class", "model_accepts_loss_kwargs"}
+        plain = _assigned_by_trainer() - kept
         arguments = {name: value for name, value in vars(self.trainer.args).items() if name not in _PLACES}
         reached = getattr(state, "global_step", None), getattr(state, "epoch", None)
         return [type(self.trainer), arguments, reached, {name: own[name] for name in sorted(own.keys() - plain)}]

@@ -58,7 +58,8 @@ def train_one(
 
     Args:
         model: the model, freshly initialised (see `initial_model`).
-        loss_fn: ``loss_fn(model(x), y)`` returns a mean over the batch.
+        loss_fn: ``loss_fn(model(x), y)`` returns a mean over the batch. PyTorch's losses of numbers take y `[n]` for
+            outputs `[n, 1]`.
         data: the training set ``(x, y)``, on the device to train on.
         recipe: epochs, learning rate, batch size, weight decay, schedule.
         seed: determines the batch order, and dropout if the model has it.
@@ -83,6 +84,7 @@ def train_one(
         weight_decay=recipe.weight_decay,
     )
     scheduler = _scheduler(optimizer, recipe, recipe.steps(len(points)))
+    batch_loss = training_loss(loss_fn)
     order, used, checkpoints, rates = order_generator(seed), [], [], []
     with seeded(seed, x.device), denormals_flushed():
         for epoch in ProgressBar(range(1, recipe.epochs + 1), "training", unit="epoch", disable=not show_progress):
@@ -92,7 +94,7 @@ def train_one(
                 output = output_of(model, x[at], y[at])
                 if len(used) == epoch == 1:
                     check_not_broadcast(loss_fn, output, y[at])
-                one_number(training_loss(loss_fn)(output, y[at])).backward()
+                one_number(batch_loss(output, y[at])).backward()
                 optimizer.step()
                 if scheduler is not None:
                     scheduler.step()
