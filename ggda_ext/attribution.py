@@ -31,6 +31,7 @@ from ggda_ext.checkpoints import Checkpoints, LoadCheckpoint, at_checkpoints, li
 from ggda_ext.curvature.damping import Training
 from ggda_ext.data import DataLike, to_device
 from ggda_ext.gradients import Directions, GroupGradients, Plan, PointGradients
+from ggda_ext.gradients.proof.findings import Apart
 from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.methods import METHODS, Method, MethodName, Preconditioned, TracIn
 from ggda_ext.methods.cautions import cautions
@@ -369,18 +370,19 @@ def _scores_at(
 
 
 def finite_losses(points: GroupGradients, batch_size: int | None = None) -> Tensor:
-    """Return the loss of every point `[n]`; raise an error that names the first point whose loss is not finite.
+    """Return the loss of every point `[n]`; raise an error for mixed points, or for one whose loss is not finite.
 
     Args:
         points: the model, its loss, and the data.
         batch_size: points per batch; by default the batch size of a DataLoader, else 256.
     """
     batch_size = batch_size or points.data.batch_size or 256
+    found, apart = [], Apart(points.model, points.loss.each, points.data.name)
     with torch.no_grad():
-        found = [
-            points.loss.each(points.model, to_device(batch, points.space.device)).detach()
-            for _, batch in points.data.sequential(batch_size)
-        ]
+        for _, indexed in points.data.sequential(batch_size):
+            batch = to_device(indexed, points.space.device)
+            found.append(points.loss.each(points.model, batch).detach())
+            apart.check(batch, found[-1])
     losses = torch.cat(found).to(torch.promote_types(found[0].dtype, torch.float32))
     wrong = torch.nonzero(~losses.isfinite())
     if len(wrong):

@@ -285,7 +285,7 @@ class SavedState:
         for name in self.named if names is None else names:
             if name not in self._values and not _same_memory(self.named[name], held.get(name)):
                 self._values[name] = self.named[name].detach().clone()
-                self._versions[name] = _version(self.named[name])
+                self._versions[name] = version(self.named[name])
 
     def changed(self) -> list[str]:
         """Names of the copied parameters and buffers whose values differ now, or that were written to."""
@@ -293,7 +293,7 @@ class SavedState:
         return [
             name
             for name, before in self._values.items()
-            if _version(self.named[name]) != self._versions[name] or not self._is_as_before(name, now[name], before)
+            if version(self.named[name]) != self._versions[name] or not self._is_as_before(name, now[name], before)
         ]
 
     def _is_as_before(self, name: str, now: Tensor, before: Tensor) -> bool:
@@ -352,7 +352,7 @@ def _held_by(module: nn.Module) -> list[dict[str, Any]]:
     return [module._parameters, module._buffers]
 
 
-def _version(tensor: Tensor) -> tuple[int, int]:
+def version(tensor: Tensor) -> tuple[int, int]:
     """How often a tensor was written to, as far as autograd knows, and the address of its numbers."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
@@ -423,11 +423,11 @@ class Versions:
     """Record of how often some parameters and buffers were written to so far."""
 
     def __init__(self, values: Iterable[Tensor]) -> None:
-        self._values = [(value, _version(value)) for value in values]
+        self._values = [(value, version(value)) for value in values]
 
     def written(self, model: nn.Module) -> list[str]:
         """Names of the parameters and buffers of a model that were written to since this object was made."""
-        changed = {id(value) for value, before in self._values if _version(value) != before}
+        changed = {id(value) for value, before in self._values if version(value) != before}
         return [name for name, value in named_values(model).items() if id(value) in changed] if changed else []
 
 

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ggda_ext.groups.labels import labels_of_values
+
 _logger = logging.getLogger(__name__)
 
 
@@ -60,6 +62,8 @@ def group_column(frame: Any, groups: Any) -> Any:
     columns = [_named_column(frame, name) for name in names]
     if isinstance(groups, str):
         return columns[0]
+    for column in columns:
+        labels_of_values(column)  # raises an error for what cannot be labels, such as fractional numbers
     values: Any = np.empty(len(frame), dtype=object)
     values[:] = list(zip(*columns, strict=True))
     values[np.any([part.isna().to_numpy() for part in columns], axis=0)] = None

@@ -139,6 +139,11 @@ def test_numbers_as_names_do_not_change_what_whole_numbers_mean() -> None:
     assert result[0].tolist() == [1.0, 2.0, 3.0]
     assert result[0, 1] == 2.0
     assert float(result.of_group(7)) == 2.0
+    for name in (9, 2**63 + 5):  # the second is no index of a tensor at all
+        large = Attribution(torch.tensor([[1.0, 2.0]]), np.array([name, name - 1], np.uint64))
+        with pytest.raises(IndexError, match=rf"For the group called {name}: result\.of_group\({name}\)"):
+            large[name]
+        assert float(large.of_group(name)) == 2.0
     by_tuple = Attribution(torch.tensor([[1.0, 2.0]]), Groups([0, 1], names=[("a", 2020), ("b", 2021)]))
     assert float(by_tuple["b", 2021]) == 2.0
 

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from ggda_ext import Groups, properties
 from tests.captum_cases import CLASSES, LAST_LAYER, UNEVEN, Net, captums, ours, problem, relative_error, score
+from tests.unusual_rare import FullExperts
 
 N, M = 30, 4
 GROUPS = Groups(torch.arange(N) % 7)
@@ -52,8 +53,8 @@ def load(model: nn.Module, state: Any) -> float:
     return 0.5
 
 
-def made(toolkit: Any, name: str, model: nn.Module, **options: Any) -> Any:
-    train, _ = data()
+def made(toolkit: Any, name: str, model: nn.Module, train: TensorDataset | None = None, **options: Any) -> Any:
+    train = train or data()[0]
     loss = nn.CrossEntropyLoss(reduction="sum")
     if name == "TracInCPFast":
         return toolkit.TracInCPFast(model, model[2], train, [model.state_dict()], load, loss_fn=loss, **options)
@@ -103,7 +104,7 @@ def test_what_was_seen_of_a_model_and_its_data_is_known_to_the_next_call() -> No
 
     first = scores(train)
     torch.testing.assert_close(scores(train), first)
-    assert Counted.examples == N + M  # none of them alone
+    assert Counted.examples == N + M + 8  # none of them alone, and eight of the large batch in a small one
     scores(TensorDataset(*train.tensors))
     assert Counted.examples == N + M + 2  # other data is looked at
     hook = model[0].register_forward_hook(lambda module, args, output: output - output.mean(0))
@@ -212,6 +213,25 @@ def test_examples_that_mix_are_seen_and_refused() -> None:
     assert features(model, test) is None
     with pytest.raises(ValueError, match="batch"):
         made(ggda_captum, "TracInCPFast", model, groups=GROUPS).influence(test)
+
+
+@pytest.mark.parametrize("name", ["TracInCPFast", "NaiveInfluenceFunction"])
+@pytest.mark.parametrize("known", [False, True])
+def test_examples_that_mix_in_large_batches_only_are_seen_there(name: str, known: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(FullExperts(), nn.Identity(), nn.Linear(3, 3)).double().eval()
+    model[0].ROOM = 20
+    x, y = torch.randn(60, 6).double(), torch.arange(60) % 3
+    if known:
+        with torch.no_grad(), last_layer.LastLayerInputs(model, model[2], 4096) as seeing:
+            assert last_layer.features(seeing, points_of((x[:30], y[:30]))) is not None
+            assert last_layer.features(seeing, points_of((x, y))) is None
+    assert features(model, (x[:30], y[:30])) is not None
+    assert features(model, (x, y)) is None
+    train, groups = TensorDataset(x, y), Groups(torch.arange(60) % 5)
+    influence = made(ggda_captum, name, model, train, groups=groups)
+    with pytest.raises(ValueError, match="mixes the examples of a batch"):
+        influence.influence((x[:3], y[:3]))
 
 
 def test_a_shared_weight_has_no_layer_of_its_own() -> None:

@@ -12,6 +12,7 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from unusual_rare import FullExperts
 
 from ggda_ext import Groups, find_label_issues
 from ggda_ext.training import Recipe, initial_model, train_one
@@ -193,6 +194,19 @@ def test_an_infinite_loss_is_named():
     x[3] = float("nan")
     with pytest.raises(ValueError, match="the loss of point 3 of the training data is nan"):
         find_label_issues(initial_model(MODELS["linear layers"], 0), LOSS, (x, y))
+
+
+@pytest.mark.parametrize("validation", [False, True])
+def test_points_that_mix_in_large_batches_only_are_refused_there(validation):
+    torch.manual_seed(0)
+    model, data = FullExperts(), (torch.randn(150, 6), torch.arange(150) % 3)
+    model.ROOM = 32
+    few = data[0][:40], data[1][:40]
+    given = {"data": few, "validation": data} if validation else {"data": data}
+    options = {"strategy": "backward"}  # the signals other than the loss come from batches of one
+    with pytest.raises(ValueError, match="mixes the examples of a batch"):
+        find_label_issues(model, LOSS, **given, **options)
+    assert len(find_label_issues(model, LOSS, **given, **options, batch_size=32)) == len(given["data"][0])
 
 
 def test_without_groups_there_is_no_table_by_group():

@@ -82,6 +82,10 @@ MISTAKES: dict[str, Mistake] = {
     "a column that does not exist": (
         lambda: ask(groups="clinik", frame=TABLE), ValueError, "'clinik', which is no column of frame: it has 'age'"
     ),
+    "a column of fractions beside another": (
+        lambda: ask(groups=["age", "rate"], frame=TABLE.assign(rate=np.linspace(0, 1, len(TABLE)))), TypeError,
+        "fractional numbers: bin them first",
+    ),
     "a path for a table": (lambda: ask(groups="clinic", frame="t.csv"), TypeError, "frame is a str: pass the pandas"),
     "labels together with a table": (lambda: ask(frame=TABLE), TypeError, "leave out frame, or pass names"),
     "a whole table for labels": (lambda: ask(groups=TABLE[["clinic"]]), ValueError, r"\(120, 1\).*df\['clinic'\]"),

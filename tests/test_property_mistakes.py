@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,15 @@ from property_cases import (
     Y,
     build,
     gradient,
+    points,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from unusual_rare import FullExperts
 
 from ggda_ext import GroupGradients, properties
+from ggda_ext.data import IndexedData
 from ggda_ext.losses import BatchLoss
 from ggda_ext.properties import (
     attacked_loss,
@@ -193,7 +197,10 @@ BAD_READY: dict[str, tuple[Callable[[], Any], str]] = {
     "nan point": (lambda: point_losses((with_nan(), Y), CE), "nan at test point 9"),
     "nan mean": (lambda: mean_loss((with_nan(), Y), CE, batch_size=4), "nan at test point 9"),
     "nan f1": (lambda: soft_f1((with_nan(), Y)), "nan at component 0"),
-    "random data": (lambda: of_outputs(noisy(), lambda f, y: f.std()), "other outputs in a second pass"),
+    "random data": (
+        lambda: of_outputs(noisy(), lambda f, y: f.std()),
+        "gives another first example each time it is read",
+    ),
     "empty stack": (lambda: stack(), "properties is empty"),
     "weights": (lambda: weighted_sum([soft_f1(DATA)], [1, 2]), "weights has 2 entries for 1 properties"),
     "shapes": (
@@ -284,3 +291,89 @@ def test_rows_of_the_wrong_shape_are_an_error() -> None:
 
     with pytest.raises(ValueError, match=r"property.gradient returned \[43\]: return .* \[m, 43\]"):
         gradient(Own(), build())
+
+
+@pytest.mark.parametrize(
+    "made", [mean_loss, lambda data, loss: point_losses(data, loss).mean(), lambda data, _: soft_f1(data)]
+)
+def test_test_points_that_mix_in_large_batches_only_are_refused_there(made: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model, parts = FullExperts().double(), (torch.randn(300, 6).double(), torch.arange(300) % 3)
+    model.ROOM = 100
+    for size in (16, 100):
+        goal = made(IndexedData(parts, "the test data"), CE)
+        goal.batch_size = size
+        value, rows = goal(model), gradient(goal, model)
+        for at_once in (None, 300):
+            goal.batch_size = at_once
+            for ask in (goal, partial(gradient, goal)):
+                with pytest.raises(
+                    ValueError, match=r"mixes the examples of a batch: the test data has .* in one of 8"
+                ):
+                    ask(model)
+        goal.batch_size = 20
+        torch.testing.assert_close(goal(model), value)
+        torch.testing.assert_close(gradient(goal, model), rows)
+
+
+def test_random_test_data_are_refused_in_all_their_forms() -> None:
+    """Two calls would give two answers."""
+
+    class Augmented(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(X)
+
+        def __getitem__(self, at: int) -> Any:
+            return X[at] + 0.1 * torch.randn(X.shape[1]), Y[at]
+
+    class Sampled(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return ((X[at] + torch.randn(X.shape[1]), Y[at]) for at in range(len(X)))
+
+    model = build()
+    for data in (Augmented(), DataLoader(Augmented(), batch_size=4), Sampled()):
+        for goal in (properties.mean_loss(data, CE), properties.soft_accuracy(data)):
+            for ask in (goal, partial(gradient, goal)):
+                with pytest.raises(ValueError, match="another first example each time it is read: switch off what is"):
+                    ask(model)
+
+
+def test_a_batch_is_compared_once_for_a_model_its_values_a_loss_and_data() -> None:
+    seen: list[int] = []
+    model, parts = build(), points(n=40)
+    model.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+
+    def sizes(data: Any = parts, loss: Any = CE, size: int = 16) -> list[int]:
+        seen.clear()
+        gradient(mean_loss(data, loss, batch_size=size), model)
+        return list(seen)
+
+    assert sizes() == [16, 8, 16, 8]
+    assert sizes() == [16, 16, 8]
+    assert sizes(size=20) == [20, 7, 20]
+    assert sizes(points(n=40)) == [16, 8, 16, 8]
+    assert sizes(loss=nn.CrossEntropyLoss(label_smoothing=0.1)) == [16, 8, 16, 8]
+    with torch.no_grad():
+        model.last.bias += 1
+    assert sizes() == [16, 8, 16, 8]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_not_taken_for_mixing(dtype: torch.dtype, scale: float) -> None:
+    """A loss near 0 is a difference of larger numbers, and rounded in the precision of the model."""
+
+    class Rounds(nn.Module):
+        """As a product does, whose rounding depends on the size of the batch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            eps = torch.finfo(dtype).eps * (len(x) > 8)
+            return (self.weight * x * (1 + eps)).to(dtype).float()
+
+    x = (scale * torch.rand(64, 1)).to(dtype).float()
+    goal = mean_loss((x, x), nn.L1Loss())
+    assert gradient(goal, Rounds()).isfinite().all()

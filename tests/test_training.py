@@ -234,6 +234,44 @@ def test_models_that_do_not_fit_in_a_stack_take_turns(name: str) -> None:
     assert torch.equal(many.model(1)(data[0]), alone(data[0]))
 
 
+class Clamps(Scaled):
+    """A model that keeps a weight positive by a write, which autograd may know of."""
+
+    def __init__(self, known: bool) -> None:
+        super().__init__()
+        self.first, self.known = nn.Linear(6, 6), known
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.first.weight.detach() if self.known else self.first.weight.data
+        weight.clamp_(min=0)
+        return self.last(self.first(x).tanh())
+
+
+class Renorms(Scaled):
+    """An embedding that shortens rows when they are looked up."""
+
+    def __init__(self, longest: float) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(7, 6, max_norm=longest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.rows((3 * x[:, 0]).long().clamp(-3, 3) + 3))
+
+
+@pytest.mark.parametrize(("kind", "option"), [(Clamps, True), (Clamps, False), (Renorms, 0.5), (Renorms, 4.0)])
+def test_models_that_write_to_their_parameters_take_turns(kind: Any, option: Any) -> None:
+    def made() -> nn.Module:
+        return kind(option).double()
+
+    data, recipe = points(), Recipe(4, 0.1, 16)
+    assert layout_of(made, LOSS, data) is None
+    many = train_many(made, LOSS, data, recipe, seeds=SEEDS, subsets=SUBSETS)
+    for j, (seed, subset) in enumerate(zip(SEEDS, SUBSETS, strict=True)):
+        alone = train_one(initial_model(made, seed), LOSS, data, recipe, seed=seed, subset=subset).model
+        for name, value in alone.state_dict().items():
+            assert torch.equal(many.state(j)[name], value)
+
+
 def test_train_one_is_plain_pytorch() -> None:
     x, y = points()
     recipe, subset = Recipe(3, 0.05, 16, 1e-2), torch.arange(10, 75)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from ggda_transformers import GroupTracker, TrainerSetup, attribute_trainer, what_if_trainer
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, default_data_collator
-from transformers_cases import collate, examples, sources, trainer_of
+from transformers_cases import collate, examples, own_loss, sources, trainer_of
 from transformers_cases import made as language_model
 
-from ggda_ext import properties
+from ggda_ext import WhatIf, properties
 
 SOURCES = ("wiki", "news", "flipped", "shuffled")
 
@@ -89,3 +91,34 @@ def test_what_if_refuses_models_with_an_output_for_each_token():
     rows = sources(examples("gpt2", 4))
     with pytest.raises(TypeError, match="the model is a GPT2LMHeadModel, which has not one label for each row"):
         what_if_trainer(language_model("gpt2"), rows, "source", data_collator=collate)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "count", "loss"),
+    [
+        ("regression", 1, nn.MSELoss()),
+        ("single_label_classification", 3, nn.CrossEntropyLoss()),
+        ("multi_label_classification", 3, nn.BCEWithLogitsLoss()),
+    ],
+)
+def test_what_if_refits_the_loss_that_transformers_takes_for_these_labels(kind, count, loss, known):
+    """Where the configuration does not say it yet, the labels do."""
+    model = language_model("bert", torch.float32, num_labels=count, problem_type=kind if known else None)
+    model.requires_grad_(False).classifier.requires_grad_(True)
+    labels = {
+        "regression": float,
+        "single_label_classification": int,
+        "multi_label_classification": lambda label: [float(label >= place) for place in range(count)],
+    }
+    rows = [row | {"labels": labels[kind](row["labels"])} for row in sources(examples("bert", 24))]
+    what_if = what_if_trainer(model, rows, "source", data_collator=collate, weight_decay=0.1)
+    assert model.config.problem_type == (kind if known else None)
+    names = [row.pop("source") for row in rows]
+    batch = collate(rows)
+    torch.testing.assert_close(
+        own_loss(copy.deepcopy(model), batch), loss(model(**batch).logits.squeeze(1), batch["labels"])
+    )
+    expected = WhatIf(model, loss, batch, names, weight_decay=0.1)
+    goal = properties.mean_loss(batch, loss)
+    torch.testing.assert_close(what_if.without("web").change(goal), expected.without("web").change(goal))

@@ -55,6 +55,9 @@ def test_a_mean_over_targets_that_count_leaves_out_examples_without_any():
         relative_error(GroupGradients(model, lambda o, t: F.cross_entropy(o, t), (x, y), GROUPS).rows(), expected)
         <= 1e-10
     )
+    forward = GroupGradients(model, lambda o, t: F.cross_entropy(o, t), (x, y), GROUPS, strategy="forward")
+    with pytest.raises(ValueError, match=r"strategy='forward' cannot be used here: forward-mode .* disagrees"):
+        forward.scores(expected)  # 0 / 0 has no derivative there
     scaled = lambda o, t: F.cross_entropy(o, t) * len(t) ** 0.5  # noqa: E731
     with pytest.raises(ValueError, match="neither their mean nor their sum"):
         GroupGradients(model, scaled, (x, y), GROUPS).rows()

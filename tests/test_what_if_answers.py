@@ -89,7 +89,8 @@ def test_answers_say_that_they_are_not_calibrated_until_they_are():
     assert all(said())
     what_if.verify(lambda subsets: [[0.9 + 0.001 * len(points)] for points in subsets], measure)
     assert not any(said())
-    exact = WhatIf(nn.Linear(5, 3).double(), LOSS, data, np.arange(N) % 6, weight_decay=DECAY)
+    linear = fitted(nn.Linear(5, 3).double(), LOSS, data)
+    exact = WhatIf(linear, LOSS, data, np.arange(N) % 6, weight_decay=DECAY)
     assert "Not calibrated" not in repr(exact.leave_group_out(measure))
 
 

@@ -13,6 +13,7 @@ from what_if_cases import DECAY, LOSS, SOURCES, N, network, points
 
 from ggda_ext import Groups, properties
 from ggda_ext.counterfactual import WhatIf, directions, features, linearized
+from ggda_ext.data import IndexedData
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.model import ParameterSpace
 
@@ -90,10 +91,10 @@ def test_a_thousand_groups_are_no_trouble():
 def test_a_model_is_linear_in_its_parameters_or_not_in_every_precision(dtype):
     """A random step is far larger than the parameters, so a ReLU is nearly linear along it; Tanh is odd."""
     torch.manual_seed(0)
-    batch = (torch.randn(16, 60).to(dtype), torch.zeros(16).long())
+    data = IndexedData((torch.randn(16, 60).to(dtype), torch.zeros(16).long()), "data")
     last = [(), (nn.ReLU(),), (nn.Tanh(),), (nn.Linear(8, 8),)]
     found = [
-        features.is_linear(ParameterSpace(nn.Sequential(nn.Linear(60, 8), *more).to(dtype)), batch) for more in last
+        features.is_linear(ParameterSpace(nn.Sequential(nn.Linear(60, 8), *more).to(dtype)), data, 8) for more in last
     ]
     assert found == [True, False, False, False]
 

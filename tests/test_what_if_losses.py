@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from what_if_cases import DECAY, LOSS, SOURCES, kept_rows, network, points
+from what_if_cases import DECAY, LOSS, SOURCES, kept_rows, minimise, network, points
 
 from ggda_ext import properties
 from ggda_ext.counterfactual import WhatIf
@@ -84,6 +84,38 @@ def test_losses_of_single_precision_give_the_answers_of_double_precision(name):
         found = [what_if.subsets(kept_rows(), measure), what_if.interactions(measure).matrix.ravel()]
         answers.append(np.concatenate([*found, what_if.shapley(measure, samples=2).scores]))
     assert answers[0] == pytest.approx(answers[1], abs=2e-3 * np.abs(answers[1]).max())
+
+
+def test_a_huber_loss_is_no_squared_error_where_all_residuals_are_small():
+    """A refit may leave the points that are removed with residuals beyond its bend."""
+    outputs, targets = 40 * torch.randn(30, 1).double(), 40 * torch.randn(30, 1).double()
+    for loss, kind in ((nn.HuberLoss(delta=400.0), AnyLoss), (nn.MSELoss(), SquaredLoss)):
+        assert type(convex_loss(as_example_loss(loss), outputs, targets)) is kind
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-2, 1e-4])
+def test_refits_of_single_precision_are_as_good_for_small_targets(size):
+    """A loss of one hundredth is not nearly solved at the start."""
+    x, higher = points()[0], torch.tensor([[2.0 * (source == "web")] for source in SOURCES])
+    y = size * (points()[0][:, :1].sin() + higher)
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    minimise(
+        first.parameters(),
+        lambda: (
+            F.huber_loss(first(x), y / size, delta=0.1) + 1e-3 * sum(one.square().sum() for one in first.parameters())
+        ),
+    )
+    with torch.no_grad():
+        first[2].weight *= size
+        first[2].bias *= size
+    loss, found = nn.HuberLoss(delta=0.1 * size), []
+    for dtype in (torch.float32, torch.float64):
+        model = copy.deepcopy(first).to(dtype)
+        data = (x.to(dtype), y.to(dtype))
+        what_if = WhatIf(model, loss, data, SOURCES, directions="all", ridge=1e-2 * size**2)
+        found.append((what_if.without("web").outputs(data) - model(data[0])).double())
+    assert (found[0] - found[1]).norm() < 1e-2 * found[1].norm()
 
 
 def test_a_loss_that_makes_targets_of_single_precision_is_computed_in_that_of_the_model():

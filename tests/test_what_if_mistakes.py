@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from unusual_rare import FullExperts
 from what_if_cases import LOSS, NAMES, SOURCES, network, points
 
 from ggda_ext import BatchLoss, properties
 from ggda_ext.counterfactual import WhatIf
 from ggda_ext.counterfactual.newton import SingularRefit
+from ggda_ext.evaluation import Retrainer
 from ggda_ext.training import Recipe
 
 
@@ -31,6 +34,11 @@ def test_bad_input_is_named():
         what_if.without("forums")
     with pytest.raises(ValueError, match="leave nothing to train on"):
         what_if.without(NAMES)
+    with pytest.raises(TypeError, match="start is a function: pass a model"):
+        WhatIf(model, LOSS, data, SOURCES, recipe=Recipe(1, 0.1, 8), start=network)
+    recipe = Recipe(epochs=1, learning_rate=0.1, batch_size=60)
+    with pytest.raises(ValueError, match="retrain measures measure='accuracy', and the property is mean_loss"):
+        what_if.verify(Retrainer(network, LOSS, data, data, recipe), measure)
     with pytest.raises(ValueError, match="a weight is a finite number, 0 or more"):
         what_if.with_weights({"web": -1.0})
     with pytest.raises(ValueError, match=r"kept has shape \[2, 3\]"):
@@ -199,6 +207,73 @@ def test_a_model_that_has_changed_since_the_set_up_is_named():
     check("other parameters or buffers than when WhatIf was set up.*make a new WhatIf")
     with torch.no_grad():
         model[0][0].weight[0, 0] -= 0.1
+
+
+@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), nn.HuberLoss()])
+def test_targets_of_points_without_weight_may_be_missing(loss_fn):
+    (x, _), found = points(), []
+    model, weights = nn.Linear(5, 1).double(), torch.ones(len(x))
+    weights[::5] = 0
+    for missing in (0.0, float("nan")):
+        y = x[:, :1].sin()
+        y[::5] = missing
+        what_if = WhatIf(model, loss_fn, (x, y), SOURCES, weight_decay=0.1, point_weights=weights)
+        found.append(what_if.without("web").outputs(x))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    assert (found[0] - model(x)).abs().max() > 1e-4
+
+
+def test_test_data_are_told_apart_by_their_names_and_by_what_is_written_to_them():
+    class Difference(nn.Linear):
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return super().forward(left - 2 * right)
+
+    left, right, labels = points()[0], points()[0].flip(0), points()[1]
+    model = Difference(5, 3).double()
+    what_if = WhatIf(model, LOSS, {"left": left, "right": right, "labels": labels}, SOURCES, weight_decay=0.1)
+    rest = what_if.with_weights({})
+    for names in (("left", "right"), ("right", "left")):
+        data = dict(zip(names, (left, right), strict=True)) | {"labels": labels}
+        measure = properties.mean_loss(data, LOSS)
+        assert float(rest.value(measure)) == pytest.approx(float(measure(model)), rel=1e-9)
+    left.add_(1)
+    assert float(rest.value(measure)) == pytest.approx(float(measure(model)), rel=1e-9)
+
+
+def test_a_model_that_mixes_examples_in_large_batches_is_named():
+    torch.manual_seed(0)
+    model, data = FullExperts().double(), (torch.randn(300, 6).double(), torch.arange(300) % 3)
+    model.ROOM = 50
+    with pytest.raises(ValueError, match=r"the training data has an example with a value of .* in one of 8"):
+        WhatIf(model, LOSS, data, np.arange(300) % 4, weight_decay=0.1)
+    what_if = WhatIf(model, LOSS, data, np.arange(300) % 4, weight_decay=0.1, rank=4, batch_size=20)
+    assert what_if.without(0).outputs(data).shape == (300, 3)
+
+
+def test_random_test_data_are_named():
+    """Each reading would give another value, and a change would be mixed with the noise."""
+    x, y = points()
+
+    class Augmented(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(x)
+
+        def __getitem__(self, at: int) -> Any:
+            return x[at] + 0.1 * torch.randn(5), y[at]
+
+    answer = WhatIf(nn.Linear(5, 3).double(), LOSS, (x, y), SOURCES, weight_decay=0.1).without("web")
+    with pytest.raises(ValueError, match="another first example each time it is read"):
+        answer.value(properties.mean_loss(Augmented(), LOSS))
+
+
+def test_targets_of_a_test_set_may_be_of_several_types():
+    """As they come from JSON, where 3.0 is written as 3."""
+    x = points()[0]
+    rows = [(one, j if j % 3 == 0 else j + 0.5) for j, one in enumerate(x)]
+    model = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)).double()
+    what_if = WhatIf(model, nn.MSELoss(), (x, x[:, 0]), SOURCES, weight_decay=0.1, batch_size=1)
+    measure = properties.mean_loss(DataLoader(rows, batch_size=30), nn.MSELoss())  # type: ignore[arg-type]
+    assert float(what_if.with_weights({}).value(measure)) == pytest.approx(float(measure(model)), rel=1e-6)
 
 
 def test_point_weights_of_a_table_are_its_values():

@@ -3,8 +3,8 @@
 With a_i the input of the last layer, the gradient of point i is the gradient of the layer alone at (a_i, y_i). So the
 modules before the layer need not be probed, differentiated or run twice. Three conditions must hold: the model's output
 is the layer's own output, the a_i of an example does not depend on the other examples of its batch, and it does not
-depend on the chosen parameters. The code here checks the first condition in every batch, and the others once for a
-model and its data.
+depend on the chosen parameters. The code here checks the first condition in every batch, the second in every batch that
+is larger than those before, and the third once for a model and its data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ggda_ext import GroupGradients, PointGradients
 from ggda_ext.attribution import KeptScores, ScoresInMemory
 from ggda_ext.data import IndexedData, to_device
-from ggda_ext.gradients.proof.findings import recall, remember
+from ggda_ext.gradients.proof.findings import Apart, recall, remember
 from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
 from ggda_ext.model import ParameterSpace, check_deterministic_modules, named_modules, only_thread, training_kernels
 from ggda_ext.properties import property_gradient
@@ -144,6 +144,8 @@ def features(seeing: LastLayerInputs, data: IndexedData) -> Features | None:
             if not _alone_as_in_a_batch(seeing, data, found[0], device):
                 return None
             seeing.set_size(len(run))
+        elif not seeing.apart.holds(batch, found[0]):
+            return None
         inputs.append(found[0])
         targets.append(found[1])
     return torch.cat(inputs), torch.cat(targets)
@@ -173,19 +175,21 @@ class LastLayerInputs:
     Args:
         model: the model.
         layer: its last layer.
-        size: examples to run at once, if an earlier call found it and saw that examples do not affect each other.
+        size: examples to run at once, if an earlier call found it and saw that few examples do not affect each other.
         space: the chosen parameters, which the layer's inputs must not depend on; None if such inputs count as
             constant.
 
     Attributes:
         size: examples to run at once.
-        proven: whether an input is known not to depend on the other examples of its batch, nor on the parameters.
+        proven: whether an input is known not to depend on the other examples of a small batch, nor on the parameters.
+        apart: compares larger batches with small ones.
     """
 
     def __init__(
         self, model: nn.Module, layer: nn.Linear, size: int | None = None, space: ParameterSpace | None = None
     ) -> None:
         self.model, self.layer, self.size, self.proven = model, layer, size or _FIRST, size is not None
+        self.apart = Apart(model, lambda _, batch: self._inputs(batch), "the data")
         self.space, self._largest = space, 0
         self._calls: list[tuple[Any, Any, list[int]]] = []
 
@@ -206,7 +210,7 @@ class LastLayerInputs:
         weights = sum(value.numel() * value.element_size() for value in self.model.parameters())
         room = max(_BATCH_BYTES, weights // _SHARE_OF_WEIGHTS)
         self.size = int(min(_LARGEST_BATCH, max(_FIRST, room // max(1, self._largest // first))))
-        self.proven = True
+        self.proven, self.apart.compared.size = True, first
 
     def seen(self, batch: Any) -> Features | None:
         """Input of the layer and target of a batch; None if the model is not the layer applied to such inputs.
@@ -226,6 +230,10 @@ class LastLayerInputs:
         if not args[0].dtype == given.dtype == self.layer.weight.dtype or (looking and args[0].requires_grad):
             return None
         return args[0].detach(), target
+
+    def _inputs(self, batch: Any) -> Tensor:
+        found = self.seen(batch)
+        return torch.empty(0) if found is None else found[0]
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
         self._calls.append((args, output, versions(*args, output)))

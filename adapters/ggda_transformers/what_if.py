@@ -1,8 +1,8 @@
 """`what_if_trainer` refits a fine-tuned classifier to show how it would be without one or several sources.
 
 Scores of large sources do not add up; a refit includes what the sources do together. It needs one output vector for
-each row, so it works for classifiers and regressions. It works best if few parameters were trained (adapters, heads,
-upper layers).
+each row, so it works for classifiers, of one label or several for a row, and for regressions. It works best if few
+parameters were trained (adapters, heads, upper layers).
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ggda_ext.counterfactual import WhatIf
 from ggda_ext.curvature.damping import TrainingSteps
@@ -55,28 +57,45 @@ def what_if_trainer(
         trainer_or_model, data_collator=data_collator, processing_class=processing_class, batch_size=batch_size
     )
     partition = groups_of(train_dataset, groups)
-    loss = _loss_of(setup)
+    loader = setup.loader(setup.prepared(train_dataset))
+    loss = _loss_of(setup, loader)
     if setup.model.training:
         raise ValueError("the model is in train mode, with dropout: call model.eval() before asking what if.")
     if recipe is None and "weight_decay" not in options:
         recipe = training_steps(setup.trainer)
     return WhatIf(
-        setup.model, loss, setup.loader(setup.prepared(train_dataset)), partition, recipe=recipe,
+        setup.model, loss, loader, partition, recipe=recipe,
         parameters=counted_parameters(setup.model) if parameters is None else parameters,
         batch_size=setup.batch_size, **options,
     )  # fmt: skip
 
 
-def _loss_of(setup: TrainerSetup) -> nn.Module:
+def _loss_of(setup: TrainerSetup, loader: DataLoader[Any]) -> nn.Module:
     """The loss of a classifier or regression as a function of outputs. Raise an error for other models and losses."""
-    own, config = setup.loss(), getattr(setup.model, "config", None)
+    own = setup.loss()
     changed = own.compute_loss_func or own.smoother or own.compute_loss
-    name, kind = type(base_of(setup.model)).__name__, getattr(config, "problem_type", None)
-    if changed or "Classification" not in name or "Token" in name or kind == "multi_label_classification":
+    name = type(base_of(setup.model)).__name__
+    if changed or "Classification" not in name or "Token" in name:
         why = "with a loss of the Trainer's own" if changed else "which has not one label for each row"
         raise TypeError(
             f"what_if_trainer refits one output for each row, and the model is a {name}, {why}: use attribute_trainer, "
             "or WhatIf with the loss as a function of outputs."
         )
-    regression = kind == "regression" or (kind is None and getattr(config, "num_labels", 2) == 1)
-    return nn.MSELoss() if regression else nn.CrossEntropyLoss()
+    config = getattr(setup.model, "config", None)
+    return _LOSSES[getattr(config, "problem_type", None) or _problem_of(config, loader)]()
+
+
+_LOSSES = {
+    "regression": nn.MSELoss,
+    "single_label_classification": nn.CrossEntropyLoss,
+    "multi_label_classification": nn.BCEWithLogitsLoss,
+}
+
+
+def _problem_of(config: Any, loader: DataLoader[Any]) -> str:
+    """The `problem_type` that transformers writes into a configuration without one when it sees the first labels."""
+    if getattr(config, "num_labels", 2) == 1:
+        return "regression"
+    labels = next(iter(loader)).get("labels")
+    classes = labels is None or labels.dtype in (torch.long, torch.int)
+    return "single_label_classification" if classes else "multi_label_classification"

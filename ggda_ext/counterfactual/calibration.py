@@ -42,7 +42,8 @@ from ggda_ext.counterfactual.checks import check_count, one_number
 from ggda_ext.counterfactual.newton import SingularRefit
 from ggda_ext.evaluation import Retrain, points_of, random_subsets
 from ggda_ext.properties import Property
-from ggda_ext.results.verifying import retrained
+from ggda_ext.results.named_scores import names_of, whether_higher_is_better
+from ggda_ext.results.verifying import check_retrain, retrained
 
 if TYPE_CHECKING:
     from ggda_ext.counterfactual.what_if import WhatIf
@@ -170,8 +171,7 @@ def verified(
     what_if: WhatIf, retrain: Retrain, property: Property, subsets: Any, fraction: float, seed: int
 ) -> Verification:
     """See `WhatIf.verify`."""
-    if not callable(retrain):
-        raise TypeError(f"retrain is a {type(retrain).__name__}: pass a function of index arrays, e.g. a Retrainer.")
+    check_retrain(retrain, names_of(property, 1)[0], whether_higher_is_better(property, 1)[0])
     if isinstance(subsets, Integral):
         check_count("subsets", subsets, FEWEST)
         subsets = chosen_subsets(what_if, property, int(subsets), fraction, seed)

@@ -83,8 +83,8 @@ def pulled_back(provider: GroupGradients, cotangents: Tensor, groups: Groups) ->
     paired = WithRows(provider.data, cotangents)
     return GroupGradients(
         provider.model, BatchLoss(products), paired, groups,
-        parameters=provider.space.parameters.values(), memory_budget=provider.memory_budget,
-        show_progress=provider.show_progress,
+        parameters=provider.space.parameters.values(), batch_size=provider._batch_size,
+        memory_budget=provider.memory_budget, show_progress=provider.show_progress,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ggda_ext.data import IndexedData, batch_length, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.plan import Facts
+from ggda_ext.gradients.proof.findings import Apart
 from ggda_ext.gradients.strategies import forward
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import BatchLoss, model_output
 from ggda_ext.model import ParameterSpace, called_with
-from ggda_ext.sharing import adding_up, my_share, progress
+from ggda_ext.sharing import adding_up, in_order, my_share, progress
 
 _CHUNK_BYTES = 64 * 2**20  # tangents of one batch along one chunk of directions
+_LOOKED_AT = 16  # examples that are looked at first to see whether outputs are linear in the parameters
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}
 
 
@@ -92,28 +95,30 @@ class Linearizer:
         output, target = model_output(self.space.model, to_device(data.first(1), self.space.device))
         output = at_least_single(output)
         outputs = output.new_zeros(data.n, *output.shape[1:])
-        targets = None if target is None else target.new_zeros(data.n, *target.shape[1:])
+        targets: list[tuple[Tensor, Tensor]] | None = None if target is None else []
         tangents = self._empty((data.n, output[0].numel(), self.rank), output)
         title = "outputs" if self.by_rows else f"outputs along {self.rank} directions"
-        totals = [outputs, *([] if self.by_rows else [tangents]), *([] if targets is None else [targets])]
+        apart = Apart(self.space.model, output_of, data.name, what="value")
         with (
-            adding_up(*totals, same={"the number of examples": data.n}),
+            adding_up(outputs, *([] if self.by_rows else [tangents]), same={"the number of examples": data.n}),
             progress(len(my_share(data.n)), title, self.show_progress) as bar,
         ):
             for indices, batch in data.my_share(self.batch_size, whole_batches=True):
                 at, batch = slice(int(indices[0]), int(indices[-1]) + 1), to_device(batch, self.space.device)
                 if self.by_rows:
-                    outputs[at], target = model_output(self.space.model, batch)
+                    output, target = model_output(self.space.model, batch)
                 else:
-                    outputs[at], target, tangents[at] = self.of_batch(batch)
+                    output, target, tangents[at] = self.of_batch(batch)
+                apart.check(batch, output)
+                outputs[at] = output
                 if targets is not None and target is not None:
-                    targets[at] = target
+                    targets.append((torch.as_tensor(indices), target))
                 bar.update(len(indices))
         check_finite(outputs, "outputs", data.name)
         for column in range(tangents.shape[1]) if self.by_rows else ():
             tangents[:, column] = self._of_output(data, column).T.to(tangents)
         check_finite(tangents, "features", data.name)
-        return Features(outputs, targets, tangents)
+        return Features(outputs, None if targets is None else in_order(targets), tangents)
 
     @torch.enable_grad()
     def _of_output(self, data: IndexedData, column: int) -> Tensor:
@@ -125,8 +130,8 @@ class Linearizer:
 
         own = GroupGradients(
             self.space.model, BatchLoss(outputs), data, Groups.singletons(data.n or 0),
-            parameters=self.space.parameters.values(), memory_budget=self.memory_budget,
-            show_progress=self.show_progress,
+            parameters=self.space.parameters.values(), batch_size=self.batch_size,
+            memory_budget=self.memory_budget, show_progress=self.show_progress,
         )  # fmt: skip
         return own.scores(self.directions)
 
@@ -202,13 +207,21 @@ def output_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 @torch.no_grad()
-def is_linear(space: ParameterSpace, batch: Any) -> bool:
-    """Whether outputs are linear in the parameters; checked by moving all parameters along a random line.
+def is_linear(space: ParameterSpace, data: IndexedData, batch_size: int) -> bool:
+    """Whether the outputs of all examples are linear in the parameters.
 
-    It is moved by -1, 0 and 2 steps: an odd function might look linear at -1, 0 and 1, and a ReLU at 0, 1 and 2.
+    All parameters are moved along a random line, by -1, 0 and 2 steps: an odd function might look linear at -1, 0 and
+    1, and a ReLU at 0, 1 and 2. A few examples are looked at first, as most models show there that they are not linear.
     """
     generator, values = torch.Generator().manual_seed(0), space.parameters
     steps = {name: torch.randn(value.shape, generator=generator).to(value) for name, value in values.items()}
+    batches = chain([data.first(_LOOKED_AT)], (batch for _, batch in data.sequential(batch_size)))
+    return all(_is_linear_along(space, steps, to_device(batch, space.device)) for batch in batches)
+
+
+def _is_linear_along(space: ParameterSpace, steps: dict[str, Tensor], batch: Any) -> bool:
+    """Whether the outputs of a batch are linear along one line of parameters."""
+    values = space.parameters
     back, here, forth = (
         at_least_single(
             called_with(
@@ -224,7 +237,8 @@ def is_linear(space: ParameterSpace, batch: Any) -> bool:
 
 def check_forward_mode(linearizer: Linearizer, data: IndexedData) -> None:
     """Compare forward-mode products of a few examples with a backward pass; raise an error if they differ."""
-    space, batch = linearizer.space, to_device(data.first(4), linearizer.space.device)
+    spread = np.unique(np.linspace(0, (data.n or 1) - 1, 4).astype(int))
+    space, batch = linearizer.space, to_device(next(iter(data.batches([spread]))), linearizer.space.device)
     try:
         output, _, moves = linearizer.of_batch(batch)
     except (RuntimeError, NotImplementedError) as error:

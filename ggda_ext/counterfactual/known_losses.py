@@ -28,6 +28,7 @@ from ggda_ext.losses import ExampleLoss, OutputLoss
 
 _PROBED = 64  # number of points on which convexity is checked
 _MOVES = (0.0, 0.5, 3.0)  # how far outputs are moved to compare losses and to check convexity
+_FAR = 10.0  # the same in units of 1 + the outputs' root mean square; a Huber loss is not a squared error there
 
 
 def convex_loss(loss: ExampleLoss, outputs: Tensor, targets: Tensor | None) -> ConvexLoss:
@@ -99,11 +100,16 @@ def _closed_forms(plain: AnyLoss, z: Tensor) -> list[ConvexLoss]:
     return forms
 
 
+def _moves(z: Tensor) -> tuple[float, ...]:
+    """How far outputs `[n, C]` are moved, a little and far."""
+    return (*_MOVES, _FAR * (1 + float(z.square().mean().sqrt())))
+
+
 def _same(form: ConvexLoss, plain: AnyLoss, z: Tensor) -> bool:
     """Whether a closed form has the values and slopes of the loss, at and around the outputs of every point."""
     generator = torch.Generator().manual_seed(0)
     relative, absolute = (1e-6, 1e-9) if plain.dtype == torch.float64 else (1e-4, 1e-5)
-    for size in _MOVES:
+    for size in _moves(z):
         moved = z + size * torch.randn(z.shape, generator=generator, dtype=z.dtype).to(z.device)
         columns = form.columns(moved)[:, :, None]
         slope = form.of_columns(form.slope(form.state(columns))[:, :, 0])
@@ -120,10 +126,12 @@ def _lowest_and_highest(plain: AnyLoss, z: Tensor) -> Tensor:
     """Return the lowest and highest second derivative `[m, 2]` at and around the outputs of some of the points."""
     some = torch.linspace(0, len(z) - 1, min(_PROBED, len(z)), dtype=torch.float64).long()
     part, generator, found = plain.take(some), torch.Generator().manual_seed(0), []
-    for size in _MOVES:
+    for size in _moves(z):
         moved = z[some] + size * torch.randn(z[some].shape, generator=generator, dtype=z.dtype).to(z.device)
         curvature = part.curvature(moved[:, :, None])
         if not bool(torch.isfinite(curvature).all()):
+            if size not in _MOVES:  # an exponential is too large for numbers there, and convex before
+                continue
             raise ValueError("loss_fn has no finite second derivatives in the outputs: a refit needs them.")
         found.append(torch.linalg.eigvalsh((curvature + curvature.transpose(1, 2)) / 2)[:, [0, -1]])
     return torch.cat(found)

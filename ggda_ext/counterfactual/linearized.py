@@ -31,6 +31,7 @@ from ggda_ext.counterfactual.features import (
     check_finite,
     check_forward_mode,
     is_linear,
+    output_of,
 )
 from ggda_ext.counterfactual.known_losses import convex_loss
 from ggda_ext.counterfactual.newton import Penalty
@@ -41,6 +42,7 @@ from ggda_ext.curvature.damping import ADAM as STATED_ADAM
 from ggda_ext.curvature.damping import of_recipe
 from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients
+from ggda_ext.gradients.proof.findings import Apart
 from ggda_ext.groups.partition import Groups
 from ggda_ext.losses import ignored_targets, model_output
 from ggda_ext.model import check_deterministic_modules, only_thread
@@ -56,6 +58,8 @@ ANN-S. A quadratic loss would have 1."""
 FROM_START = 0.1
 """The ridge of a refit from the start, in units of the ridge that follows from the recipe. Chosen on MNIST with 4,000
 points, two groupings, so that changes have about the right size; ranks were as good with 0.03 to 1."""
+AT_OPTIMUM = 1e-3
+"""Share of the training loss that a model may still have to learn, for its refits to be called exact."""
 SETTLED = 10.0
 """The ridge with which a model settles, in units of its own ridge; for Adam this is the damping of influence functions.
 With 1, settling would continue a training that stopped early. Chosen on HELOC with ANN-S and on MNIST with 4,000
@@ -67,10 +71,12 @@ _RELATIVE_RIDGE = 2e-5  # the ridge if no eigenvectors are cut off, in units of 
 _BOUNDING = {torch.float64: 1e-10, torch.float32: 1e-6}
 """The ridge of an exact refit without weight decay, in units of the curvature of each parameter, so that units of
 features do not matter; it only bounds what the data leaves unbounded (separable classes)."""
+_DETERMINED = 1e-4
+"""What this ridge shrinks to, in double precision, along directions that the points determine badly, but do determine,
+such as those of the bias and of a feature far from zero (a year)."""
 _NOT_LEARNED = 1e-6
 """The same if training has not reached the optimum, in units of the largest curvature. Also the share of the loss that
 may be left to learn along what this ridge holds, beyond which training has not reached the optimum."""
-_LOOKED_AT = 16  # points that are looked at to see whether outputs are linear in the parameters
 _MATRICES = 4  # matrices [p, p] that a refit along all p parameters holds: the directions, curvature and its factors
 
 
@@ -87,6 +93,7 @@ class LinearizedModel:
     Attributes:
         is_linear: whether outputs are linear in the parameters.
         exact: whether refits are trainings to the optimum: outputs are linear, and the directions span all parameters.
+        left_to_learn: by which share of its training loss such a model would improve on the way to its own optimum.
     """
 
     def __init__(
@@ -102,15 +109,16 @@ class LinearizedModel:
         self._batch_size = batch_size = facts.batch_size
         outputs, targets = self._outputs_of(provider.model, provider.data)
         self.output_shape = list(outputs.shape[1:])
-        loss = self._loss = convex_loss(provider.loss, outputs, targets)
         ignored = ignored_targets(getattr(provider.loss, "loss_fn", None), targets)
         self.point_weights = point_weights.to(outputs.device)
         if ignored is not None:
             self.point_weights = self.point_weights.masked_fill(ignored, 0)  # the mean loss leaves these points out
+        if targets is not None:
+            targets = _filled(targets, self.point_weights > 0)
+        loss = self._loss = convex_loss(provider.loss, outputs, targets)
         losses = loss.each(outputs)
         check_finite(torch.where(self.point_weights > 0, losses, 0.0), "losses", provider.data.name)
-        sample = provider.data.first(_LOOKED_AT)
-        self.is_linear = is_linear(self.space, to_device(sample, self.space.device))
+        self.is_linear = is_linear(self.space, provider.data, batch_size)
         self.directions = find_directions(
             self._kind(outputs), settings.rank, provider, loss, outputs, self.point_weights / self.point_weights.sum(),
             settings.seed,
@@ -148,6 +156,7 @@ class LinearizedModel:
         self.refit = self._refit(provider.groups)
         self.metric = torch.eye(self.refit.r, dtype=torch.float64, device=self.space.device)
         self.ridge, self._ridge_from = self._default_ridge() if settings.ridge is None else (settings.ridge, "given")
+        self.left_to_learn = self._left_to_learn(self.ridge * self.metric) if self.exact else 0.0
         if settings.settle and not self.exact and self.ridge:
             here = Penalty(SETTLED * self.ridge * self.metric, settings.decay, self._zero_from(provider.model))
             self.settled = self.refit.settle(here)
@@ -251,6 +260,7 @@ class LinearizedModel:
     def features(self, data: IndexedData) -> Features:
         """Return the outputs and tangents of any data."""
         self.check_unchanged()
+        data.check_repeats()
         with only_thread(self.provider.model):
             data.suit(self.provider.model)
             found = self._linearizer.features(data)
@@ -259,10 +269,12 @@ class LinearizedModel:
     @torch.no_grad()
     def _outputs_of(self, model: nn.Module, data: IndexedData) -> tuple[Tensor, Tensor | None]:
         """Return the outputs of a model for all points of `data`, and the targets of the points if they have any."""
-        outputs, targets = [], []
+        outputs, targets, apart = [], [], Apart(model, output_of, data.name, what="value")
         with only_thread(model):
             for _, batch in data.sequential(self._batch_size):
-                output, target = model_output(model, to_device(batch, self.space.device))
+                batch = to_device(batch, self.space.device)
+                output, target = model_output(model, batch)
+                apart.check(batch, output)
                 outputs.append(output)
                 targets.append(target)
         joined = at_least_single(torch.cat(outputs))
@@ -283,7 +295,7 @@ class LinearizedModel:
     def _default_ridge(self) -> tuple[float, str]:
         """Return the ridge and where it comes from; set the metric in which the ridge is measured."""
         if self.exact and self.settings.decay:
-            return 0.0, "refits are exact"
+            return 0.0, "none is needed with a weight decay"
         if self.settings.recipe is not None and not self.exact:
             source, own = of_recipe(
                 self.provider, self.provider.data, self.provider.groups.n, self.settings.recipe
@@ -305,6 +317,18 @@ class LinearizedModel:
         largest = float(torch.linalg.eigvalsh(total)[-1])
         return self._trusted(_RELATIVE_RIDGE * largest, "the largest curvature")
 
+    @property
+    def at_optimum(self) -> bool:
+        """Whether refits are exact, and the model is where a refit to all points would put it."""
+        return self.exact and self.left_to_learn <= AT_OPTIMUM
+
+    def _left_to_learn(self, ridge: Tensor) -> float:
+        """By which share of the training loss an exact refit to all points would improve the model."""
+        weights = self._chosen_weights.double()
+        loss = float(weights @ self.training_loss.each(self.outputs) / weights.sum())
+        left = self.refit.left_to_learn(ridge + self.settings.decay * torch.eye(self.refit.r).to(ridge))
+        return left / max(abs(loss), torch.finfo(torch.float64).tiny)
+
     def _bounding(self, curvature: Tensor) -> tuple[float, str]:
         """Return the ridge of an exact refit without weight decay, and where it comes from; set its metric.
 
@@ -312,12 +336,11 @@ class LinearizedModel:
         kind learns either. Then the ridge holds these parameters, which otherwise would go far without these points.
         """
         own = curvature.diagonal().clamp_min(1e-12 * float(curvature.diagonal().max()))
-        metric, size = torch.diag(own / own.mean()), _BOUNDING[self.refit.dtype] * float(own.mean())
+        metric = _bounded(curvature, own, self.refit.dtype) / own.mean()
+        size = _BOUNDING[self.refit.dtype] * float(own.mean())
         held = _NOT_LEARNED * float(torch.linalg.eigvalsh(curvature)[-1])
-        left = [self.refit.left_to_learn(ridge) for ridge in (size * metric, held * self.metric)]
-        weights = self._chosen_weights.double()
-        loss = float(weights @ self.training_loss.each(self.outputs) / weights.sum())
-        if left[0] - left[1] > _NOT_LEARNED * abs(loss):
+        left = [self._left_to_learn(ridge) for ridge in (size * metric, held * self.metric)]
+        if left[0] - left[1] > _NOT_LEARNED:
             return held, "the largest curvature, because training has not reached the optimum"
         self.metric = metric
         return size, "the curvature of each parameter"
@@ -332,6 +355,9 @@ class LinearizedModel:
         points = len(self.chosen)
         of = "all" if points == self.provider.groups.n else f"{points:,} of {self.provider.groups.n:,}"
         kind = "linear in its parameters: refits are exact" if self.exact else "linearised around its parameters"
+        if self.exact and not self.at_optimum:
+            left = f"{self.left_to_learn:.1%} of its loss are left to learn"
+            kind = f"linear in its parameters, but not at its optimum: {left}"
         if self.exact and points < self.provider.groups.n:
             kind += " for these points"
         if self.exact and self.refit.dtype != torch.float64:
@@ -374,6 +400,32 @@ class _Chosen(IndexedData):
     def batches(self, index_batches: Any) -> Any:
         """Return one batch for every sequence of indices; index j is the j-th chosen example."""
         return self._inner.batches(self._chosen[np.asarray(indices)] for indices in index_batches)
+
+
+def _bounded(curvature: Tensor, own: Tensor, precision: torch.dtype) -> Tensor:
+    """Return the metric of an exact refit's ridge `[p, p]`: each parameter's curvature, less where it would matter.
+
+    Args:
+        curvature: of all points `[p, p]`.
+        own: the curvature of each parameter `[p]`.
+        precision: of the features.
+    """
+    if precision != torch.float64:
+        return torch.diag(own)
+    root = own.sqrt()
+    values, vectors = torch.linalg.eigh(curvature / root[:, None] / root)
+    nothing = values <= 100 * torch.finfo(precision).eps * len(values)  # no example tells, but for rounding
+    sizes = torch.where(nothing, 1.0, values.clamp(_DETERMINED, 1.0))
+    return root[:, None] * ((vectors * sizes) @ vectors.T) * root
+
+
+def _filled(targets: Tensor, counts: Tensor) -> Tensor:
+    """Return targets in which points that do not count have the target of one that does; theirs may be missing."""
+    if bool(counts.all()) or not bool(counts.any()):
+        return targets
+    targets = targets.clone()
+    targets[~counts] = targets[counts][0]
+    return targets
 
 
 def _group_after_group(labels: np.ndarray, k: int) -> np.ndarray:

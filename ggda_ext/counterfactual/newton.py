@@ -20,6 +20,7 @@ _INNER = 20
 _FORCING = 1e-2  # how far conjugate gradients reduce the squared residual in one Newton step
 _ARMIJO = 1e-4
 _HALVINGS = 30
+_ROUNDINGS = 16  # times the rounding of one number that sums are trusted to
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,28 @@ class Subsets:
             self.columns = self.columns + self._forth(first)  # not in place: one subset shares the problem's outputs
         self.factors: Tensor | None = None
         self.objective = self._objective(self.columns, self.d)
+        self.size, self.slack, self.noise = self._sizes()
+
+    def _sizes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mean size of the losses, and what rounding of outputs does to the objective and to a fall `[s]`.
+
+        A fall is ½ gᵀH⁻¹g, so an error of the outputs counts there by its square, times the curvature of the losses.
+        """
+        sums = torch.zeros(3, len(self.d), dtype=torch.float64, device=self.d.device)
+        eps = torch.finfo(self.problem.dtype).eps
+        for low, high, loss in self.problem.chunks(1):
+            columns = self.columns[low:high, :, :1]  # at first all subsets have the same outputs
+            state = loss.state(columns)
+            slopes, bends = loss.slope(state) * columns, loss.bend(state, columns) * columns
+            points = torch.stack([loss.value(columns)[:, 0], slopes[:, :, 0].sum(1), bends[:, :, 0].sum(1)])
+            sums += points.abs() @ self.share[low:high]
+        size, slack, noise = sums
+        return size, _ROUNDINGS * eps * (size + slack), _ROUNDINGS * eps**2 * noise
+
+    @property
+    def done_below(self) -> Tensor:
+        """The fall of the objective in a step `[s]` below which a subset is solved."""
+        return self.problem.tolerance * (self.size + self.objective.abs()) + self.noise
 
     def only(self, rows: Tensor) -> Subsets:
         """Return the same state for some of the subsets."""
@@ -64,6 +87,7 @@ class Subsets:
         other.problem, other.penalty = self.problem, self.penalty
         other.pull, other.harder = self.pull[rows], self.harder[rows]
         other.weights, other.d, other.objective = self.weights[rows], self.d[rows], self.objective[rows]
+        other.size, other.slack, other.noise = self.size[rows], self.slack[rows], self.noise[rows]
         other.share, other.columns = self.share[:, rows], self.columns[:, :, rows]
         factors = self.factors
         other.factors = factors if factors is None or len(factors) == 1 else factors[rows]
@@ -123,7 +147,7 @@ class Subsets:
         slope = (gradient * move).sum(1)
         length = self._within(columns)
         bounded = length < 1
-        slack = (1e-6 if self.problem.dtype == torch.float32 else 1e-14) * (1 + self.objective.abs())
+        slack = self.slack + _ROUNDINGS * torch.finfo(self.problem.dtype).eps * self.objective.abs()
         for _ in range(_HALVINGS):
             d = self.d + length[:, None] * move
             moved = torch.addcmul(self.columns, columns, length.to(columns)[None, None])

@@ -18,6 +18,7 @@ from torch import Tensor
 from ggda_ext.counterfactual.features import Features
 from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.losses import OutputLoss, example_losses
+from ggda_ext.model import version
 from ggda_ext.properties import LinearProperty, MeanProperty, OutputsProperty, PointProperty, Property
 from ggda_ext.properties.property import check_property
 from ggda_ext.tables import check_columns
@@ -131,7 +132,9 @@ class Explained:
 
 
 def identity_of(data: IndexedData) -> Any:
-    """A key that is equal for data sets that hold the same tensors."""
+    """A key that is equal for data sets that hold the same tensors under the same names, not written to in between."""
     source = data._source
-    parts = source.values() if isinstance(source, Mapping) else source if isinstance(source, tuple | list) else [source]
-    return (*(id(part) for part in parts), id(data._loader))
+    parts = source if isinstance(source, Mapping | tuple | list) else [source]
+    named = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
+    held = ((name, id(part), version(part) if isinstance(part, Tensor) else None) for name, part in named)
+    return (*held, id(data._loader))

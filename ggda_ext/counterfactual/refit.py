@@ -160,7 +160,12 @@ class Refit:
                 subsets.refresh()
             fall = subsets.step()
             answers[going] = subsets.d
-            open_ = fall > self.tolerance * (1 + subsets.objective.abs())
+            if not bool(torch.isfinite(subsets.objective).all()):
+                raise ValueError(
+                    "the training loss of a refit is NaN or infinite: look at the targets, and at how loss_fn takes "
+                    "outputs that are a little larger."
+                )
+            open_ = fall > subsets.done_below
             if not bool(open_.any()):
                 return answers
             if not bool(open_.all()):

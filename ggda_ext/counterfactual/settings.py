@@ -42,6 +42,8 @@ class Settings:
         check_folder(self.folder)
         if self.weight_decay is not None and self.recipe is not None:
             raise ValueError("weight_decay and recipe are both given: pass one of them.")
+        if self.start is not None and not isinstance(self.start, nn.Module):
+            raise TypeError(f"start is a {type(self.start).__name__}: pass a model, e.g. make_model().")
         if self.start is not None and self.recipe is None:
             raise ValueError("start is given without a recipe, which says how far a training gets: pass both.")
         for name, asked in (("settle", self.settle), ("nearby", self.nearby)):

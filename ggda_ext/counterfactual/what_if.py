@@ -38,7 +38,7 @@ from ggda_ext.counterfactual.checks import (
 )
 from ggda_ext.counterfactual.directions import Kind
 from ggda_ext.counterfactual.leave_group_out import LeaveGroupOut
-from ggda_ext.counterfactual.linearized import LinearizedModel
+from ggda_ext.counterfactual.linearized import AT_OPTIMUM, LinearizedModel
 from ggda_ext.counterfactual.nearby import copies_nearby
 from ggda_ext.counterfactual.property_values import Explained, identity_of, of_outputs_only
 from ggda_ext.counterfactual.settings import Settings
@@ -58,7 +58,11 @@ if TYPE_CHECKING:
 
 NOT_CALIBRATED = "Not calibrated: the order of predictions can be trusted before their size; see WhatIf.verify."
 
-
+NOT_AT_OPTIMUM = (
+    "The model is not at the optimum of its training loss: {:.1%} of the loss are left to learn. If it was trained "
+    "until it converged, loss_fn, weight_decay or point_weights are not those of its training (a decay of some "
+    "parameters only, class weights, reduction='sum'), and predictions are wrong."
+)
 TO_FIRST_ORDER = (
     "The property is predicted to first order only, because it is not known to be a function of outputs: if it is one, "
     "pass properties.of_outputs."
@@ -387,13 +391,17 @@ class WhatIf:
     def note(self, property: Property) -> str:
         """A warning about the predicted values of this property; empty if nothing limits them.
 
-        It says that they are not calibrated, unless they are exact, that refits look at a part of the points, and that
-        the property is predicted to first order.
+        It says that they are not calibrated, unless they are exact, that a linear model is not at the optimum of what
+        it is said to be trained on, that refits look at a part of the points, and that the property is predicted to
+        first order.
         """
-        exact, found = all(model.exact for model in self.linearized), list[str]()
+        found = list[str]()
         if not of_outputs_only(property):
             found.append(TO_FIRST_ORDER)
-        if not exact and self.calibration_of(property) is None:
+        left = max(model.left_to_learn for model in self.linearized)
+        if left > AT_OPTIMUM:
+            found.append(NOT_AT_OPTIMUM.format(left))
+        if not all(model.at_optimum for model in self.linearized) and self.calibration_of(property) is None:
             found.append(NOT_CALIBRATED)
         if (looked_at := len(self.linearized[0].chosen)) < self.groups.n:
             found.append(

@@ -67,6 +67,7 @@ class IndexedData:
     _tensors: Any = None
     _doubles = False
     _cast: torch.dtype | None = None
+    _repeats = False
 
     def __init__(self, data: DataLike, name: str = "data") -> None:
         self.name = name
@@ -243,6 +244,20 @@ class IndexedData:
         assert self.n is not None
         return next(iter(self.batches([np.arange(min(count, self.n))])))
 
+    def check_repeats(self) -> None:
+        """Raise an error, once, if the first examples are others when they are fetched again; tensors stay the same."""
+        if self._repeats or self._tensors is not None:
+            return
+        twice = [self.first(1), self.first(1)] if self.is_stream else list(self.batches([np.arange(1)] * 2))
+        one, other = (tensors_in(batch) for batch in twice)
+        same = (torch.equal(before.nan_to_num(), after.nan_to_num()) for before, after in zip(one, other, strict=False))
+        if len(one) != len(other) or not all(same):
+            raise ValueError(
+                f"{self.name} gives another first example each time it is read: switch off what is random in it "
+                "(augmentation, sampling), or pass one draw of it as tensors."
+            )
+        self._repeats = True
+
     def _positions(self, indices: Sequence[int] | np.ndarray) -> np.ndarray | range:
         """Return the positions of the examples in the data set. A range may stay one, so that tensors can be sliced."""
         if self._order is not None:
@@ -260,6 +275,10 @@ class SomePoints(IndexedData):
     def suit(self, model: nn.Module) -> None:
         """Tell the underlying data set, which converts the numbers; see `IndexedData.suit`."""
         self.data.suit(model)
+
+    def check_repeats(self) -> None:
+        """Check the underlying data set; see `IndexedData.check_repeats`."""
+        self.data.check_repeats()
 
     def batches(self, index_batches: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Any]:
         """Yield one batch for every sequence of indices, in the order of the sequences."""

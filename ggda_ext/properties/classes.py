@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData
-from ggda_ext.losses import model_output
+from ggda_ext.gradients.proof.findings import Apart, Compared, compared_before
+from ggda_ext.losses import OutputLoss, model_output
 from ggda_ext.model import full_precision
 from ggda_ext.properties.property import (
     DataProperty,
@@ -81,17 +82,19 @@ class OutputsProperty(DataProperty):
     def _all_outputs(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
         """Return all outputs `[N, …]` without a graph, and all targets (None if the data has none)."""
         with together(), torch.no_grad():
-            parts = list(self._outputs(model, self._batches(model, mine=True)))
+            compared = compared_before(model, OutputLoss(None), self.data)
+            parts = list(self._outputs(model, self._batches(model, mine=True), compared))
         outputs = in_order((places, output) for places, output, _ in parts)
         if not anywhere(any(target is not None for _, _, target in parts)):
             return outputs, None
         return outputs, in_order((places, target) for places, _, target in parts if target is not None)
 
     def _outputs(
-        self, model: nn.Module, batches: Iterator[tuple[np.ndarray, Any]]
+        self, model: nn.Module, batches: Iterator[tuple[np.ndarray, Any]], compared: Compared | None = None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Yield for every batch its positions in the data, its outputs, and its targets (None if it has none)."""
         shape: torch.Size | None = None
+        apart = Apart(model, _output_of, self.data.name, compared, "model output")
         for indices, batch in batches:
             if shape is None:
                 self._look(model, batch)
@@ -102,7 +105,12 @@ class OutputsProperty(DataProperty):
                     f"the model returned shape {list(output.shape)} for a batch of {len(indices)} examples: "
                     "a property of all outputs needs one row per example, of the same shape in every batch."
                 )
+            apart.check(batch, output)
             yield torch.from_numpy(indices), output, target
+
+
+def _output_of(model: nn.Module, batch: Any) -> Tensor:
+    return model_output(model, batch)[0]
 
 
 def _check_repeats(again: Tensor, before: Tensor) -> None:

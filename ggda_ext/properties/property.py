@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData, SomePoints, take, to_device
-from ggda_ext.gradients.proof.findings import left_as_it_was_by_runs
+from ggda_ext.gradients.proof.findings import Apart, compared_before, left_as_it_was_by_runs
 from ggda_ext.gradients.proof.mixing import check_reduction
 from ggda_ext.gradients.proof.truth import tolerance
 from ggda_ext.losses import ExampleLoss, cannot_take, model_output
@@ -297,6 +297,7 @@ class DataProperty(ReadyProperty):
         size = batch_size or self._at_once
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.data.suit(model)
+        self.data.check_repeats()
         for indices, batch in self.data.my_share(size) if mine else self.data.sequential(size):
             yield indices, to_device(batch, device)
 
@@ -332,6 +333,17 @@ class LossProperty(DataProperty):
         self.loss = loss
         self._looked = self._sums_up = False
 
+    def _losses(
+        self, model: nn.Module, *, mine: bool = False, batch_size: int | None = None
+    ) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """Yield the indices and the numbers `[b]` of the test points of every batch; for the options see `_batches`."""
+        compared = compared_before(model, self.loss, self.data) if mine else None
+        apart = Apart(model, self.loss.each, self.data.name, compared)
+        for indices, batch in self._batches(model, mine=mine, batch_size=batch_size):
+            values = self._each(model, batch)
+            apart.check(batch, values)
+            yield indices, values
+
     def _each(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the number of every test point `[b]`; raise an error if the loss of a batch is made otherwise."""
         if not self._looked:
@@ -359,7 +371,7 @@ class PointProperty(LossProperty):
         return self.data.n
 
     def __call__(self, model: nn.Module) -> Tensor:
-        return torch.cat([self._each(model, batch) for _, batch in self._batches(model)])
+        return torch.cat([values for _, values in self._losses(model)])
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
         """Return a row for each point `[N, p]`; batches have one point, as a row needs a backward of all its batch."""
@@ -367,8 +379,8 @@ class PointProperty(LossProperty):
             n = self.data.n or sum(len(indices) for indices, _ in self.data.sequential(self._at_once))
         found = Rows(n, parameters)
         with found.adding_up():
-            for indices, batch in self._batches(model, mine=True, batch_size=1):
-                values = finite_values(self._each(model, batch), "test point", self._places(indices))
+            for indices, values in self._losses(model, mine=True, batch_size=1):
+                finite_values(values, "test point", self._places(indices))
                 for j in range(len(indices)):
                     found.add(int(indices[j]), values[j], keep=j + 1 < len(indices))
         return found.result()
@@ -388,15 +400,14 @@ class MeanProperty(LossProperty):
     components = 1
 
     def __call__(self, model: nn.Module) -> Tensor:
-        losses = [self._each(model, batch) for _, batch in self._batches(model)]
-        return torch.cat(losses).mean()
+        return torch.cat([values for _, values in self._losses(model)]).mean()
 
     def gradient(self, model: nn.Module, parameters: Parameters) -> Tensor:
         """Return the gradient row `[1, p]`."""
         found, n = Rows(1, parameters, sums=True), torch.tensor(0)
         with found.adding_up(n):
-            for indices, batch in self._batches(model, mine=True):
-                values = finite_values(self._each(model, batch), "test point", self._places(indices))
+            for indices, values in self._losses(model, mine=True):
+                finite_values(values, "test point", self._places(indices))
                 found.add(0, values.sum())
                 n += len(indices)
         return found.result() / int(n)

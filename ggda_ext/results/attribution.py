@@ -186,8 +186,8 @@ class Attribution(NamedScores):
             return ranking.by_name(self, key)
         try:
             return super().__getitem__(key)
-        except IndexError as error:
-            if isinstance(key, int) and key in self.names:
+        except (IndexError, ValueError, RuntimeError) as error:  # a number of more than 64 bits is no IndexError
+            if isinstance(key, int | np.integer) and key in self.names:
                 raise IndexError(f"{error}. For the group called {key}: result.of_group({key}).") from None
             raise
 

@@ -94,22 +94,27 @@ def retrained(retrain: Retrain, subsets: Sequence[np.ndarray]) -> np.ndarray:
     return values.reshape(len(subsets), -1)
 
 
-def verified(result: Attribution, retrain: Retrain, top: int, by: str | int | None) -> Verified:
-    """Retrain and compare; see `Attribution.verify`."""
+def check_retrain(retrain: Any, name: str, higher_is_better: bool | None) -> None:
+    """Raise an error if `retrain` is no function, or measures another property than the one of this name."""
     if not callable(retrain):
         raise TypeError(
             f"retrain is a {type(retrain).__name__}: pass a function retrain(subsets) -> values [subsets, seeds], such "
             "as ggda_ext.evaluation.Retrainer, that measures the property."
         )
+    measure = getattr(retrain, "measure", None)
+    if (measure, higher_is_better) in {("accuracy", False), ("loss", True)}:
+        raise ValueError(
+            f"retrain measures measure={measure!r}, and the property is {name}, where "
+            f"{'higher' if higher_is_better else 'lower'} is better: pass a Retrainer that measures the same property, "
+            f"e.g. measure={'accuracy' if higher_is_better else 'loss'!r}."
+        )
+
+
+def verified(result: Attribution, retrain: Retrain, top: int, by: str | int | None) -> Verified:
+    """Retrain and compare; see `Attribution.verify`."""
     check_counts(top=top)
     row = ranking.property_id(result, by)
-    better, measure = result.higher_is_better[row], getattr(retrain, "measure", None)
-    if better is not None and (measure, better) in {("accuracy", False), ("loss", True)}:
-        raise ValueError(
-            f"retrain measures measure={measure!r}, and the result is about {shown(result.properties[row])}, where "
-            f"{'higher' if better else 'lower'} is better: pass a Retrainer that measures the same property, e.g. "
-            f"measure={'accuracy' if better else 'loss'!r}."
-        )
+    check_retrain(retrain, shown(result.properties[row]), result.higher_is_better[row])
     ids = ranking.order(result, row)[:top]
     if not ids:
         raise ValueError("there is no group to verify.")

@@ -17,6 +17,7 @@ from torch.optim.adam import adam
 
 from ggda_ext.checkpoints import State, load_state, state_on_cpu
 from ggda_ext.losses import check_not_broadcast, has_class_outside, training_loss
+from ggda_ext.model import SavedState
 from ggda_ext.sharing import ProgressBar
 from ggda_ext.training.batch_order import StepBatch, Walk, batches, by_falling_steps, walks
 from ggda_ext.training.denormals import denormals_flushed
@@ -180,11 +181,14 @@ def layout_of(make_model: MakeModel, loss_fn: LossFn, data: tuple[Tensor, Tensor
 
 
 def _is_faithful(layout: Layout, model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor) -> bool:
-    """Whether a stack of one model has the gradients, the outputs and the state dict of the model, on a few points."""
+    """Whether a stack of one model has the gradients, the outputs and the state dict of the model, on a few points.
+
+    A model that writes to its parameters when it runs has not: a stack gives it copies.
+    """
     at, targets = torch.arange(min(len(x), FEW)), y
     x, y = x[at.to(x.device)], y[at.to(y.device)]
     tensors = layout.stack([model])
-    slopes = [torch.empty_like(tensor) for tensor in tensors]
+    slopes, before = [torch.empty_like(tensor) for tensor in tensors], SavedState(model)
     with seeded(0, x.device):
         try:
             layout.gradients(training_loss(loss_fn), x, y).write(tensors, slopes, StepBatch(at[None], len(at)))
@@ -197,7 +201,7 @@ def _is_faithful(layout: Layout, model: nn.Module, loss_fn: LossFn, x: Tensor, y
             # vmap raises RuntimeError for random numbers, and for code that reads values; a model or a loss that does
             # not fit the data fails alone too, with an error that says what to do
             return False
-    if has_class_outside(loss_fn, output, targets):
+    if before.changed() or has_class_outside(loss_fn, output, targets):
         return False
     check_not_broadcast(loss_fn, output, y)
     found = layout.state([slope[0] for slope in slopes])

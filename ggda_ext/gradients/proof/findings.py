@@ -8,19 +8,21 @@ and the data. The values of parameters may change.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ggda_ext.data import IndexedData
+from ggda_ext.data import IndexedData, pick
 from ggda_ext.gradients.layers import Layer, copied_layer, known_layers
 from ggda_ext.gradients.observation import Signature
 from ggda_ext.gradients.proof.descent import RANDOM, Descent
-from ggda_ext.gradients.proof.truth import Tolerance, Truth
+from ggda_ext.gradients.proof.mixing import largest, other_rows, refuse_rows
+from ggda_ext.gradients.proof.truth import Tolerance, Truth, tolerance
 from ggda_ext.losses import ExampleLoss
 from ggda_ext.model import (
     ParameterSpace,
@@ -31,6 +33,7 @@ from ggda_ext.model import (
     named_values,
     only_thread,
     unwrapped,
+    version,
 )
 
 _MOST_KEPT = 8  # most findings that are kept per model
@@ -152,16 +155,34 @@ class _Kept:
         return same and self.key == key
 
 
-_kept: weakref.WeakKeyDictionary[nn.Module, list[_Kept]] = weakref.WeakKeyDictionary()
+class _Memory:
+    """What was found about models, with the objects that it depends on; the newest few for each model."""
+
+    def __init__(self) -> None:
+        self._kept: weakref.WeakKeyDictionary[nn.Module, list[_Kept]] = weakref.WeakKeyDictionary()
+
+    def get(self, model: nn.Module, key: Hashable, anchors: tuple[Any, ...]) -> Any:
+        return next((kept.findings for kept in self._kept.get(model, []) if kept.fits(key, anchors)), None)
+
+    def add(self, findings: Any, model: nn.Module, key: Hashable, anchors: tuple[Any, ...]) -> None:
+        try:
+            kept = _Kept(key, anchors, findings)
+        except TypeError:  # something that cannot be referred to weakly, such as a list
+            return
+        self._kept.setdefault(model, []).insert(0, kept)
+        del self._kept[model][_MOST_KEPT:]
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+_looks, _runs = _Memory(), _Memory()
 
 
 def recall(space: ParameterSpace, loss: ExampleLoss, data: IndexedData, settings: Hashable) -> Findings | None:
     """Return the findings of an earlier call about the same model, loss and data, or None."""
     anchors = _anchors(loss, data)
-    if anchors is None:
-        return None
-    key = _key(space, settings)
-    return next((kept.findings for kept in _kept.get(space.model, []) if kept.fits(key, anchors)), None)
+    return None if anchors is None else _looks.get(space.model, _key(space, settings), anchors)
 
 
 def remember(
@@ -169,19 +190,14 @@ def remember(
 ) -> None:
     """Keep findings for the next call."""
     anchors = _anchors(loss, data)
-    if anchors is None:
-        return
-    try:
-        kept = _Kept(_key(space, settings), anchors, findings)
-    except TypeError:  # something that cannot be referred to weakly, such as a list
-        return
-    _kept.setdefault(space.model, []).insert(0, kept)
-    del _kept[space.model][_MOST_KEPT:]
+    if anchors is not None:
+        _looks.add(findings, space.model, _key(space, settings), anchors)
 
 
 def forget() -> None:
     """Drop all findings, so that every model is looked at again, as in a new process."""
-    _kept.clear()
+    _looks.clear()
+    _runs.clear()
 
 
 def _anchors(loss: ExampleLoss, data: IndexedData) -> tuple[Any, ...] | None:
@@ -189,9 +205,11 @@ def _anchors(loss: ExampleLoss, data: IndexedData) -> tuple[Any, ...] | None:
 
 
 def _key(space: ParameterSpace, settings: Hashable) -> Hashable:
-    device = space.device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return _structure(space.model), tuple(space.parameters), autocast, settings
+    return _structure(space.model), tuple(space.parameters), _autocast(space.device.type), settings
+
+
+def _autocast(device: str) -> Hashable:
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
 
 
 def _structure(model: nn.Module) -> Hashable:
@@ -234,6 +252,85 @@ def _plain(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
         told = told, tuple((str(key), _plain(part, seen, depth + 1)) for key, part in held)
     seen[id(value)] = told
     return told
+
+
+# runs that mix nothing
+
+_FEW = 8  # examples of a large batch in a small one
+
+
+@dataclass
+class Compared:
+    """Which batches were compared with small ones: those of up to `size` examples."""
+
+    size: int = 1
+
+
+class Apart:
+    """Compares a few examples of a batch with the same examples in a small batch, in passes that only run the model.
+
+    Only a batch larger than all before is looked at, so a pass costs a small batch more.
+
+    Args:
+        model: the model.
+        run: ``run(model, batch)`` returns the rows of the examples `[b, …]`: their losses, or what the model returned.
+        name: name of the data.
+        compared: which batches were compared in earlier passes; this one adds to it.
+        what: what the rows hold.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[[nn.Module, Any], Tensor],
+        name: str,
+        compared: Compared | None = None,
+        what: str = "loss",
+    ) -> None:
+        self.model, self.run, self.name, self.what = model, run, name, what
+        self.compared = compared or Compared()
+
+    def check(self, batch: Any, rows: Tensor) -> None:
+        """Raise an error if examples have other rows in a small batch than in this batch, which gave `rows`."""
+        self._compare(batch, rows, refuse=True)
+
+    def holds(self, batch: Any, rows: Tensor) -> bool:
+        """Whether examples are known to have the same rows in a small batch as in this batch, which gave `rows`."""
+        return self._compare(batch, rows, refuse=False)
+
+    def _compare(self, batch: Any, rows: Tensor, *, refuse: bool) -> bool:
+        size = len(rows)
+        if size <= self.compared.size or torch._C._functorch.is_functorch_wrapped_tensor(rows):
+            return True
+        some = range(size - 1, -1, -size // min(_FEW, size // 2))
+        with torch.inference_mode(False):  # a loss may take gradients of its inputs
+            few = pick(batch, some)
+        found, again = rows.detach()[list(some)], self.run(self.model, few).detach()
+        if found.shape != again.shape or not found.is_floating_point():  # as long as the longest example, say
+            return False
+        room = tolerance(found.dtype).each * again.abs().max()
+        if not bool(((found - again).abs() <= room).all()):  # a strict measure, which takes little time
+            rerun = partial(self.run, self.model, few)
+            off = other_rows(self.model, rerun, found, again, largest(rows.detach()))
+            if bool(off.any()):
+                if refuse:
+                    refuse_rows(self.model, rerun, (found, again), off, size, self.name, self.what)
+                return False
+        self.compared.size = size
+        return True
+
+
+def compared_before(model: nn.Module, loss: ExampleLoss, data: IndexedData) -> Compared:
+    """Return which batches were compared in runs of this model, at these values of its parameters; a run adds to it."""
+    found, anchors = Compared(), _anchors(loss, data)
+    if anchors is None:
+        return found
+    values = tuple(model.parameters())
+    key = _structure(model), _autocast(values[0].device.type if values else "cpu"), tuple(map(version, values))
+    known = _runs.get(model, key, anchors)
+    if known is None:
+        _runs.add(found, model, key, anchors)
+    return known or found
 
 
 # runs that change nothing

@@ -6,16 +6,17 @@ also the sum of smaller batches of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
-from ggda_ext.data import batch_length, pick
-from ggda_ext.gradients.proof.truth import PlainRun, Subject, Tolerance, Truth
+from ggda_ext.data import batch_length, pick, tensors_in
+from ggda_ext.gradients.proof.truth import PlainRun, Subject, Tolerance, Truth, check_same_losses, tolerance
 
 
 class Mixed(ValueError):
@@ -87,11 +88,98 @@ def check_losses(subject: Subject, batch: Any, losses: Tensor, parts: Parts) -> 
         with space.require_gradients(of_chosen=True):  # restores what the model changes
             expected = subject.loss.each(space.model, pick(batch, some)).detach().cpu().double()
         mine = found[list(some)]
-        finite = mine.isfinite() & expected.isfinite()
-        room = expected.abs() + found[found.isfinite()].abs().max() if bool(finite.any()) else expected
-        off = ((mine - expected).abs() > subject.allowed.each * room) & finite
+        off = _others(mine, expected, largest(found), subject.allowed)
         if bool(off.any()):
             _refuse_mixing(space.model, mine, expected, off, "the data", f"in one of {len(some)}", len(found))
+
+
+def other_rows(model: nn.Module, rerun: Callable[[], Tensor], mine: Tensor, alone: Tensor, most: float) -> Tensor:
+    """Which numbers of some examples differ by more than rounding between a batch and a small batch of them `[b, …]`.
+
+    Args:
+        model: the model.
+        rerun: runs the small batch.
+        mine: the numbers in the batch: losses, or what the model returned.
+        alone: the numbers in the small batch.
+        most: the largest number of the batch.
+    """
+    off = _others(mine.double(), alone.double(), most, tolerance(mine.dtype))
+    if bool(off.any()):  # perhaps the model rounds more than these numbers show
+        with _Rounding(model) as seen:
+            rerun()
+        far = (mine - alone).double().abs() > seen.error
+        off = far & _others(mine.double(), alone.double(), most, tolerance(seen.precision))
+    return off
+
+
+def refuse_rows(
+    model: nn.Module,
+    rerun: Callable[[], Tensor],
+    pair: tuple[Tensor, Tensor],
+    off: Tensor,
+    size: int,
+    name: str,
+    what: str,
+) -> None:
+    """Raise the error for numbers that are `off` between a batch of `size` and a small batch.
+
+    Args:
+        model, rerun: as in `other_rows`.
+        pair: the numbers in the batch, and in the small batch `[b, …]`.
+        off: from `other_rows`.
+        size: examples in the batch.
+        name: name of the data.
+        what: what the numbers are.
+    """
+    (mine, alone), off = (numbers.cpu().double() for numbers in pair), off.cpu()
+    check_same_losses(alone[off], rerun().detach().cpu().double()[off], name, what)
+    _refuse_mixing(model, mine[off], alone[off], off[off], name, f"in one of {len(alone)}", size, what)
+
+
+class _Rounding(TorchFunctionMode):
+    """Watches the run of a model, to tell how much it rounds.
+
+    Attributes:
+        precision: the coarsest precision of the tensors that functions return.
+        error: what rounding of the model's outputs may change in a loss, which may be a small difference of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.precision, self._size = model, torch.float64, 0.0
+
+    def __enter__(self) -> _Rounding:
+        self._hook = self.model.register_forward_hook(self._look)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._hook.remove()
+
+    @property
+    def error(self) -> float:
+        return 100 * torch.finfo(self.precision).eps * self._size
+
+    def _look(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._size = max([self._size, *(largest(part.detach()) for part in tensors_in(output))])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.is_floating_point():
+            self.precision = max(self.precision, found.dtype, key=lambda kind: torch.finfo(kind).eps)
+        return found
+
+
+def largest(values: Tensor) -> float:
+    """The largest finite number; 0 if there is none."""
+    finite = values[values.isfinite()]
+    return float(finite.abs().max()) if len(finite) else 0.0
+
+
+def _others(mine: Tensor, expected: Tensor, most: float, allowed: Tolerance) -> Tensor:
+    """Which numbers of a batch, whose largest is `most`, are not the expected ones; those not finite are left out."""
+    return ((mine - expected).abs() > allowed.each * (expected.abs() + most)) & mine.isfinite() & expected.isfinite()
 
 
 def check_sum(subject: Subject, batch: Any, parts: Parts) -> None:
@@ -168,6 +256,7 @@ def _refuse_mixing(
     name: str,
     apart: str = "alone",
     size: int | None = None,
+    what: str = "loss",
 ) -> None:
     worst = int(torch.where(off, (losses - alone).abs(), -1.0).argmax())
     who = next(
@@ -179,7 +268,7 @@ def _refuse_mixing(
         "",
     )
     raise Mixed(
-        f"the model or the loss mixes the examples of a batch: {name} has an example with a loss of "
+        f"the model or the loss mixes the examples of a batch: {name} has an example with a {what} of "
         f"{float(losses[worst]):.6g} in a batch of {size or len(losses)} and of {float(alone[worst]):.6g} {apart}, or "
         f"its gradient differs{who}. So the gradient of a group has no fixed value: use statistics that do not depend "
         "on the batch, and a loss of each example by itself."

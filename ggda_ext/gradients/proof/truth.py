@@ -262,11 +262,11 @@ FAILS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotIm
 """Errors of a model that a strategy cannot run, although the model runs without the strategy."""
 
 
-def check_same_losses(losses: Tensor, again: Tensor, data_name: str) -> None:
-    """Raise an error if a loss gave two different results for the same examples."""
+def check_same_losses(losses: Tensor, again: Tensor, data_name: str, what: str = "loss") -> None:
+    """Raise an error if a loss, or `what` else it was, gave two different results for the same examples."""
     if not torch.allclose(losses, again, rtol=1e-4, equal_nan=True):
         raise ValueError(
-            f"the loss of the same examples came out as {losses.tolist()}, then as {again.tolist()}: switch off "
+            f"the {what} of the same examples came out as {losses.tolist()}, then as {again.tolist()}: switch off "
             f"what is random in the model (functional dropout?), the loss, or {data_name} (augmentation?)."
         )
 
