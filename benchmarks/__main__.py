@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 PROGRAM = "python -m benchmarks"
 LATEST = Path("latest")
 STOPPED, FAILED, MISUSED = 130, 1, 2
+_NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 _LDS = "lds "  # before the names of the options of `run` that replace sizes of LDS
 DOCUMENTS = (Path("benchmarks/RESULTS.md"), Path("docs/results_details.md"))
 TASKS = tuple(SCALES["paper"].epochs)
@@ -77,31 +78,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
         given.insert(0, "tour")
     options = _parser().parse_args(given)
-    import torch
+    try:
+        import torch  # takes seconds
 
-    from benchmarks.data.errors import DataError
-
+        from benchmarks.data.errors import DataError
+        from benchmarks.data.folders import chosen
+    except KeyboardInterrupt:
+        return _stopped(options, None)
     if hasattr(options, "threads"):
         torch.set_num_threads(options.threads)
     if options.command == "speed" and options.json is None:
         options.json = Path("results") / f"{time.strftime('%Y%m%d-%H%M%S')}-speed" / "speed.json"
     folder: ResultFolder | None = None
     try:
+        chosen(getattr(options, "data_dir", None))  # before a result folder is made
         if options.command in ("tour", "check", "compare", "run"):
             folder = _folder(options, given)
             return _in_folder(options, folder)
         return _without_folder(options)
     except KeyboardInterrupt:
-        print(f"\nstopped. {_how_to_go_on(options, folder)}", file=sys.stderr)
-        return STOPPED
+        return _stopped(options, folder)
     except DataError as error:
         print(f"{error}\n{_how_to_go_on(options, folder)}", file=sys.stderr)
         return FAILED
     except OSError as error:
+        if error.errno in _NO_PLACE:
+            print(
+                f"{error.filename} cannot be used ({error.strerror}): name a folder that can be written to, or run in "
+                "one.",
+                file=sys.stderr,
+            )
+            return MISUSED
         if error.errno != errno.ENOSPC:
             raise
         print(f"the disk is full ({error}): make room. {_how_to_go_on(options, folder)}", file=sys.stderr)
         return FAILED
+
+
+def _stopped(options: argparse.Namespace, folder: ResultFolder | None) -> int:
+    """Say how to go on after Ctrl-C, and return the exit code."""
+    print(f"\nstopped. {_how_to_go_on(options, folder)}", file=sys.stderr)
+    return STOPPED
 
 
 def _in_folder(options: argparse.Namespace, folder: ResultFolder) -> int:
@@ -198,11 +215,28 @@ def _folder(options: argparse.Namespace, given: list[str]) -> ResultFolder:
         defaults = {"scale": "quick", "tasks": list(TASKS), "methods": None, "experiments": list(EXPERIMENTS)}
         for name, value in chosen.items():
             config[name] = value if value is not None else before.get(name, defaults[name])
+        _check_known(config, resume)
         config["lds"] = before.get("lds", {}) | _lds_sizes(options)
         return ResultFolder.open(options.command, config, resume)
     except (ValueError, FileNotFoundError, FolderInUse) as error:
         print(error, file=sys.stderr)
         raise SystemExit(MISUSED) from None
+
+
+def _check_known(config: Mapping[str, Any], resume: Path | None) -> None:
+    """Raise an error if the config of a folder names a scale, a task, a method or an experiment that is not known."""
+    known: dict[str, Collection[str]] = {
+        "scale": SCALES, "tasks": (*TASKS, *LDS_TASKS), "methods": METHODS, "experiments": EXPERIMENTS,
+    }  # fmt: skip
+    for name, names in known.items():
+        value = config[name]
+        values = [value] if name == "scale" else [] if value is None else value
+        strange = [one for one in values if one not in list(names)] if isinstance(values, list) else [value]
+        if strange:
+            raise ValueError(
+                f"{resume} is no folder of this version: its {name} has {strange[0]!r}, which is none of "
+                f"{', '.join(names)}. Start a new run without --resume."
+            )
 
 
 def _tasks(options: argparse.Namespace) -> list[str] | None:

@@ -121,20 +121,23 @@ def run(folder: Path | None, scale: Scale, path: Path | None) -> list[Cell]:
     """Measure every cell, print the tables, and write the cells as JSON to `path`."""
     print(f"{scale}, Spearman, mean ± sd over seeds, {torch.get_num_threads()} thread(s)")
     cells: list[Cell] = []
+    _write(path, scale, cells)  # a place that cannot be written to is said now
     for problem in PROBLEMS:
         start = time.process_time()
         dataset, train, test = loaded(problem, folder)
         for seed in scale.seeds:
             cells += measured(problem, seed, scale, train, test)
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(
-                    json.dumps({"scale": asdict(scale), "cells": [asdict(cell) for cell in cells]}, indent=1)
-                )
+            _write(path, scale, cells)
         print(f"\n{dataset.title}, {dataset.source} ({time.process_time() - start:.0f} CPU s)")
         for line in table([cell for cell in cells if cell.data == problem.name]):
             print(line)
     return cells
+
+
+def _write(path: Path | None, scale: Scale, cells: list[Cell]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"scale": asdict(scale), "cells": [asdict(cell) for cell in cells]}, indent=1))
 
 
 def measured(problem: Problem, seed: int, scale: Scale, all_train: Pair, all_test: Pair) -> Iterator[Cell]:

@@ -54,12 +54,20 @@ def measured(problem: Problem, seed: int, flipped: float, folder: Path | None) -
         yield "learned", float((model(x).argmax(1) == labels)[wrong].double().mean())
 
 
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: pass a share above 0 and below 1.")
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of wrong labels and of training")
-    parser.add_argument("--flipped", type=float, default=0.2, help="share of wrong labels")
-    parser.add_argument("--only", nargs="*", default=[problem.name for problem in (*PROBLEMS, *BY_HEART)])
+    parser.add_argument("--flipped", type=_share, default=0.2, help="share of wrong labels")
+    names = [problem.name for problem in (*PROBLEMS, *BY_HEART)]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="problems; all by default")
     given = parser.parse_args()
     for problem in (*PROBLEMS, *BY_HEART):
         if problem.name not in given.only:

@@ -8,6 +8,7 @@ on a phone. All four are kept up.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -89,6 +90,13 @@ def skip(app: object, kind: str, name: str, thing: object, skipped: bool, option
     return True if routing or of_tensors else None
 
 
+def to_gallery(app: object, page: str, source: list[str]) -> None:
+    """Let links to examples, which a code host shows, lead to their pages in the gallery."""
+    links = r"\]\(((?:\.\./)*)\.\./examples(?:/(\w+)\.py)?\)"
+    source[0] = re.sub(links, lambda link: f"]({link[1]}gallery/{link[2] or 'index'}.rst)", source[0])
+
+
 def setup(app: object) -> None:
-    """Connect `skip`."""
+    """Connect `skip` and `to_gallery`."""
     app.connect("autodoc-skip-member", skip)  # type: ignore[attr-defined]
+    app.connect("source-read", to_gallery)  # type: ignore[attr-defined]

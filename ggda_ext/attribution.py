@@ -36,7 +36,7 @@ from ggda_ext.groups.partition import GroupsLike
 from ggda_ext.methods import METHODS, Method, MethodName, Preconditioned, TracIn
 from ggda_ext.methods.cautions import cautions
 from ggda_ext.methods.intervals import Intervals, Sources, ends, jackknifed_directions
-from ggda_ext.model import ParameterChoice, only_thread
+from ggda_ext.model import ParameterChoice, check_deterministic_modules, only_thread
 from ggda_ext.properties import PointProperty, Property, property_gradient
 from ggda_ext.properties.classes import data_of
 from ggda_ext.results import Attribution
@@ -114,7 +114,9 @@ def attribute(
             set reads. Choose another name when they change: a folder with another tag raises an error.
         parameters: the parameters that the gradients are taken for: names of parameters or modules, modules, or
             parameters; by default all that require a gradient.
-        strategy: how gradients are summed, ``"auto"`` or one of `STRATEGIES`; all give the same numbers.
+        strategy: how gradients are summed, ``"auto"`` or one of `STRATEGIES`; all that can be used give the same
+            numbers. Methods with a curvature need one that forms gradients: not ``"directional"``, ``"forward"`` or
+            ``"ghost"``. ``"ghost"`` is for TracIn and a property of test points.
         batch_size: points per batch; by default the batch size of a DataLoader, else as many points as run fast and fit
             the budget.
         memory_budget: bytes for one batch's activations and for one block of rows.
@@ -149,6 +151,7 @@ def attribute(
         keep_scores(save_dir, tag) as kept,
     ):
         for at in numbers:
+            check_deterministic_modules(provider.model)  # before the property's gradient runs the model
             if sources and sources.tests:
                 directions, m = jackknifed_directions(property, provider)
             else:

@@ -65,12 +65,21 @@ def refuse_words(given: Mapping[str, Any], instead: Mapping[str, str], entry: Ca
 def check_counts(**counts: Any) -> None:
     """Raise an error if a value is not a whole number of at least 1; None is accepted."""
     for name, value in counts.items():
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"{name}={value!r}: pass a whole number, or leave it out.")
-        if value < 1:
-            raise ValueError(f"{name}={value}: pass a positive number, or leave it out.")
+        if value is not None:
+            _check_positive(name, value, ", or leave it out")
+
+
+def check_required_counts(**counts: Any) -> None:
+    """Raise an error if a value, which cannot be left out, is not a whole number of at least 1."""
+    for name, value in counts.items():
+        _check_positive(name, value, "")
+
+
+def _check_positive(name: str, value: Any, otherwise: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r}: pass a whole number{otherwise}.")
+    if value < 1:
+        raise ValueError(f"{name}={value}: pass a positive number{otherwise}.")
 
 
 def check_whole(**numbers: Any) -> None:

@@ -119,6 +119,9 @@ def test_brackets_take_names_of_groups_and_properties_and_refuse_what_is_both() 
     assert [float(value) for value in result["web"].scores[:, 0]] == [1.0, 0.0]
     assert result["accuracy", ["web", "books"]].names == ("web", "books")
     assert result["accuracy", ["web", "books"]].properties == ("accuracy",)
+    for key in ("acc", "zz", ("acc", "web"), ("zz", "yy")):
+        with pytest.raises(KeyError, match=r"there is no group .*\. The properties are '.*', '.*'\."):
+            result[key]
     both = small(properties=["web", "accuracy"])
     with pytest.raises(KeyError, match="a group and a property"):
         both["web"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 
 import pages
 import pytest
@@ -50,10 +51,25 @@ def test_links_inside_the_project_lead_to_files(name):
     page = pages.ROOT / name
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target, heading in re.findall(r"\]\(([^)\s#]*)(?:#([^)]*))?\)", text):
-        if not re.match(r"[a-z]+:", target) and "gallery/" not in target:
+        if not re.match(r"[a-z]+:", target):
             there = page.parent / target if target else page
             assert there.exists(), f"{name} links to {target}, which is not there"
             assert not heading or heading in headings(there), f"{name} links to {target}#{heading}, which is not there"
+
+
+@pytest.mark.parametrize(
+    ("shown", "built"),
+    [
+        ("[a](../examples/clinics.py) and [b](../examples)", "[a](gallery/clinics.rst) and [b](gallery/index.rst)"),
+        ("[a](../../examples/clinics.py)", "[a](../gallery/clinics.rst)"),
+        ("[a](../README.md)", "[a](../README.md)"),
+    ],
+)
+def test_links_to_examples_lead_to_the_gallery_of_the_site(shown, built):
+    conf = runpy.run_path(str(pages.ROOT / "docs" / "conf.py"))
+    source = [shown]
+    conf["to_gallery"](None, "page", source)
+    assert source == [built]
 
 
 def headings(page):

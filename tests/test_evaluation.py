@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from cases import descend
@@ -177,6 +178,35 @@ def test_good_scores_lower_the_accuracy_more_and_predict_retraining() -> None:
     assert group_lds(importance, kept, losses.mean(1), resamples=100).value > 0.7
     own = Retrainer(make_model, loss, train, test, recipe, measure=lambda outputs, targets: len(targets))
     assert own([np.arange(50)]).tolist() == [[80.0]]
+
+
+def test_a_retrainer_refuses_what_it_cannot_train_or_measure() -> None:
+    x, y = torch.randn(40, 3), torch.arange(40) % 2
+    recipe, given = Recipe(epochs=1, learning_rate=0.1, batch_size=8), {"epochs": 1}
+
+    def make(test: object = (x, y), recipe: object = recipe, measure: object = "accuracy") -> Retrainer:
+        loss = nn.CrossEntropyLoss()
+        return Retrainer(lambda: nn.Linear(3, 2), loss, (x, y), test, recipe, measure=measure)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="recipe is a dict"):
+        make(recipe=given)
+    with pytest.raises(TypeError, match=r"test holds a DataFrame: pass tensors"):
+        make((pd.DataFrame(x.numpy()), pd.Series(y.numpy())))
+    with pytest.raises(ValueError, match="subsets is empty"):
+        make()([])
+    unknown = x.clone()
+    unknown[2, 1] = torch.nan
+    for measure in ("accuracy", "loss"):
+        with pytest.raises(ValueError, match=f"measure='{measure}' cannot be taken of test.*not finite"):
+            make((unknown, y), measure=measure)([range(20)])
+        with pytest.raises(ValueError, match=r"inputs of shape \[40, 2\]"):
+            make((x[:, :2], y), measure=measure)([range(20)])
+
+
+def test_removals_of_no_fraction_are_refused(groups: Groups) -> None:
+    for score in (retraining_score, pruning_score):
+        with pytest.raises(ValueError, match="fractions is empty: pass at least one"):
+            score([1.0, 2.0, 3.0], groups, lambda subsets: np.zeros((len(subsets), 1)), [])
 
 
 def retrainer(outputs: nn.Module, loss: nn.Module, targets: torch.Tensor, tested: torch.Tensor, measure="accuracy"):  # type: ignore[no-untyped-def]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ggda_ext import Attribution, Groups, MethodFacts, WhatIf, attribute, find_label_issues, properties
 from ggda_ext.counterfactual.leave_group_out import leave_group_out
+from ggda_ext.curvature.damping import TrainingSteps
 from ggda_ext.evaluation import Retrainer
 from ggda_ext.training import Recipe, initial_model, train_one
 
@@ -226,7 +227,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "probabilities from no sigmoid": (
         lambda: ask(model=nn.Linear(4, 1), loss_fn=nn.BCELoss(), data=(X, Y // 2), property=first_weight), ValueError,
-        r"BCELoss takes probabilities.* use nn.BCEWithLogitsLoss\(\)",
+        r"BCELoss takes probabilities.* pass nn.BCEWithLogitsLoss\(\), and the model without a sigmoid",
     ),
     "a loss of three arguments": (
         lambda: ask(loss_fn=lambda output, target, weight: output.sum()), TypeError, r"loss_fn\(output, target\)"
@@ -382,7 +383,34 @@ MISTAKES: dict[str, Mistake] = {
     "how many seeds": (lambda: leave(seeds=3), TypeError, r"seeds=3: pass the seeds themselves, e.g. range\(3\)"),
     "settings for a recipe": (lambda: leave(recipe={"epochs": 1}), TypeError, "recipe is a dict: pass a .*Recipe"),
     "retraining that gives text": (lambda: RESULT.verify(lambda subsets: ["good"] * 4), TypeError, "retrain returned"),
+    "a strategy that forms no gradients, with a curvature": (
+        lambda: ask(strategy="ghost"), ValueError, r"used here.*Use 'auto', 'segmented', 'backward', 'persample'\.$"
+    ),
+    "data of another dtype than a model in bfloat16": (
+        lambda: ask(model=copy.deepcopy(MODEL).bfloat16()), TypeError, r"bfloat16: pass x\.to\(torch\.bfloat16\)"
+    ),
+    "a penalty in the loss": (
+        lambda: ask(loss_fn=lambda out, y: LOSS(out, y) + MODEL[0].weight.square().sum()),
+        ValueError, "Leave the penalty out of the loss, and pass its strength as damping= of attribute",
+    ),
+    "a recipe of no epoch": (lambda: Recipe(0, 0.1, 32), ValueError, r"epochs=0: pass a positive number\.$"),
+    "batches of no point": (lambda: Recipe(1, 0.1, 0), ValueError, r"batch_size=0: pass a positive number\.$"),
+    "a folder for a file of scores": (lambda: Attribution.load("tests"), ValueError, "tests is a folder: pass a file"),
+    "learning rates that are not finite": (
+        lambda: TrainingSteps([0.1, float("nan")]), ValueError, "learning_rates holds nan: pass finite numbers"
+    ),
+    "negative learning rates": (lambda: TrainingSteps(-0.1), ValueError, r"learning_rates holds -0\.1: pass finite"),
+    "a batch size as text": (lambda: Groups([0, 1]).batch_sampler("3"), TypeError, "batch_size='3': pass a whole"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["influence", "tracin"])
+def test_a_refused_call_leaves_batch_statistics_as_they_were(method: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES)).train()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"the model is in train mode.*call model\.eval\(\) first"):
+        ask(model=model, property=lambda model: model(X).square().mean(), method=method)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -25,7 +25,7 @@ def test_the_losses_of_a_batch_are_those_of_the_examples_alone(name):
         alone = torch.stack([own_loss(model, collate([row])) for row in rows])
         losses = loss.each(model, collate(rows))
     assert relative_error(losses, alone) <= 1e-6  # language models take it in float32
-    assert loss._by_rows[model]
+    assert loss._found()[model]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -110,7 +110,7 @@ def test_a_loss_that_a_batch_does_not_tell_is_computed_alone(kind, by_rows):
         losses = loss.each(model, data)
     alone = torch.stack([model(data["x"][i : i + 1], data["labels"][i : i + 1])["loss"] for i in range(6)])
     assert relative_error(losses, alone.detach()) <= 1e-12
-    assert loss._by_rows[model] == by_rows
+    assert loss._found()[model] == by_rows
 
 
 class OfKept(nn.Module):

@@ -367,3 +367,17 @@ def test_a_script_has_one_hash_in_every_process() -> None:
         for seed in "014"
     }
     assert len(found) == 1
+
+
+def test_a_configuration_for_generating_text_has_one_hash_in_every_process() -> None:
+    code = (
+        "from transformers import GPT2Config, GPT2LMHeadModel; from ggda_ext.storage.fingerprint import of_structure;"
+        "print(of_structure(GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1)), None))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, check=True, env=os.environ | {"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in "01"
+    }
+    assert len(found) == 1

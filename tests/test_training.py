@@ -438,3 +438,105 @@ def test_denormal_numbers_are_flushed_in_training_only(at_once, before):
         assert seen[-1] is supported
     finally:
         torch.set_flush_denormal(False)
+
+
+# ---- data and recipes that do not fit
+
+
+NETWORKS = {"stacked": "mlp", "mapped": "normed", "one by one": "batch norm"}
+
+
+@pytest.mark.parametrize("columns", [5, 7])
+@pytest.mark.parametrize("name", NETWORKS.values(), ids=NETWORKS)
+def test_inputs_with_other_columns_than_the_models_were_trained_on_are_refused(name: str, columns: int) -> None:
+    models = train_many(of(name), LOSS, points(), Recipe(1, 0.1, 30), seeds=[0, 1])
+    with pytest.raises(ValueError if name != "normed" else RuntimeError, match=f"{columns}"):
+        models.outputs(torch.randn(4, columns, dtype=torch.float64))
+
+
+def test_inputs_of_another_dtype_than_a_stack_are_refused() -> None:
+    models = train_many(of("mlp"), LOSS, points(), Recipe(1, 0.1, 30), seeds=[0])
+    with pytest.raises(TypeError, match=r"the models are torch\.float64, and the inputs are torch\.float32"):
+        models.outputs(points()[0].float())
+
+
+def number(form: str) -> Any:
+    return {
+        "vmapped": lambda: nn.Linear(6, 1),
+        "batch norm": lambda: nn.Sequential(nn.Linear(6, 1), nn.BatchNorm1d(1)),
+    }[form]
+
+
+@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(), nn.BCEWithLogitsLoss()])
+@pytest.mark.parametrize("form", ["vmapped", "batch norm"])
+def test_targets_of_one_dimension_are_those_of_outputs_with_one_column(form: str, loss_fn: Any) -> None:
+    x = points()[0].float()
+    y, recipe = (x[:, 0] > 0).float(), Recipe(2, 0.1, 30)
+    flat, column = (
+        train_many(number(form), loss_fn, (x, targets), recipe, seeds=[0, 1]).outputs(x) for targets in (y, y[:, None])
+    )
+    assert torch.equal(flat, column)
+    one, other = (
+        train_one(initial_model(number(form), 0), loss_fn, (x, targets), recipe, seed=0).model(x)
+        for targets in (y, y[:, None])
+    )
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("form", ["vmapped", "batch norm"])
+def test_a_loss_of_ones_own_that_compares_every_output_with_every_target_is_refused(form: str) -> None:
+    x = points()[0].float()
+    y, recipe = x[:, 0], Recipe(1, 0.1, 30)
+    for wrong in (nn.functional.mse_loss, lambda output, target: (output - target).abs().mean()):
+        with pytest.raises(ValueError, match=r"every output with every target.*y\[\.\.\., None\]"):
+            train_many(number(form), wrong, (x, y), recipe, seeds=[0])
+    for right in (
+        lambda output, target: (output[:, 0] - target).square().mean(),
+        lambda output, target: (output[:, 0] - output[:, 0].mean() - target).square().sum(),  # compares examples
+    ):
+        train_many(number(form), right, (x, y), recipe, seeds=[0])
+
+
+@pytest.mark.parametrize("what", ["inputs", "targets", "recipe"])
+@pytest.mark.parametrize("name", NETWORKS.values(), ids=NETWORKS)
+def test_a_training_that_ends_with_nan_is_refused(name: str, what: str) -> None:
+    x, y = points()
+    loss: Any = LOSS
+    if what == "inputs":
+        x[3, 1] = torch.nan
+    if what == "targets":
+        loss = lambda output, target: (output[:, 0] - target).square().mean()  # noqa: E731
+        y = y.double()
+        y[4] = torch.nan
+    recipe = Recipe(3, 1e200 if what == "recipe" else 0.1, 30, weight_decay=0.1, schedule="constant")
+    said = {"inputs": "the inputs hold such numbers", "targets": "the targets", "recipe": "lower learning_rate=1e"}
+    with pytest.raises(ValueError, match=f"training of seed 7 on 90 points ended with NaN.*{said[what]}"):
+        train_many(of(name), loss, (x, y), recipe, seeds=[7])
+    with pytest.raises(ValueError, match=f"training of seed 7 on 90 points ended with NaN.*{said[what]}"):
+        train_one(initial_model(of(name), 7), loss, (x, y), recipe, seed=7)
+
+
+def test_what_is_no_recipe_no_model_or_no_class_is_named() -> None:
+    x, y = points()
+    recipe, given = Recipe(1, 0.1, 30), {"epochs": 1, "learning_rate": 0.1, "batch_size": 30}
+    for run in (
+        lambda: train_one(of("mlp")(), LOSS, (x, y), given, seed=0),  # type: ignore[arg-type]
+        lambda: train_many(of("mlp"), LOSS, (x, y), given, seeds=[0]),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="recipe is a dict"):
+            run()
+    with pytest.raises(TypeError, match="model is a function"):
+        train_one(of("mlp"), LOSS, (x, y), recipe, seed=0)
+    with pytest.raises(TypeError, match="seed='a': pass a whole number"):
+        initial_model(of("mlp"), "a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="x is a tuple: pass a tensor"):
+        train_many(of("mlp"), LOSS, (x, y), recipe, seeds=[0]).outputs((x, y))  # type: ignore[arg-type]
+    outside = y.clone()
+    outside[80] = CLASSES
+    for name in NETWORKS.values():
+        with pytest.raises(ValueError, match=f"hold class {CLASSES}, and the model has outputs for {CLASSES}"):
+            train_many(of(name), LOSS, (x, outside), recipe, seeds=[0])
+        with pytest.raises(ValueError, match=r"pass y\[:, 0\]"):
+            train_many(of(name), LOSS, (x, y[:, None]), recipe, seeds=[0])
+        with pytest.raises(ValueError, match="inputs of shape"):
+            train_many(of(name), LOSS, (x[:, :3], y), recipe, seeds=[0])

@@ -529,3 +529,68 @@ def test_packed_rows_are_refused(tmp_path):
     trainer.args.packing = True
     with pytest.raises(ValueError, match="packs several documents into a row"):
         attribute_trainer(trainer, sources(examples("gpt2", 4)), "source", eval_dataset=examples("gpt2", 2))
+
+
+# ---- scores that are kept in a folder
+
+
+class Weighted(Trainer):
+    """Its loss depends on an attribute of its own."""
+
+    factor = 0.5
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (self.factor * outputs.loss, outputs) if return_outputs else self.factor * outputs.loss
+
+
+def other_func(outputs, labels, num_items_in_batch=None):
+    return 3 * func(outputs, labels, num_items_in_batch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({}, {}),
+        ({"label_smoothing_factor": 0.2}, {}),
+        ({"compute_loss_func": func}, {}),
+        ({"kind": Weighted}, {}),
+        ({}, {"property": "perplexity"}),
+        ({}, {"preconditioner": "adam"}),
+        ({}, {"method": "ekfac"}),
+    ],
+)
+def test_kept_scores_are_used_again_for_the_same_call_and_refused_for_another(settings, asked, tmp_path, monkeypatch):
+    rows, tests = sources(examples("gpt2", N)), examples("gpt2", 3, seed=1)
+
+    def call(rows=rows, seed=0, settings=settings, factor=0.5, **changed):
+        torch.manual_seed(0)
+        trainer = trainer_of(made("gpt2", torch.float32, seed), rows, tmp_path / "runs", eval_dataset=tests, **settings)
+        trainer.factor = factor
+        trainer.train()
+        return attribute_trainer(trainer, rows, "source", save_dir=tmp_path / "kept", **asked | changed)
+
+    other = (
+        {"label_smoothing_factor": 0.3} if "label_smoothing_factor" in settings else {"compute_loss_func": other_func}
+    )
+    first = call()
+    with monkeypatch.context() as patched:
+        patched.setattr(GroupGradients, "scores", None)
+        assert torch.equal(call().scores, first.scores)
+    changes = [{"rows": rows[::-1]}, {"seed": 1}, {"tokens": "sum"}, {"settings": other}]
+    if "kind" in settings:
+        changes[-1] = {"factor": 0.25}
+    for change in changes:
+        with pytest.raises(ValueError, match="save_dir"):
+            call(**change)
+
+
+@pytest.mark.parametrize("of", [lambda rows: rows[:-3], lambda rows: rows + rows])
+def test_rows_of_another_number_than_the_trainers_are_refused(of, tmp_path):
+    trainer, rows = trained(tmp_path)
+    given = of(rows)
+    with pytest.raises(ValueError, match=f"has {len(given)} rows, and the Trainer has {N} .*trainer.train_dataset"):
+        attribute_trainer(trainer, given, "source")
+    attribute_trainer(trainer.model, given, "source", eval_dataset=trainer.eval_dataset, data_collator=collate)
+    trainer.train_dataset = None
+    attribute_trainer(trainer, given, "source")

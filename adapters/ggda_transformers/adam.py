@@ -44,6 +44,18 @@ class AdamTracIn(Method):
     def __repr__(self) -> str:
         return f"AdamTracIn({self._checkpoint.path if self._checkpoint is not None else 'current'!s})"
 
+    def __fingerprint__(self) -> list[Any]:
+        """What the divisors depend on: the optimizer's state, and the Trainer's order of parameters."""
+        order = None
+        if self._trainer is not None and self._trainer.optimizer is not None:
+            names = {id(value): name for name, value in self._trainer.model.named_parameters()}
+            order = [
+                [names.get(id(value)) for value in group["params"]] for group in self._trainer.optimizer.param_groups
+            ]
+        if self._checkpoint is not None:
+            return [type(self._trainer), order, self._checkpoint.optimizer_state()]
+        return [type(self._trainer), order, None if self._optimizer is None else self._optimizer.state_dict()]
+
     def load(self, model: nn.Module, checkpoint: TrainerCheckpoint) -> None:
         """Load a checkpoint into the model, and use its second moments from now on."""
         checkpoint.load(model)

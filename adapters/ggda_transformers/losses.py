@@ -9,16 +9,53 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dis import get_instructions
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer
 
 from ggda_ext.losses.model_loss import OwnLoss
 from ggda_ext.losses.row_reductions import RowReductions, Tokens
 from ggda_transformers.peft_models import base_of
 
 IGNORED = -100
+
+
+class OverriddenLoss:
+    """`compute_loss` of a Trainer that overrides it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Any], **counts: Any) -> Any:
+        return self.trainer.compute_loss(model, inputs, **counts)
+
+    def __fingerprint__(self) -> list[Any]:
+        """What the loss may depend on: the class, its arguments, how far it is, and all that a plain Trainer has not.
+
+        What else a Trainer holds belongs to the training (the optimizer, the accelerator) or is hashed elsewhere.
+        """
+        own, state = vars(self.trainer), getattr(self.trainer, "state", None)
+        kept = {"label_smoother", "compute_loss_func", "processing_class", "model_accepts_loss_kwargs"}
+        plain = _assigned_by_trainer() - kept
+        arguments = {name: value for name, value in vars(self.trainer.args).items() if name not in _PLACES}
+        reached = getattr(state, "global_step", None), getattr(state, "epoch", None)
+        return [type(self.trainer), arguments, reached, {name: own[name] for name in sorted(own.keys() - plain)}]
+
+
+_PLACES = frozenset({"output_dir", "logging_dir", "run_name", "distributed_state"})
+"""Arguments of a Trainer that say where it writes and on which machine it runs; a time may be part of them."""
+
+
+@cache
+def _assigned_by_trainer() -> frozenset[str]:
+    """Names of the attributes that the methods of `Trainer` itself assign to."""
+    codes = [method.__code__ for method in vars(Trainer).values() if isinstance(method, FunctionType)]
+    return frozenset(item.argval for code in codes for item in get_instructions(code) if item.opname == "STORE_ATTR")
 
 
 class TrainerLoss(OwnLoss):
@@ -28,9 +65,8 @@ class TrainerLoss(OwnLoss):
         tokens: ``"mean"`` or ``"sum"``, see the module's docstring.
         compute_loss_func: ``f(outputs, labels, num_items_in_batch=…)`` as given to Trainer, or None.
         smoother: the Trainer's label smoother, or None.
-        compute_loss: ``f(model, inputs)`` of a Trainer that overrides this method, or None.
+        compute_loss: the loss of a Trainer that overrides this method, or None.
         shifts: whether position i predicts label i + 1.
-        owner: the object that the functions belong to.
         of_token: as in `OwnLoss`.
         of_example: as in `OwnLoss`.
     """
@@ -41,27 +77,26 @@ class TrainerLoss(OwnLoss):
         *,
         compute_loss_func: Callable[..., Any] | None = None,
         smoother: Any = None,
-        compute_loss: Callable[..., Any] | None = None,
+        compute_loss: OverriddenLoss | None = None,
         shifts: bool = False,
-        owner: Any = None,
         of_token: Callable[[Tensor], Tensor] | None = None,
         of_example: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(tokens, of_token, of_example)
         self.compute_loss_func, self.smoother, self.compute_loss = compute_loss_func, smoother, compute_loss
-        self.shifts, self.owner = shifts, owner
+        self.shifts = shifts
 
     @property
     def anchors(self) -> tuple[Any, ...] | None:
         """The anchors of the model's own loss, and the objects whose functions this loss uses."""
         before = super().anchors
-        own = [self.compute_loss_func, self.smoother, self.owner if self.compute_loss is not None else None]
+        own = [self.compute_loss_func, self.smoother, self.compute_loss and self.compute_loss.trainer]
         return None if before is None else (*before, *(part for part in own if part is not None))
 
     def value(self, model: nn.Module, batch: Any, rows: RowReductions | None = None) -> Tensor:
         """The loss of a batch as one number, or one number for each example if `rows` is given."""
         if self.compute_loss is not None:
-            counted = "labels" in batch and getattr(self.owner, "model_accepts_loss_kwargs", False)
+            counted = "labels" in batch and getattr(self.compute_loss.trainer, "model_accepts_loss_kwargs", False)
             counts = {"num_items_in_batch": self._counts(batch["labels"], rows)} if counted else {}
             return _checked(self.compute_loss(model, dict(batch), **counts), "compute_loss")
         if self.compute_loss_func is None and self.smoother is None:

@@ -17,7 +17,7 @@ from ggda_ext.data import IndexedData, batch_length
 from ggda_ext.losses.row_reductions import Tokens
 from ggda_ext.words import check_counts
 from ggda_transformers.columns import check_rows, column_names, column_values
-from ggda_transformers.losses import TrainerLoss
+from ggda_transformers.losses import OverriddenLoss, TrainerLoss
 from ggda_transformers.peft_models import base_of, check_not_quantized
 
 LABELS = frozenset({"label", "label_ids", "labels"})
@@ -121,14 +121,14 @@ class TrainerSetup:
         return {
             "compute_loss_func": self.compute_loss_func,
             "smoother": getattr(self.trainer, "label_smoother", None),
-            "compute_loss": self.trainer.compute_loss if overrides else None,
-            "owner": self.trainer,
+            "compute_loss": OverriddenLoss(self.trainer) if overrides else None,
         }
 
     def prepared(self, dataset: Any) -> Any:
         """The training data with columns that the model takes: `dataset`, or the rows that the Trainer made from it."""
         own = getattr(self.trainer, "train_dataset", None)
         if own is None or own is dataset or self.columns is None or self.columns & set(column_names(dataset)):
+            _check_length(dataset, own)
             return dataset
         shared = [name for name in column_names(dataset) if name in column_names(own)]
         if len(own) == len(dataset) and shared:
@@ -158,8 +158,25 @@ class TrainerSetup:
         check_rows(dataset, name)
         return DataLoader(dataset, batch_size=self.batch_size, collate_fn=self.collate)
 
-    def collate(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """Make a batch of rows, from the columns that a Trainer keeps."""
+    @property
+    def collate(self) -> Collate:
+        """Makes a batch of rows, from the columns that a Trainer keeps."""
+        return Collate(self.collator, self.columns)
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Makes a batch of rows.
+
+    Attributes:
+        collator: makes a batch of rows with the columns that are kept.
+        columns: the columns that are kept; None for all.
+    """
+
+    collator: Callable[[list[Any]], Any]
+    columns: frozenset[str] | None
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         kept = [self._kept(row) for row in rows]
         try:
             batch = self.collator(kept)
@@ -206,6 +223,15 @@ def shifts_labels(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or "ForCausalLM" in name or "LMHeadModel" in name
     return known and not getattr(config, "is_encoder_decoder", False)
+
+
+def _check_length(dataset: Any, own: Any) -> None:
+    """Raise an error if a data set has another number of rows than the Trainer's own."""
+    if hasattr(own, "__len__") and hasattr(dataset, "__len__") and len(own) != len(dataset):
+        raise ValueError(
+            f"train_dataset has {len(dataset)} rows, and the Trainer has {len(own)} to train on: pass "
+            "trainer.train_dataset, or trainer.model instead of the Trainer if the model was trained on these rows."
+        )
 
 
 def _columns(model: nn.Module) -> frozenset[str]:

@@ -21,17 +21,20 @@ class Headlines:
         speed: how many times faster the group versions are than the originals.
         fidelity: how well group scores follow real retraining.
         method: which method to use.
+        warning: that the numbers mean nothing, for runs at the smoke scale; else empty.
     """
 
     equality: str
     speed: str
     fidelity: str
     method: str
+    warning: str = ""
 
     @property
     def lines(self) -> tuple[str, ...]:
         """All sentences in order. If there are no rows for a sentence, it names the command that makes them."""
-        return self.equality, self.speed, self.fidelity, self.method
+        sentences = self.equality, self.speed, self.fidelity, self.method
+        return (self.warning, *sentences) if self.warning else sentences
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -39,7 +42,17 @@ class Headlines:
 
 def headlines(results: Results) -> Headlines:
     """Return the sentences for the given rows."""
-    return Headlines(_equality(results), _speed(results), _fidelity(fidelity(results)), _method(advice(results)))
+    return Headlines(
+        _equality(results), _speed(results), _fidelity(fidelity(results)), _method(advice(results)), _warning(results)
+    )
+
+
+def _warning(results: Results) -> str:
+    scales = [run.config.get("scale") for run in results.runs]
+    if "smoke" not in scales:
+        return ""
+    which = "These runs are" if set(scales) == {"smoke"} else f"{scales.count('smoke')} of {len(scales)} runs are"
+    return f"{which} at the smoke scale, which shows that everything runs: its numbers mean nothing."
 
 
 def _equality(results: Results) -> str:

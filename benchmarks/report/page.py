@@ -89,7 +89,7 @@ def html(content: Content) -> str:
     return template.from_string(source).render(
         title=TITLE,
         about=ABOUT,
-        lead=content.headlines.lines[:3],
+        lead=[line for line in content.headlines.lines if line != content.headlines.method],
         charts=content.charts,
         links=[*links, ("How it was run", "runs")],
         missing=content.missing,

@@ -83,6 +83,10 @@ class TrainingSteps:
             raise ValueError(f"weight_decay={self.weight_decay}: pass 0 or more.")
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}: pass at least 1.")
+        rates = np.atleast_1d(np.asarray(self.learning_rates, float))
+        strange = rates[~(np.isfinite(rates) & (rates >= 0))]
+        if len(strange):
+            raise ValueError(f"learning_rates holds {strange[0]:g}: pass finite numbers from 0 on.")
         if not self.distance > 0:
             raise ValueError("learning_rates add up to 0: pass those of every step, or their sum.")
 

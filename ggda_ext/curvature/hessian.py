@@ -197,7 +197,8 @@ class GaussNewton(Hessian):
         if beside:
             raise ValueError(
                 f"the loss depends on {beside[0]!r} beside the model's output (a penalty on weights?): the "
-                "Gauss–Newton matrix is of a loss of the outputs. Leave the penalty out and pass it as regularization."
+                "Gauss–Newton matrix is of a loss of the outputs. Leave the penalty out of the loss, and pass its "
+                "strength as damping= of attribute, weight_decay= of WhatIf, or the regularization of a drop-in."
             )
         if value.requires_grad and (found[0] is None or not found[0].requires_grad):
             raise NoCurvature(

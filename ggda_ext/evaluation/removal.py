@@ -77,10 +77,13 @@ def pruning_score(
 
 
 def listed_fractions(fractions: Any) -> list[float]:
-    """Return the fractions as a list; raise an error for a single number."""
+    """Return the fractions as a list; raise an error for a single number, and for none."""
     if not isinstance(fractions, Iterable):
         raise TypeError(f"fractions={fractions!r}: pass a list of them, e.g. [0.1, 0.2].")
-    return list(fractions)
+    listed = list(fractions)
+    if not listed:
+        raise ValueError("fractions is empty: pass at least one, e.g. [0.1].")
+    return listed
 
 
 def _curve(

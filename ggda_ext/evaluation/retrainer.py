@@ -14,6 +14,7 @@ from ggda_ext.losses import example_losses
 from ggda_ext.properties.class_outputs import class_labels, class_logits
 from ggda_ext.sharing import in_shares
 from ggda_ext.training import Recipe, TrainedModels, initial_model, train_many
+from ggda_ext.training.recipe import check_recipe, checked_data
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,17 @@ class Retrainer:
     def __post_init__(self) -> None:
         if self.measure not in ("accuracy", "loss") and not callable(self.measure):
             raise ValueError(f"measure={self.measure!r} is not one of 'accuracy', 'loss', and no function either.")
+        check_recipe(self.recipe)
+        checked_data(self.train, "train")
+        checked_data(self.test, "test")
 
     def __call__(self, subsets: Sequence[np.ndarray]) -> np.ndarray:
         """Train models on every subset and return their values `[subsets, seeds]`; ranks share the trainings."""
         if not isinstance(subsets, Iterable):
             raise TypeError(f"subsets={subsets!r}: pass a list of arrays of training indices.")
         subsets = list(subsets)
+        if not subsets:
+            raise ValueError("subsets is empty: pass at least one array of training indices.")
         self._check_measure()
         jobs = [(subset, seed) for subset in subsets for seed in self.seeds]
 
@@ -69,12 +75,17 @@ class Retrainer:
             return
         untrained = TrainedModels(self.make_model, [initial_model(self.make_model, 0).state_dict()])
         try:
-            self._value(untrained.outputs(self.test[0])[0])
+            value = self._value(untrained.outputs(self.test[0])[0])
         except ValueError as error:
             raise ValueError(
                 f"measure={self.measure!r} cannot be taken of test: {error} Or pass another measure, e.g. a function "
                 "measure(outputs, targets)."
             ) from error
+        if not bool(untrained.outputs(self.test[0]).isfinite().all() & value.isfinite()):
+            raise ValueError(
+                f"measure={self.measure!r} cannot be taken of test: the outputs or losses of its points are not finite "
+                "even before training, so fill or drop the points with NaN or infinity."
+            )
 
     def _value(self, outputs: Tensor) -> Any:
         targets = self.test[1]

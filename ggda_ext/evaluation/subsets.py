@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggda_ext.groups.partition import Groups, GroupsLike
-from ggda_ext.words import check_counts
+from ggda_ext.words import check_required_counts
 
 _DRAWS = 50  # number of choices drawn for each choice that is taken, if all should keep about the same number of points
 
@@ -25,7 +25,7 @@ def random_subsets(
             training steps, which alone may explain their losses.
         seed: random seed of the choice.
     """
-    check_counts(count=count)
+    check_required_counts(count=count)
     groups = Groups.of(groups)
     k = len(groups)
     size = round(fraction * k)

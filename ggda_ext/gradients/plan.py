@@ -284,7 +284,9 @@ def choose(
         chosen, reason = asked, "asked for by name"
     else:
         why = strategies[asked].refusal(facts, rows=rows, points=points)
-        raise ValueError(f"strategy={asked!r} cannot be used here: {why}. Use 'auto' or {list(possible)}.")
+        usable = [name for name, one in strategies.items() if one.refusal(facts, rows=True, points=points) is None]
+        instead = "".join(f", {name!r}" for name in usable)  # they form gradients, which a method may need as well
+        raise ValueError(f"strategy={asked!r} cannot be used here: {why}. Use 'auto'{instead}.")
     own = facts.ghost_work if strategies[chosen].of_points else facts.parameters  # numbers in a direction
     held = m * int((own + facts.batch_size) * facts.itemsize + facts.groups * 8)  # sums are in double precision
     return Plan(chosen, reason, possible[chosen], facts, facts.working_bytes + held)

@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 
 from ggda_ext.groups.labels import Rest, Rule, check_labels, read_labels, refuse_empty, sizes_by_rule
 from ggda_ext.groups.naming import Share, id_of, labels_of_some, listed_ids, names_at, spread_over
-from ggda_ext.words import check_counts, without
+from ggda_ext.words import check_counts, check_required_counts, without
 
 if TYPE_CHECKING:
     from ggda_ext.data import DataLike
@@ -409,6 +409,7 @@ class Groups:
 
     def batch_sampler(self, batch_size: int) -> Sampler[list[int]]:
         """Return a `batch_sampler` for `torch.utils.data.DataLoader` that keeps the points of a group together."""
+        check_required_counts(batch_size=batch_size)
         return _GroupBatchSampler(self, batch_size)
 
 

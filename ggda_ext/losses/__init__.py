@@ -8,10 +8,13 @@ from ggda_ext.losses.example import (
     OutputLoss,
     as_example_loss,
     cannot_take,
+    check_not_broadcast,
     example_losses,
+    has_class_outside,
     ignored_targets,
     model_output,
     shape_of,
+    training_loss,
 )
 
 __all__ = [
@@ -22,8 +25,11 @@ __all__ = [
     "OutputLoss",
     "as_example_loss",
     "cannot_take",
+    "check_not_broadcast",
     "example_losses",
+    "has_class_outside",
     "ignored_targets",
     "model_output",
     "shape_of",
+    "training_loss",
 ]

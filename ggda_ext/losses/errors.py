@@ -49,7 +49,9 @@ def of_model(error: Exception, model: nn.Module, batch: Any) -> Exception:
         own = next((str(p.dtype) for p in model.parameters()), "another type")
         dtypes = ", ".join(str(tensor.dtype) for tensor in tensors_in(batch))
         fix = "pass inputs first, then the target; x.float() for x, or df.astype('float32')"
-        if "float64" in dtypes:
+        if own in ("torch.bfloat16", "torch.float16"):
+            fix = f"pass x.to({own}) for x"
+        elif "float64" in dtypes:
             fix = "pass x.float() for x, or model.double()"
         elif own == "torch.float64":
             fix = "pass inputs first, then the target; x.double() for x, or model.float()"
@@ -93,8 +95,8 @@ def of_loss(error: Exception, name: str, output: Tensor, target: Tensor) -> Exce
         return _not_whole(name, target)  # PyTorch 2.6 uses the second message
     if isinstance(error, RuntimeError) and "between 0 and 1" in str(error):
         return ValueError(
-            f"{name} takes probabilities, and the model gives {output.min().item():.3g} to {output.max().item():.3g}: "
-            "use nn.BCEWithLogitsLoss(), or end the model with a sigmoid."
+            f"{name} takes probabilities, and the outputs are {output.min().item():.3g} to {output.max().item():.3g}: "
+            "pass nn.BCEWithLogitsLoss(), and the model without a sigmoid at its end."
         )
     if isinstance(error, RuntimeError) and "target size" in str(error):
         return ValueError(

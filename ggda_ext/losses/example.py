@@ -298,10 +298,15 @@ def _is_comparable(loss_fn: Any, output: Tensor, target: Any) -> bool:
     if isinstance(loss_fn, _ELEMENTWISE) and output.numel() != target.numel():
         _check_comparable(loss_fn, output, target)
         return False
-    by_number = classes and output.dim() == 2 and not target.is_complex()
+    _check_classes(loss_fn, output, target)
+    return True
+
+
+def _check_classes(loss_fn: Any, output: Tensor, target: Tensor) -> None:
+    """Raise an error for outputs and targets that a PyTorch loss of classes would misinterpret or cannot take."""
+    by_number = isinstance(loss_fn, _CLASSES) and output.dim() == 2 and not target.is_complex()
     if by_number and ((target.dim() == 1) == target.is_floating_point() or output.shape[1] == 1):
         errors.check_classes(type(loss_fn).__name__, output, target)
-    return True
 
 
 def _as_output(output: Tensor, target: Tensor) -> Tensor:
@@ -336,6 +341,59 @@ def _known_losses(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor:
         counted = (target.reshape(size, -1) != loss_fn.ignore_index).sum(1)
         return rows.sum(1) / counted.clamp(min=1)
     return rows.mean(1)
+
+
+def training_loss(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``loss_fn(output, target)`` of a batch, for training; a PyTorch loss gets the targets as `example_losses`.
+
+    Its errors say what to do.
+    """
+    if not _is_known(loss_fn):
+        return loss_fn
+
+    def fitted(output: Tensor, target: Tensor) -> Tensor:
+        alike = output.shape[:1] == target.shape[:1] and output.numel() == target.numel()
+        target = _as_output(output, target) if alike and isinstance(loss_fn, _ELEMENTWISE) else target
+        _check_classes(loss_fn, output, target)
+        try:
+            return loss_fn(output, target)
+        except (RuntimeError, IndexError) as error:
+            explained = errors.of_loss(error, type(loss_fn).__name__, output, target)
+            if explained is error:
+                raise
+            raise explained from error
+
+    return fitted
+
+
+@torch.no_grad()
+def check_not_broadcast(loss_fn: Callable[..., Tensor], output: Any, target: Tensor) -> None:
+    """Raise an error if a loss compares every output `[b, 1]` with every target `[b]`.
+
+    Its value for a batch is then not that of its rows alone, but would be for outputs `[b]`.
+    """
+    pairs = isinstance(output, Tensor) and output.shape == (*target.shape, 1) and len(target) > 1
+    if not pairs or _is_known(loss_fn):
+        return
+    try:
+        value, fitting = loss_fn(output, target), loss_fn(output[..., 0], target)
+        alone = _alone(loss_fn, (output, target))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return  # a loss that cannot be called so raises its own error, or is none of outputs [b]
+    by_rows = alone.sum() if torch.allclose(fitting, alone.sum(), 1e-3) else alone.mean()
+    if torch.allclose(fitting, by_rows, 1e-3) and not torch.allclose(value, by_rows, 1e-3):
+        raise ValueError(
+            f"loss_fn compares every output with every target, because the model gives outputs {list(output.shape)} "
+            f"for targets {list(target.shape)}: pass targets of that shape, y[..., None]."
+        )
+
+
+def has_class_outside(loss_fn: Any, output: Tensor, target: Tensor) -> bool:
+    """Whether a PyTorch loss of classes gets a target that is the number of no output of the model."""
+    if not isinstance(loss_fn, _CLASSES) or target.is_floating_point():
+        return False
+    counted = target[target != loss_fn.ignore_index]
+    return counted.numel() > 0 and not 0 <= int(counted.min()) <= int(counted.max()) < output.shape[1]
 
 
 def ignored_targets(loss_fn: Any, target: Tensor | None) -> Tensor | None:

@@ -18,6 +18,8 @@ from ggda_ext.data import batch_length, pick
 from ggda_ext.losses.example import ExampleLoss, shape_of
 from ggda_ext.losses.row_reductions import RowReductions, Tokens
 
+_by_rows: weakref.WeakKeyDictionary[OwnLoss, weakref.WeakKeyDictionary[nn.Module, bool]] = weakref.WeakKeyDictionary()
+"""Whether the losses of examples can be taken from a whole batch of a model: found out, so no setting of the loss."""
 _COMPARED = 4  # examples of the first batch that are run alone
 
 
@@ -45,7 +47,6 @@ class OwnLoss(ExampleLoss):
         if tokens not in ("mean", "sum"):
             raise ValueError(f"tokens={tokens!r} is not one of 'mean', 'sum'.")
         self.tokens, self.of_token, self.of_example = tokens, of_token, of_example or _as_it_is
-        self._by_rows: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     @property
     def anchors(self) -> tuple[Any, ...] | None:
@@ -56,13 +57,13 @@ class OwnLoss(ExampleLoss):
     def prepare(self, model: nn.Module, batch: Any) -> None:
         """Find out, once per model, whether the losses of examples can be taken from a whole batch."""
         size = batch_length(batch)
-        if size > 1 and model not in self._by_rows:
-            self._by_rows[model] = self._proven(model, batch, size)
+        if size > 1 and model not in self._found():
+            self._found()[model] = self._proven(model, batch, size)
 
     def each(self, model: nn.Module, batch: Any) -> Tensor:
         self.prepare(model, batch)
         size = batch_length(batch)
-        if size == 1 or self._by_rows[model]:
+        if size == 1 or self._found()[model]:
             losses = self._rows(model, batch, size, self.tokens, self.of_token)[0]
         else:
             alone = (pick(batch, [at]) for at in range(size))
@@ -98,6 +99,10 @@ class OwnLoss(ExampleLoss):
         if loss.numel() != size or (size > 1 and not rows.calls):
             raise _NotByRows
         return loss.reshape(size), rows.counted
+
+    def _found(self) -> weakref.WeakKeyDictionary[nn.Module, bool]:
+        """What was found out about each model."""
+        return _by_rows.setdefault(self, weakref.WeakKeyDictionary())
 
     def _proven(self, model: nn.Module, batch: Any, size: int) -> bool:
         """Whether the losses taken from a whole batch equal the losses of its examples alone."""

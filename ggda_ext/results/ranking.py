@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from ggda_ext.groups.naming import UnknownName
+from ggda_ext.groups.naming import UnknownName, no_group
 from ggda_ext.properties.property import HigherIsBetter
 
 if TYPE_CHECKING:
@@ -133,6 +133,10 @@ def by_name(result: Attribution, key: Any) -> Attribution:
         close = difflib.get_close_matches(key, result.properties, n=3, cutoff=0.6)
         if close:
             raise UnknownName(f"there is no group or property {key!r}; did you mean {', '.join(map(repr, close))}?")
+    if not is_group and len(result.properties) > 1:
+        raise UnknownName(
+            f"{no_group(key, result.groups.all_names)} The properties are {', '.join(map(repr, result.properties))}."
+        )
     return result.of_group(key)
 
 

@@ -35,6 +35,8 @@ from ggda_ext.storage.hashing import bytes_of, hash_of_bytes, joined
 PLAIN: frozenset[type] = frozenset({bool, int, float, complex, str, type(None), type(Ellipsis), type(NotImplemented)})
 _NAMED = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, np.dtype, PurePath, range, slice)
 _POINTER_BYTES = struct.calcsize("P")
+_OF_THE_PROCESS = frozenset({"_original_object_hash"})
+"""Attributes with another value in each process that follows from the others: the hash in a GenerationConfig."""
 _UNTOLD = (types.GeneratorType, types.CoroutineType, types.FrameType, io.IOBase)
 
 
@@ -110,7 +112,7 @@ class Content:
         found: list[Any] = ["attributes"]
         for name in sorted(held, key=str):
             item = held[name]
-            if not (name in but and type(item) is int):
+            if not (name in but and type(item) is int) and name not in _OF_THE_PROCESS:
                 found += (name, self.at(str(name), item))
         return joined(*found)
 
@@ -142,7 +144,8 @@ class _Inside:
 
 
 def _own(content: Content, value: Any) -> bytes:
-    return joined("own", callables.full_name(type(value)), str(value.__fingerprint__()))
+    """The hash of what an object says that it depends on: a text, or any value, which is hashed by its content."""
+    return content.parts("own", (callables.full_name(type(value)), value.__fingerprint__()))
 
 
 def _plain(content: Content, value: Any) -> bytes:

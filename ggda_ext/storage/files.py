@@ -67,12 +67,17 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) ->
         if error.errno in (errno.ELOOP, errno.EMLINK) or os.path.islink(path):
             raise DamagedFile(f"{path} is a symbolic link, which is not followed here: remove it.") from None
         if error.errno in (errno.EISDIR, errno.ENXIO):
-            raise DamagedFile(f"{path} is not a plain file: remove it.") from None
+            raise _not_plain(path) from None
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise DamagedFile(f"{path} is not a plain file: remove it.")
+        raise _not_plain(path)
     return handle
+
+
+def _not_plain(path: str | Path) -> DamagedFile:
+    what = "a folder" if os.path.isdir(path) else "no plain file"
+    return DamagedFile(f"{path} is {what}: pass a file, or move it away if a file belongs there.")
 
 
 def read_plain(path: str | Path, most: int = JSON_BYTES) -> bytes:

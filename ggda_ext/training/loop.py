@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,11 @@ from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from ggda_ext.checkpoints import State, state_on_cpu
-from ggda_ext.losses import cannot_take
+from ggda_ext.losses import cannot_take, check_not_broadcast, errors, training_loss
 from ggda_ext.sharing import ProgressBar
 from ggda_ext.training.denormals import denormals_flushed
-from ggda_ext.training.recipe import Recipe, checked_data, checked_subset, order_generator, shuffled
+from ggda_ext.training.recipe import Recipe, check_recipe, checked_data, checked_subset, order_generator, shuffled
+from ggda_ext.words import check_whole
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 MakeModel = Callable[[], nn.Module]
@@ -57,7 +58,8 @@ def train_one(
 
     Args:
         model: the model, freshly initialised (see `initial_model`).
-        loss_fn: ``loss_fn(model(x), y)`` returns a mean over the batch.
+        loss_fn: ``loss_fn(model(x), y)`` returns a mean over the batch. PyTorch's losses of numbers take y `[n]` for
+            outputs `[n, 1]`.
         data: the training set ``(x, y)``, on the device to train on.
         recipe: epochs, learning rate, batch size, weight decay, schedule.
         seed: determines the batch order, and dropout if the model has it.
@@ -66,6 +68,7 @@ def train_one(
         show_progress: whether to show a progress bar.
     """
     x, y = checked_data(data)
+    check_model_and_recipe(model, recipe)
     points = checked_subset(subset, len(x))
     wanted = _checked_epochs(checkpoint_epochs, recipe.epochs)
     for name, parameter in model.named_parameters():
@@ -81,13 +84,17 @@ def train_one(
         weight_decay=recipe.weight_decay,
     )
     scheduler = _scheduler(optimizer, recipe, recipe.steps(len(points)))
+    batch_loss = training_loss(loss_fn)
     order, used, checkpoints, rates = order_generator(seed), [], [], []
     with seeded(seed, x.device), denormals_flushed():
         for epoch in ProgressBar(range(1, recipe.epochs + 1), "training", unit="epoch", disable=not show_progress):
             for at in shuffled(points, order).to(x.device).split(recipe.batch_size):
                 used.append(optimizer.param_groups[0]["lr"])
                 optimizer.zero_grad(set_to_none=True)
-                one_number(loss_fn(model(x[at]), y[at])).backward()
+                output = output_of(model, x[at], y[at])
+                if len(used) == epoch == 1:
+                    check_not_broadcast(loss_fn, output, y[at])
+                one_number(batch_loss(output, y[at])).backward()
                 optimizer.step()
                 if scheduler is not None:
                     scheduler.step()
@@ -95,7 +102,49 @@ def train_one(
                 checkpoints.append(state_on_cpu(model))
                 rates.append(float(np.mean(used)))
                 used.clear()
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    check_finite(trained, seed, len(points), recipe, x)
     return Trained(model.eval(), tuple(checkpoints), tuple(rates))
+
+
+def check_model_and_recipe(model: Any, recipe: Any) -> None:
+    """Raise an error if `model` is no module, or `recipe` no `Recipe`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}: pass a torch.nn.Module, such as initial_model(make_model, 0)."
+        )
+    check_recipe(recipe)
+
+
+def output_of(model: nn.Module, x: Tensor, *targets: Tensor) -> Any:
+    """Return the model's output for a batch; errors say what to do."""
+    try:
+        return model(x)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        explained = errors.of_model(error, model, (x, *targets))
+        if explained is error:
+            raise
+        raise explained from error
+
+
+def check_finite(parameters: Mapping[str, Tensor], seed: int, points: int, recipe: Recipe, x: Tensor) -> None:
+    """Raise an error if a trained model holds numbers that are not finite.
+
+    Args:
+        parameters: the trained parameters, by name.
+        seed: the seed of the training.
+        points: the number of its training points.
+        recipe: how the model was trained.
+        x: the inputs of all training points.
+    """
+    strange = next((name for name, values in parameters.items() if not bool(values.isfinite().all())), None)
+    if strange is not None:
+        whole = not x.is_floating_point() or bool(x.isfinite().all())
+        fix = f"lower learning_rate={recipe.learning_rate:g}, or check" if whole else "fill or drop these, and check"
+        raise ValueError(
+            f"the training of seed {seed} on {points} points ended with NaN or infinity in parameter {strange!r}"
+            f"{'' if whole else ', and the inputs hold such numbers'}: {fix} that the targets and the loss are finite."
+        )
 
 
 def one_number(loss: Tensor) -> Tensor:
@@ -116,6 +165,7 @@ def initial_model(make_model: MakeModel, seed: int) -> nn.Module:
         )
     if not callable(make_model) or cannot_take(make_model, 0):
         raise TypeError(f"make_model={make_model!r}: pass a function without arguments, e.g. lambda: nn.Linear(4, 2).")
+    check_whole(seed=seed)
     with torch.inference_mode(False), seeded(seed):
         model = make_model()
     if not isinstance(model, nn.Module):

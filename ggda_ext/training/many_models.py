@@ -16,12 +16,23 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from ggda_ext.checkpoints import State, load_state, state_on_cpu
+from ggda_ext.losses import check_not_broadcast, has_class_outside, training_loss
 from ggda_ext.model import SavedState
 from ggda_ext.sharing import ProgressBar
 from ggda_ext.training.batch_order import StepBatch, Walk, batches, by_falling_steps, walks
 from ggda_ext.training.denormals import denormals_flushed
-from ggda_ext.training.loop import LossFn, MakeModel, initial_model, new_model, one_number, seeded, train_one
-from ggda_ext.training.recipe import BETA2, EPS, Recipe, check_seeds, checked_data, checked_subset
+from ggda_ext.training.loop import (
+    LossFn,
+    MakeModel,
+    check_finite,
+    initial_model,
+    new_model,
+    one_number,
+    output_of,
+    seeded,
+    train_one,
+)
+from ggda_ext.training.recipe import BETA2, EPS, Recipe, check_recipe, check_seeds, checked_data, checked_subset
 from ggda_ext.training.stacked import LayerGradients, StackedLayers
 from ggda_ext.training.vmapped import MappedGradients, MappedModel
 from ggda_ext.words import check_counts
@@ -76,10 +87,12 @@ class TrainedModels:
     @torch.no_grad()
     def outputs(self, x: Tensor, batch_size: int = 1024) -> Tensor:
         """Return the outputs of every model `[models, n, …]`."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x is a {type(x).__name__}: pass a tensor, the inputs without their targets.")
         batches = x.split(batch_size)
         if isinstance(self._stack, list):
             models = (model.to(x.device) for model in self)
-            return torch.stack([torch.cat([model(points) for points in batches]) for model in models])
+            return torch.stack([torch.cat([output_of(model, points) for points in batches]) for model in models])
         layout, tensors = self._stack
         parts = zip(*(tensor.split(MODELS_AT_ONCE) for tensor in tensors), strict=True)
         return torch.cat([torch.cat([layout.outputs(part, points) for points in batches], 1) for part in parts])
@@ -114,6 +127,7 @@ def train_many(
         show_progress: whether to show a progress bar.
     """
     x, y = checked_data(data)
+    check_recipe(recipe)
     check_seeds(seeds, once=False)
     check_counts(at_once=at_once)
     given = [None] * len(seeds) if subsets is None else list(subsets)
@@ -136,7 +150,7 @@ def train_many(
     order = by_falling_steps(points, recipe)
     done: list[list[Tensor]] = []
     total = sum(recipe.steps(len(subset)) for subset in points)
-    gradients = layout.gradients(loss_fn, x, y)
+    gradients = layout.gradients(training_loss(loss_fn), x, y)
     with (
         denormals_flushed(),
         ProgressBar(total=total, desc="training", unit="step", unit_scale=True, disable=not show_progress) as progress,
@@ -146,6 +160,10 @@ def train_many(
             tensors = layout.stack([initial_model(make_model, seeds[j]).to(x.device) for j in some])
             walking = walks([points[j] for j in some], [seeds[j] for j in some], recipe, len(x))
             _train(tensors, gradients, walking, recipe.weight_decay, progress)
+            finite = torch.stack([tensor.isfinite().reshape(len(some), -1).all(1) for tensor in tensors]).all(0)
+            for at in (~finite).nonzero()[:, 0].tolist():
+                state = layout.state([tensor[at] for tensor in tensors])
+                check_finite(state, seeds[some[at]], len(points[some[at]]), recipe, x)
             done.append(tensors)
     back = torch.from_numpy(np.argsort(order)).to(x.device)
     return TrainedModels(make_model, (layout, [torch.cat(parts)[back] for parts in zip(*done, strict=True)]))
@@ -167,21 +185,25 @@ def _is_faithful(layout: Layout, model: nn.Module, loss_fn: LossFn, x: Tensor, y
 
     A model that writes to its parameters when it runs has not: a stack gives it copies.
     """
-    at = torch.arange(min(len(x), FEW))
+    at, targets = torch.arange(min(len(x), FEW)), y
     x, y = x[at.to(x.device)], y[at.to(y.device)]
     tensors = layout.stack([model])
     slopes, before = [torch.empty_like(tensor) for tensor in tensors], SavedState(model)
     with seeded(0, x.device):
         try:
-            layout.gradients(loss_fn, x, y).write(tensors, slopes, StepBatch(at[None], len(at)))
+            layout.gradients(training_loss(loss_fn), x, y).write(tensors, slopes, StepBatch(at[None], len(at)))
             outputs = layout.outputs(tensors, x)
             model.zero_grad(set_to_none=True)
-            one_number(loss_fn(model.train()(x), y)).backward()
+            output = model.train()(x)
+            one_number(training_loss(loss_fn)(output, y)).backward()
             own_outputs = model.eval()(x)
-        except RuntimeError:  # vmap raises it for random numbers, and for code that reads values
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            # vmap raises RuntimeError for random numbers, and for code that reads values; a model or a loss that does
+            # not fit the data fails alone too, with an error that says what to do
             return False
-    if before.changed():
+    if before.changed() or has_class_outside(loss_fn, output, targets):
         return False
+    check_not_broadcast(loss_fn, output, y)
     found = layout.state([slope[0] for slope in slopes])
     own = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     if not found.keys() == own.keys() == model.state_dict().keys():  # Adam skips parameters without a gradient

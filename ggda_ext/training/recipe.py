@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.words import check_counts
+from ggda_ext.words import check_required_counts
 
 Schedule = Literal["onecycle", "linear", "constant"]
 
@@ -44,7 +44,7 @@ class Recipe:
     schedule: Schedule = "onecycle"
 
     def __post_init__(self) -> None:
-        check_counts(epochs=self.epochs, batch_size=self.batch_size)
+        check_required_counts(epochs=self.epochs, batch_size=self.batch_size)
         for name in ("learning_rate", "weight_decay"):
             if not isinstance(getattr(self, name), Real):
                 raise TypeError(f"{name}={getattr(self, name)!r}: pass a number.")
@@ -80,6 +80,12 @@ class Recipe:
         beta_start = np.where(rising, _HIGH_BETA1, _LOW_BETA1)
         beta_goal = np.where(rising, _LOW_BETA1, _HIGH_BETA1)
         return goal + (start - goal) * falling, beta_goal + (beta_start - beta_goal) * falling
+
+
+def check_recipe(recipe: Any) -> None:
+    """Raise an error if `recipe` is no `Recipe`."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}: pass a ggda_ext.training.Recipe.")
 
 
 def order_generator(seed: int) -> torch.Generator:
@@ -134,7 +140,7 @@ def checked_subset(subset: Any, n: int, name: str = "subset") -> Tensor:
     return found
 
 
-def checked_data(data: Any) -> tuple[Tensor, Tensor]:
+def checked_data(data: Any, name: str = "data") -> tuple[Tensor, Tensor]:
     """Return the data as a pair of tensors ``(x, y)``; raise an error if it is not one."""
     if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
         strange = (
@@ -142,11 +148,11 @@ def checked_data(data: Any) -> tuple[Tensor, Tensor]:
         )
         if hasattr(strange, "to_numpy"):
             raise TypeError(
-                f"data holds a {type(strange).__name__}: pass tensors, e.g. torch.tensor(df.to_numpy(), "
-                "dtype=torch.float32) and torch.tensor(df['y'].to_numpy())."
+                f"{name} holds a {type(strange).__name__}: pass tensors, e.g. torch.tensor(df.to_numpy(), "
+                "dtype=torch.float32) and torch.tensor(df['y'].to_numpy()), also as torch.float32 if y is no class."
             )
-        raise TypeError(f"data is a {type(data).__name__}: pass a pair of tensors (x, y).")
+        raise TypeError(f"{name} is a {type(data).__name__}: pass a pair of tensors (x, y).")
     x, y = data
     if len(x) != len(y) or len(x) == 0:
-        raise ValueError(f"data holds {len(x)} inputs and {len(y)} targets: pass as many of both, at least one.")
+        raise ValueError(f"{name} holds {len(x)} inputs and {len(y)} targets: pass as many of both, at least one.")
     return x, y

@@ -111,6 +111,8 @@ class StackedLayers:
 
     def outputs(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
         """Return the outputs of every model `[models, n, classes]`."""
+        if x.dtype != tensors[0].dtype:
+            raise TypeError(f"the models are {tensors[0].dtype}, and the inputs are {x.dtype}: convert the inputs.")
         values = self.inputs(x).expand(len(tensors[0]), -1, -1)
         for layer, (weight, bias) in zip(self.layers, self.split(tensors), strict=True):
             values = ACTIVATIONS[layer.activation][0](_linear(values, weight, bias))
@@ -118,6 +120,11 @@ class StackedLayers:
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return the input for the first layer's tensor: x, a one if there is a bias, and zeros up to `columns`."""
+        if x.dim() != 2 or x.shape[1] != self.layers[0].inside:
+            raise ValueError(
+                f"the models take inputs of shape [n, {self.layers[0].inside}], and these have shape {list(x.shape)}: "
+                "pass points with the columns that the models were trained on."
+            )
         ones = [torch.ones_like(x[:, :1])] if self.layers[0].bias else []
         joint = torch.cat([x, *ones], 1)
         return F.pad(joint, (0, self.columns - joint.shape[1]))

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from children import end, start
 from torch import Tensor
 
-from benchmarks import check, data, experiments, names, tour
+from benchmarks import check, data, experiments, label_issues, names, tour
 from benchmarks.__main__ import main
 from benchmarks.check.case import Case, Method
 from benchmarks.names import DATTRI_TASKS
@@ -271,3 +272,65 @@ def test_data_sets_stand_for_their_tasks(methods: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(check, "run", lambda tasks, *_, **__: seen.append(tasks) or [])
     assert main(["check", "--data", "heloc", "qnli"]) == 1  # nothing checked is not passed
     assert seen == [["heloc-lr", "heloc-ann-s", "heloc-ann-m", "qnli-bert"]]
+
+
+@pytest.mark.parametrize(
+    "given", [CHECK, ["report", "run", "--out", "results"], ["fidelity", "--quick", "--json", "results/f"]]
+)
+def test_a_file_in_place_of_a_folder_is_one_line(
+    given: list[str], methods: Any, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods(right)
+    if given[0] == "report":
+        main(CHECK)
+        only_folder().rename("run")
+        (here / "results").rmdir()
+    (here / "results").write_text("a file")
+    assert main(given) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("results")
+    assert said.endswith("name a folder that can be written to, or run in one.")
+
+
+def test_a_folder_of_another_version_is_named(methods: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    methods(raises(KeyboardInterrupt()))
+    main(CHECK)
+    folder = ResultFolder.open("check", {"command": "check"}, only_folder())
+    for name, value, one in (("scale", "huge", "huge"), ("tasks", ["iris"], "iris"), ("methods", ["Guess"], "Guess")):
+        before = folder.config[name]
+        folder.config[name] = value
+        folder._write_config()
+        assert _exits(["check", "--resume", str(folder.path)]) == 2
+        assert f"its {name} has {one!r}, which is none of" in capsys.readouterr().err
+        folder.config[name] = before
+
+
+def test_data_that_are_not_there_leave_no_result_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CHECK, "--data-dir", "nowhere"]) == 1
+    assert "the data folder nowhere does not exist" in capsys.readouterr().err
+    assert not (here / "results").exists()
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.5])
+def test_ctrl_c_in_the_first_seconds_is_one_line(seconds: float, here: Path) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "benchmarks", "check", "--scale", "smoke", "--processes", "2", "--data", "heloc"]
+    places = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'adapters'}"}
+    with subprocess.Popen(
+        command, cwd=here, env=places, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as run:
+        time.sleep(seconds)
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.stderr is not None
+        said = run.stderr.read()
+    assert "Traceback" not in said
+    assert run.returncode == 130
+    assert "stopped. " in said
+
+
+@pytest.mark.parametrize("bad", [["--only", "nope"], ["--flipped", "2"], ["--flipped", "nan"]])
+def test_label_issues_refuse_what_they_cannot_measure(bad: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["label_issues", *bad])
+    with pytest.raises(SystemExit) as stopped:
+        label_issues.main()
+    assert stopped.value.code == 2

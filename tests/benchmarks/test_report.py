@@ -28,6 +28,7 @@ from benchmarks.report.page import runs_text
 from benchmarks.report.rows import Run, merged, of_sums, read, slug
 from benchmarks.report.tables import all_tables
 from benchmarks.report.takeaways import OF_SECTION
+from benchmarks.results import ResultFolder
 from benchmarks.speed import write as write_timings
 from benchmarks.speed.timing import Row
 
@@ -616,3 +617,17 @@ def test_a_run_that_says_what_it_likes_is_escaped(tmp_path: Path) -> None:
     assert "<" not in lines
     assert not re.search(r"(?<!\\)[\[\]]", lines)
     assert lines.count("\n") == 0
+
+
+def test_a_smoke_run_says_that_its_numbers_mean_nothing(
+    small: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "at the smoke scale, which shows that everything runs: its numbers mean nothing."
+    for scale in ("quick", "smoke"):
+        folder = ResultFolder.open(scale, {"command": "run", "scale": scale}, base=tmp_path)
+        for row in small:
+            folder.append(row)
+        assert report.command([folder.path], tmp_path / scale) == 0
+        printed, page = capsys.readouterr().out, (tmp_path / scale / "report.html").read_text()
+        assert (said in printed, said in page) == (scale == "smoke", scale == "smoke")
+    assert page.index(said) < page.index("Same scores")
