@@ -237,3 +237,7 @@ def test_bad_input(data: tuple[Tensor, Tensor]) -> None:
         run(property=lambda model: model(test[0]))
     with pytest.raises(TypeError, match=r"property is a int: pass test data \(x, y\), or a callable"):
         run(property=3)
+    missing = (test[0].index_fill(0, torch.tensor([3]), float("nan")), test[1])
+    for broken in (missing, lambda model: LOSS(model(missing[0]), missing[1])):
+        with pytest.raises(ValueError, match=r"the property is \[nan\] before any training"):
+            run(property=broken)

@@ -38,6 +38,7 @@ from ggda_ext.words import check_counts, check_save_dir, without
 
 Pair = tuple[Tensor, Tensor]
 PARTS, SMALLEST_STACK = 8, 32
+_AT_ONCE = 512  # test points that the model is run on at once, before any training
 
 
 @dataclass(frozen=True)
@@ -273,8 +274,19 @@ class Measure:
         return torch.stack(losses)[:, None]
 
     def components(self, model: nn.Module) -> int:
-        """Return m, the number of values that the property gives for one model."""
-        return len(self._values(self.property, model)) if callable(self.property) else 1
+        """Return m, the number of values that the property gives for one model; raise an error if one is not finite."""
+        if callable(self.property):
+            values = self._values(self.property, model)
+        else:
+            x, y = self.property
+            with torch.no_grad():
+                outputs = torch.cat([model(part) for part in x.split(_AT_ONCE)])
+                values = example_losses(self.loss_fn, outputs, y).mean()[None]
+        if not bool(values.isfinite().all()):
+            raise ValueError(
+                f"the property is {values.tolist()} before any training: look for NaN or infinite numbers in its data."
+            )
+        return len(values)
 
     @torch.no_grad()
     def _values(self, property: Property, model: nn.Module) -> Tensor:
