@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.interrupts import ctrl_c_held
 from benchmarks.names import (
     DATTRI_TASKS,
     EQUAL_GROUPINGS,
@@ -79,10 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.insert(0, "tour")
     options = _parser().parse_args(given)
     try:
-        import torch  # takes seconds
+        with ctrl_c_held():  # for seconds; in the middle of this import Ctrl-C may end in an abort
+            import torch
 
-        from benchmarks.data.errors import DataError
-        from benchmarks.data.folders import chosen
+            from benchmarks.data.errors import DataError
+            from benchmarks.data.folders import chosen
     except KeyboardInterrupt:
         return _stopped(options, None)
     if hasattr(options, "threads"):

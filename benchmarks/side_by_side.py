@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import std
 from tqdm.auto import tqdm
 
+from benchmarks.interrupts import ctrl_c_held
 from benchmarks.results import ResultFolder
 from benchmarks.sizes import Scale
 
@@ -172,7 +173,8 @@ def at_once(count: int) -> Iterator[Workers]:
     others = set(multiprocessing.active_children())
     context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
     pools = [ProcessPoolExecutor(1, context, _begin, (threads,)) for _ in range(count if count > 1 else 0)]
-    with _ctrl_c_held():  # so that Ctrl-C while they import prints nothing
+    resource_tracker.ensure_running()  # when it starts, it lets Ctrl-C through again
+    with ctrl_c_held():  # so that Ctrl-C while they import prints nothing
         for pool in pools:
             pool.submit(os.getpid)
     try:
@@ -184,20 +186,6 @@ def at_once(count: int) -> Iterator[Workers]:
     finally:
         for pool in pools:
             pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _ctrl_c_held() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of this context, where the system can; processes started in it never see it."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # when it starts, it lets Ctrl-C through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _prepared: dict[str, Any] = {}
