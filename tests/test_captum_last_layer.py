@@ -15,6 +15,7 @@ from torch.nn.functional import linear, relu_
 from torch.utils.data import TensorDataset
 
 from ggda_ext import Groups, properties
+from ggda_ext.gradients.proof.findings import Compared
 from tests.captum_cases import CLASSES, LAST_LAYER, UNEVEN, Net, captums, ours, problem, relative_error, score
 from tests.unusual_rare import FullExperts
 
@@ -223,7 +224,7 @@ def test_examples_that_mix_in_large_batches_only_are_seen_there(name: str, known
     model[0].ROOM = 20
     x, y = torch.randn(60, 6).double(), torch.arange(60) % 3
     if known:
-        with torch.no_grad(), last_layer.LastLayerInputs(model, model[2], 4096) as seeing:
+        with torch.no_grad(), last_layer.LastLayerInputs(model, model[2], (4096, Compared())) as seeing:
             assert last_layer.features(seeing, points_of((x[:30], y[:30]))) is not None
             assert last_layer.features(seeing, points_of((x, y))) is None
     assert features(model, (x[:30], y[:30])) is not None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ggda_ext import GroupGradients, PointGradients
 from ggda_ext.attribution import KeptScores, ScoresInMemory
 from ggda_ext.data import IndexedData, to_device
-from ggda_ext.gradients.proof.findings import Apart, recall, remember
+from ggda_ext.gradients.proof.findings import Apart, Compared, recall, remember
 from ggda_ext.losses import ExampleLoss, OutputLoss, model_output
 from ggda_ext.model import ParameterSpace, check_deterministic_modules, named_modules, only_thread, training_kernels
 from ggda_ext.properties import property_gradient
@@ -68,17 +68,22 @@ def asked_of(layer: nn.Linear | None, asked: Asked, model: nn.Module) -> Asked |
     check_deterministic_modules(model)
     space = None if hasattr(provider.loss, "layer") else provider.space  # that loss takes the inputs as constant
     about = provider.space, _ANY_LOSS, provider.data, (_FOUND_AS, space is None)
-    size: Any = recall(*about)
+    before: Any = recall(*about)
     tests = None
-    with only_thread(model), training_kernels(), torch.no_grad(), LastLayerInputs(model, layer, size, space) as seeing:
+    with (
+        only_thread(model),
+        training_kernels(),
+        torch.no_grad(),
+        LastLayerInputs(model, layer, before, space) as seeing,
+    ):
         known = features(seeing, provider.data)
         if known is not None and isinstance(explained, PointGradients):
             tests = features(seeing, explained.data)
     if known is None:
         return None
-    if size is None:
-        size = seeing.size
-        remember(size, *about)
+    if before is None:
+        found: Any = seeing.size, seeing.apart.compared
+        remember(found, *about)
     if isinstance(explained, PointGradients):
         if tests is None:
             return None
@@ -175,7 +180,7 @@ class LastLayerInputs:
     Args:
         model: the model.
         layer: its last layer.
-        size: examples to run at once, if an earlier call found it and saw that few examples do not affect each other.
+        before: what an earlier call found: how many examples to run at once, and the batches that were compared.
         space: the chosen parameters, which the layer's inputs must not depend on; None if such inputs count as
             constant.
 
@@ -186,10 +191,15 @@ class LastLayerInputs:
     """
 
     def __init__(
-        self, model: nn.Module, layer: nn.Linear, size: int | None = None, space: ParameterSpace | None = None
+        self,
+        model: nn.Module,
+        layer: nn.Linear,
+        before: tuple[int, Compared] | None = None,
+        space: ParameterSpace | None = None,
     ) -> None:
-        self.model, self.layer, self.size, self.proven = model, layer, size or _FIRST, size is not None
-        self.apart = Apart(model, lambda _, batch: self._inputs(batch), "the data")
+        self.size, compared = before or (_FIRST, None)
+        self.model, self.layer, self.proven = model, layer, before is not None
+        self.apart = Apart(model, lambda _, batch: self._inputs(batch), "the data", compared)
         self.space, self._largest = space, 0
         self._calls: list[tuple[Any, Any, list[int]]] = []
 
