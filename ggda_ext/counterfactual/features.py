@@ -27,7 +27,7 @@ from ggda_ext.gradients.plan import Facts
 from ggda_ext.gradients.proof.findings import Apart
 from ggda_ext.gradients.strategies import forward
 from ggda_ext.groups.partition import Groups
-from ggda_ext.losses import BatchLoss, model_output
+from ggda_ext.losses import BatchLoss, model_output, output_of
 from ggda_ext.model import ParameterSpace, called_with
 from ggda_ext.sharing import adding_up, in_order, my_share, progress
 
@@ -199,11 +199,6 @@ def at_least_single(values: Tensor) -> Tensor:
 def rounding(*precisions: torch.dtype) -> float:
     """Largest relative difference that rounding may explain, for the lowest of some precisions."""
     return max(_ROUNDING.get(precision, _ROUNDING[torch.float32]) for precision in precisions)
-
-
-def output_of(model: nn.Module, batch: Any) -> Tensor:
-    """Return the outputs of a batch `[b, …]`."""
-    return model_output(model, batch)[0]
 
 
 @torch.no_grad()

@@ -38,7 +38,6 @@ from ggda_ext.words import check_counts, check_save_dir, without
 
 Pair = tuple[Tensor, Tensor]
 PARTS, SMALLEST_STACK = 8, 32
-_AT_ONCE = 512  # test points that the model is run on at once, before any training
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ def leave_group_out(
     order = by_falling_steps([torch.from_numpy(points) for points, _ in trainings], recipe)
     chunks = np.array_split(order, max(-(-len(order) // together), min(len(order), world_size())))
     first = initial_model(make_model, int(seeds[0])).to(x.device).eval()
-    m = measure.components(first)
+    m = measure.components(TrainedModels(make_model, [first.state_dict()]))
 
     def job(number: int, chunk: np.ndarray) -> Job:
         def make() -> Tensor:
@@ -273,15 +272,9 @@ class Measure:
         losses = [example_losses(self.loss_fn, outputs, y).mean() for outputs in models.outputs(x)]
         return torch.stack(losses)[:, None]
 
-    def components(self, model: nn.Module) -> int:
-        """Return m, the number of values that the property gives for one model; raise an error if one is not finite."""
-        if callable(self.property):
-            values = self._values(self.property, model)
-        else:
-            x, y = self.property
-            with torch.no_grad():
-                outputs = torch.cat([model(part) for part in x.split(_AT_ONCE)])
-                values = example_losses(self.loss_fn, outputs, y).mean()[None]
+    def components(self, models: TrainedModels) -> int:
+        """Return m, the number of values that the property gives for a model; raise an error if one is not finite."""
+        values = self(models)[0]
         if not bool(values.isfinite().all()):
             raise ValueError(
                 f"the property is {values.tolist()} before any training: look for NaN or infinite numbers in its data."

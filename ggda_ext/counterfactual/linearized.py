@@ -31,7 +31,6 @@ from ggda_ext.counterfactual.features import (
     check_finite,
     check_forward_mode,
     is_linear,
-    output_of,
 )
 from ggda_ext.counterfactual.known_losses import convex_loss
 from ggda_ext.counterfactual.newton import Penalty
@@ -44,7 +43,7 @@ from ggda_ext.data import IndexedData, to_device
 from ggda_ext.gradients import GroupGradients
 from ggda_ext.gradients.proof.findings import Apart
 from ggda_ext.groups.partition import Groups
-from ggda_ext.losses import ignored_targets, model_output
+from ggda_ext.losses import ignored_targets, model_output, output_of
 from ggda_ext.model import check_deterministic_modules, only_thread
 from ggda_ext.properties import Property, property_gradient
 from ggda_ext.sharing import checksum, in_shares

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ggda_ext.counterfactual.features import output_of
 from ggda_ext.counterfactual.newton import SingularRefit
 from ggda_ext.data import to_device
 from ggda_ext.evaluation import random_subsets
+from ggda_ext.losses import output_of
 from ggda_ext.model import called_with
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from ggda_ext.losses.example import (
     has_class_outside,
     ignored_targets,
     model_output,
+    output_of,
     shape_of,
     training_loss,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "has_class_outside",
     "ignored_targets",
     "model_output",
+    "output_of",
     "shape_of",
     "training_loss",
 ]

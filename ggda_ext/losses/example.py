@@ -190,6 +190,11 @@ def model_output(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
     return output, target
 
 
+def output_of(model: nn.Module, batch: Any) -> Tensor:
+    """Return the outputs of a batch `[b, …]`."""
+    return model_output(model, batch)[0]
+
+
 def _called(model: nn.Module, batch: Any) -> tuple[Any, Tensor | None]:
     """Call the model with the inputs of a batch; return its output unchanged, and the target."""
     target: Tensor | None

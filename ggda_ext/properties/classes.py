@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ggda_ext.data import DataLike, IndexedData
 from ggda_ext.gradients.proof.findings import Apart, Compared, compared_before
-from ggda_ext.losses import OutputLoss, model_output
+from ggda_ext.losses import OutputLoss, model_output, output_of
 from ggda_ext.model import full_precision
 from ggda_ext.properties.property import (
     DataProperty,
@@ -94,7 +94,7 @@ class OutputsProperty(DataProperty):
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Yield for every batch its positions in the data, its outputs, and its targets (None if it has none)."""
         shape: torch.Size | None = None
-        apart = Apart(model, _output_of, self.data.name, compared, "model output")
+        apart = Apart(model, output_of, self.data.name, compared, "model output")
         for indices, batch in batches:
             if shape is None:
                 self._look(model, batch)
@@ -107,10 +107,6 @@ class OutputsProperty(DataProperty):
                 )
             apart.check(batch, output)
             yield torch.from_numpy(indices), output, target
-
-
-def _output_of(model: nn.Module, batch: Any) -> Tensor:
-    return model_output(model, batch)[0]
 
 
 def _check_repeats(again: Tensor, before: Tensor) -> None:

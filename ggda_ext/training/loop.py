@@ -91,7 +91,7 @@ def train_one(
             for at in shuffled(points, order).to(x.device).split(recipe.batch_size):
                 used.append(optimizer.param_groups[0]["lr"])
                 optimizer.zero_grad(set_to_none=True)
-                output = output_of(model, x[at], y[at])
+                output = run_model(model, x[at], y[at])
                 if len(used) == epoch == 1:
                     check_not_broadcast(loss_fn, output, y[at])
                 one_number(batch_loss(output, y[at])).backward()
@@ -116,7 +116,7 @@ def check_model_and_recipe(model: Any, recipe: Any) -> None:
     check_recipe(recipe)
 
 
-def output_of(model: nn.Module, x: Tensor, *targets: Tensor) -> Any:
+def run_model(model: nn.Module, x: Tensor, *targets: Tensor) -> Any:
     """Return the model's output for a batch; errors say what to do."""
     try:
         return model(x)

@@ -28,7 +28,7 @@ from ggda_ext.training.loop import (
     initial_model,
     new_model,
     one_number,
-    output_of,
+    run_model,
     seeded,
     train_one,
 )
@@ -92,7 +92,7 @@ class TrainedModels:
         batches = x.split(batch_size)
         if isinstance(self._stack, list):
             models = (model.to(x.device) for model in self)
-            return torch.stack([torch.cat([output_of(model, points) for points in batches]) for model in models])
+            return torch.stack([torch.cat([run_model(model, points) for points in batches]) for model in models])
         layout, tensors = self._stack
         parts = zip(*(tensor.split(MODELS_AT_ONCE) for tensor in tensors), strict=True)
         return torch.cat([torch.cat([layout.outputs(part, points) for points in batches], 1) for part in parts])
